@@ -47,11 +47,11 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
-KillWait=10
+KillWait=2
 SlurmdTimeout=30
 PartitionName=all Nodes=ALL Default=YES MaxTime=10 State=UP
 """
-NODE = "NodeName={node} NodeHostname={host} NodeAddr={node} Port={port} CPUs=2\n"
+NODE = "NodeName={node} NodeHostname={host} NodeAddr={node} Port={port} CPUs=2 RealMemory=200000\n"
 
 
 def missing() -> list[str]:

@@ -15,6 +15,8 @@ from slurm_cluster import NODES, Cluster
 
 from helpers import wait_for
 from windlass.fileio import read_json
+from windlass.launch.batch import Job, Site
+from windlass.launch.submit import cancel, submit
 from windlass.run import Run
 from windlass.study.study import Study
 
@@ -78,6 +80,25 @@ def test_at_its_limit_it_saves_and_requeues_itself_once(cluster: Cluster, settin
     assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
 
 
+SAVES = "trap 'sleep 5; touch saved$SLURM_ARRAY_TASK_ID; exit 75' TERM; touch up; while :; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize("array", [(), (0, 1)])
+def test_cancel_leaves_more_time_for_a_save_than_killwait(cluster: Cluster, tmp_path, monkeypatch, array):
+    """SLURM kills 2 s after its SIGTERM here, 30 s by default; the save takes 5 s. A task that waits does not start."""
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    logs = tmp_path / "logs"
+    job = Job("run", ["bash", "-c", SAVES], tmp_path, logs, logs / "submit.sh", 2, 2, array=array)
+    submit(job, Site(), "slurm")
+    wait_for((tmp_path / "up").exists, 60)
+    (tmp_path / "up").unlink()
+    assert cancel(logs) == read_json(logs / "job.json")["job"]
+    ended = cluster.wait(read_json(logs / "job.json")["job"])
+    assert [path.name for path in tmp_path.glob("saved*")] == ["saved0" if array else "saved"], log_of(logs)
+    assert not (tmp_path / "up").exists() and ended["Restarts"] == "0"
+
+
 @pytest.mark.full
 def test_cancel_saves_and_does_not_requeue(cluster: Cluster, settings, tmp_path):
     run = Run(tmp_path / "run")
@@ -91,7 +112,7 @@ def test_cancel_saves_and_does_not_requeue(cluster: Cluster, settings, tmp_path)
     assert done.returncode == 0, done.stdout
     assert watch.wait(60) == 75 and "the run is preempted" in shown.read_text(), shown.read_text()
     ended = cluster.wait(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), log_of(run.path)
+    assert (ended["ExitCode"], ended["Restarts"]) == ("75:0", "0"), log_of(run.path)
     assert run.state == "preempted"
     assert cluster.call(*SUBMIT, "--cancel", str(run.path)).returncode == 2
 

@@ -162,6 +162,15 @@ def test_the_tables_of_launch(tmp_path):
     assert ["host", "file", str(tmp_path / "nodes")] in rows and ["launcher", "mpiexec"] in rows
 
 
+def test_print_needs_no_mpiexec(pbs, tmp_path):
+    """On a login node, or on a laptop; what is started needs it."""
+    words = ("launch", "-n", "4", "--launcher", "mpiexec")
+    environ = pbs | {"PATH": str(tmp_path)}
+    done = windlass(*words, "--print", "--", "train.py", env=environ)
+    assert done.stdout.split() == ["mpiexec", "-n", "4", "-ppn", "2", "--hostfile", pbs["PBS_NODEFILE"], "train.py"]
+    assert "mpiexec" in windlass(*words, "--", "train.py", env=environ, code=2).stderr
+
+
 def test_a_second_shell_gets_the_jobs_variables(pbs, tmp_path):
     """By allow-list: nothing of one task, no secret, and the host file also where its own is on another host's disk."""
     environ = (

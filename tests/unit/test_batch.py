@@ -1,21 +1,27 @@
-"""Batch scripts run by a real shell, with a `qsub` that only writes down how it was called; and what a job asks for."""
+"""Batch scripts run by a real shell, with tools that write down how they were called; and what a job asks for."""
 
+import json
+import math
 import os
 import shlex
 import signal
 import subprocess
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from helpers import refused, wait_for, windlass, write_ledger
+from windlass.errors import RunFailed
 from windlass.fileio import read_json
 from windlass.launch.batch import INDEX, Job, Site, render
 from windlass.launch.submit import Resources, cancel, find_scheduler, make_job, queued, read_site, submit_run
+from windlass.model.size import checkpoint_bytes
 from windlass.recipe import Recipe
+from windlass.study.scale import create_study
 from windlass.study.study import Study
-from windlass.study.submit import submit_study
+from windlass.study.submit import submit_scaling, submit_study
 
 SITE = Site(
     partition="gpu", account="lab", constraint="a100", mail="me@site.org", modules=["cuda/12.6"], time="01:00:00",
@@ -32,9 +38,10 @@ def header(script: str) -> list[str]:
 
 
 def test_the_header_for_slurm(tmp_path):
-    script = render(job_of(tmp_path, "train", nodes=2, ranks_per_node=4, gpus_per_node=4, array=[0, 2]), SITE, "slurm")
+    job = job_of(tmp_path, "train", nodes=2, ranks_per_node=4, gpus_per_node=4, memory_gb=40, array=[0, 2])
+    script = render(job, SITE, "slurm")
     assert header(script) == [f"#SBATCH {x}" for x in (
-        "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=8", "--array=0,2", "--gpus-per-node=4", "--time=01:00:00",
+        "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=8", "--array=0,2", "--gpus-per-node=4", "--mem=40G", "--time=01:00:00",
         "--partition=gpu", "--account=lab", "--constraint=a100", "--mail-user=me@site.org", "--mail-type=END,FAIL",
         f"--output={tmp_path}/logs/%x_%A_%a.out", "--open-mode=append", "--requeue", "--signal=B:USR1@120",
         "--exclusive", "--job-name=mine",
@@ -46,12 +53,16 @@ def test_the_header_for_pbs(tmp_path):
     """An array of one task is none; the cells between those that are left end at once."""
     site = SITE.model_copy(update={"directives": [], "constraint": "system=polaris"})
     many, one, none = (
-        render(job_of(tmp_path, "train", INDEX, nodes=2, ranks_per_node=4, gpus_per_node=4, array=array), site, "pbs")
+        render(
+            job_of(tmp_path, "train", INDEX, nodes=2, ranks_per_node=4, gpus_per_node=4, memory_gb=40, array=array),
+            site,
+            "pbs",
+        )
         for array in ([0, 2, 3], [3], [])
     )
     assert header(none) == [f"#PBS {x}" for x in (
-        "-N run", "-l select=2:ncpus=32:ngpus=4:mpiprocs=4:system=polaris", "-l place=scatter", "-l walltime=01:00:00", "-q gpu", "-A lab",
-        "-M me@site.org", "-m ae", "-r y", "-j oe", "-o /dev/null",
+        "-N run", "-l select=2:ncpus=32:ngpus=4:mem=40gb:mpiprocs=4:system=polaris", "-l place=scatter", "-l walltime=01:00:00", "-q gpu", "-A lab",
+        "-M me@site.org", "-m ae", "-r y", "-j oe", f"-o {tmp_path}/logs/",
     )]  # fmt: skip
     assert set(header(many)) - set(header(none)) == {"#PBS -J 0-3"} and header(one) == header(none)
     assert 'case "$task" in 1) exit 0' in many and "task=${WINDLASS_TASK:-${PBS_ARRAY_INDEX:-3}}" in one.splitlines()
@@ -68,12 +79,43 @@ def test_the_launcher_of_the_site_and_the_limit_of_an_array(tmp_path):
     assert "#PBS -N a_run" in header(render(spaced, site, "pbs"))
 
 
+def test_cores_and_memory_that_a_site_leaves_open(tmp_path):
+    """Four cores for a rank with a GPU, one without; and a site's own way of asking for memory replaces ours."""
+    gpu = job_of(tmp_path, "x", ranks_per_node=2, gpus_per_node=2, memory_gb=20)
+    cpu = header(render(job_of(tmp_path, "x", ranks_per_node=2), Site(), "slurm"))
+    assert {"#SBATCH --cpus-per-task=4", "#SBATCH --mem=20G"} <= set(header(render(gpu, Site(), "slurm")))
+    assert "#PBS -l select=1:ncpus=8:ngpus=2:mem=20gb:mpiprocs=2" in header(render(gpu, Site(), "pbs"))
+    assert "#SBATCH --cpus-per-task=1" in cpu and not any("--mem" in line for line in cpu)
+    own = header(render(gpu, Site(directives=["--mem-per-cpu=3G"]), "slurm"))
+    assert [line for line in own if "--mem" in line] == ["#SBATCH --mem-per-cpu=3G"]
+
+
+QSUB = r"""#!/bin/bash
+# What OpenPBS refuses (qsub(1B); Libcmds/parse_depend.c), and the ids that it gives.
+refuse() { echo "qsub: illegal $1 value" >&2; exit 2; }
+echo "$@" >>QUEUED
+case "${@: -1}" in /*) script=$(<"${@: -1}");; *) script=$(cat);; esac
+echo "$script" >>QUEUED
+while [ $# -gt 0 ]; do
+  case $1 in
+    -W) [[ $2 =~ depend=[a-z]+:.*\[[0-9-]+\] ]] && { echo "cannot have dependancy on subjob or range" >&2; refuse -W; };;
+    -a) [[ $2 =~ ^(([0-9]{2})?[0-9]{4})?[0-9]{6}([.][0-9]{2})?$ ]] || refuse -a;;
+  esac
+  shift
+done
+range=$(sed -n 's/^#PBS -J //p' <<<"$script")
+[ "$range" ] || { echo 8.server; exit; }
+[[ $range =~ ^([0-9]+)-([0-9]+)(:[0-9]+)?(%[0-9]+)?$ ]] && [ "${BASH_REMATCH[1]}" -lt "${BASH_REMATCH[2]}" ] || refuse -J
+echo "8[].server"
+"""
+
+
 @pytest.fixture
 def run_script(tmp_path, monkeypatch):
     """Starts a PBS script as bash; `qsub` writes its arguments and the script into `queued`."""
     tools = tmp_path / "tools"
     tools.mkdir()
-    (tools / "qsub").write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/queued\ncat >>{tmp_path}/queued\necho 8.server\n')
+    (tools / "qsub").write_text(QSUB.replace("QUEUED", f"{tmp_path}/queued"))
     (tools / "qrerun").write_text(f'#!/bin/sh\n[ -e {tmp_path}/operator ] && echo "rerun $@" >>{tmp_path}/queued\n')
     for tool in tools.iterdir():
         tool.chmod(0o755)
@@ -83,6 +125,8 @@ def run_script(tmp_path, monkeypatch):
         job = job_of(tmp_path, "bash", "-c", body, **more)
         job.script.write_text(render(job, Site(), "pbs"))
         environ = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "PBS_JOBID": "7.server"}
+        if len(job.array) > 1:
+            environ |= {"PBS_JOBID": f"7[{job.array[-1]}].server", "PBS_ARRAY_INDEX": str(job.array[-1])}
         return subprocess.Popen(["bash", str(job.script)], env=environ, start_new_session=True)
 
     return start
@@ -93,7 +137,7 @@ SAVES = "trap 'sleep 0.3; exit 75' TERM; touch up; while :; do sleep 0.05; done"
 
 @pytest.mark.parametrize(("number", "queued"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0), (signal.SIGUSR2, 0)])
 def test_only_the_time_limit_puts_a_stopped_job_back(run_script, tmp_path, number, queued):
-    process = run_script(SAVES, array=[0, 1])
+    process = run_script(SAVES)
     wait_for((tmp_path / "up").exists, 20)
     process.send_signal(number)
     process.send_signal(number)  # a scheduler may say it twice
@@ -101,6 +145,21 @@ def test_only_the_time_limit_puts_a_stopped_job_back(run_script, tmp_path, numbe
     text = (tmp_path / "queued").read_text() if (tmp_path / "queued").exists() else ""
     assert text.count("depend=afterany:7.server") == queued and "\n#PBS -J" not in text
     assert not list((tmp_path / "logs").glob(".open*"))
+
+
+def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
+    """PBS refuses what depends on a subjob: the new job starts by the clock, and --cancel finds it by the task's record."""
+    process = run_script(SAVES, array=[0, 3])
+    wait_for((tmp_path / "up").exists, 20)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(20) == 75
+    call, *script = (tmp_path / "queued").read_text().splitlines()
+    words = call.split()
+    assert words[0] == "-a" and words[2:] == ["-v", "WINDLASS_TASK=3"]
+    assert 0 < datetime.strptime(words[1], "%Y%m%d%H%M.%S").timestamp() - time.time() < 120
+    assert not [line for line in script if line.startswith("#PBS -J")]
+    assert read_json(tmp_path / "logs" / "job-3.json") == {"scheduler": "pbs", "job": "8.server"}
+    assert not (tmp_path / "logs" / "job.json").exists() and (tmp_path / "logs" / "run_7[3].out").exists()
 
 
 def test_the_limit_is_seen_by_the_script_itself(run_script, tmp_path):
@@ -196,16 +255,26 @@ def test_commands_at_the_end_change_nothing(run_script, tmp_path, code, done):
 def test_offline_trackers_are_synchronised(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = Recipe.load("quickstart", ['telemetry.trackers=["wandb", "mlflow", "tensorboard"]'])
+    study = Study.create(recipe, ["run.seed=1,2"], tmp_path / "study")
+    grown = create_study(recipe, worlds=[1, 2], nodes=[1, 2], path=tmp_path / "grown")
     for mode, uri in (("offline", "sqlite:///x.db"), ("online", "http://127.0.0.1:5000")):
         site = Site(gpus_per_node=1, environment={"WANDB_MODE": mode, "MLFLOW_TRACKING_URI": uri})
-        script, _ = submit_run(recipe, "quickstart", [], scheduler="slurm", site=site, dry_run=True)
-        assert ("WANDB_MODE=online" in script and "--to wandb" in script) == (mode == "offline")
-        assert ("--to mlflow" in script) == (mode == "online") and "--to tensorboard" not in script
+        how = {"scheduler": "slurm", "site": site, "asked": Resources(), "dry_run": True}
+        script, _ = submit_run(recipe, scheduler="slurm", site=site, dry_run=True)
+        array, _ = submit_study(study.path, **how)
+        for text in (script, array, *(one for _, one, _ in submit_scaling(grown, **how))):
+            assert ("WANDB_MODE=online" in text and "--to wandb" in text) == (mode == "offline")
+            assert ("--to mlflow" in text) == (mode == "online") and "--to tensorboard" not in text
+            assert ('--only "$task" --to' in text) == ("#SBATCH --array" in text)
 
 
 def test_a_check_that_fails_ends_the_job(run_script, tmp_path):
-    assert run_script("touch trained", before=["bash", "-c", "exit 46"]).wait(20) == 46
+    """What it measured is in a log of its own, and its last lines in the job's."""
+    check = ["bash", "-c", "echo rates; echo the bandwidth; echo TOO SLOW; exit 46"]
+    assert run_script("touch trained", before=check).wait(20) == 46
     assert not (tmp_path / "trained").exists()
+    log, rates = (tmp_path / "logs" / "run_7.out").read_text(), tmp_path / "logs" / "check_7.out"
+    assert "rates" in rates.read_text() and "rates" not in log and "TOO SLOW" in log and str(rates) in log
 
 
 def test_lost_hosts_restart_a_job_so_often(run_script, tmp_path):
@@ -225,16 +294,123 @@ def test_lost_hosts_restart_a_job_so_often(run_script, tmp_path):
 def test_what_a_job_asks_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpu, site = Recipe.load("quickstart"), Site(gpus_per_node=4)
-    script, job = submit_run(gpu, "quickstart", [], scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
+    script, job = submit_run(gpu, scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
     assert {"#SBATCH --gpus-per-node=4", "#SBATCH --ntasks-per-node=4"} <= set(script.splitlines()) and not job
     cpu = Recipe.load("quickstart", ["parallel.device=cpu"])
-    script, _ = submit_run(cpu, "quickstart", [], scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
+    script, _ = submit_run(cpu, scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
     assert "gpu" not in script and "#SBATCH --ntasks-per-node=1" in script
-    checked = Resources(2, min_busbw=5)
-    script, _ = submit_run(cpu, "quickstart", ["a.b=1"], scheduler="slurm", site=site, asked=checked, dry_run=True)
+    checked = Resources(2, min_busbw=5, max_size="64M")
+    script, _ = submit_run(cpu, scheduler="slurm", site=site, asked=checked, dry_run=True)
     check, train = (next(line for line in script.splitlines() if f" {verb} " in line) for verb in ("check", "train"))
-    assert check.partition(" check ")[2] == train.partition(" train ")[2].replace(" &", " --min-busbw 5")
-    assert list(tmp_path.iterdir()) == []
+    recipe = train.partition(" train ")[2].removesuffix(" &")
+    assert check.partition(" check ")[2].startswith(f"{recipe} --min-busbw 5 --max-size 64M >>")
+    assert recipe.endswith("/submit.toml") and list(tmp_path.iterdir()) == []
+
+
+def test_the_memory_of_a_host(tmp_path, monkeypatch):
+    """A base for each rank, and twice the host's part of a checkpoint; on a CPU what trains as well. A site may say it."""
+    from windlass.estimate.host import host_memory_gb
+
+    recipe = Recipe.load("c4-30m", ["model.vocab=50304"])
+    disk = checkpoint_bytes(recipe.model, 50304) / 1e9
+    assert host_memory_gb(recipe, 4, 4, on_cpu=False) == math.ceil(4 * 8 + 2 * disk)
+    sharded = recipe.replace("parallel.strategy=full_shard", "model.layers=100")
+    large = checkpoint_bytes(sharded.model, 50304) / 1e9
+    assert host_memory_gb(sharded, 8, 4, on_cpu=False) == math.ceil(4 * 8 + large)
+    assert host_memory_gb(recipe, 1, 1, on_cpu=True) > 3 + 2 * disk
+    monkeypatch.chdir(tmp_path)
+    for asked, line in ((5, "#SBATCH --mem=20G"), (0, "")):
+        site = Site(gpus_per_node=4, memory_per_rank=asked)
+        script, _ = submit_run(recipe, scheduler="slurm", site=site, dry_run=True)
+        assert [text for text in header(script) if "--mem" in text] == [line] * bool(line)
+
+
+def submitted(tmp_path, *words, code=0):
+    """`windlass submit WORDS` with a `qsub` of a PBS on which nothing runs."""
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    for tool, text in (
+        ("qsub", "#!/bin/sh\necho 7.server\n"),
+        ("qstat", "#!/bin/sh\necho Unknown Job Id >&2; exit 153\n"),
+    ):
+        (tmp_path / "bin" / tool).write_text(text)
+        (tmp_path / "bin" / tool).chmod(0o755)
+    env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    cpu = ["parallel.device=cpu", "--scheduler", "pbs"]
+    return windlass("submit", *words, *cpu, cwd=tmp_path, env=env, code=code)
+
+
+def test_the_largest_message_of_a_check_is_given_with_the_bandwidth(tmp_path):
+    """4 GiB are too much for some machines: `submit` and `scale` take the size and hand it on."""
+    assert "--min-busbw" in submitted(tmp_path, "quickstart", "--max-size", "4M", code=2).stderr
+    assert "64M or 4G" in submitted(tmp_path, "quickstart", "--max-size", "4X", "--min-busbw", "1", code=2).stderr
+    done = submitted(tmp_path, "quickstart", "--max-size", "4M", "--min-busbw", "1", "--dry-run")
+    assert "--min-busbw 1 --max-size 4M" in done.stdout
+    words = ["quickstart", "parallel.device=cpu", "--nodes", "2", "--min-busbw", "1", "--max-size", "4M", "--dry-run"]
+    assert "--min-busbw 1 --max-size 4M" in windlass("scale", *words, "--scheduler", "slurm", cwd=tmp_path).stdout
+
+
+def trained_recipe(script: str) -> Recipe:
+    """What a job trains, read as the job reads it."""
+    line = next(line for line in script.splitlines() if " train " in line)
+    words = shlex.split(line.removesuffix(" &"))
+    return Recipe.load(words[words.index("train") + 1], words[words.index("train") + 2 :])
+
+
+def test_a_job_trains_the_recipe_as_it_was_when_it_was_submitted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "mine.toml"
+    mine.write_text('extends = "quickstart"\n[optim]\nlr = 0.002\n')
+    submitted(tmp_path, "mine.toml", "train.steps=7", "run.dir=run")
+    mine.write_text('extends = "quickstart"\n[optim]\nlr = 0.9\n')
+    recipe = trained_recipe((tmp_path / "run" / "submit.sh").read_text())
+    assert (recipe.optim.lr, recipe.train.steps, recipe.preset) == (0.002, 7, "mine")
+    assert recipe.run_dir == tmp_path / "run" and recipe.checkpoint.grace_seconds == 110
+    submitted(tmp_path, "mine.toml", "run.dir=run", "checkpoint.grace_seconds=60")
+    recipe = trained_recipe((tmp_path / "run" / "submit.sh").read_text())
+    assert (recipe.optim.lr, recipe.checkpoint.grace_seconds) == (0.9, 60)
+
+
+def test_a_directory_with_a_presets_name_is_no_recipe_in_a_job_either(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    submitted(tmp_path, "quickstart", "run.dir=run")
+    assert trained_recipe((tmp_path / "run" / "submit.sh").read_text()).preset == "quickstart"
+
+
+def test_files_are_found_from_the_sites_scratch_directory(tmp_path, monkeypatch):
+    """What is there gets its whole path; names that are no files stay, and so does what the job will write."""
+    scratch, site = tmp_path / "scratch", tmp_path / "site.toml"
+    scratch.mkdir()
+    site.write_text(f'scratch = "{scratch}"\n')
+    (tmp_path / "book.txt").write_text("text")
+    (tmp_path / "toks").mkdir()
+    sources = 'data.source=["book.txt", "hf:name/set", "b*.txt"]'
+    words = ["quickstart", sources, "data.tokenizer=hf:toks", "data.dir=data", "run.dir=run", "--site", str(site)]
+    submitted(tmp_path, *words)
+    script = (scratch / "run" / "submit.sh").read_text()
+    assert f"cd {scratch} || exit 1" in script
+    monkeypatch.chdir(scratch)
+    data = trained_recipe(script).data
+    assert data.source == [f"{tmp_path}/book.txt", "hf:name/set", f"{tmp_path}/b*.txt"]
+    assert (data.tokenizer, data.dir) == (f"hf:{tmp_path}/toks", "data")
+    monkeypatch.chdir(tmp_path)
+    study = Study.create(Recipe.load("quickstart", ["data.source=book.txt"]), ["run.seed=1,2"], tmp_path / "study")
+    how = {"scheduler": "slurm", "site": Site(scratch=str(scratch), gpus_per_node=1), "dry_run": True}
+    assert f"cd {tmp_path} || exit 1" in submit_study(study.path, **how)[0], "its directory is where it is"
+
+
+def test_ranks_of_a_host_are_as_asked_inside_the_job_too(tmp_path, monkeypatch):
+    """`--per-host 1` on hosts with 8 GPUs: the allocation alone would be read as one rank for each GPU."""
+    monkeypatch.chdir(tmp_path)
+    how = {"scheduler": "slurm", "site": Site(), "asked": Resources(2, per_host=1, gpus_per_node=8), "dry_run": True}
+    script, _ = submit_run(Recipe.load("quickstart"), **how)
+    exported = dict(
+        line.removeprefix("export ").split("=", 1) for line in script.splitlines() if line.startswith("export ")
+    )
+    job = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    job |= {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"} | exported
+    printed = windlass("launch", "--print", "--", "train.py", cwd=tmp_path, env=job).stdout
+    assert "--ntasks=2 --ntasks-per-node=1 " in printed
 
 
 def test_a_job_trains_into_its_run_directory_whatever_the_path(tmp_path, monkeypatch):
@@ -257,9 +433,9 @@ def test_a_job_trains_into_its_run_directory_whatever_the_path(tmp_path, monkeyp
 def test_what_is_refused(tmp_path, monkeypatch, asked, words):
     monkeypatch.chdir(tmp_path)
     with refused(*words):
-        submit_run(Recipe.load("quickstart"), "quickstart", [], scheduler="pbs", site=Site(), asked=asked, dry_run=True)
+        submit_run(Recipe.load("quickstart"), scheduler="pbs", site=Site(), asked=asked, dry_run=True)
     with refused("8", "4", "gpus_per_node"):
-        make_job("run", [], [], tmp_path, Site(gpus_per_node=4), Resources(gpus_per_node=8), on_cpu=False)
+        make_job("run", [], [Recipe.load("quickstart")], tmp_path, Site(gpus_per_node=4), Resources(gpus_per_node=8))
 
 
 def test_the_site_file(tmp_path, monkeypatch):
@@ -287,7 +463,10 @@ def test_the_site_file(tmp_path, monkeypatch):
         find_scheduler("pbs", Site(launcher="srun"), dry_run=True)
 
 
-@pytest.mark.parametrize(("state", "called"), [("R", "qsig -s SIGUSR2 7.server"), ("Q", "qdel 7.server"), ("", "")])
+@pytest.mark.parametrize(
+    ("state", "called"),
+    [("R", "qsig -s SIGUSR2 7.server"), ("S", "qsig -s SIGUSR2 7.server"), ("Q", "qdel 7.server"), ("H", "qdel 7.server"), ("", "")],
+)  # fmt: skip
 def test_cancel_on_pbs_leaves_time_for_a_save(tmp_path, monkeypatch, state, called):
     """`qdel` of a running job kills it after some seconds: its script gets a signal instead, which it passes on."""
     for tool in ("qsub", "qstat", "qsig", "qdel"):
@@ -309,6 +488,65 @@ def test_cancel_on_pbs_leaves_time_for_a_save(tmp_path, monkeypatch, state, call
     assert cancel(tmp_path) == "7.server" and (tmp_path / "called").read_text().strip() == called
 
 
+QSTAT = r"""#!/bin/bash
+# Of an array that has begun; -t lists its subjobs. 9.server goes on with subjob 0, which is over.
+head='Job id            Name             User              Time Use S Queue
+----------------  ---------------- ----------------  -------- - -----'
+case "$*" in
+  "7[].server") printf '%s\n' "$head" '7[].server        study            me                       0 B gpu';;
+  "-t 7[].server") printf '%s\n' "$head" '7[].server        study            me                       0 B gpu' \
+    '7[0].server       study            me                00:10:00 X gpu' \
+    '7[1].server       study            me                00:10:00 R gpu' \
+    '7[2].server       study            me                00:10:00 R gpu' \
+    '7[3].server       study            me                       0 Q gpu' \
+    '7[10].server      study            me                       0 Q gpu';;
+  9.server) printf '%s\n' "$head" '9.server          study            me                00:01:00 R gpu';;
+  *) echo "qstat: $1 Job has finished, use -x or -H to obtain historical job information" >&2; exit 35;;
+esac
+"""
+
+
+def test_cancel_of_an_array_on_pbs_and_of_the_jobs_that_follow(tmp_path, monkeypatch):
+    """State B: `qdel` of the array would kill what runs. First what waits is deleted, so that it does not start."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool, text in (
+        ("qsub", ""),
+        ("qstat", QSTAT),
+        *((t, f'#!/bin/sh\necho {t} "$@" >>{tmp_path}/called\n') for t in ("qsig", "qdel")),
+    ):
+        (tools / tool).write_text(text)
+        (tools / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    for name, job in (("job", "7[].server"), ("job-0", "9.server"), ("job-4", "8.server")):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"scheduler": "pbs", "job": job}))
+    assert queued(tmp_path) == ("7[].server", "begun")
+    assert cancel(tmp_path) == "7[].server, 9.server"
+    assert (tmp_path / "called").read_text().splitlines() == [
+        "qdel 7[3].server 7[10].server",
+        "qsig -s SIGUSR2 7[1].server 7[2].server",
+        "qsig -s SIGUSR2 9.server",
+    ]
+
+
+@pytest.mark.parametrize("state", ["begun", "over"])
+def test_a_second_submission_does_not_lose_the_first_job(tmp_path, monkeypatch, state):
+    monkeypatch.chdir(tmp_path)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    first = QSTAT if state == "begun" else "#!/bin/sh\necho Unknown Job Id >&2; exit 153\n"
+    for tool, text in (("qstat", first), ("qsub", QSUB.replace("QUEUED", f"{tmp_path}/queued"))):
+        (tools / tool).write_text(text)
+        (tools / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
+    (study.path / "job.json").write_text('{"scheduler": "pbs", "job": "7[].server"}')
+    _, job = submit_study(study.path, scheduler="pbs", site=Site(gpus_per_node=1))
+    assert job == "8[].server" == read_json(study.path / "job.json")["job"]
+    others = [read_json(path)["job"] for path in study.path.glob("job-*.json")]
+    assert others == (["7[].server"] if state == "begun" else [])
+
+
 @pytest.mark.parametrize(
     ("slurm", "state"),
     [
@@ -325,6 +563,9 @@ def test_the_state_of_a_job(tmp_path, monkeypatch, slurm, state):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "job.json").write_text('{"scheduler": "slurm", "job": "7"}')
     assert queued(tmp_path) == ("7", state)
+    if state.startswith("unknown"):
+        with pytest.raises(RunFailed, match="timed out"):
+            cancel(tmp_path)
 
 
 def test_dry_run_and_cancel_in_the_terminal(tmp_path):
@@ -352,7 +593,8 @@ def test_the_open_cells_of_a_study(tmp_path, monkeypatch):
     assert "#SBATCH --array=0,1,3" in header(script) and '"$task" --launch --retry-failed &' in script
     cpu = Study.create(Recipe.load("quickstart", ["parallel.device=cpu"]), ["parallel.world=1,2"], tmp_path / "cpu")
     script, _ = submit_study(cpu.path, scheduler="pbs", site=Site(), asked=Resources(2), dry_run=True)
-    assert "#PBS -l select=1:ncpus=2:mpiprocs=2" in header(script) and "--launch" not in script
+    assert any(line.startswith("#PBS -l select=1:ncpus=2:") for line in header(script)) and "--launch" not in script
+    assert "mpiprocs=2" in script
     for cell in cpu.cells:
         cpu.set_status(cell, "failed")
     assert submit_study(cpu.path, scheduler="pbs", site=Site(), dry_run=True) == ("", "")

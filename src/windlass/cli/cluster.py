@@ -24,11 +24,24 @@ if TYPE_CHECKING:
     from windlass.launch.allocation import Allocation
     from windlass.preflight.check import Check
 
+MAX_SIZE_HELP = "Largest message, as 4G; default: CPU 16M, GPU 512M, with --min-busbw 4G."
+
+
+def valid_size(text: str) -> str:
+    """What `--max-size` was given; UserError if it is not a number of bytes."""
+    from windlass.preflight.findings import size_of
+
+    if text and not size_of(text):
+        raise UserError(f"--max-size {text}: write a number of bytes, as 64M or 4G")
+    return text
+
 
 def launch(
     command: list[str] = typer.Argument(metavar="-- CMD...", help="What to run on every rank.", show_default=False),
     ranks: int = typer.Option(0, "-n", min=0, help="Ranks in all; default: as the job asked, or one a GPU."),
-    per_host: int = typer.Option(0, min=0, help="Ranks on each host."),
+    per_host: int = typer.Option(
+        0, min=0, envvar="WINDLASS_PER_HOST", help="Ranks on each host; default: as the job asked.", show_default=False
+    ),
     launcher: str = typer.Option(
         "", envvar="WINDLASS_LAUNCHER", metavar="srun|mpiexec|torchrun", help="Default: the site's, or the scheduler's."
     ),
@@ -50,7 +63,7 @@ def launch(
     if launcher not in ("", *here.LAUNCHERS):
         raise UserError(f"--launcher {launcher}: there are {', '.join(here.LAUNCHERS)}")
     by_mpi = allocation.scheduler == "pbs" or (allocation.scheduler != "none" and launcher == "mpiexec")
-    flavor = here.mpi_flavor() if by_mpi else ""
+    flavor = here.mpi_flavor(needed=not print_) if by_mpi else ""
     if port := here.free_port(allocation.hosts[0]):  # this is the host of rank 0: all ranks meet there
         os.environ.setdefault("MASTER_ADDR", allocation.hosts[0])
         os.environ.setdefault("MASTER_PORT", str(port))
@@ -133,6 +146,7 @@ def submit(
     site: Path | None = typer.Option(None, metavar="FILE", help="Site file; default: ~/.config/windlass/site.toml."),
     max_restarts: int = typer.Option(3, min=0, help="Starts after lost hosts, at most."),
     min_busbw: float = typer.Option(0.0, min=0, metavar="GB/S", help="What `windlass check` must measure first."),
+    max_size: str = typer.Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),
     retry_failed: bool = typer.Option(False, "--retry-failed", help="A study: its failed and diverged cells, too."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the script and write nothing."),
     watch: bool = typer.Option(
@@ -154,7 +168,8 @@ def submit(
         return DONE
     if watch and not dry_run and jobs.queued(directory)[1]:
         return _watch(directory)
-    asked, chosen = jobs.Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw), jobs.read_site(site)
+    asked = jobs.Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, valid_size(max_size))
+    chosen = jobs.read_site(site)
     how: dict[str, Any] = {"scheduler": scheduler, "site": chosen, "asked": asked, "dry_run": dry_run}
     if Study.is_study(directory):
         from windlass.study.submit import submit_study
@@ -165,7 +180,7 @@ def submit(
         script, job = submit_study(directory, **how, retry_failed=retry_failed, notify=partial(typer.echo, err=True))
     else:
         loaded = Recipe.load(recipe, overrides)
-        script, job = jobs.submit_run(loaded, recipe, overrides, **how)
+        script, job = jobs.submit_run(loaded, **how)
         where = Path(chosen.scratch or Path.cwd()) / loaded.run_dir
     if dry_run:
         sys.stdout.write(script)
@@ -212,7 +227,7 @@ def check(
     overrides: Overrides,
     world: int = typer.Option(1, min=1, help="Local processes; under a launcher, its ranks."),
     min_busbw: float = typer.Option(0.0, min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce."),
-    max_size: str = typer.Option("", metavar="BYTES", help="Largest message, as 4G; default: CPU 16M, GPU 512M."),
+    max_size: str = typer.Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),
     rates: Path | None = typer.Option(None, hidden=True, help="The scaling study whose machine this is."),
     json_: Json = False,
 ) -> int:
@@ -231,13 +246,12 @@ def check(
 
         return launch_local([*WINDLASS, *sys.argv[1:]], world)
     from windlass.preflight.check import check as run_check
-    from windlass.preflight.check import size_of
+    from windlass.preflight.findings import size_of
 
-    if max_size and not size_of(max_size):
-        raise UserError(f"--max-size {max_size}: write a number of bytes, as 64M or 4G")
+    largest = size_of(valid_size(max_size))
     show = _progress if env.rank == 0 and not json_ and sys.stderr.isatty() else lambda text: None
     try:
-        done = run_check(loaded, max_bytes=size_of(max_size), show=show)
+        done = run_check(loaded, max_bytes=largest, gate=bool(min_busbw), show=show)
     except RunFailed as error:
         show("")
         if not min_busbw:

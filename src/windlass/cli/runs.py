@@ -173,12 +173,22 @@ def show_study(study: Study) -> None:
 
 
 def track(
-    run: str = typer.Argument(..., metavar="RUN", help="A run directory.", autocompletion=complete.runs),
+    run: str = typer.Argument(
+        ..., metavar="RUN|STUDY", help="What to send; a study: all its runs.", autocompletion=complete.runs
+    ),
     to: str = typer.Option(..., metavar="wandb|mlflow|tensorboard", help="The tracker."),
     timeout: float = typer.Option(0.0, min=0, help="Give up after so many seconds; 0: wait as long as it takes."),
+    only: int = typer.Option(-1, hidden=True, help="One cell of a study, by number; what an array job's tasks call."),
 ) -> None:
     """Replay a run's ledger into a tracker; twice gives no duplicate."""
+    from windlass.study.study import Study
     from windlass.telemetry.trackers import replay
 
-    for note in replay(run, to, timeout):
-        typer.echo(note.text)
+    runs: list[str | Path] = [run]
+    if Study.is_study(run):
+        study = Study.open(run)
+        cells = study.cells if only < 0 else study.cells[only : only + 1]
+        runs = [cell.path for cell in map(study.run_of, cells) if cell.metrics_path.is_file()]
+    for path in runs:
+        for note in replay(path, to, timeout):
+            typer.echo(note.text)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli import Json, Overrides, complete, print_json
+from windlass.cli.cluster import MAX_SIZE_HELP, valid_size
 from windlass.cli.runs import show_study
 from windlass.cli.sweep import show_cells
 from windlass.errors import DONE, FAILED, UserError
@@ -53,6 +54,7 @@ def scale(
     scheduler: str = typer.Option("", metavar="slurm|pbs", help="With --nodes; default: the one that is installed."),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a cell; default: the site's."),
     min_busbw: float = typer.Option(0.0, min=0, metavar="GB/S", help="Bus bandwidth that a cell's hosts must have."),
+    max_size: str = typer.Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),
     site: Path | None = typer.Option(None, metavar="FILE", help="Site file; default: ~/.config/windlass/site.toml."),
     dry_run: bool = typer.Option(False, "--dry-run", help="With --nodes: print the scripts and write nothing."),
     only: int = typer.Option(-1, hidden=True, help="Work on one cell by number; what an array job's tasks call."),
@@ -81,7 +83,9 @@ def scale(
     if nodes and worlds:
         raise UserError("--worlds and --nodes: with hosts the ranks are nodes x gpus-per-node; leave --worlds out")
     if nodes:
-        resources = Resources(gpus_per_node=gpus_per_node, time=time, min_busbw=min_busbw)
+        resources = Resources(
+            gpus_per_node=gpus_per_node, time=time, min_busbw=min_busbw, max_size=valid_size(max_size)
+        )
         how = {"scheduler": scheduler, "site": read_site(site), "asked": resources, "retry_failed": retry_failed}
         return _submit(base, options | {"nodes": numbers("nodes", nodes)}, path, how, dry_run)
     if not options.get("worlds") and not (path and Study.is_study(path)):
@@ -133,7 +137,7 @@ def _submit(base: Recipe, options: dict[str, Any], path: Path | None, how: dict[
     on_cpu, site, asked = base.parallel.device == "cpu", how["site"], how["asked"]
     gpus = asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
     ranks = 1 if on_cpu else max(1, gpus)
-    options |= {"worlds": [n * ranks for n in options["nodes"]], "threads": site.cpus_per_rank if on_cpu else 0}
+    options |= {"worlds": [n * ranks for n in options["nodes"]], "threads": site.cores(0) if on_cpu else 0}
     study = create_study(base, path=path, write=False, **options)
     scripts = submit_scaling(study, **how, dry_run=True)  # refuses what cannot be before anything is written
     if dry_run:

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from windlass.errors import RunFailed, UserError
+from windlass.estimate.host import host_memory_gb
 from windlass.fileio import read_json, write_atomic
-from windlass.launch.batch import EXIT_CODE, GRACE_SECONDS, SCHEDULERS, SUBMITTED, TIME, Job, Site, render
+from windlass.launch.batch import EXIT_CODE, FOLLOWING, GRACE_SECONDS, SCHEDULERS, SUBMITTED, TIME, Job, Site, render
 from windlass.processes import WINDLASS
-from windlass.recipe import Recipe, typed
+from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.variables import SECRET_NAME
 
-SCRIPT = "submit.sh"  # beside it
+SCRIPT, SNAPSHOT = "submit.sh", "submit.toml"  # beside it: the script, and the recipe that the job trains
 WATCH_SECONDS = 5.0
+PBS_STATES = {
+    "Q": "pending", "H": "held", "W": "waiting", "R": "running", "B": "begun", "S": "suspended", "U": "suspended",
+    "E": "exiting",
+}  # fmt: skip
 OVER = re.compile(
     "invalid job|unknown job|has finished", re.IGNORECASE
 )  # what squeue and qstat say of a job that is over
@@ -40,6 +47,11 @@ class Resources:
     time: str = ""
     max_restarts: int = 3
     min_busbw: float = 0.0  # GB/s that `windlass check` has to measure first; 0: no check
+    max_size: str = ""  # the largest message of that check, as `windlass check --max-size` reads it
+
+    def check(self) -> list[str]:
+        """The options of `windlass check` that ask for the bandwidth."""
+        return ["--min-busbw", f"{self.min_busbw:g}", *(["--max-size", self.max_size] if self.max_size else [])]
 
 
 def site_file() -> Path:
@@ -89,9 +101,10 @@ def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
 
 
 def make_job(
-    name: str, command: Sequence[str], recipe: Sequence[str], logs: Path, site: Site, asked: Resources, on_cpu: bool
+    name: str, command: Sequence[str], recipes: Sequence[Recipe], logs: Path, site: Site, asked: Resources
 ) -> Job:
-    """A job that asks for these resources; UserError where they are not what the site has. A check before it is of `recipe`."""
+    """A job that asks for what training any of these recipes needs; UserError if the site does not have it."""
+    on_cpu = all(recipe.parallel.device == "cpu" for recipe in recipes)
     gpus = 0 if on_cpu else asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
     if not gpus and not on_cpu:
         raise UserError(
@@ -102,52 +115,95 @@ def make_job(
         raise UserError(f"--gpus-per-node {gpus}: a node of this site has {site.gpus_per_node} (gpus_per_node)")
     if asked.time and not re.fullmatch(TIME, asked.time):
         raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
-    check = (*WINDLASS, "launch", "--", *WINDLASS, "check", *recipe, "--min-busbw", f"{asked.min_busbw:g}")
+    if asked.max_size and not asked.min_busbw:
+        raise UserError(f"--max-size {asked.max_size}: it is the message of --min-busbw GB/S; give both")
+    ranks = asked.per_host or max(1, gpus)
+    memory = site.memory_per_rank * ranks
+    if memory < 0:
+        memory = max(host_memory_gb(recipe, asked.nodes * ranks, ranks, on_cpu) for recipe in recipes)
     return Job(
-        name, command, Path(site.scratch or Path.cwd()), logs, logs / SCRIPT, asked.nodes, asked.per_host or max(1, gpus),
-        gpus, asked.time, max_restarts=asked.max_restarts, before=check if asked.min_busbw else (),
+        name, command, Path.cwd(), logs, logs / SCRIPT, asked.nodes, ranks, gpus, memory, asked.time,
+        max_restarts=asked.max_restarts,
     )  # fmt: skip
 
 
 def submit_run(
-    recipe: Recipe, name: str, overrides: Sequence[str], *, scheduler: str = "", site: Site | None = None,
-    asked: Resources = Resources(), dry_run: bool = False,
-) -> tuple[str, str]:  # fmt: skip
+    recipe: Recipe,
+    *,
+    scheduler: str = "",
+    site: Site | None = None,
+    asked: Resources = Resources(),
+    dry_run: bool = False,
+) -> tuple[str, str]:
     """Submit the training of a recipe; returns the script and the job's id (empty with `dry_run`, which writes nothing).
 
-    `name` and `overrides` are the recipe as it was typed, which is what the job trains. The run directory is created, for the
-    script and the log `<run>_<id>.out`.
+    The run directory is created, for the script, the recipe as it is now, which all starts of the job train, and the log
+    `<run>_<id>.out`.
 
     Raises UserError for what the site has not, the recipe cannot do, or the scheduler refuses.
     """
     site = site or read_site()
     scheduler = find_scheduler(scheduler, site, dry_run)
-    run = Run((Path(site.scratch or Path.cwd()) / recipe.run_dir).resolve())
-    source = str(Path(name).resolve()) if Path(name).exists() else name
-    given = [text for text in overrides if text.partition("=")[0].strip() != "run.dir"]
-    if not any(text.startswith("checkpoint.grace_seconds") for text in given):  # the default is that of torchrun
-        given.append(f"checkpoint.grace_seconds={GRACE_SECONDS - 10}")
-    words = [source, *given, f"run.dir={typed(str(run.path))}"]
-    command = [*WINDLASS, "launch", "--", *WINDLASS, "train", *words]
-    job = make_job(run.name, command, words, run.path, site, asked, recipe.parallel.device == "cpu")
+    place = Path(site.scratch or Path.cwd())
+    run = Run((place / recipe.run_dir).resolve())
+    name, recipe = run.name, with_places(recipe, place).replace({"run.dir": str(run.path)})
+    if recipe.checkpoint.grace_seconds == type(recipe.checkpoint).model_fields["grace_seconds"].default:  # torchrun's
+        recipe = recipe.replace({"checkpoint.grace_seconds": GRACE_SECONDS - 10})
+    snapshot = str(run.path / SNAPSHOT)
+    launch = (*WINDLASS, "launch", "--", *WINDLASS)
+    job = make_job(name, (*launch, "train", snapshot), [recipe], run.path, site, asked)
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError where the global batch cannot be divided
-    # W&B offline is sent when the run has ended, and so is what an MLflow server did not get. Local files need nothing.
-    environ = os.environ | site.environment
-    behind = {
-        "wandb": environ.get("WANDB_MODE") == "offline", "mlflow": environ.get("MLFLOW_TRACKING_URI", "").startswith("http"),
-    }  # fmt: skip
-    track = ("env", "WANDB_MODE=online", "timeout", "600", *WINDLASS, "track", str(run.path), "--to")
-    job = replace(job, after=[(*track, name) for name in recipe.telemetry.trackers if behind.get(name)])
+    before = (*launch, "check", snapshot, *asked.check()) if asked.min_busbw else ()
+    after = track_commands([recipe], site, str(run.path))
+    job = replace(job, directory=place, before=before, after=after)
     if run.path.exists() and not dry_run:
         job_id, state = queued(run.path)
         if state:
             ends = f"`windlass submit --watch {run.path}` follows it, --cancel in place of --watch ends it"
             raise UserError(f"job {job_id} of {run.path} is {state}: {ends}")
-    return submit(job, site, scheduler, dry_run)
+    return submit(job, site, scheduler, dry_run, recipe)
 
 
-def submit(job: Job, site: Site, scheduler: str, dry_run: bool = False) -> tuple[str, str]:
-    """Write a job's script and give it to the scheduler; returns the script and the id of the job."""
+# Settings that may name a file or directory that is there already, with a prefix or without one.
+INPUTS = (
+    "data.source", "data.eval_source", "data.tokenizer", "model.name", "model.init_from", "eval.hellaswag_file",
+    "eval.squad_file", "checkpoint.resume",
+)  # fmt: skip
+
+
+def with_places(recipe: Recipe, directory: Path) -> Recipe:
+    """The recipe for a job that runs in `directory`: files named relative to this directory get their whole paths."""
+
+    def whole(text: str) -> str:
+        prefix, place = re.fullmatch(r"((?:hf|squad|shards|gpt2):)?(.*)", text, re.DOTALL).groups("")  # type: ignore[union-attr]
+        is_here = place and not Path(place).is_absolute() and (Path(place).exists() or glob.glob(place))
+        return f"{prefix}{Path.cwd() / place}" if is_here else text
+
+    if directory.resolve() == Path.cwd():
+        return recipe
+    given = {key: value for key, value in recipe.flat().items() if key in INPUTS and value != "stdlib"}
+    changed = {k: [whole(one) for one in v] if isinstance(v, list) else whole(v) for k, v in given.items() if v}
+    return recipe.replace({key: value for key, value in changed.items() if value != given[key]})
+
+
+def track_commands(recipes: Sequence[Recipe], site: Site, run: str, *options: str) -> list[Sequence[str]]:
+    """What sends to the trackers of these recipes what they did not get while a run trained.
+
+    W&B's offline runs, and what an MLflow server did not get. Local files need nothing.
+    """
+    environ = os.environ | site.environment
+    behind = {
+        "wandb": environ.get("WANDB_MODE") == "offline", "mlflow": environ.get("MLFLOW_TRACKING_URI", "").startswith("http"),
+    }  # fmt: skip
+    used = dict.fromkeys(name for recipe in recipes for name in recipe.telemetry.trackers)
+    track = ("env", "WANDB_MODE=online", "timeout", "600", *WINDLASS, "track", run)
+    return [(*track, *options, "--to", name) for name in used if behind.get(name)]
+
+
+def submit(
+    job: Job, site: Site, scheduler: str, dry_run: bool = False, recipe: Recipe | None = None
+) -> tuple[str, str]:
+    """Write a job's script and the recipe's snapshot, and give the script to the scheduler; returns it and the job's id."""
     script = render(job, site, scheduler)
     if dry_run:
         return script, ""
@@ -155,6 +211,9 @@ def submit(job: Job, site: Site, scheduler: str, dry_run: bool = False) -> tuple
         job.logs.mkdir(parents=True, exist_ok=True)
         for mark in (*job.logs.glob(".open-*"), job.logs / EXIT_CODE):  # of an earlier job, which does not count here
             mark.unlink(missing_ok=True)
+        _keep_records(job.logs)
+        if recipe:
+            write_atomic(job.logs / SNAPSHOT, recipe.toml())
         job.script.write_text(script, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{job.script} cannot be written: {error.strerror}; give another run.dir") from None
@@ -164,7 +223,7 @@ def submit(job: Job, site: Site, scheduler: str, dry_run: bool = False) -> tuple
         why = (done.stderr or done.stdout).strip()
         raise UserError(
             f"{program[0]} refused {job.script}: {why}. Change what is asked for: --nodes, --gpus-per-node, --time, or "
-            f"partition, account and constraint in {site_file()} or --site FILE"
+            f"partition, account, constraint, cpus_per_rank and memory_per_rank (0: none) in {site_file()} or --site FILE"
         )
     job_id = done.stdout.split()[-1].partition(";")[0]  # SLURM adds `;cluster` where there are several
     write_atomic(job.logs / SUBMITTED, json.dumps({"scheduler": scheduler, "job": job_id}) + "\n")
@@ -172,40 +231,85 @@ def submit(job: Job, site: Site, scheduler: str, dry_run: bool = False) -> tuple
 
 
 def queued(directory: Path) -> tuple[str, str]:
-    """The id of a directory's last job, and its state in words; empty where it is over or there was none."""
-    submitted = read_json(directory / SUBMITTED)
-    job = str(submitted.get("job", ""))
-    if not job or shutil.which(SCHEDULERS[submitted["scheduler"]]) is None:
-        return job, ""
-    query = ["squeue", "--noheader", "-o", "%T %r", "-j", job] if submitted["scheduler"] == "slurm" else ["qstat", job]
+    """The id of a directory's job and its state in words; the state is empty if it is over, both if there was none.
+
+    An array has more than one job where some of its tasks go on in jobs of their own: this is the first that is not over.
+    """
+    jobs = [(str(submitted["job"]), _state(submitted)) for submitted in _records(directory).values()]
+    return next((job for job in jobs if job[1]), jobs[0] if jobs else ("", ""))
+
+
+def _records(directory: Path) -> dict[Path, dict[str, str]]:
+    """The jobs of a directory by the files that name them: the last one that was submitted first."""
+    paths = (directory / SUBMITTED, *sorted(directory.glob(FOLLOWING)))
+    return {path: submitted for path in paths if (submitted := read_json(path)).get("job")}
+
+
+def _keep_records(directory: Path) -> None:
+    """Before a new job is submitted: forget the jobs that are over, and move the last one aside if it is not."""
+    for path, submitted in _records(directory).items():
+        if not _state(submitted):
+            path.unlink()
+        elif path.name == SUBMITTED:
+            path.rename(path.with_name(FOLLOWING.replace("*", str(submitted["job"]))))
+
+
+def _state(submitted: Mapping[str, str]) -> str:
+    """The state of a job in words; empty where it is over."""
+    job, scheduler = submitted["job"], submitted["scheduler"]
+    if shutil.which(SCHEDULERS[scheduler]) is None:
+        return ""
+    query = ["squeue", "--noheader", "-o", "%T %r", "-j", job] if scheduler == "slurm" else ["qstat", job]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
     if done.returncode and not OVER.search(done.stderr):  # a scheduler that is busy
-        return job, f"unknown ({(done.stderr or query[0]).strip()})"
+        return f"unknown ({(done.stderr or query[0]).strip()})"
     words = done.stdout.split()
     if done.returncode or not words:
-        return job, ""
-    if submitted["scheduler"] == "slurm":
+        return ""
+    if scheduler == "slurm":
         why = f" ({words[1]})" if words[0] == "PENDING" and words[1] != "None" else ""
-        return job, words[0].lower() + why
-    return job, {"Q": "pending", "R": "running"}.get(words[-2], words[-2])
+        return words[0].lower() + why
+    return PBS_STATES.get(words[-2], words[-2])
 
 
 def cancel(directory: Path) -> str:
-    """End the job of a run or study; what runs saves first. Returns the job's id; UserError where there is none."""
-    submitted = read_json(directory / SUBMITTED)
-    if not submitted:
+    """End the jobs of a run or study; what runs saves first. Returns the jobs' ids; UserError where there is none."""
+    records = _records(directory)
+    if not records:
         raise UserError(f"{directory} has no {SUBMITTED}: it was not submitted with `windlass submit`")
-    job, state = queued(directory)
-    if not state:
+    alive = [(submitted, state) for submitted in records.values() if (state := _state(submitted))]
+    if not alive:
+        job = next(iter(records.values()))["job"]
         raise UserError(f"job {job} of {directory} is over: there is nothing to cancel")
-    # The batch shell gets the signal, too: it passes it on to the ranks, which save, and requeues nothing.
-    program = ["scancel", "--full"] if submitted["scheduler"] == "slurm" else ["qdel"]
-    if program == ["qdel"] and state == "running":  # qdel kills after some seconds, by default 10: too soon for a save
-        program = ["qsig", "-s", "SIGUSR2"]
-    done = subprocess.run([*program, job], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RunFailed(f"{program[0]} {job}: {done.stderr.strip()}")
-    return job
+    if silent := next((state for _, state in alive if state.startswith("unknown")), ""):
+        raise RunFailed(f"the scheduler does not say whether the job runs: {silent}; try again")
+    for submitted, state in alive:
+        commands = _end_on_slurm if submitted["scheduler"] == "slurm" else _end_on_pbs
+        for command in commands(submitted["job"], state):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RunFailed(f"{shlex.join(command)}: {done.stderr.strip()}")
+    return ", ".join(submitted["job"] for submitted, _ in alive)
+
+
+# Both schedulers kill a job some seconds after they have asked it to end: too soon for a save. So what waits is deleted, and
+# the script of what runs gets a signal, after which it lets the ranks save and puts nothing back into the queue.
+
+
+def _end_on_slurm(job: str, state: str) -> list[list[str]]:
+    done = subprocess.run(["squeue", "--noheader", "-o", "%T", "-j", job], capture_output=True, text=True, check=False)
+    waits = ["scancel", "--state=PENDING", job]
+    return [waits] + [["scancel", "--batch", "--signal=USR2", job]] * bool(set(done.stdout.split()) - {"PENDING"})
+
+
+def _end_on_pbs(job: str, state: str) -> list[list[str]]:
+    if state != "begun":
+        return [["qsig", "-s", "SIGUSR2", job] if state in ("running", "suspended") else ["qdel", job]]
+    listed = subprocess.run(["qstat", "-t", job], capture_output=True, text=True, check=False).stdout.splitlines()
+    tasks = [(match[1], line.split()[-2]) for line in listed if (match := re.match(r"\d+\[(\d+)\]", line))]
+    waiting = [job.replace("[]", f"[{index}]") for index, letter in tasks if letter in "QHWT"]
+    running = [job.replace("[]", f"[{index}]") for index, letter in tasks if letter in "RSU"]
+    return [["qdel", *waiting]] * bool(waiting) + [["qsig", "-s", "SIGUSR2", *running]] * bool(running)
 
 
 def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_SECONDS) -> None:
@@ -215,7 +319,8 @@ def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_S
         job, state = queued(directory)
         if state and state != last:
             show(f"[{job}: {state}]")
-        for log in sorted(log for log in directory.glob("*.out") if log.stat().st_mtime >= since):
+        logs = [*directory.glob("*.out"), *directory.glob("*.OU")]  # the latter: what PBS itself says
+        for log in sorted(log for log in logs if log.stat().st_mtime >= since):
             with log.open(errors="replace") as file:
                 file.seek(shown.get(log, 0))
                 if text := file.read():

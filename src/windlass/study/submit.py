@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from windlass.errors import UserError
 from windlass.launch.batch import INDEX, Site
-from windlass.launch.submit import Resources, find_scheduler, make_job, queued, read_site, submit
+from windlass.launch.submit import (
+    Resources,
+    find_scheduler,
+    make_job,
+    queued,
+    read_site,
+    submit,
+    track_commands,
+)
 from windlass.processes import WINDLASS
-from windlass.study.grid import NODES
+from windlass.recipe import Recipe
+from windlass.study.grid import NODES, Cell
 from windlass.study.study import Study
 
 OPEN_STATES, FAILED_STATES = ("waiting", "interrupted"), ("failed", "diverged")
@@ -38,11 +47,13 @@ def submit_study(
     worlds = {cell.world for cell in cells if cell.world}
     if worlds:
         asked = replace(asked, nodes=1, per_host=max(worlds))
-    on_cpu = all(cell.recipe.parallel.device == "cpu" for cell in cells)
+    recipes = distinct(cells)
     command = [*WINDLASS, "sweep", str(path), "--only", INDEX, *([] if worlds else ["--launch"])]
-    recipe = [str(path / "recipe.toml")]
     command += ["--retry-failed"] if retry_failed else []
-    job = replace(make_job(f"windlass-{path.name}", command, recipe, path, site, asked, on_cpu), array=numbers)
+    check = [*WINDLASS, "launch", "--", *WINDLASS, "check", str(path / "recipe.toml"), *asked.check()]
+    job = make_job(f"windlass-{path.name}", command, recipes, path, site, asked)
+    after = track_commands(recipes, site, str(path), "--only", INDEX)
+    job = replace(job, array=numbers, before=check if asked.min_busbw else (), after=after)
     for cell in cells:
         cell.recipe.batch(cell.world or job.nodes * job.ranks_per_node)
     return submit(job, site, scheduler, dry_run)
@@ -68,15 +79,22 @@ def submit_scaling(
         if state or not numbers:
             continue
         ranks = max(study.cells[number].world or nodes for number in numbers) // nodes
-        on_cpu = study.recipe.parallel.device == "cpu"
+        recipes = distinct([study.cells[number] for number in numbers])
         command = [*WINDLASS, "scale", str(path), "--only", INDEX, *(["--retry-failed"] if retry_failed else [])]
         own = replace(asked, nodes=nodes, per_host=ranks)
-        job = make_job(f"windlass-{path.name}-{nodes}", command, [], where, site, own, on_cpu)
-        least = ["--min-busbw", f"{asked.min_busbw:g}"] if nodes * ranks > 1 else []  # one rank has no bandwidth
+        job = make_job(f"windlass-{path.name}-{nodes}", command, recipes, where, site, own)
+        least = own.check() if nodes * ranks > 1 else []  # one rank has no bandwidth
         check = [*WINDLASS, "check", str(path / "recipe.toml"), *least, "--rates", str(path)]
-        job = replace(job, array=numbers, before=[*WINDLASS, "launch", "--", *check])
+        after = track_commands(recipes, site, str(path), "--only", INDEX)
+        job = replace(job, array=numbers, before=[*WINDLASS, "launch", "--", *check], after=after)
         jobs.append((where, *submit(job, site, scheduler, dry_run)))
     return jobs
+
+
+def distinct(cells: Sequence[Cell]) -> list[Recipe]:
+    """The recipes of cells, one for each model, batch, layout and list of trackers: what a job's needs depend on."""
+    parts = ("model", "train", "parallel", "telemetry")
+    return list({repr([getattr(cell.recipe, part) for part in parts]): cell.recipe for cell in cells}.values())
 
 
 def _cells_to_submit(study: Study, retry_failed: bool, notify: Callable[[str], None]) -> list[int]:
