@@ -15,7 +15,7 @@ from torch import Tensor
 import hf_fixtures
 import tokenizer_fixtures
 from helpers import refused
-from windlass import train
+from windlass import sample, train
 from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.conversations import Conversation
@@ -252,6 +252,15 @@ def test_adapters_are_merged_or_exported_alone(tmp_path: Path) -> None:
     for model in (merged, PeftModel.from_pretrained(plain, adapter).eval()):
         assert (logits(model, tokens()) - expected).abs().max() < 1e-4
     assert not any("lora" in name or "base_layer" in name for name, _ in merged.named_parameters())
+    again = find_source(str(adapter))  # it has the tokenizer, and names its base
+    assert (logits(open_model(again, alone("cpu")), tokens()) - expected).abs().max() < 1e-5
+    assert again.tokenizer.fingerprint == find_source(str(run)).tokenizer.fingerprint
+    assert isinstance(next(sample(adapter, "the cat", max_tokens=3, device="cpu"))[1], str)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    for entries, word in (({"use_dora": True}, "use_dora"), ({"target_modules": ["q_proj"]}, "does not fit")):
+        (adapter / "adapter_config.json").write_text(json.dumps(config | entries))
+        with refused(word, str(adapter)):
+            open_model(find_source(str(adapter)), alone("cpu"))
 
 
 # -- init_from --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from windlass.cli import Json, Overrides, complete, print_json
 from windlass.processes import WINDLASS
 
 UNITS = {"loss": "nats/token", "exact_match": "%", "f1": "%", "runtime_s": "s"}
-MODEL_HELP = "A run, RUN@STEP, RUN@best, a checkpoint, a directory of transformers, or hf:NAME."
+MODEL_HELP = "A run, RUN@STEP, RUN@best, a checkpoint, a directory of transformers or of an adapter, or hf:NAME."
 Model = Annotated[str, typer.Argument(metavar="RUN|HF_DIR", help=MODEL_HELP, autocompletion=complete.runs)]
 
 

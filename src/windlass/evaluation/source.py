@@ -23,6 +23,7 @@ from windlass.errors import UserError
 from windlass.fileio import read_json
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
+from windlass.model.hf_files import ADAPTER, adapter_settings, fill_from_adapter
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize, unwrap
@@ -42,6 +43,7 @@ class Source:
     step: int | None = None
     run: Run | None = None
     module: nn.Module | None = None  # of a user's own, into which the weights are loaded
+    adapter: Path | None = None  # a directory with the weights of the adapters alone
 
     @property
     def own_model(self) -> str:
@@ -60,13 +62,15 @@ def alone(device: str | torch.device | None = None) -> Ranks:
 
 def find_source(name: str | Path | Run, overrides: Changes = (), module: nn.Module | None = None) -> Source:
     """Look at what `name` says: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best`, a checkpoint's path, a directory of
-    `transformers`, or `hf:NAME` of the Hub; raises UserError where there is no such thing, or it is damaged.
+    `transformers` or of an adapter, or `hf:NAME` of the Hub; raises UserError if there is no such thing, or it is damaged.
 
     `overrides` change settings of its recipe, for example where to evaluate on; `module` is a user's own model.
     """
     name = str(name.path if isinstance(name, Run) else name)
     path = Path(name).expanduser()
-    if not name.startswith("hf:") and not ((path / "config.json").is_file() and not (path / "recipe.toml").is_file()):
+    adapter = path if (path / ADAPTER).is_file() else None
+    foreign = name.startswith("hf:") or adapter or (path / "config.json").is_file()
+    if not foreign or (path / "recipe.toml").is_file():
         choice = load.find(path if path.exists() else name)
         run = Run(choice.path.parent.parent)
         if not run.recipe_path.is_file():
@@ -78,13 +82,15 @@ def find_source(name: str | Path | Run, overrides: Changes = (), module: nn.Modu
         return Source(str(run.path), recipe, tokenizer, template, choice.path, choice.step, run, module)
     from windlass.model.hf import open_hf
 
-    recipe = Recipe.model_validate({"preset": "hf", "model": {"kind": "hf", "name": name.removeprefix("hf:")}})
+    settings = adapter_settings(adapter) if adapter else {"kind": "hf", "name": name.removeprefix("hf:")}
+    recipe = Recipe.from_dict({"preset": "hf", "model": settings})
     model = recipe.replace(overrides).model
     directory = hub.directory(model.name, model.revision, key=name)
     # The context and tokenizer of the directory, unless they are overridden.
-    own = {"model.context": open_hf(directory, model).context, "data.tokenizer": f"hf:{directory}"}
+    home = adapter if adapter and (adapter / "tokenizer.json").is_file() else directory
+    own = {"model.context": open_hf(directory, model).context, "data.tokenizer": f"hf:{home}"}
     recipe = recipe.replace(own).replace(overrides)
-    return Source(name, recipe, named_tokenizer(f"hf:{directory}"), Template.of_directory(directory))
+    return Source(name, recipe, named_tokenizer(f"hf:{home}"), Template.of_directory(home), adapter=adapter)
 
 
 def open_model(source: Source, ranks: Ranks) -> nn.Module:
@@ -104,6 +110,8 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
     wrapped = parallelize(model, ranks, recipe)
     if source.checkpoint is None:
         initialise(unwrap(wrapped), recipe.run.seed)
+        if source.adapter is not None:
+            fill_from_adapter(unwrap(wrapped).model, source.adapter)  # type: ignore[arg-type]
     else:
         restore(load.open_checkpoint(source.checkpoint, deep=False), wrapped)
     return wrapped.eval()

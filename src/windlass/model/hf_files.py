@@ -31,16 +31,22 @@ TOKENIZER_FILES = (
     "chat_template.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt",
 )  # fmt: skip
 CODE_FILES = "*.py"
+ADAPTER = "adapter_config.json"  # of an adapter in a directory of its own
+UNLIKE_OURS = (
+    "use_rslora", "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform",
+    "trainable_token_indices", "target_parameters", "layer_replication", "use_qalora", "use_bdlora",
+)  # fmt: skip
+"""Entries of an adapter's configuration that change what it computes and that `model.lora` does not have."""
 
 
 class WeightFiles:
     """The tensors of a directory's safetensors files, by name."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, file_name: str = ""):
         from safetensors import SafetensorError, safe_open
 
         self.files: dict[str, Any] = {}  # the open file of each tensor
-        for name in hub.weight_files(directory):
+        for name in [file_name] if file_name else hub.weight_files(directory):
             if not (directory / name).is_file():
                 raise UserError(
                     f"{directory} has no {name}: pickled weights are not opened, because they can run code; convert them "
@@ -132,6 +138,38 @@ def fill_adapter(name: str, parameter: Tensor, seed: int) -> None:
     if ".lora_A." in name or ".lora_embedding_B." in name:
         nn.init.kaiming_uniform_(whole, a=5**0.5, generator=torch.Generator().manual_seed(_seed(seed, name)))
     assign(parameter, whole)
+
+
+def adapter_settings(directory: Path) -> dict[str, Any]:
+    """The settings `[model]` of an adapter that `peft` or `windlass export --adapter` wrote, and of its base; or UserError."""
+    config = read_json(directory / ADAPTER)
+    plain = {"peft_type": "LORA", "bias": "none"}
+    unlike = [
+        key for key, value in config.items() if (key in UNLIKE_OURS and value) or (key in plain and value != plain[key])
+    ]
+    targets, excluded = config.get("target_modules"), tuple(config.get("exclude_modules") or ())
+    if unlike or not isinstance(targets, list) or not config.get("base_model_name_or_path"):
+        problem = f"has {', '.join(unlike)}" if unlike else "names no base or no layers"
+        merge = "merge it with peft (merge_and_unload), save the model and its tokenizer, and name that directory"
+        raise UserError(f"{directory / ADAPTER} {problem}, which Windlass does not read: {merge}")
+    lora = {
+        "rank": config["r"], "alpha": config["lora_alpha"], "dropout": config.get("lora_dropout") or 0.0,
+        "targets": [name for name in targets if not name.endswith(excluded)] if excluded else targets,
+    }  # fmt: skip
+    base = {"name": config["base_model_name_or_path"], "revision": config.get("revision") or ""}
+    return {"kind": "hf", **base, "lora": lora}
+
+
+def fill_from_adapter(model: nn.Module, directory: Path) -> None:
+    """Fill the adapters of a network, whole or sharded, from `adapter_model.safetensors`; UserError if the two do not fit."""
+    files = WeightFiles(directory, "adapter_model.safetensors")
+    own = {f"base_model.model.{n.replace('.default', '')}": p for n, p in model.named_parameters() if ".lora_" in n}
+    if differ := sorted(set(own) ^ set(files.files)):
+        raise UserError(
+            f"{directory}: the adapter does not fit the layers of its base: {differ[0]} ({len(differ)} in all)"
+        )
+    for name, parameter in own.items():
+        assign(parameter, files.files[name].get_tensor(name).float())
 
 
 def _seed(seed: int, name: str) -> int:
