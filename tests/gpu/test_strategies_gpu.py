@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_two_ranks_on_one_device_train_as_one(
 
     settings = ("train.precision=fp32", "train.micro_batch=2")
     alone = curve(train(recipe("alone", *settings)), "loss", "grad_norm")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0])
     more = words("two", *settings, f"parallel.strategy={strategy}")
     assert launch([sys.executable, str(Path(__file__).parent / "over_gloo.py"), "train", *more], 2) == 0
     run = Run(recipe("two").run_dir)
