@@ -43,12 +43,16 @@ class Table:
         self.rows.sort(key=lambda row: list(PARTS).index(row[0]))
         self.path.write_text(json.dumps(self.rows, indent=1))
         cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in self.rows]
-        lines = [f"| {part} | {what} | {result} | {command and f'`{command}`'} |" for part, what, result, command in cells]
+        lines = [
+            f"| {part} | {what} | {result} | {command and f'`{command}`'} |" for part, what, result, command in cells
+        ]
         head = "| part | what | result | command |\n|---|---|---|---|\n"
         (self.folder / "gpu.md").write_text(head + "\n".join(lines) + "\n")
 
 
-def run(folder: Path, name: str, command: Sequence[str | Path], limit: float, cwd: Path | None = None) -> tuple[str, str]:
+def run(
+    folder: Path, name: str, command: Sequence[str | Path], limit: float, cwd: Path | None = None
+) -> tuple[str, str]:
     """Run a command; returns what it printed, also in `logs/NAME.txt`, and why it failed: empty if it did not."""
     left = DEADLINE - time.monotonic()
     if left < 20:
@@ -259,7 +263,9 @@ def memory(folder: Path, table: Table) -> None:
     from windlass import plan
 
     micro = MICRO_BATCHES[0]
-    cases = {name: [f"parallel.strategy={name}"] for name in ("single", "ddp", "shard_optim", "shard_grad_op", "full_shard")}
+    cases = {
+        name: [f"parallel.strategy={name}"] for name in ("single", "ddp", "shard_optim", "shard_grad_op", "full_shard")
+    }
     cases["full_shard, offload"] = ["parallel.strategy=full_shard", "parallel.offload=true"]
     for how in ("selective", "full"):
         cases[f"single, {how} checkpointing"] = [f"parallel.activation_checkpointing={how}"]
@@ -332,10 +338,10 @@ def main() -> None:
         sys.exit(f"NANOGPT={NANOGPT}: there is no train.py; name a checkout of nanoGPT")
     folder.mkdir(parents=True, exist_ok=True)
     table = Table(folder)
-    for part in PARTS:
+    for part, measure in PARTS.items():
         if part in chosen:
             began = time.monotonic()
-            PARTS[part](folder, table)
+            measure(folder, table)
             print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
     print(f"table: {folder / 'gpu.md'}")
 

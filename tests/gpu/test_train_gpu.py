@@ -48,7 +48,8 @@ def test_a_sharded_optimizer_state_changes_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind"), [("single", "adamw"), ("full_shard", "adamw"), ("full_shard", "muon"), ("shard_optim", "adamw")]
+    ("strategy", "kind"),
+    [("single", "adamw"), ("full_shard", "adamw"), ("full_shard", "muon"), ("shard_optim", "adamw")],
 )
 def test_a_bad_step_is_skipped_on_the_device_and_seen_at_the_next_log(
     recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, device: str, strategy: str, kind: str
