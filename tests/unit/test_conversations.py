@@ -11,9 +11,10 @@ import pytest
 from data_fixtures import recipe_for
 
 import tokenizer_fixtures
-from helpers import refused
+from helpers import refused, windlass
 from windlass.data import chat
 from windlass.data.conversations import Conversation, read
+from windlass.data.facts import describe, lines, warnings
 from windlass.data.prepare import open_data
 from windlass.data.vocabulary import byte_tokenizer, hf_tokenizer
 
@@ -92,6 +93,10 @@ def test_several_files_and_shapes_are_one_data_set_and_the_log_names_them(
 @pytest.mark.parametrize(("item", "words"), [
     ({"conversations": [SHAREGPT[1], {"frm": "gpt", "value": "x"}]}, ("turn 2 has no", "'frm', 'value'", '{"from": "human"')),
     ({"conversations": [{"from": "robot", "value": "x"}]}, ("'robot'", "human", "gpt")),
+    ({"conversations": [{"from": "bot", "value": "x"}]}, ("turn 1", "'bot'", "assistant")),
+    ({"conversations": [{**SHAREGPT[1], "train": True}, SHAREGPT[2]]}, ("turn 1", "user", "train")),
+    ({"conversations": [SHAREGPT[1], {**SHAREGPT[2], "weight": 0.5}]}, ("turn 2", "0.5", "0 or 1")),
+    ({"conversations": [SHAREGPT[1], {**SHAREGPT[2], "train": "no"}]}, ("turn 2", "'no'", "true or false")),
     ({"conversations": SHAREGPT[:2]}, ("no answer",)),
     ({"messages": TALK}, ("'conversations'", "is missing", "ShareGPT")),
     ({"conversations": "text"}, ("a list of turns, not text",)),
@@ -157,3 +162,83 @@ def test_tools_are_written_as_transformers_writes_them(tmp_path: Path) -> None:
     assert sum(i == ours.special["<|im_end|>"] for i in row.tokens) == 5  # the system's, the user's, ...: one a turn
     with refused("tools.jsonl, line 1", "data.tokenizer"):
         chat.row(item, chat.Template(), byte_tokenizer(), 900)
+
+
+TWO = [
+    {"role": "user", "content": "one?"}, {"role": "assistant", "content": "a wrong answer"},
+    {"role": "user", "content": "two?"}, {"role": "assistant", "content": "a right answer"},
+]  # fmt: skip
+
+
+def counted(item: Conversation, template: chat.Template, tokenizer: Any) -> str | None:
+    row = chat.row(item, template, tokenizer, 500)
+    return row and tokenizer.decode(i for i, mark in zip(row.tokens, row.marks, strict=True) if mark)
+
+
+@pytest.mark.parametrize("kind", ["plain", "chatml", "marked"])
+@pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}])
+def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(kind: str, key: dict[str, Any], tmp_path: Path) -> None:
+    """With the templates that mark answers, and with those whose answers are looked for."""
+    template, tokenizer, end = chat.Template(), byte_tokenizer(), "<|endoftext|>"
+    if kind != "plain":
+        place = tokenizer_fixtures.save(kind, tmp_path / "tok")
+        template, tokenizer, end = chat.Template.of_directory(place), hf_tokenizer(str(place)), "<|im_end|>"
+    path = tmp_path / "talk.jsonl"
+    first, last = [*TWO[:1], {**TWO[1], **key}, *TWO[2:]], [*TWO[:3], {**TWO[3], **key}]
+    empty = [*TWO[:3], {**TWO[3], "content": " "}]
+    talks = [TWO, first, last, empty, [*TWO[:1], {**TWO[1], **key}]]
+    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    items = read([str(path)])
+    both, one, other, without, nothing = (counted(item, template, tokenizer) for item in items)
+    assert both is not None and both.count(end) == 2 and "wrong" in both and "right" in both
+    assert one is not None and one.count(end) == 1 and "wrong" not in one and "right" in one
+    assert other is not None and other == without and "right" not in other and nothing is None
+    whole = [chat.row(items[i], template, tokenizer, 500) for i in (0, 1)]
+    assert whole[0] and whole[1] and whole[0].tokens == whole[1].tokens  # the template does not see the key
+    assert [item.remarks for item in items[:3]] == [[]] * 3 and "talk.jsonl, line 4, turn 4" in items[3].remarks[0]
+
+
+def test_items_that_are_cut_or_left_out_are_named_with_their_lines(tmp_path: Path, capsys: Any) -> None:
+    talks = [TALK[1:], [TALK[1], {**TALK[2], "content": "A cat. " * 30}], [TALK[1], {**TALK[2], "content": ""}]]
+    texts = [json.dumps({"messages": talk}) for talk in [*talks, *[TALK[1:]] * 20]]
+    (tmp_path / "talk.jsonl").write_text("\n".join(texts) + "\n")
+    (tmp_path / "pair.jsonl").write_text('{"prompt": "a", "completion": " "}\n')
+    recipe = recipe_for("x", tmp_path / "data", format="chat", context=60, val_fraction=0.1)
+    open_data(recipe.replace({"data.source": [str(tmp_path / "talk.jsonl"), str(tmp_path / "pair.jsonl")]}))
+    remarks = (tmp_path / "data" / "remarks.txt").read_text().splitlines()
+    err = capsys.readouterr().err
+    assert len(remarks) == 4 and all(remark in err for remark in remarks)
+    by_place = {remark.rpartition("/")[2].split(":")[0]: remark for remark in remarks}
+    assert "tokens lost" in by_place["talk.jsonl, line 2"] and "model.context = 60" in by_place["talk.jsonl, line 2"]
+    assert "left out" in by_place["talk.jsonl, line 3"] and "empty" in by_place["talk.jsonl, line 3, turn 2"]
+    assert "left out" in by_place["pair.jsonl, line 1"]
+
+
+def test_the_template_is_named_and_a_makeshift_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": TALK[1:]}) + "\n") * 4)
+    (tmp_path / "pair.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    place = tokenizer_fixtures.save("chatml", tmp_path / "tok")
+    bare = tokenizer_fixtures.save("chatml", tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    (bare / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "chat_template"}))
+
+    def facts(name: str, tokenizer: str) -> Any:
+        source = tmp_path / f"{name}.jsonl"
+        directory = tmp_path / f"{name}-{Path(tokenizer).name}"
+        return describe(open_data(recipe_for(source, directory, format="chat", context=99, tokenizer=tokenizer)))
+
+    own, other = facts("talk", f"hf:{place}"), facts("talk", f"hf:{bare}")
+    assert str(place) in lines(own, 99)["template"] and warnings(own) == []
+    assert "User:" in lines(other, 99)["template"] and str(bare) in lines(other, 99)["template"]
+    assert any("User:" in text and str(bare) in text for text in warnings(other))
+    scratch = facts("talk", "byte")
+    assert "User:" in lines(scratch, 99)["template"] and warnings(scratch) == []
+    assert "User:" not in lines(facts("pair", f"hf:{bare}"), 99)["template"]
+
+
+def test_prepare_shows_a_row_with_what_counts_marked(tmp_path: Path) -> None:
+    (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 4)
+    settings = [f"data.source={tmp_path / 'talk.jsonl'}", "data.format=chat", f"data.dir={tmp_path / 'data'}", "data.max_tokens=0"]
+    printed = windlass("prepare", "quickstart", *settings).stdout
+    assert "User: Who are you?" in printed and "Assistant:\u27e6 A cat.<|endoftext|>\u27e7" in printed

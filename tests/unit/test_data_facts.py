@@ -106,6 +106,19 @@ def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
     assert "1 of 5 conversations cut, 71 tokens lost" in printed and "1 conversation left out" in printed
 
 
+def test_a_character_tokenizer_names_its_symbols(data_files, tmp_path) -> None:
+    """As nanoGPT's data/shakespeare_char/prepare.py prints them; with documents the token between them is not counted."""
+    text = (data_files / "tinyshakespeare" / "input.txt").read_text()
+    (tmp_path / "x.txt").write_text(text[:30_000])
+    shown = lines(describe(open_data(recipe_for(tmp_path / "x.txt", tmp_path / "a", tokenizer="char"))), 16)
+    assert shown["characters"] == "30,000" and shown["symbols"] == repr("".join(sorted(set(text[:30_000]))))
+    texts = [text for text in documents(40) if text]
+    data = open_data(recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "b", tokenizer="char"))
+    assert lines(describe(data), 16)["characters"] == f"{len(''.join(texts)):,}"
+    assert describe(data)["symbols"] == "".join(sorted(set("".join(texts))))
+    assert "symbols" not in lines(describe(open_data(recipe_for(tmp_path / "x.txt", tmp_path / "c"))), 16)
+
+
 def test_facts_of_data_of_ones_own() -> None:
     class Mine:
         def __len__(self) -> int:

@@ -92,19 +92,24 @@ def network_of(recipe: Recipe) -> str:
 
 def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     """Turn a recipe's corpus into checked token shards; resumes where it was stopped, and does nothing twice."""
+    from windlass.data.chat import show_row
     from windlass.data.facts import describe, lines, warnings
-    from windlass.data.prepare import as_data
+    from windlass.data.prepare import REMARKS, as_data
     from windlass.data.prepare import prepare as prepare_data
+    from windlass.data.samples import Rows
     from windlass.recipe import Recipe
     from windlass.telemetry.terminal import pairs, rich_console
 
     loaded = Recipe.load(recipe, overrides)
     prepared = prepare_data(loaded)
-    facts = describe(as_data(loaded, prepared))
+    data = as_data(loaded, prepared)
+    facts = describe(data)
     shown = {
         "directory": str(prepared.directory),
         **lines(facts, loaded.model.context),
         **({"warning": "\n".join(found)} if (found := warnings(facts)) else {}),
+        **({"example": show_row(*data.train.row(0), prepared.tokenizer)} if isinstance(data.train, Rows) else {}),
+        **({"remarks": str(prepared.directory / REMARKS)} if (prepared.directory / REMARKS).exists() else {}),
         "fingerprint": prepared.index.fingerprint,
         "prepared": f"in {prepared.seconds:.1f} s" if prepared.is_new else "already",
     }

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from windlass.data.tokenizer import MARK, Tokenizer
 from windlass.errors import UserError
 from windlass.fileio import read_json
 
-LAYOUT = "chat 4"  # changes with the rows that a conversation gives: rows of another layout are prepared again
+LAYOUT = "chat 5"  # changes with the rows that a conversation gives: rows of another layout are prepared again
 Piece = tuple[str | int, bool]  # a text, or a special token by its id; and whether it counts in the loss
 PLAIN = (
     "{% for m in messages %}{% if m.role == 'assistant' %}Assistant:{% generation %} {{ m.content | trim }}{{ end_of_text }}"
     "{% endgeneration %}{% else %}{{ m.role | capitalize }}: {{ m.content | trim }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
+PLAIN_LAYOUT = "User: ... Assistant: ..."
 TODAY = date(2024, 7, 26)  # for templates, so that the same rows come out on every day; Llama 3's own default
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 # Where generation blocks are; like MARK of Unicode's noncharacters, which are for use inside a program alone.
@@ -59,12 +61,24 @@ class Template:
         }
         return Template(source, tuple(texts.items()))
 
+    def describe(self, tokenizer: str, items: Sequence[Conversation]) -> str:
+        """What lays out these conversations, in words; `tokenizer`: as the recipe names it."""
+        if not any(item.messages for item in items):
+            return "none: prompt and completion are one text"
+        return (
+            f"the chat template of {tokenizer}" if self.source else f"{PLAIN_LAYOUT} ({tokenizer} has no chat template)"
+        )
+
     def save(self, directory: Path) -> None:
         config = {**dict(self.special), "chat_template": self.source}
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
-    def pieces(self, messages: Sequence[Message], tokenizer: Tokenizer, tools: list[Any] | None = None) -> list[Piece]:
-        """The conversation up to its last answer, in pieces, each with whether it counts.
+    def pieces(
+        self, messages: Sequence[Message], tokenizer: Tokenizer, tools: list[Any] | None = None,
+        untrained: frozenset[int] = frozenset(),
+    ) -> list[Piece]:  # fmt: skip
+        """The conversation up to its last answer, in pieces, each with whether it counts; the answers at the places `untrained`
+        do not.
 
         An answer ends with the token that ends its turn; what a template has between `{% generation %}` and
         `{% endgeneration %}` counts where it has them. A special token's text in a message is text. Raises UserError where
@@ -73,11 +87,19 @@ class Template:
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         whole = self.render(messages[: places[-1] + 1], tokenizer, ask=False, tools=tools)
         if GENERATION.search(self.source or PLAIN):
-            return _cut(whole, tokenizer)
+            if untrained and whole.count(BEGIN) != len(places):
+                raise UserError(
+                    "the chat template has not one generation block for each answer: a weight cannot be honoured"
+                )
+            answers = iter(places)
+            block = re.compile(f"{BEGIN}(.*?){END}", flags=re.DOTALL)
+            return _cut(block.sub(lambda m: m[1] if next(answers) in untrained else m[0], whole), tokenizer)
         # An answer follows the text that asks for it, and ends with the first special token after its content.
         heads = [self.render(messages[:place], tokenizer, ask=True, tools=tools) for place in places]
         limits = [*map(len, heads[1:]), len(whole)]
         for place, head, limit in reversed(list(zip(places, heads, limits, strict=True))):
+            if place in untrained:
+                continue
             tail, answer = whole[len(head) : limit], _guarded(messages[place]["content"] or "", tokenizer).strip()
             content_end = tail.find(answer) + len(answer) if answer in tail else 0  # a template may change it
             ends = [m.end() for m in tokenizer.special_pattern.finditer(tail) if m.start() >= content_end]
@@ -156,6 +178,14 @@ def _cut(text: str, tokenizer: Tokenizer) -> list[Piece]:
 # -- tokens and rows
 
 
+def show_row(tokens: Sequence[int], marks: Sequence[bool], tokenizer: Tokenizer) -> str:
+    """A row as text, what counts in the loss between \u27e6 and \u27e7."""
+    runs = [
+        (mark, [i for i, _ in run]) for mark, run in groupby(zip(tokens, marks, strict=True), key=lambda pair: pair[1])
+    ]
+    return "".join(f"\u27e6{tokenizer.decode(ids)}\u27e7" if mark else tokenizer.decode(ids) for mark, ids in runs)
+
+
 def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> frozenset[int]:
     """The tokens that end a text: the tokenizer's own, and the end of a turn in its chat template."""
     ends: list[str | int | None] = [tokenizer.eot]
@@ -175,12 +205,14 @@ def row(item: Conversation, template: Template, tokenizer: Tokenizer, context: i
     """A conversation, cut after `context` + 1 tokens; None where nothing is left to learn. A prompt and its completion are two
     texts and the end-of-text token."""
     if item.text is not None:
+        if not item.text[1].strip():
+            return None
         both, prompt = tokenizer.encode_pair(*item.text)
         ids = [*both, *([] if tokenizer.eot is None else [tokenizer.eot])]
         marks = [False] * prompt + [True] * (len(ids) - prompt)
     else:
         try:
-            ids, marks = tokenizer.encode_marked(template.pieces(item.messages, tokenizer, item.tools))
+            ids, marks = tokenizer.encode_marked(template.pieces(item.messages, tokenizer, item.tools, item.untrained))
         except UserError as error:
             raise UserError(f"{item.where}: {error}") from None
     size = context + 1

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]  # `role`, `content`, and what else the template reads (`tool_calls`, `name`, ...)
 ROLES = ("system", "user", "assistant", "tool")
 NAMES = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
     "function_call": "assistant", "function": "tool", "observation": "tool", "developer": "system",
 }  # fmt: skip
 """Other names of the roles, in ShareGPT's files, and OpenAI's for what the developer says."""
@@ -38,6 +38,13 @@ class Conversation:
     where: str = ""  # file and line, for messages
     tools: list[Any] | None = None
     text: tuple[str, str] | None = None  # prompt and completion, which no template lays out
+    untrained: frozenset[int] = frozenset()  # places of answers that do not count: of weight 0, or empty
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is odd about it, each with file and line."""
+        empty = [number for number, message in enumerate(self.messages, 1) if _is_empty(message)]
+        return [f"{self.where}, turn {number}: an empty answer, which does not count in the loss" for number in empty]
 
     @property
     def texts(self) -> list[str]:
@@ -82,6 +89,29 @@ def _message(turn: Any, where: str) -> Message:
     if "tool_calls" in message:
         message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     return {**message, "content": content}
+
+
+def _is_empty(message: Message) -> bool:
+    return message["role"] == "assistant" and not (message["content"] or "").strip() and not message.get("tool_calls")
+
+
+def _take_untrained(messages: list[Message]) -> frozenset[int]:
+    """The places of the answers that do not count, of which `weight` or `train` say so, or that are empty; takes both keys
+    out of the messages. Raises ValueError for what cannot be honoured."""
+    untrained = set[int]()
+    for place, message in enumerate(messages):
+        weight, train = message.pop("weight", None), message.pop("train", None)
+        if weight not in (None, 0, 1):
+            raise ValueError(f"turn {place + 1} has the weight {weight!r}; a weight is 0 or 1")
+        if train not in (None, True, False):
+            raise ValueError(f"turn {place + 1} has train = {train!r}; it is true or false")
+        if message["role"] != "assistant" and (weight or train):
+            raise ValueError(
+                f"turn {place + 1} is the {message['role']}'s; only the assistant's count: leave out weight and train"
+            )
+        if weight == 0 or train is False or _is_empty(message):
+            untrained.add(place)
+    return frozenset(untrained)
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +194,7 @@ def _read_part(items: Iterator[tuple[str, Any]]) -> tuple[Shape | None, list[Con
         shape = shape or shape_of(item, where)
         try:
             messages, text = shape.parse(item)
+            untrained = _take_untrained(messages)
             tools = item.get("tools")
             tools = json.loads(tools) if isinstance(tools, str) else tools
             if text is None and not any(message["role"] == "assistant" for message in messages):
@@ -171,7 +202,7 @@ def _read_part(items: Iterator[tuple[str, Any]]) -> tuple[Shape | None, list[Con
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise UserError(f"{where}: {problem}; the file is of the shape {shape.name}: {shape.example}") from None
-        conversations.append(Conversation(messages, where, tools or None, text))
+        conversations.append(Conversation(messages, where, tools or None, text, untrained))
     return shape, conversations
 
 

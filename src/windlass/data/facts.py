@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from windlass.data.chat import PLAIN_LAYOUT
 from windlass.data.samples import real_tokens
 from windlass.data.shards import EVAL, MAIN, Index
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from windlass.data.prepare import Data
 
 Facts = dict[str, Any]
+SHOWN_SYMBOLS = 1000
 ITEMS = {"text": "documents", "squad": "questions", "chat": "conversations"}
 
 
@@ -18,7 +20,8 @@ def describe(data: Data) -> Facts:
     """The facts of opened data, as JSON values: `vocab`, and for `train` and `val` their `samples` and `tokens_per_sample`.
 
     Of texts from several sources also `sources` and `eval_sources`, a row for each: `source`, `documents` and `tokens` that were
-    read of it, tokens for `train` and `val`. Of prepared data also `source`, `files` (how many), `items` (what they are), `tokenizer`, and for each split
+    read of it, tokens for `train` and `val`; of conversations `template` (how they are written down); with a character tokenizer
+    `characters` (how many there are) and `symbols`. Of prepared data also `source`, `files` (how many), `items` (what they are), `tokenizer`, and for each split
 
     - `items`, `tokens` (in an epoch, padding not counted) and `label_tokens` (those that count in the loss);
     - `text` (of `val`: a hash of its text, equal for every tokenizer);
@@ -32,6 +35,14 @@ def describe(data: Data) -> Facts:
             "source": index.settings["source"], "files": len(files),
             "items": ITEMS[index.settings.get("format", "text")], "tokenizer": index.settings["tokenizer"],
         }  # fmt: skip
+        facts |= {"template": index.template} if index.template else {}
+        if index.tokenizer.kind == "char" and index.streams:
+            ends = 0 if index.tokenizer.eot is None else sum(index.documents(stem) for stem in index.streams)
+            characters = sum(shard.tokens for shard in index.shards) - ends
+            facts |= {
+                "characters": characters,
+                "symbols": "".join(sorted(data.tokenizer.inner.get_vocab(with_added_tokens=False))),
+            }
         for key, stream in (("sources", MAIN), ("eval_sources", EVAL)):
             stems = [stem for stem in index.streams if stem.startswith(stream)]
             facts |= {key: [_source(index, stem) for stem in stems]} if len(stems) > 1 else {}
@@ -66,8 +77,10 @@ def _source(index: Index, stem: str) -> Facts:
 
 
 def warnings(facts: Facts) -> list[str]:
-    """A sentence for each of several sources of which nothing is used."""
-    texts = []
+    """A sentence for each of several sources of which nothing is used, and for a chat template that is a makeshift."""
+    texts, template = [], facts.get("template", "")
+    if template.startswith(PLAIN_LAYOUT) and facts["tokenizer"].startswith("hf:"):
+        texts = [f"conversations are written as {template}; a model that was trained to chat brings its own"]
     for key, split, use in (("sources", "train", "trained on"), ("eval_sources", "val", "evaluated")):
         for row in facts.get(key, ()):
             if not row[split]:
@@ -103,6 +116,11 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
             shown[title] = ", ".join(parts)
     shown.setdefault("validation", "none")
     shown["tokenizer"] = ", ".join([*([facts["tokenizer"]] if "tokenizer" in facts else []), f"{facts['vocab']:,} ids"])
+    if "symbols" in facts:
+        symbols = repr(facts["symbols"])
+        shown["characters"] = f"{facts['characters']:,}"
+        shown["symbols"] = symbols if len(symbols) <= SHOWN_SYMBOLS else f"{symbols[:SHOWN_SYMBOLS]}..."
+    shown |= {"template": facts["template"]} if "template" in facts else {}
     if sizes := facts["train"].get("lengths"):
         shares = {"half": "50", "90 %": "90", "99 %": "99"}
         lengths = [f"{share} up to {sizes[key]:,}{' tokens' * (key == '50')}" for share, key in shares.items()]

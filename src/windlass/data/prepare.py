@@ -41,7 +41,8 @@ from windlass.recipe import Recipe, as_recipe
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
 
-LOCK = ".lock"
+LOCK, REMARKS = ".lock", "remarks.txt"
+SHOWN_REMARKS = 8
 LOCK_POLL_SECONDS = 0.2
 # What determines the shards; the rest (order, packing, workers ...) is about how they are read.
 TEXT_SETTINGS = (
@@ -230,7 +231,7 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
         tokenizer = vocabulary.char_tokenizer([*texts, squad.PROMPT, "User: System: Assistant: \n"], with_eot=True)
     else:
         tokenizer = vocabulary.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
-    files: dict[str, RowsFile] = {}
+    files, remarks = dict[str, RowsFile](), list[str]()
     for name, items in zip(("train", "val"), splits, strict=True):
         if not items:
             continue
@@ -238,10 +239,13 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
         for number, item in enumerate(items, 1):
             row = squad.row(item, tokenizer, context) if is_squad else chat.row(item, template, tokenizer, context)
             pairs += [row] if row else []
+            remarks += _remarks(item, row, context)
             progress.update(f"{data.format} rows ({name})", number / len(items))
         rows = Rows(pairs, pad=tokenizer.eot or 0)
         if not len(rows):
-            raise UserError(f"model.context = {context} tokens is too short for every question or conversation")
+            raise UserError(
+                f"no question or conversation ({name}) is of use with model.context = {context}: {remarks[-1]}"
+            )
         rows.save(directory / f".{name}.tmp")
         (directory / f".{name}.tmp").replace(directory / f"{name}.npz")
         held_out: list[Any] = [
@@ -254,11 +258,32 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
         )  # fmt: skip
     tokenizer.save(directory)
     template.save(directory / FOLDER)
+    _write_remarks(directory / REMARKS, remarks, progress)
     source = {}
     for stream, names in ((MAIN, data.sources), (EVAL, data.eval_sources)):
         paths = [path for name in names for path in _row_files(name, data.format)]
         source[stream] = {"name": names, "files": describe_files(paths)}
-    return Index(settings=settings, source=source, tokenizer=tokenizer.describe(), rows=files)
+    named = "" if is_squad else template.describe(recipe.tokenizer, [item for split in splits for item in split])
+    return Index(settings=settings, source=source, tokenizer=tokenizer.describe(), rows=files, template=named)
+
+
+def _remarks(item: Any, row: Row | None, context: int) -> list[str]:
+    """What became of a question or conversation, if it is not used whole; each with its place."""
+    where = getattr(item, "where", "") or f"question {item.id}"
+    remarks = list(getattr(item, "remarks", ()))
+    if row is None:
+        return [*remarks, f"{where}: left out, because nothing to learn is left of it"]
+    lost = row.whole - context - 1
+    return remarks + (
+        [f"{where}: cut at model.context = {context:,}, {lost:,} of {row.whole:,} tokens lost"] if lost > 0 else []
+    )
+
+
+def _write_remarks(path: Path, remarks: list[str], progress: Progress) -> None:
+    if remarks:
+        more = [f"and {len(remarks) - SHOWN_REMARKS:,} more"] if len(remarks) > SHOWN_REMARKS else []
+        progress.note("\n  ".join([f"{len(remarks):,} remarks on items ({path}):", *remarks[:SHOWN_REMARKS], *more]))
+        path.write_text("".join(f"{line}\n" for line in remarks), encoding="utf-8")
 
 
 @dataclass(frozen=True)

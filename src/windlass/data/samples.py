@@ -177,6 +177,11 @@ class Rows:
     def length(self, index: int) -> int:
         return int(self._ends[index + 1] - self._ends[index]) - 1
 
+    def row(self, index: int) -> tuple[list[int], list[bool]]:
+        """A row's tokens, and whether each counts in the loss."""
+        place = slice(self._ends[index], self._ends[index + 1])
+        return self._tokens[place].tolist(), self._marks[place].tolist()
+
     @property
     def tokens(self) -> int:
         """Positions in an epoch, without padding."""

@@ -105,6 +105,7 @@ class Index(BaseModel):
     streams: dict[str, list[Shard]] = {}
     splits: dict[str, Split] = {}  # `train`, and `val` where there is one
     rows: dict[str, RowsFile] = {}  # the same for questions and conversations
+    template: str = ""  # how conversations are written down, in words
     format: int = FORMAT
     fingerprint: str = ""
 

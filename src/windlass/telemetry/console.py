@@ -87,7 +87,7 @@ class Console:
             **({"threads": threads} if threads else {}),
             "model": model, "optim": optimizer,
             "data": f"{sources}; validation {data['validation']}; {data['tokenizer']}; {passes} epochs",
-            **{key: data[key] for key in ("sources", "lengths", "cut") if key in data},
+            **{key: data[key] for key in ("sources", "template", "lengths", "cut") if key in data},
             "work": f"{self.steps:,} steps x {about}{tokens_per_step:,} tokens = {tokens} tokens{resumed}",
             **({"eval": evaluation} if evaluation else {}),
         }  # fmt: skip
