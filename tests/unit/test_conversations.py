@@ -239,6 +239,11 @@ def test_the_template_is_named_and_a_makeshift_is_a_warning(tmp_path: Path) -> N
 
 def test_prepare_shows_a_row_with_what_counts_marked(tmp_path: Path) -> None:
     (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 4)
-    settings = [f"data.source={tmp_path / 'talk.jsonl'}", "data.format=chat", f"data.dir={tmp_path / 'data'}", "data.max_tokens=0"]
+    settings = [
+        f"data.source={tmp_path / 'talk.jsonl'}",
+        "data.format=chat",
+        f"data.dir={tmp_path / 'data'}",
+        "data.max_tokens=0",
+    ]
     printed = windlass("prepare", "quickstart", *settings).stdout
     assert "User: Who are you?" in printed and "Assistant:\u27e6 A cat.<|endoftext|>\u27e7" in printed
