@@ -133,8 +133,9 @@ class Run:
         return [x for x in self.ledger() if x["kind"] == kind and all(x.get(k) == v for k, v in where.items())]
 
     def to_pandas(self, kind: str = "") -> Any:
-        """The ledger as a `pandas.DataFrame`, a row a step: the `train` lines, and beside them `eval_loss` and the measures
-        of other suites (`squad.f1`). With a kind (`train`, `eval`, `sample`, `event`, `summary`, `log`) all its lines and fields.
+        """The ledger as a `pandas.DataFrame`, a row a step: the `train` lines, and beside them `eval_loss`, the measures of
+        other suites (`squad.f1`) and what callbacks have logged (`log.NAME`). With a kind (`train`, `eval`, `sample`,
+        `event`, `summary`, `log`) all its lines and fields.
         """
         require("pandas", "Run.to_pandas")
         import pandas

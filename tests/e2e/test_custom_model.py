@@ -76,6 +76,7 @@ def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
     seen, settings = [], [*PAGE_MODEL, "checkpoint.every=2", "checkpoint.best=own:even.score", "checkpoint.keep_last=1"]
 
     def on_step(now):
+        now.log("loss", -1.0)  # a name of ours
         now.log("norm", sum(p.detach().square().sum() for p in now.model.parameters()).sqrt())
         if now.step == 3:
             now.stop("enough")
@@ -92,7 +93,8 @@ def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
     assert [line["step"] for line in run.lines("train")] == [1, 2, 3, 4], (
         "it ends after the next step, as at any world size"
     )
-    assert [line["step"] for line in run.lines("log")] == [1, 2, 3, 4] and run.to_pandas()["norm"].count() == 4
+    assert [line["step"] for line in run.lines("log")] == [1, 2, 3, 4] and run.to_pandas()["log.norm"].count() == 4
+    assert run.to_pandas()["log.loss"].tolist()[1:] == [-1.0] * 4 and min(run.to_pandas()["loss"].dropna()) > 0
     assert (0, ["loss", "own:even"]) in seen and (4, "step-00000004") in seen
     done = train_on()
     assert done.state == "finished"
@@ -106,7 +108,6 @@ def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
     [
         ({"suites": {"x y": print}}, ("suites", "x y")),
         ({"suites": {"x": lambda model, step: 3}}, ("suites['x']", "dictionary")),
-        ({"on_step": lambda now: now.log("step", 3)}, ("log('step'", "another")),
         ({"on_step": lambda now: now.log("x", "a")}, ("log('x'", "not a number")),
     ],
 )

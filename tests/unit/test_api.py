@@ -128,11 +128,13 @@ def test_a_run_as_a_data_frame_and_in_one_line(tmp_path: Path) -> None:
         run, {"kind": "event", "event": "started", "steps": 9}, {"kind": "eval", "suite": "loss", "loss": 5.5},
         {"kind": "train", "step": 3, "loss": 4.5, "lr": 0.1}, {"kind": "train", "step": 6, "loss": "NaN", "lr": 0.2},
         {"kind": "eval", "step": 6, "suite": "loss", "loss": 4.0}, {"kind": "eval", "step": 6, "suite": "squad", "f1": 80},
+        {"kind": "log", "step": 3, "log.loss": 7.0, "log.world": 5.0},
         {"kind": "event", "event": "stopped", "step": 6},
     )  # fmt: skip
     frame = run.to_pandas()
-    assert list(frame.columns) == ["loss", "lr", "eval_loss", "squad.f1"] and list(frame.index) == [0, 3, 6]
+    assert list(frame.columns) == ["loss", "lr", "eval_loss", "log.loss", "log.world", "squad.f1"] and list(frame.index) == [0, 3, 6]
     assert frame["loss"].isna().tolist() == [True, False, True] and frame["eval_loss"].dropna().tolist() == [5.5, 4.0]
+    assert frame["log.loss"].dropna().tolist() == [7.0]
     assert run.to_pandas("eval").loc[6, "suite"].tolist() == ["loss", "squad"]
     assert len(run.to_pandas("sample")) == 0
     assert repr(run) == f"Run({run.path}: stopped, step 6 of 9, loss nan, val loss 4.0000)"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_fixtures import build_run
+from report_fixtures import add_lines, build_run
 
 from windlass.reports.charts import charts, smoothed, thin
 from windlass.reports.page import payload
@@ -64,6 +64,17 @@ def test_of_several_runs_each_rank_has_a_line_for_allocated_and_one_for_reserved
     wide = [view(build_run(tmp_path / f"wide-{i}", ranks=7, steps=30), f"{i}") for i in range(4)]
     means = {chart.id: chart for chart in charts(wide)}["memory-reserved"].series
     assert [s.name for s in means] == [f"{i}" for i in range(4)] and all(s.low is not None for s in means)
+
+
+def test_a_logged_measure_is_drawn_whatever_its_name(tmp_path):
+    names = ("loss", "tokens", "epoch", "hours", "samples", "batches")
+    run = build_run(tmp_path / "run", steps=30)
+    add_lines(run, *({"kind": "log", "step": step, **{f"log.{x}": step / 7 for x in names}} for step in (10, 20, 30)))
+    found = described(view(run))
+    for name in names:
+        (series,) = found[f"log-{name}"].series
+        assert found[f"log-{name}"].title == f"log.{name}" and series.y.tolist() == [10 / 7, 20 / 7, 30 / 7]
+        assert series.tokens[-1] == 30 * 2048, "the axes are the run's"
 
 
 def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_path):

@@ -78,6 +78,7 @@ def test_names_are_grouped_and_kinds_have_streams_of_their_own():
             },
         ),
         ({"kind": "eval", "suite": "squad", "f1": 0.3}, "eval/squad", {"eval/squad/f1": 0.3}),
+        ({"kind": "log", "log.tokens": 9.0, "log.epoch": 8.0}, "log", {"log/tokens": 9.0, "log/epoch": 8.0}),
     ):
         shown = point({"step": 5, "time": TIME, "attempt": 0} | fields)
         assert math.isnan(shown.scalars.pop("summary/forward_ms_mean", math.nan))

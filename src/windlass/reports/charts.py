@@ -107,7 +107,7 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
         described.append(Chart(f"suite-{slug(suite)}", suite, "", series))
     for name in dict.fromkeys(name for seen in views for name in seen.logged.measures()):
         series = _columns(views, [seen.logged for seen in views], {name: name})
-        described.append(Chart(f"log-{slug(name)}", name, "", series))
+        described.append(Chart(slug(name), name, "", series))
     for key, title, unit, columns, smooth, factor in TRAIN:
         series = _columns(views, [seen.train for seen in views], columns, factor, smooth=smooth)
         described.append(Chart(key, title, unit, series, zero=True))

@@ -163,7 +163,7 @@ class WandB:
                 why = scrub(first_line(error))
                 wandb.teardown()
         self._run = self._run or wandb.init(**arguments, mode="offline")
-        for name in ("train/*", "throughput/*", "time/*", "eval/*", "run/*", "device/*"):
+        for name in ("train/*", "throughput/*", "time/*", "eval/*", "log/*", "run/*", "device/*"):
             self._run.define_metric(name, step_metric="step")
         self._run.define_metric("marks/*", hidden=True)  # for a resume, not for a dashboard
         if self._run.settings._offline:

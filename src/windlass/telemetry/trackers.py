@@ -168,6 +168,8 @@ def point(line: Line) -> Point:
         fields = {key: value for key, value in numbers(flatten(line)).items() if key not in left_out}
         shown = {key: value for key, value in fields.items() if not key.startswith("seconds.")}  # as wall_time
         scalars = {f"summary/{SUMMARY.get(key, key.replace('.', '/'))}": value for key, value in shown.items()}
+    elif line["kind"] == "log":  # its names begin with `log.`
+        scalars = {key.replace(".", "/"): value for key, value in numbers(line).items() if key not in PLACE}
     else:
         prefix, fields = "eval" if sequence == "eval/loss" else sequence, flatten(line)
         scores = {key: value for key, value in numbers(fields).items() if key not in COUNTS and key[:8] != "seconds."}

@@ -23,7 +23,6 @@ from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, unwrap
 from windlass.recipe import Recipe
 from windlass.recipe.settings import OWN_SUITE
-from windlass.run import PLACE
 
 Suite = Callable[[Any, int], Mapping[str, Any]]  # of the model, in evaluation mode, and the step: its measures
 
@@ -50,8 +49,6 @@ class Moment:
 
     def log(self, name: str, value: Any) -> None:
         """Write a measure of your own, a number, into ledger, trackers and report, at the step where the run stands."""
-        if name in (*PLACE, "index"):
-            raise UserError(f"log({name!r}, ...): every line of the ledger has a field of that name; take another one")
         self._callbacks.logged[name] = number(value, f"log({name!r}, ...)")
 
     def stop(self, reason: str = "") -> None:

@@ -150,9 +150,9 @@ class Recorder:
         self.timer.read()
 
     def log(self, measures: dict[str, float]) -> None:
-        """A `log` line with what callbacks have logged at this step; takes it out."""
+        """A `log` line with what callbacks have logged at this step, under names of their own; takes it out."""
         if measures:
-            self.ledger.write("log", self.state.step, **measures)
+            self.ledger.write("log", self.state.step, **{f"log.{name}": value for name, value in measures.items()})
             measures.clear()
 
     def event(self, event: str, step: int | None = None, **fields: Any) -> None:
