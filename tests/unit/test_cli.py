@@ -13,7 +13,7 @@ import pytest
 
 from helpers import TINY, overrides, refused, tiny_recipe, windlass
 from windlass import Recipe, Study, evaluate, export, prepare, report, train, verification
-from windlass.cli import main, models
+from windlass.cli import VERBS, main, models
 from windlass.cli import train as train_verbs
 from windlass.evaluation.suites import Evaluation, write
 from windlass.recipe.explain import write_first_recipe
@@ -80,6 +80,14 @@ def test_verify_says_proved_only_of_what_was_tried(passed, code, last, monkeypat
     monkeypatch.setattr(verification, "verify", lambda *_: proofs)
     assert train_verbs.verify(overrides=[], world=0, kills=1, json_=False, keep="") == code
     assert capsys.readouterr().out.splitlines()[-1] == last
+
+
+def test_the_help_fits_80_columns_with_a_whole_sentence_for_each_verb() -> None:
+    text = windlass("--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": ""}).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    lines = text.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == list(VERBS)  # one line each
+    assert all(line.endswith(".") and not line.endswith("...") for line in lines)
 
 
 def piped(command: str) -> tuple[str, list[str]]:

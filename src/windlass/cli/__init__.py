@@ -22,11 +22,27 @@ SPIN = "10000"
 """How long a thread of libgomp (torch's OpenMP on Linux) waits for the others before it sleeps: about half a millisecond instead
 of its 15, in which it would keep the core from the one that it waits for, where another process is busy, too."""
 VERBS = {
-    "init": "recipes", "recipe": "recipes", "prepare": "recipes", "plan": "recipes", "train": "train", "eval": "models", "sample": "models",
-    "sweep": "sweep", "scale": "scale", "report": "runs", "runs": "runs", "checkpoints": "runs", "export": "models", "track": "runs",
-    "verify": "train", "check": "cluster", "launch": "cluster", "env": "cluster", "submit": "cluster",
-}  # fmt: skip
-"""The module of each verb, in the order of the help: as a user needs them."""
+    "init": ("recipes", "Write a short, commented recipe to edit."),
+    "recipe": ("recipes", "Print a recipe with every setting, or explain a setting."),
+    "prepare": ("recipes", "Turn a recipe's corpus into checked token shards."),
+    "plan": ("recipes", "Say what a run needs: steps, FLOPs, memory, time."),
+    "train": ("train", "Train a recipe; train again to resume."),
+    "eval": ("models", "Measure a model: loss, HellaSwag, SQuAD, lm-eval."),
+    "sample": ("models", "Generate text with a model, or chat with it."),
+    "sweep": ("sweep", "Train every cell of a grid, and tabulate the results."),
+    "scale": ("scale", "Train a recipe on several numbers of ranks, and compare."),
+    "report": ("runs", "Write tables, plots and an interactive page about runs."),
+    "runs": ("runs", "List runs and studies with their state and loss."),
+    "checkpoints": ("runs", "List the checkpoints of a run, and verify them."),
+    "export": ("models", "Write a run's model as a directory of transformers."),
+    "track": ("runs", "Replay a run's ledger into W&B, MLflow or TensorBoard."),
+    "verify": ("train", "Prove with real runs that nothing is lost or wrong."),
+    "check": ("cluster", "Check machine, packages, disk and interconnect."),
+    "launch": ("cluster", "Run a command on every rank of the allocation."),
+    "env": ("cluster", "Print the variables of a saved job for another shell."),
+    "submit": ("cluster", "Submit a training or a study to SLURM or PBS."),
+}
+"""The module of each verb and its line in `windlass --help`, which fits 80 columns; in the order in which a user needs them."""
 
 RECIPE_HELP = "A preset's name, a .toml file or a run directory."
 RecipeName = Annotated[str, typer.Argument(
@@ -40,7 +56,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 app = typer.Typer(
     name="windlass",
-    help="Train and fine-tune language models on whatever hardware there is, from one file, and prove what was done.",
+    help="Train and fine-tune language models on CPUs and NVIDIA GPUs, from one file, and prove what was done.",
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
@@ -90,9 +106,9 @@ def main(arguments: list[str] | None = None) -> None:
     """The command line. A user's mistake is one message and exit code 2; anything unforeseen keeps its traceback."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # it is read when torch is imported
-    for verb, name in VERBS.items():
+    for verb, (name, line) in VERBS.items():
         module = importlib.import_module(f"{__name__}.{name}")
-        command = app.command(verb, epilog=getattr(module, "EPILOG", None))
+        command = app.command(verb, short_help=line, epilog=getattr(module, "EPILOG", None))
         command(getattr(module, "evaluate" if verb == "eval" else verb))
     with _outputs():
         try:
