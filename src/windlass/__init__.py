@@ -1,4 +1,4 @@
-"""Windlass: train and fine-tune language models on whatever hardware there is, from one file.
+"""Windlass: train and fine-tune language models on CPUs and NVIDIA GPUs, from one file.
 
 `dir(windlass)` is the public API: a function for every verb, and the nouns `Recipe`, `Run` and `Study`. Each is imported when
 it is first used, so that `import windlass` costs nothing.

@@ -21,7 +21,7 @@ EXTRAS = {
     "hf": ("transformers", "accelerate", "datasets", "peft"), "data": ("pyarrow", "tiktoken"), "plots": ("matplotlib",),
     "sweep": ("optuna",), "lm-eval": ("lm_eval",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow",), "wandb": ("wandb",),
 }  # fmt: skip
-"""The packages that `pip install windlass` does not bring, by the extra that does."""
+"""The packages that `pip install windlass-lm` does not bring, by the extra that does."""
 
 
 MARK = "\x1f"  # ASCII's unit separator, around what the command line writes in another way
@@ -82,7 +82,7 @@ def require(package: str, what: str) -> None:
 
 def needs(package: str) -> str:
     """That a package is needed, and the command that installs it."""
-    name = next((f"'windlass[{extra}]'" for extra, packages in EXTRAS.items() if package in packages), package)
+    name = next((f"'windlass-lm[{extra}]'" for extra, packages in EXTRAS.items() if package in packages), package)
     return f"needs the package {package}: pip install {name}"
 
 

@@ -1,4 +1,4 @@
-"""The wheel in an environment of its own: what `pip install windlass` brings, and what it answers without the extras."""
+"""The wheel in an environment of its own: what `pip install windlass-lm` brings, and what it answers without the extras."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(REPOSITORY / name, copy)
     shutil.copytree(REPOSITORY / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", cwd=copy)
-    return next((copy / "dist").glob("windlass-*.whl"))
+    return next((copy / "dist").glob("windlass_lm-*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,9 @@ def test_the_wheel_has_presets_and_the_page(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"windlass/presets/{name}.toml" for name in presets()} <= names
     assert {f"windlass/reports/{name}" for name in ("page.html", "page.css", "page.js", "chart.js")} <= names
-    assert "windlass/py.typed" in names and not any(name.startswith("tests") for name in names)
+    assert {"windlass/py.typed", "windlass/interop/modeling_windlass.py"} <= names and not any(
+        name.startswith("tests") for name in names
+    )
 
 
 def trains(venv: Path, folder: Path) -> None:
@@ -103,7 +105,7 @@ def count(venv: Path) -> list[str]:
 
 def test_the_base_is_small_and_trains_quickstart(base, tmp_path):
     names = count(base)
-    assert "windlass" in names and "torch" in names and len(names) <= MOST_PACKAGES, sorted(names)
+    assert "windlass-lm" in names and "torch" in names and len(names) <= MOST_PACKAGES, sorted(names)
     trains(base, tmp_path)
 
 
@@ -138,7 +140,7 @@ def test_what_is_missing_is_one_message_at_the_start(base, tmp_path):
         ([windlass, "prepare", "quickstart", "data.source=hf:some/data"], "datasets", "hf", "data.source"),
     ]:
         error = run(*command, cwd=tmp_path, code=2).stderr
-        assert f"pip install 'windlass[{extra}]'" in error and package in error and key in error, error
+        assert f"pip install 'windlass-lm[{extra}]'" in error and package in error and key in error, error
         assert len(error.splitlines()) == 1 and not [*tmp_path.glob("run*"), *tmp_path.glob("stud*")], error
 
 
@@ -147,4 +149,8 @@ def test_every_optional_package_is_in_the_extra_that_the_message_names():
     for extra, packages in EXTRAS.items():
         names = {canonicalize_name(Requirement(text).name) for text in declared[extra]}
         assert {canonicalize_name(package) for package in packages} <= names, extra
-    assert set(Requirement(declared["all"][0]).extras) == set(EXTRAS)
+    everything = Requirement(declared["all"][0])
+    assert (
+        set(everything.extras) == set(EXTRAS)
+        and everything.name == Requirement(declared["dev"][0]).name == "windlass-lm"
+    )

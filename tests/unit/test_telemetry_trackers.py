@@ -206,7 +206,7 @@ def test_what_is_wrong_with_a_replay_is_reported(run, monkeypatch):
     assert "no ledger" in refused("wandb")
     assert "tensorboard, mlflow, wandb" in refused("neptune")
     monkeypatch.setattr("windlass.errors.installed", lambda package: False)
-    assert "pip install 'windlass[mlflow]'" in refused("mlflow")
+    assert "pip install 'windlass-lm[mlflow]'" in refused("mlflow")
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
     if settings.attention == "flash_attention_2":
         require("flash_attn", 'model.attention = "flash_attention_2"')
     try:
-        from accelerate import init_empty_weights  # peft needs it, so that it comes with windlass[hf]
+        from accelerate import init_empty_weights  # peft needs it, so that it comes with windlass-lm[hf]
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.initialization import no_init_weights
 

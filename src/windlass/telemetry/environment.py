@@ -23,7 +23,7 @@ from windlass.telemetry.ledger import now
 from windlass.variables import HIDDEN, SECRET_NAME, scrub
 
 PACKAGES = (
-    "windlass", "torch", "numpy", "pydantic", "tokenizers", "tiktoken", "safetensors", "transformers", "datasets",
+    "torch", "numpy", "pydantic", "tokenizers", "tiktoken", "safetensors", "transformers", "datasets",
     "peft", "tensorboard", "mlflow", "wandb", "psutil", "nvidia-ml-py",
 )  # fmt: skip
 VARIABLES = (
@@ -52,7 +52,7 @@ def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = 
 
 def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any) -> None:
     """Write the environment of this start, with what each rank reports of itself (`describe_rank`), as JSON."""
-    packages = {}
+    packages = {"windlass": __version__}
     for name in PACKAGES:  # versions without importing them
         with contextlib.suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
