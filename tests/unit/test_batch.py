@@ -147,6 +147,14 @@ def test_only_the_time_limit_puts_a_stopped_job_back(run_script, tmp_path, numbe
     assert not list((tmp_path / "logs").glob(".open*"))
 
 
+def test_a_cancel_on_pbs_reaches_every_process_and_kills_none(run_script, tmp_path):
+    """qsig(1B): "sends a signal to all the processes". mpiexec and a sweep have no handler for it."""
+    process = run_script(SAVES.replace("exit 75", "touch saved; exit 75"))
+    wait_for((tmp_path / "up").exists, 20)
+    os.killpg(process.pid, signal.SIGUSR2)
+    assert process.wait(20) == 75 and (tmp_path / "saved").exists() and not (tmp_path / "queued").exists()
+
+
 def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
     """PBS refuses what depends on a subjob: the new job starts by the clock, and --cancel finds it by the task's record."""
     process = run_script(SAVES, array=[0, 3])

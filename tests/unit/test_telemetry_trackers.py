@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -219,6 +220,23 @@ def test_track_fails_where_the_tracker_does_not_take_it(run, tmp_path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     done = windlass("track", run.path, "--to", "mlflow", "--timeout", str(timeout), code=1)
     assert "trackers/mlflow.log" in done.stderr and ("broken" in done.stderr) == ("broken" in fault)
+
+
+def test_a_studys_runs_are_sent_too(tmp_path, monkeypatch):
+    """All that have begun, or the one cell that a task of an array has trained."""
+    from windlass.cli.runs import track
+    from windlass.study.study import Study
+
+    sent = list[str]()
+    monkeypatch.setattr("windlass.telemetry.trackers.replay", lambda run, *_: sent.append(Path(run).name) or [])
+    study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2,3"], tmp_path / "study")
+    for cell in study.cells[1:]:
+        write(study.run_of(cell), 0, 0, 1)
+    names = [Path(cell.directory).name for cell in study.cells]
+    for only, runs in ((-1, names[1:]), (2, names[2:]), (0, [])):
+        track(str(study.path), "wandb", 0, only)
+        assert sent == runs
+        sent.clear()
 
 
 def sample(rank, second, **fields):

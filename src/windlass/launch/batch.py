@@ -254,6 +254,7 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
         "",
         *START.format(open=f'{folder}/".open-${{task:-run}}"', most=job.max_restarts).splitlines(),
         *check.splitlines(),
+        "trap '' USR2  # PBS signals all processes of a job: one without a handler, as mpiexec, must not end by it",
         f"{command} &",
         *WAIT.format(
             timer=f"(sleep $(({max(1, limit - GRACE_SECONDS)} - SECONDS)); kill -USR1 $$) 2>/dev/null & timer=$!" if limit and not slurm else "",
