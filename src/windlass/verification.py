@@ -190,8 +190,11 @@ def strategies_agree(bench: Bench) -> Outcome:
         return None, "only one rank is possible here"
     reference = bench.here("s-one", **FLOAT64)
     runs = [bench.train(f"s-{name}", world, parallel__strategy=name, **FLOAT64) for name, world in cells.items()]
-    worst = max(difference(run, reference) for run in runs)
     tried = ", ".join(f"{strategy} x {world}" for strategy, world in cells.items())
+    if bench.model.kind == "gpt" and not bench.model.init_from:  # the same weights, as a module given to `train`
+        runs.append(bench.train("s-module", 2, {"module": True}, parallel__strategy="full_shard", **FLOAT64))
+        tried += ", a module of one's own with full_shard x 2"
+    worst = max(difference(run, reference) for run in runs)
     return worst < ROUNDING, f"{tried}: largest difference {worst:.1e} in float64"
 
 
@@ -299,11 +302,18 @@ PROOFS: dict[str, tuple[str, Callable[[Bench], Outcome]]] = {
 def run_rank(task: dict[str, Any]) -> None:
     """One rank of a training of a proof.
 
-    The task: the `recipe`'s file and the `world`; `stop_at` a step, `kill_after` so many steps, or `record`: write the indices
-    of the samples that are read, a list for each micro-batch, to `RECORD-RANK.json`.
+    The task: the `recipe`'s file and the `world`; `stop_at` a step, `kill_after` so many steps, `module`: give `train` the model as
+    a user's own module, or `record`: write the indices of the samples that are read, a list for each micro-batch, to
+    `RECORD-RANK.json`.
     """
+    from windlass.model.build import build_model
+    from windlass.model.gpt import initialise
+
     recipe = Recipe.load(task["recipe"])
     data = open_data(recipe)
+    model = build_model(recipe, data.vocab, "cpu") if task.get("module") else None
+    if model is not None:
+        initialise(model, recipe.run.seed)
     reads, read = list[list[int]](), data.train.read
 
     def recorded(indices: Any) -> Any:
@@ -318,7 +328,7 @@ def run_rank(task: dict[str, Any]) -> None:
 
     data.train.read = recorded  # type: ignore[method-assign]
     with contextlib.suppress(Stopped):
-        windlass.train(recipe, data=data, on_step=on_step, stop_at=task.get("stop_at", 0))
+        windlass.train(recipe, model, data, on_step=on_step, stop_at=task.get("stop_at", 0))
     if "record" in task:
         Path(f"{task['record']}-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(reads))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from pathlib import Path
 
@@ -12,17 +13,24 @@ from safetensors.torch import load_file
 
 from helpers import refused
 from windlass import Recipe, evaluate, export, sample, train
+from windlass.launch.local import launch
 from windlass.run import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 
 
 @pytest.fixture
-def page() -> dict:
-    """What the page's longest example defines, up to where it trains."""
+def page_code() -> str:
+    """The page's longest example, up to where it trains."""
     example = max(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL), key=len)
+    return example[: example.index("recipe =")]
+
+
+@pytest.fixture
+def page(page_code: str) -> dict:
+    """What that example defines."""
     names: dict = {}
-    exec(example[: example.index("recipe =")], names)
+    exec(page_code, names)
     return names
 
 
@@ -47,6 +55,45 @@ def test_a_model_and_samples_of_ones_own(tmp_path, page):
     assert evaluated[-1]["loss"] < evaluated[0]["loss"]
     assert run.lines("sample") == [], "there is no tokenizer, and the model has no cache"
     assert all("mfu" not in line for line in lines), "its FLOPs are not known"
+
+
+STRATEGIES = ("ddp", "shard_optim", "full_shard", "shard_grad_op", "hybrid_shard")
+RANK = """
+import sys, torch
+from pathlib import Path
+from windlass import Recipe, train
+names = {{}}
+exec(Path(sys.argv[1]).read_text(), names)
+for strategy in {strategies}:
+    torch.manual_seed(0)
+    settings = ["train.steps=3", "train.global_batch=8", "train.micro_batch=2", "model.context=16", "telemetry.every=1", "eval.batches=1"]
+    more = [f"run.dir={{sys.argv[2]}}/{{strategy}}", f"parallel.strategy={{strategy}}", "train.precision=fp64"]
+    recipe = Recipe.load("quickstart", [*settings, *more])
+    train(recipe, names["MyModel"](), names["data"], stop_at=2)
+    train(recipe, names["MyModel"](), names["data"])
+"""
+
+
+@pytest.mark.dist
+def test_the_pages_model_trains_under_every_strategy_on_two_ranks(tmp_path, page_code):
+    (tmp_path / "example.py").write_text(page_code)
+    (tmp_path / "rank.py").write_text(RANK.format(strategies=STRATEGIES))
+    command = [sys.executable, str(tmp_path / "rank.py"), str(tmp_path / "example.py"), str(tmp_path)]
+    assert launch(command, 2) == 0
+    names: dict = {}
+    exec(page_code, names)
+    torch.manual_seed(0)
+    alone = train(
+        recipe(tmp_path / "alone", "train.steps=3", "train.micro_batch=2", "train.precision=fp64", "eval.batches=1"),
+        names["MyModel"](), names["data"],
+    )  # fmt: skip
+    for strategy in STRATEGIES:
+        run = Run(tmp_path / strategy)
+        assert run.state == "finished", strategy
+        for line, expected in zip(run.lines("train"), alone.lines("train"), strict=True):
+            for number in ("loss", "grad_norm"):
+                assert line[number] == pytest.approx(expected[number], rel=1e-9), (strategy, number)
+        assert run.lines("eval")[-1]["loss"] == pytest.approx(alone.lines("eval")[-1]["loss"], rel=1e-9), strategy
 
 
 def test_what_cannot_be_with_a_model_of_ones_own_is_refused(tmp_path, page):

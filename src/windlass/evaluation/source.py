@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from windlass import hub
 from windlass.checkpoint import load
@@ -119,7 +120,10 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Dropout off inside the context; afterwards each module is as it was."""
+    """Dropout off inside the context; afterwards each module is as it was, and sharded parameters are shards again.
+
+    Without a backward pass FSDP2 leaves the root's parameters gathered: an optimizer made then would train the wrong ones.
+    """
     modules = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -127,6 +131,9 @@ def evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in modules:
             module.training = True
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def same_tokenizer(source: Source, directory: Path) -> bool:
