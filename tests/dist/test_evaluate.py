@@ -19,6 +19,7 @@ from windlass.evaluation.likelihood import Continuation, Item, evaluate_loss, lo
 from windlass.evaluation.lm_eval import generate_until
 from windlass.evaluation.source import alone
 from windlass.evaluation.squad import evaluate_squad
+from windlass.evaluation.suites import Suites, precision_of
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks
@@ -147,3 +148,39 @@ def test_a_stop_signal_on_one_rank_stops_all_after_the_same_pass() -> None:
     for one in run_ranks(stopped, 2, 1, 3):
         assert one[:3] == [None, None, None]
         assert one[3]["samples"] == 5
+
+
+@pytest.mark.parametrize(
+    ("trained", "changes", "gpu", "used"),
+    [
+        ("auto", (), True, "auto"),
+        ("bf16", (), True, "bf16"),
+        ("bf16", (), False, "fp32"),
+        ("fp64", (), False, "fp64"),
+        ("fp16", ("train.precision",), False, "fp16"),
+    ],
+)
+def test_a_saved_model_is_measured_on_a_gpu_in_the_precision_of_its_run(trained, changes, gpu, used):
+    assert precision_of(recipe(train__precision=trained), changes, gpu) == used
+
+
+@pytest.mark.parametrize(
+    ("suite", "settings", "planned"),
+    [("loss", {}, True), ("loss", {"data__format": "chat", "data__source": "x.jsonl"}, False), ("own:x", {}, False)],
+)
+def test_attention_of_cudnn_is_for_passes_of_one_shape(suite, settings, planned):
+    """It makes a plan for each shape, which takes longer than the pass."""
+
+    class Model(torch.nn.Module):
+        def forward(self, *_: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return torch.zeros(())
+
+    def own(model: Any) -> dict[str, Any]:
+        model()
+        return {"score": 1.0}
+
+    seen: list[bool] = []
+    suites = Suites(recipe(**settings), TOKENIZER, alone("cpu"), rows(3), own={"own:x": own})
+    suites.measure(suite, Model())
+    assert set(seen) == {planned} and torch.backends.cuda.cudnn_sdp_enabled()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
@@ -60,6 +64,66 @@ def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass: int, mon
     for row, score in zip(given, scores, strict=True):
         total, *rest = plain(model, row, 48)
         assert score.sum == pytest.approx(total, abs=1e-4) and [score.tokens, score.greedy] == rest
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that the host reads from tensors, for each of which it would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_does_not_wait_for_each_row() -> None:
+    model = gpt()
+    with Reads() as reads:
+        scores = likelihood.log_likelihoods(model, rows(30, 20), ALONE)
+    assert scores is not None and len(scores) == 30 and reads.count == 0
+
+
+def test_validation_batches_are_read_while_one_is_computed() -> None:
+    class Watched:
+        """Samples that say when each batch of two is read."""
+
+        def __init__(self) -> None:
+            self.read_batches = [threading.Event() for _ in range(4)]
+
+        def __len__(self) -> int:
+            return 8
+
+        def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            self.read_batches[int(indices[0]) // 2].set()
+            return indices[:, None] + np.zeros((1, 4), dtype=np.int64), np.ones((len(indices), 4), dtype=np.int64)
+
+    class Model(nn.Module):
+        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+            following = int(tokens[0, 0]) // 2 + 1
+            assert following == 4 or samples.read_batches[following].wait(20), "the next batch was not read meanwhile"
+            return tokens.sum().float()
+
+    samples = Watched()
+    result = likelihood.evaluate_loss(Model(), samples, ALONE, 2)
+    assert result is not None and result["samples"] == 8 and result["loss"] == sum(range(8)) / 8
+
+
+def test_an_evaluation_that_is_cut_short_or_fails_leaves_no_thread() -> None:
+    class Broken:
+        def __len__(self) -> int:
+            return 8
+
+        def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            if 6 in indices:
+                raise ValueError("a broken shard")
+            return np.zeros((len(indices), 4), dtype=np.int64), np.ones((len(indices), 4), dtype=np.int64)
+
+    model, before = gpt(), threading.active_count()
+    assert likelihood.evaluate_loss(model, Broken(), ALONE, 1, poll=lambda: True) is None
+    with pytest.raises(ValueError, match="broken shard"):
+        likelihood.evaluate_loss(model, Broken(), ALONE, 1)
+    gc.collect()
+    assert threading.active_count() == before
 
 
 ITEMS = [

@@ -216,8 +216,10 @@ def test_ring_formulas_of_the_collectives():
     )
     assert sent("shard_grad_op")["all_gather"] == pytest.approx(3 / 4 * (2 * 900 + 400))
     twice = sent("full_shard", accumulation=2)
-    assert twice["all_gather"] == 2 * sent("full_shard")["all_gather"] and twice["reduce_scatter"] == 3000
-    assert sent("full_shard", accumulation=2, reduce_each=True)["reduce_scatter"] == 6000
+    assert twice["all_gather"] == 2 * sent("full_shard")["all_gather"] and twice["reduce_scatter"] == 6000
+    assert sent("full_shard", accumulation=2, reduce_each=False)["reduce_scatter"] == 3000
+    assert sent("shard_grad_op", accumulation=2)["reduce_scatter"] == 3000
+    assert sent("hybrid_shard", shard=2, accumulation=2)["all_reduce"] == sent("hybrid_shard", shard=2)["all_reduce"]
     hybrid = sent("hybrid_shard", shard=2)
     assert hybrid == pytest.approx(
         {"all_gather": 1 / 2 * 4000, "reduce_scatter": 1 / 2 * 4000, "all_reduce": 2 * 1 / 2 * 2000}

@@ -16,7 +16,7 @@ from windlass.estimate.devices import USABLE
 from windlass.model.size import CountedSizes, block_matrices, block_parameters, count
 from windlass.parallel.env import half_of
 from windlass.recipe.network import ModelSettings
-from windlass.recipe.settings import SHARD_OPTIM, SHARDED
+from windlass.recipe.settings import SHARD_OPTIM, SHARDED, reduces_each
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
@@ -48,7 +48,12 @@ class Layout:
     micro_batch: int = 1
     accumulation: int = 1
     device: str = "cpu"  # or cuda
-    reduce_each: bool = False  # FSDP2 reduces the gradients of every micro-batch, not only of the step's last one
+    reduce_each: bool | str = "auto"  # `parallel.reduce_each_micro_batch`
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether FSDP2 reduces the gradients of every micro-batch, not only of the step's last one."""
+        return reduces_each(self.reduce_each, self.strategy)
 
 
 @dataclass(frozen=True)
@@ -299,7 +304,8 @@ class Step:
 def _plain_events(step: Step) -> Iterator[Memory]:
     """One process, or DDP, which has the gradients in its buckets all the time."""
     layers, whole = step.model.layers, step.weights
-    ddp, several = step.layout.strategy in ("ddp", SHARD_OPTIM), step.layout.accumulation > 1
+    ddp = step.layout.strategy in ("ddp", SHARD_OPTIM) and step.layout.world > 1
+    several = step.layout.accumulation > 1
     copied = step.layout.checkpointing == "none"  # else autocast's copies are made again in the backward pass
     lasting = whole * (ddp + several)  # between micro-batches DDP has gradients of its own beside its buckets
     for event in step.loss():
@@ -324,7 +330,7 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     gathered = step.compute * block_parameters(step.model)  # a block, in the precision of autocast
     stays = step.layout.strategy == "shard_grad_op"
     on_device = not step.layout.offload  # with offload reduced gradients go to the host
-    several, each = step.layout.accumulation > 1, step.layout.reduce_each
+    several, each = step.layout.accumulation > 1, step.layout.reduces_each
     whole = several and not each  # gradients wait unreduced for the step's last micro-batch
     shards = on_device * step.weights // shard if several and each else 0  # of the micro-batches before
     before = step.weights if whole else shards

@@ -63,14 +63,14 @@ def collectives(layout: Layout, tensors: Tensors, bucket_mb: float = 25.0) -> li
     share = tensors.trained / tensors.total  # gradients a parameter
     root, steps = tensors.total - tensors.blocks * tensors.block, layout.accumulation
     gathers = 1 if strategy == "shard_grad_op" else 2 * steps  # of a block: for each forward and each backward pass
-    reductions = steps if layout.reduce_each else 1
+    reductions = steps if layout.reduces_each else 1
     sent = [Collective("all_gather", master * root, 1 if strategy == "shard_grad_op" else steps, shard)]
     sent += [Collective("all_gather", low * tensors.block, gathers * tensors.blocks, shard)]
     for unit, number in ((root, 1), (tensors.block, tensors.blocks)):
         size = master * share * unit
         sent.append(Collective("reduce_scatter", size, number * reductions, shard))
         if world > shard:  # over the hosts, each shard with its equals
-            sent.append(Collective("all_reduce", size / shard, number * reductions, world // shard))
+            sent.append(Collective("all_reduce", size / shard, number, world // shard))
     return [one for one in sent if one.calls and one.size and one.ranks > 1]
 
 

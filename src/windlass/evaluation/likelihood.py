@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from windlass import hub
-from windlass.data.loader import eval_batches
+from windlass.data.loader import MicroBatch, eval_batches
 from windlass.data.samples import Samples
 from windlass.data.sources import read_json_items
 from windlass.data.tokenizer import Tokenizer
@@ -29,6 +31,7 @@ from windlass.recipe.settings import IGNORE_INDEX
 
 HELLASWAG = "Rowan/hellaswag"  # on the Hub
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
+BATCHES_AHEAD = 2  # that are read while one is computed
 Progress = Callable[[int, int], object]  # called between passes: how much is done, of how much
 LOGITS_PER_PASS = {"cpu": 2**26, "cuda": 2**29}  # in fp32 256 MB on a CPU, 2 GB on a GPU
 
@@ -53,13 +56,14 @@ def evaluate_loss(
     results: list[dict[str, float]] = []
     with evaluating(model), torch.no_grad():
         for first, end in itertools.pairwise([0, *ends]):  # the rest begins a pass: the sum is as without it
-            for micro in eval_batches(samples, ranks.rank, ranks.world, batch, limit_samples=end, first=first):
+            batches = eval_batches(samples, ranks.rank, ranks.world, batch, limit_samples=end, first=first)
+            for micro in read_ahead(batches, ranks.device):
                 unmasked = micro.labels[micro.labels != IGNORE_INDEX]
                 tokens += unmasked.numel()
                 if token_bytes is not None:
-                    text_bytes += int(token_bytes[unmasked.cpu().numpy()].sum())
+                    text_bytes += int(token_bytes[unmasked.numpy()].sum())
                 with autocast():
-                    total += model(micro.tokens.to(ranks.device), micro.labels.to(ranks.device)).detach()
+                    total += model(to_device(micro.tokens, ranks), to_device(micro.labels, ranks)).detach()
                 if poll is not None and sum_async([poll()], ranks).wait()[0]:
                     return None
                 if progress is not None:
@@ -70,6 +74,31 @@ def evaluate_loss(
     runtime_s = time.perf_counter() - started
     full = {f"full_{name}": value for name, value in results[-1].items()} if len(ends) > 1 else {}
     return results[0] | {"runtime_s": runtime_s, "samples_per_s": ends[-1] / runtime_s} | full
+
+
+def read_ahead(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
+    """The same batches; a thread reads the next ones meanwhile and, for CUDA, into pinned memory."""
+    cuda = device.type == "cuda"
+
+    def read() -> MicroBatch | None:
+        batch = next(batches, None)
+        return (
+            replace(batch, tokens=batch.tokens.pin_memory(), labels=batch.labels.pin_memory())
+            if batch and cuda
+            else batch
+        )
+
+    # A thread starts on device 0, and pinning would open a context there.
+    with ThreadPoolExecutor(1, initializer=torch.cuda.set_device if cuda else None, initargs=(device,) * cuda) as pool:
+        pending = [pool.submit(read) for _ in range(BATCHES_AHEAD)]
+        while (batch := pending.pop(0).result()) is not None:
+            pending.append(pool.submit(read))
+            yield batch
+
+
+def to_device(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """A tensor of the host on the rank's device; from pinned memory the host does not wait for the copy."""
+    return tensor.to(ranks.device, non_blocking=True)
 
 
 def _mean_loss(loss_sum: float, tokens: float, text_bytes: float, *, samples: int) -> dict[str, float]:
@@ -108,24 +137,30 @@ def log_likelihoods(
     texts = [[*row.context, *row.ending][-(model.context + 1) :] for row in rows]
     counts = [min(len(row.ending), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
     passes = plan_passes([len(text) - 1 for text in texts], model.vocab, ranks.device.type)
-    sums, greedy = [0.0] * len(rows), [0.0] * len(rows)
+    scored, found = list[int](), list[Tensor]()  # rows of this rank, and for each pass their sums and whether greedy
     with evaluating(model), torch.no_grad():
         for first in range(0, len(passes), ranks.world):
             own = passes[first + ranks.rank] if first + ranks.rank < len(passes) else []
             # A rank without work in the last round takes part with one token.
-            tokens = pad_sequence([torch.tensor(texts[i][:-1]) for i in own] or [torch.tensor([0])], batch_first=True)
+            padded = pad_sequence([torch.tensor(texts[i]) for i in own] or [torch.tensor([0, 0])], batch_first=True)
+            padded = to_device(padded.pin_memory() if ranks.device.type == "cuda" else padded, ranks)  # [B, T + 1]
             with autocast():
-                logits = model(tokens.to(ranks.device))
+                logits = model(padded[:, :-1])
             for row, i in enumerate(own):
-                stop, wanted = len(texts[i]) - 1, torch.tensor(texts[i][-counts[i] :], device=logits.device)
+                stop = len(texts[i]) - 1
+                wanted = padded[row, stop - counts[i] + 1 : stop + 1]
                 chosen = logits[row, stop - counts[i] : stop]  # [tokens of the ending, V]
                 chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
                 scores = chosen.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - chosen.logsumexp(-1)
-                sums[i], greedy[i] = float(scores.double().sum()), float((chosen.argmax(-1) == wanted).all())
+                found.append(torch.stack([scores.double().sum(), (chosen.argmax(-1) == wanted).all().double()]))
+            scored += own
             if poll is not None and sum_async([poll()], ranks).wait()[0]:
                 return None
             if progress is not None:
                 progress(min(first + ranks.world, len(passes)), len(passes))
+    sums, greedy = [0.0] * len(rows), [0.0] * len(rows)
+    for i, (total, likeliest) in zip(scored, torch.stack(found).tolist() if found else [], strict=True):
+        sums[i], greedy[i] = total, likeliest  # the host waits for the device here alone
     merged = sum_async([*sums, *greedy], ranks).wait()
     return list(map(Likelihood, merged[: len(rows)], counts, map(bool, merged[len(rows) :])))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -158,9 +158,9 @@ def evaluate(
     Args:
         run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of `transformers`, `hf:NAME`.
         suites: `loss`, `hellaswag`, `squad`, `lm-eval:TASKS`; default: the run's `eval.suites`.
-        overrides: Settings to change, as `data.eval_source=FILE` or a mapping. The precision is fp32 (fp64 for a model trained in it)
-            unless one of them names it: scores are made of logits, and bf16 rounds one between 16 and 32 to the next eighth.
-            The loss is that of all validation data, unless one of them is `eval.batches`.
+        overrides: Settings to change, as `data.eval_source=FILE` or a mapping. On a GPU the precision and TF32 are the run's,
+            so that the scores are the ones of its training; on a CPU the precision is fp32 (fp64 for a run in fp64). For
+            fp32 on a GPU, override `train.precision`: bf16 rounds a logit between 16 and 32 to the next eighth. The loss is that of all validation data, unless one of them is `eval.batches`.
         out: Where results and predictions go; default: RUN/eval, or nowhere for a model without a run.
         on_result: Called on rank 0 with each suite's numbers as it ends.
         on_progress: Called between the passes of a suite: how many samples are done, of how many.
@@ -186,8 +186,8 @@ def evaluate(
         "parallel.offload": False, "parallel.activation_checkpointing": "none", "eval.suites": suites, "checkpoint.best": "loss",
         "telemetry.trackers": [],
     }  # fmt: skip
-    if source.recipe.train.precision != "fp64" and "train.precision" not in changes:
-        settings["train.precision"] = "fp32"
+    gpu = source.recipe.parallel.device != "cpu" and torch.cuda.is_available()
+    settings["train.precision"] = precision_of(source.recipe, changes, gpu)
     if "eval.batches" not in changes:
         settings["eval.batches"] = 0
     recipe = source.recipe.replace(**settings)
@@ -197,6 +197,12 @@ def evaluate(
     with init_ranks(env, recipe) as ranks:
         result = measure(replace(source, recipe=recipe), ranks, on_result, on_progress, data)
         return write(result, folder) if ranks.main and folder else result
+
+
+def precision_of(recipe: Recipe, changes: Collection[str], gpu: bool) -> str:
+    """The precision in which a saved model is measured: on a GPU the run's, on a CPU fp32, unless `changes` name it."""
+    own = recipe.train.precision
+    return own if gpu or own == "fp64" or "train.precision" in changes else "fp32"
 
 
 def measure(

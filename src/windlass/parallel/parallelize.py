@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from windlass.errors import UserError
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
-from windlass.recipe.settings import SHARD_OPTIM, SHARDED
+from windlass.recipe.settings import SHARD_OPTIM, SHARDED, reduces_each
 
 aten = torch.ops.aten
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -133,7 +133,7 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
         if settings.backward_prefetch and i:
             unit.set_modules_to_backward_prefetch(units[max(1, i - settings.backward_prefetch) : i][::-1])
     model.keeps_gathered = not gather_again  # type: ignore[assignment]  # both for `sync_gradients`
-    model.reduces_always = settings.reduce_each_micro_batch  # type: ignore[assignment]
+    model.reduces_each = reduces_each(settings.reduce_each_micro_batch, ranks.strategy)  # type: ignore[assignment]
 
 
 def is_foreign_norm(module: nn.Module) -> bool:
@@ -187,11 +187,12 @@ def _move(model: nn.Module, device: torch.device, buffer_device: torch.device) -
 def sync_gradients(model: nn.Module, last: bool) -> Iterator[None]:
     """Around forward and backward of one micro-batch: reduce the gradients over the ranks after the `last` one of the step.
 
-    Before that, DDP and FSDP2 add to this rank's own whole gradients; with `parallel.reduce_each_micro_batch` FSDP2 reduces
-    after each one. ZeRO-2 (`shard_grad_op`) has its parameters gathered over the whole step.
+    Before that, DDP and FSDP2 add to this rank's own whole gradients; with `parallel.reduce_each_micro_batch` FSDP2 adds to
+    shards, and between sharding groups (`hybrid_shard`) it still reduces after the last one only. ZeRO-2 (`shard_grad_op`) has its parameters gathered over the whole step.
     """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last or bool(model.reduces_always))
+        model.set_requires_gradient_sync(last or bool(model.reduces_each))
+        model.set_requires_all_reduce(last)
         if model.keeps_gathered:
             model.set_reshard_after_backward(last)
     skip = isinstance(model, DistributedDataParallel) and not last

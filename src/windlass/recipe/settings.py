@@ -12,6 +12,7 @@ from windlass.recipe.units import EPOCHS, Duration
 IGNORE_INDEX = -100  # the label of a position that counts in no loss, as in `torch.nn.functional.cross_entropy`
 
 SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard")  # values of `parallel.strategy`: those of FSDP2
+REDUCED_EACH = ("full_shard", "hybrid_shard")  # those that by default reduce the gradients of each micro-batch
 SHARD_OPTIM = "shard_optim"  # the one that is DDP with a sharded optimizer state
 SQUAD_SUITE, HELLASWAG_SUITE, LOSS_SUITE = "squad", "hellaswag", "loss"
 OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
@@ -226,8 +227,9 @@ class ParallelSettings(Section):
     between the groups."""
     shard_size: int = Field(0, ge=0)
     """With `hybrid_shard`: ranks in a sharding group; 0: those of one host, or half of the ranks on one host."""
-    reduce_each_micro_batch: bool = False
-    """FSDP2: reduce the gradients after each micro-batch and hold only a shard of them: less memory, more traffic."""
+    reduce_each_micro_batch: bool | Literal["auto"] = "auto"
+    """FSDP2: reduce the gradients after each micro-batch and hold only a shard of them: less memory, more traffic. `auto`:
+    true with `full_shard` and `hybrid_shard`, false with `shard_grad_op`."""
     offload: bool = False
     """Keep parameters, gradients and optimizer state in the host's memory between uses (FSDP2)."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -246,6 +248,11 @@ class ParallelSettings(Section):
     """How often each rank reports that it is alive; one that is silent for 6 times as long ends the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; `auto`: on CUDA where there is one."""
+
+
+def reduces_each(setting: bool | str, strategy: str) -> bool:
+    """`parallel.reduce_each_micro_batch` with `auto` resolved."""
+    return strategy in REDUCED_EACH if setting == "auto" else bool(setting)
 
 
 class CheckpointSettings(Section):
