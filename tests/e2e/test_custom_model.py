@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModel
 
 from helpers import refused
+from hf_fixtures import config
 from windlass import Recipe, evaluate, export, sample, train
 from windlass.launch.local import launch
 from windlass.run import Run
@@ -105,6 +107,48 @@ def test_what_cannot_be_with_a_model_of_ones_own_is_refused(tmp_path, page):
         train(recipe(tmp_path / "run"), model, page["data"])
     with refused("is for a recipe's own model"):
         train(recipe(tmp_path / "other", 'train.steps="compute-optimal"'), model, page["data"])
+
+
+def llama(**changes):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config("llama", vocab=50, **changes))
+
+
+def test_a_model_of_transformers_is_trained_as_it_is(tmp_path, page):
+    """As the same weights train by name; it is evaluated, sampled and exported, and has its new weights in place."""
+    model = llama()
+    model.save_pretrained(tmp_path / "base")
+    before = model.lm_head.weight.detach().clone()
+    small = {"train.steps": 6, "train.global_batch": 8, "model.context": 16, "telemetry.every": 1, "optim.lr": 2e-3}
+    own, by_name = (Recipe().replace({**small, "run.dir": str(tmp_path / name)}) for name in ("run", "named"))
+    run = train(own, model, page["data"])
+    named = train(by_name.replace({"model.kind": "hf", "model.name": str(tmp_path / "base")}), data=page["data"])
+    losses = [[line["loss"] for line in one.lines("train")] for one in (run, named)]
+    assert run.state == "finished" and losses[0] == losses[1]
+    assert not model.lm_head.weight.equal(before)
+    assert run.environment["own_model"] == "LlamaForCausalLM"
+    again = evaluate(run, model=llama(), data=page["data"])
+    assert again["loss"]["loss"] == pytest.approx(run.lines("eval")[-1]["loss"], rel=1e-6)
+    weights = load_file(export(run, tmp_path / "out") / "model.safetensors")
+    assert weights.keys() <= model.state_dict().keys()
+    assert all(tensor.equal(model.state_dict()[name]) for name, tensor in weights.items())
+
+
+def test_a_model_that_cannot_be_trained_leaves_no_run_behind(tmp_path, page):
+    class Mean(torch.nn.Linear):
+        def forward(self, tokens):
+            return super().forward(tokens.float()).mean()
+
+    cases = [(Mean(16, 2), ["forward(tokens, labels)", "TypeError", "summed"]),
+             (AutoModel.from_config(config("llama", vocab=50)), ["AutoModelForCausalLM"]),
+             (llama(max_position_embeddings=8), ["model.context = 16", "write 8"])]  # fmt: skip
+    for model, words in cases:
+        with refused(*words):
+            train(recipe(tmp_path / "run"), model, page["data"])
+        assert not (tmp_path / "run" / "recipe.toml").exists()
+    assert train(recipe(tmp_path / "run"), llama(), page["data"]).state == "finished", "the directory is free"
 
 
 def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):

@@ -22,7 +22,7 @@ from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.vocabulary import load_tokenizer, named_tokenizer
 from windlass.errors import UserError
 from windlass.fileio import read_json
-from windlass.model.build import build_model
+from windlass.model.build import build_model, own_module
 from windlass.model.gpt import initialise
 from windlass.model.hf_files import ADAPTER, adapter_settings, fill_from_adapter
 from windlass.parallel.dist import Ranks
@@ -100,7 +100,7 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
     Each rank reads only the rows that it holds.
     """
     recipe = source.recipe.replace("train.compile=false")  # lengths vary from pass to pass here
-    model = source.module
+    model = source.module and own_module(source.module, recipe.model.context)
     if source.own_model and model is None:
         problem = f"{source.name} is the run of a model of your own code ({source.own_model}), which it cannot be opened without"
         raise UserError(f"{problem}: give the model from Python, as evaluate(run, model={source.own_model}(...))")

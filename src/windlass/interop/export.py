@@ -105,8 +105,9 @@ def plain_template(tokenizer: Tokenizer) -> str:
 def _write_own(source: Source, path: Path, directory: Path) -> None:
     """The weights of a model of the user's own code, which has no counterpart, and how to load them."""
     checkpoint = open_checkpoint(path, deep=False)
-    names = [name.removeprefix(MODEL) for name in checkpoint.names(MODEL)]
-    save_weights(((name, checkpoint.tensor(MODEL + name)) for name in names), directory)
+    prefix = MODEL + "model." * bool(source.run and source.run.environment.get("wrapped"))  # of `HfModel`
+    names = [name.removeprefix(prefix) for name in checkpoint.names(MODEL)]
+    save_weights(((name, checkpoint.tensor(prefix + name)) for name in names), directory)
     if source.tokenizer is not None:
         save_tokenizer(source.tokenizer, source.template, source.recipe.model.context, directory)
     (directory / "README.md").write_text(

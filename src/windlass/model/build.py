@@ -43,6 +43,15 @@ def build_model(
     return model if torch.device(device).type == "meta" else model.to_empty(device=device)
 
 
+def own_module(model: nn.Module, context: int) -> nn.Module:
+    """A user's own module as `train` takes it: a causal language model of `transformers` is wrapped as `HfModel`."""
+    if not all(hasattr(model, name) for name in ("config", "get_output_embeddings")):
+        return model
+    from windlass.model.hf import wrap
+
+    return wrap(model, context)
+
+
 def freeze(model: nn.Module, patterns: list[str]) -> None:
     """Take the parameters whose names match a pattern out of training; UserError where one matches none, or all match."""
     parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one by each of its names

@@ -117,6 +117,24 @@ class HfModel(nn.Module):
         return cross_entropy_sum(hidden, head.weight, labels, head.bias)
 
 
+def wrap(model: Any, context: int) -> HfModel:
+    """A model of `transformers`, or one with adapters of `peft`, that already has its weights; float32 from here on.
+
+    Raises UserError if it is not a causal language model or if its context is shorter than `context`.
+    """
+    kind, config = type(model).__name__, model.config
+    if model.get_output_embeddings() is None or config.get_text_config().is_encoder_decoder:
+        raise UserError(f"model: {kind} is not a causal language model; load it with AutoModelForCausalLM")
+    if getattr(model, "is_quantized", False):
+        raise UserError(f"model: {kind} is quantised; load it without, or use model.lora.base=4bit in the recipe")
+    name = str(getattr(config, "_name_or_path", "") or kind)
+    own = HfModel(model.float(), Path(name), ModelSettings(kind="hf", name=name))
+    if context > own.limit:
+        raise UserError(f"model.context = {context} is longer than {kind}'s limit: write {own.limit}, or less")
+    own.context = context
+    return own
+
+
 class HfCache:
     """The cache of one batch of texts: keys and values of attention, states of a recurrent network, or the tokens so far.
 

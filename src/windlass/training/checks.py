@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from windlass.data.samples import Samples
-from windlass.errors import RunFailed, UserError
+from windlass.errors import RunFailed, UserError, first_line
 from windlass.evaluation.source import evaluating
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
@@ -90,8 +90,17 @@ def check_loss_is_a_sum(
     tokens, labels = (torch.from_numpy(np.array(part, dtype=np.int64)) for part in two)
     first = (torch.arange(labels.numel()) < labels.numel() // 2).view_as(labels)
     masked = (labels, labels.where(first, IGNORE_INDEX), labels.where(~first, IGNORE_INDEX))
-    with evaluating(model), autocast():
-        whole, *halves = (float(unwrap(model)(tokens.to(ranks.device), m.to(ranks.device))) for m in masked)
+    try:
+        with evaluating(model), autocast():
+            whole, *halves = (float(unwrap(model)(tokens.to(ranks.device), m.to(ranks.device))) for m in masked)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        problem = (
+            f"forward(tokens, labels) of your model failed on two samples: {type(error).__name__}: {first_line(error)}"
+        )
+        takes = "tokens and labels, int64 [B, T], and returns a scalar, the loss summed over labels that are not -100"
+        raise UserError(f"{problem}. It takes {takes}") from error
     wrong = math.isfinite(whole) and abs(sum(halves) - whole) > 0.3 * abs(whole)
     if any(ranks.all_gather_object("sum of the loss", wrong)):
         parts = f"{whole:.4g} for two samples, {halves[0]:.4g} and {halves[1]:.4g} for the two halves of their labels"

@@ -30,7 +30,7 @@ from windlass.evaluation.suites import Suites
 from windlass.fileio import Files
 from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
-from windlass.model.build import build_model, read_sizes, sizes_of
+from windlass.model.build import build_model, own_module, read_sizes, sizes_of
 from windlass.model.convert import export_note
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
@@ -82,6 +82,7 @@ def train(
             [B, T])` gives the sum of the loss over labels that are not -100. FSDP2 needs `blocks()`, the list of its
             repeated parts, which are also what is checkpointed and compiled.
             With `vocab` it is checked against the data's, with `new_cache` (as `GPT` has it) it is sampled.
+            A causal language model of `transformers` is taken as it is.
         data: Samples of the user's own; with no tokenizer no text is generated.
         on_step, on_eval, on_save: Called after every step, evaluation and committed save, with an object that has `step`,
             `log(name, value)` and `stop()`, and `loss`, `results` or `path`. Each rank calls them; `on_save` rank 0 alone.
@@ -128,10 +129,16 @@ def set_up(
     data = open_shared(plan, ranks, data)
     init_process_group(ranks, recipe)
     batch, horizon = batch_and_horizon(plan, ranks, data, custom is not None)
+    custom = custom and own_module(custom, recipe.model.context)
     built = build_model(recipe, data.vocab, run=None if plan.fresh else plan.run.path) if custom is None else custom
     attempt, token, choice, notes = open_run_directory(plan, ranks, data, horizon, stack)
 
+    begin = partial(begin_run, plan, data, choice)
+    if custom is None:
+        decide_on_rank_0(ranks, "write", begin)
     model, facts = prepare_model(recipe, plan.run, ranks, data, built, custom is not None, choice)
+    if custom is not None:  # a run begins once its forward pass has worked
+        decide_on_rank_0(ranks, "write", begin)
     replicated = torch.distributed.group.WORLD if ranks.strategy == "ddp" and ranks.world > 1 else None
     optimizer = build_optimizer(unwrap(model), recipe.optim, ranks.device.type, replicated, ranks.mesh)
     state, recorded = TrainState(), dict[str, Any]()
@@ -142,15 +149,9 @@ def set_up(
     ranks.mark(state.step, "start")
     scaler = LossScaler(ranks.device, state) if facts.precision == "fp16" else None
 
-    # `keep_every` as a share of the run named other steps before the run was extended.
-    horizons = [replace(horizon, steps=steps) for steps in {horizon.steps, plan.extends_from or horizon.steps}]
-    saver = Saver(
-        plan.run.checkpoints_dir, ranks.rank, ranks.world, f"{attempt}_{token}",
-        policy_of(recipe.checkpoint, horizons, read_lineage(plan.run.path)),
-        device=ranks.device, background=recipe.checkpoint.background,
-    )  # fmt: skip
+    saver = open_saver(plan, ranks, horizon, f"{attempt}_{token}")
     origin: dict[str, Any] = {"model": hf_files.describe_origin(unwrap(model))} if facts.hf and ranks.main else {}
-    origin |= {"own_model": type(custom).__name__} if custom is not None else {}  # what opens the run must be given it
+    origin |= describe_own(custom) if custom is not None else {}
     recorder = Recorder(plan, ranks, facts, horizon, state, goodput, attempt, origin, stack)
     # A signal before the first step ends the process (see stop.py), but the ledger says how this start ended.
     stop.before_exit = lambda name: recorder.event("preempted", reason=name, saved=True)
@@ -178,6 +179,23 @@ def set_up(
         suites=Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch, callbacks.suites(state, ranks, recipe), data.train),
         recorder=recorder, callbacks=callbacks, stop_at=stop_at,
     )  # fmt: skip
+
+
+def describe_own(model: nn.Module) -> dict[str, Any]:
+    """What opens a run of the user's own model must be given: its class, and whether it is wrapped here."""
+    wrapped = isinstance(model, HfModel)
+    return {"own_model": type(model.model if wrapped else model).__name__, "wrapped": wrapped}
+
+
+def open_saver(plan: StartPlan, ranks: Ranks, horizon: Horizon, attempt: str) -> Saver:
+    """What saves this rank's share; `attempt` names this start among all."""
+    # `keep_every` as a share of the run named other steps before the run was extended.
+    horizons = [replace(horizon, steps=steps) for steps in {horizon.steps, plan.extends_from or horizon.steps}]
+    policy = policy_of(plan.recipe.checkpoint, horizons, read_lineage(plan.run.path))
+    background = plan.recipe.checkpoint.background
+    return Saver(
+        plan.run.checkpoints_dir, ranks.rank, ranks.world, attempt, policy, device=ranks.device, background=background
+    )
 
 
 def shortages(plan: StartPlan, horizon: Horizon, done: int, size: int) -> list[str]:
@@ -217,7 +235,7 @@ def batch_and_horizon(plan: StartPlan, ranks: Ranks, data: Data, custom: bool) -
 def open_run_directory(
     plan: StartPlan, ranks: Ranks, data: Data, horizon: Horizon, stack: ExitStack
 ) -> tuple[int, str, Choice | None, list[str]]:
-    """Lock the run directory, choose the checkpoint to start from, and write what a new run or lineage starts from.
+    """Lock the run directory and choose the checkpoint to start from.
 
     Returns the number of this attempt, a token that names it among all, the checkpoint (None: step 0) and warnings.
     """
@@ -239,23 +257,25 @@ def open_run_directory(
         attempt = max((int(line.get("attempt", 0)) for line in read_lines(run.metrics_path)), default=-1) + 1
         return attempt, secrets.token_hex(4), checkpoints.recover(run.checkpoints_dir)
 
-    def write() -> None:
-        if choice is not None:
-            checkpoints.set_aside(choice, run.path)
-        gives_up_steps = plan.extends_from or (not plan.restarted and plan.recipe.checkpoint.resume != "latest")
-        if not plan.resuming or gives_up_steps:
-            start.write_start(plan, choice)
-        data.save_tokenizer(run.path)
-        if (run.path / "tokenizer").is_dir():
-            Files().sync_tree(run.path / "tokenizer")
-            Files().sync_dir(run.path)
-
     # What a new run starts from (a branch, a path) is verified before anything is changed; else it is under the lock.
     choice = None if plan.resuming else choose()
     attempt, token, notes = decide_on_rank_0(ranks, "lock", lock)
     choice = choose() if plan.resuming else choice
-    decide_on_rank_0(ranks, "write", write)
     return attempt, token, choice, notes + (choice.notes if choice is not None else [])
+
+
+def begin_run(plan: StartPlan, data: Data, choice: Choice | None) -> None:
+    """Write what a new run or a new lineage starts from. On rank 0."""
+    run = plan.run
+    if choice is not None:
+        checkpoints.set_aside(choice, run.path)
+    gives_up_steps = plan.extends_from or (not plan.restarted and plan.recipe.checkpoint.resume != "latest")
+    if not plan.resuming or gives_up_steps:
+        start.write_start(plan, choice)
+    data.save_tokenizer(run.path)
+    if (run.path / "tokenizer").is_dir():
+        Files().sync_tree(run.path / "tokenizer")
+        Files().sync_dir(run.path)
 
 
 def prepare_model(
