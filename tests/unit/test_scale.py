@@ -1,18 +1,22 @@
 """From modes and numbers of ranks to the cells of a scaling study, and the probes beside them; nothing is trained."""
 
+import shutil
 import tomllib
 
 import pytest
 
 from helpers import refused, windlass
+from scaling_fixtures import SETTINGS, phases, write_run
 from windlass import scale
 from windlass.fileio import read_json
 from windlass.processes import thread_share
 from windlass.recipe import Recipe, study_presets
 from windlass.study.grid import Cell, Scaling, cells_of, expand, parse_axis
+from windlass.study import probe
 from windlass.study.presets import load_study
 from windlass.study.probe import probe_recipe, store_rates
 from windlass.study.scale import assignments, create_study, merge, oversubscribed
+from windlass.study.scaling import rows
 from windlass.study.study import Study
 
 WORLD = "parallel.world"
@@ -48,6 +52,31 @@ def test_strong_keeps_the_recipe_and_every_other_repeat_is_reversed():
 def test_what_grows_with_the_ranks(scaling, settings, wanted):
     recipes = [Cell.of(recipe(*settings), one).recipe for one in assignments(recipe(*settings), scaling, [2, 4, 8])]
     assert [(r.train.global_batch, r.train.steps, r.model.layers) for r in recipes] == wanted
+
+
+def test_strategies_share_the_probes_that_are_equal(tmp_path, monkeypatch):
+    """One for each setting of activation checkpointing; each strategy has its numbers."""
+    study = study_of(tmp_path / "s", *SETTINGS, "train.micro_batch=2", worlds=(2,), mode="strategies")
+    cells, started = [cell for cell in study.cells if not cell.recipe.parallel.offload], []
+
+    def wait(processes, runs, steps, stopped):
+        for run in runs:
+            shutil.rmtree(run.path, ignore_errors=True)
+            write_run(run.path, probe_recipe(cells[0]).replace({"train.global_batch": 4}), 1, phases(10.0 + len(started)))
+        started.append(runs)
+        return 0.0, ""
+
+    monkeypatch.setattr(probe, "WINDLASS", ("true",))
+    monkeypatch.setattr(probe, "_wait", wait)
+    for cell in cells:
+        write_run(study.run_of(cell).path, cell.recipe, 2, phases(20.0))
+        probe.run_probe(study, cell, lambda text: None)
+    modes = [cell.recipe.parallel.activation_checkpointing for cell in cells]
+    assert len(started) == len(set(modes)) == 2 < len(cells)
+    for row in rows(study):
+        if not row.recipe.parallel.offload:
+            took = 10.0 + [*dict.fromkeys(modes)].index(row.recipe.parallel.activation_checkpointing)
+            assert row.values["exposed_ms"] == pytest.approx(20.0 - took)
 
 
 def test_the_published_weak_scaling():

@@ -9,11 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from helpers import refused, tiny_recipe, write_corpus
+from windlass.data.prepare import data_dir
+from windlass.data.shards import Index
+
 from windlass.errors import DONE, STOPPED, Stopped
 from windlass.fileio import read_json
 from windlass.processes import thread_share
 from windlass.recipe import Recipe
 from windlass.study import probe
+from windlass.study import sweep as sweeps
 from windlass.study.scale import create_study
 from windlass.study.study import Study
 from windlass.study.sweep import DONE_STATES, RETRIES, Halving, Sweep
@@ -144,6 +149,24 @@ def test_failed_cells_are_left_alone_until_asked_for(play):
     code, study, _ = play([{}, {}], retry_failed=True)
     assert (code, states(study), attempts(study)) == (DONE, ["finished"] * 2, ["started", "resumed"])
     assert attempts(study, 1) == ["started"]
+
+
+def test_data_are_prepared_before_the_first_cell_and_once_for_all(tmp_path, monkeypatch):
+    """Else every cell would fail for the same reason. A cell whose data alone cannot be used fails alone."""
+    corpus, begun, prepared = write_corpus(tmp_path / "text.txt", 4000), [], []
+    real = sweeps.prepare
+    monkeypatch.setattr(sweeps, "prepare", lambda recipe: (real(recipe), prepared.append(data_dir(recipe))))
+    monkeypatch.setattr(Sweep, "run", lambda self: begun.append([cell.label for cell in self.cells]))
+    recipe, seeds = tiny_recipe(corpus, tmp_path / "run"), {"run.seed": [1, 2, 3]}
+    with refused("missing.txt"):
+        sweeps.sweep(recipe.replace({"data.source": str(tmp_path / "missing.txt")}), seeds, path=tmp_path / "none")
+    assert not begun and not prepared
+    sweeps.sweep(recipe, seeds, path=tmp_path / "seeds")
+    assert prepared == [tmp_path / "data"] and Index.load(prepared[0]) and len(begun) == 1
+    own = recipe.replace({"data.dir": ""})
+    monkeypatch.chdir(tmp_path)
+    sweeps.sweep(own, {"data.source": [str(corpus), str(tmp_path / "missing.txt")]}, path=tmp_path / "some")
+    assert len(begun) == 2 and len(prepared) == 2
 
 
 def test_a_study_is_trained_outside_the_main_thread(play, tmp_path, monkeypatch):

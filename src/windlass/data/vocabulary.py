@@ -186,6 +186,8 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
     if not file.is_file():
         hub.prepare()
         try:
+            if path.is_dir() and not any((path / name).is_file() for name in OLDER_FILES):
+                raise FileNotFoundError(f"{path} has no files of a tokenizer")  # without seconds of imports
             from transformers import AutoTokenizer
 
             whole: Any = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)

@@ -3,7 +3,8 @@
 `probes/<cell>/<i>` are run directories of `windlass train` processes, each with one rank's share of the cell's batch and no
 communication. On this machine as many run side by side as the cell has ranks here, so that they contend for cores and memory
 as those do: each is suspended after its first step until all have come there, and all are killed when they have done enough
-steps. `probe.json` beside them says how it ended, and from which time on (`together`) all were running. `machine.json` of the study has what `windlass check` measured, by
+steps. `probe.json` beside them says how it ended, from which time on (`together`) all were running, and the equal probe
+(`of`) that a setup shares. `machine.json` of the study has what `windlass check` measured, by
 `<hosts>x<ranks>` (all ranks).
 """
 
@@ -65,6 +66,10 @@ def run_probe(study: Study, cell: Cell, notify: Callable[[str], None], retry_fai
     recipe, gpus = probe_recipe(cell), visible_gpus()
     write_atomic(directory / "recipe.toml", recipe.toml())
     steps = study.scaling.warmup + max(STEPS, WINDOWS * recipe.telemetry.every)
+    about = {"state": "finished", "reason": "", "steps": steps, "ranks": ranks}
+    if alike := _equal_probe(directory, about):
+        write_atomic(directory / "probe.json", json.dumps(about | alike))
+        return
     notify(f"{cell.label}: {steps} steps without communication, {ranks} process{'es' * (ranks > 1)}")
     processes, runs, stopped = list[CellProcess](), [Run(directory / str(rank)) for rank in range(ranks)], list[int]()
     with catch_signals(STOP_SIGNALS, stopped.append):
@@ -79,12 +84,24 @@ def run_probe(study: Study, cell: Cell, notify: Callable[[str], None], retry_fai
                 process.kill()
     if stopped:
         raise Stopped("stopped with everything saved; the same command continues")
-    state = "failed" if reason else "finished"
-    write_atomic(
-        directory / "probe.json", json.dumps({"state": state, "reason": reason, "steps": steps, "together": together})
-    )
+    about |= {"state": "failed" if reason else "finished", "reason": reason, "together": together}
+    write_atomic(directory / "probe.json", json.dumps(about))
     if reason:
         notify(f"{cell.label}: the probe failed, so the time of communication stays unknown: {reason}")
+
+
+def _equal_probe(directory: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The name (`of`) and the time of a finished probe with the recipe in `directory`; empty if there is none.
+
+    The setups of a study of strategies differ in what a probe leaves out, so that they share one.
+    """
+    recipe = (directory / "recipe.toml").read_bytes()
+    for path in sorted(directory.parent.glob("*/probe.json")):
+        ended = read_json(path)
+        is_own = "of" not in ended and all(ended.get(name) == value for name, value in about.items())
+        if is_own and (path.parent / "recipe.toml").read_bytes() == recipe:
+            return {"of": path.parent.name, "together": ended["together"]}
+    return {}
 
 
 def _wait(processes: Sequence[CellProcess], runs: Sequence[Run], steps: int, stopped: list[int]) -> tuple[float, str]:

@@ -222,7 +222,8 @@ def _probe(study: Study, row: ScalingRow, warmup: int) -> Mapping[str, float]:
         if ended.get("reason"):
             why = f"the probe failed: {ended['reason']}"
         elif ended:
-            runs = [Run(path.parent) for path in sorted(directory.glob("*/metrics.jsonl"))]
+            shared = directory.with_name(ended.get("of", directory.name))
+            runs = [Run(path.parent) for path in sorted(shared.glob("*/metrics.jsonl"))]
             ranks += filter(None, (times(windows(run.ledger(), warmup, ended["together"])) for run in runs))
     if not ranks:
         row.missing.update(dict.fromkeys(("compute_ms", "exposed_ms", "host_ms"), why))

@@ -10,11 +10,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from windlass.checkpoint.retention import lower_is_better
+from windlass.data.prepare import data_dir, prepare
 from windlass.errors import BAD_INPUT, DONE, LOST, STOPPED, HostLost, Stopped, UserError, argument, require
 from windlass.processes import WINDLASS, catch_signals, thread_share, visible_gpus
 from windlass.recipe import Recipe, typed
@@ -23,6 +24,7 @@ from windlass.study.grid import Cell
 from windlass.study.presets import load_study, preset_dir
 from windlass.study.result import CellResult
 from windlass.study.study import Axes, Study
+from windlass.training.stop import StopSignals
 
 DONE_STATES = ("finished", "pruned", "diverged")
 # What a sweep works on. A `running` cell of another process is left to it and looked at again: if that process is killed,
@@ -51,7 +53,8 @@ def sweep(
     on. With `launch` a cell has all ranks of the allocation instead (`windlass launch`). `show` is called with the study
     twice a second, `notify` with messages for the user.
 
-    Raises UserError where the directory holds another preset's study or a cell's recipe is invalid, Stopped after a signal.
+    Raises UserError where the directory holds another preset's study, a cell's recipe is invalid or no cell has usable data;
+    Stopped after a signal.
     """
     if halving:
         require("optuna", argument("halving"))
@@ -67,8 +70,28 @@ def sweep(
     if only is not None and not 0 <= only < len(study.cells):
         raise UserError(f"{argument('only', only)}: the cells are 0 to {len(study.cells) - 1}")
     cells = study.cells if only is None else [study.cells[only]]
+    states = (*OPEN_STATES, "failed", "diverged") if retry_failed else OPEN_STATES
+    prepare_data([cell for cell in cells if study.result(cell).state in states])
     Sweep(study, cells, world, workers, stop_diverged, halving, retry_failed, launch, show, notify).run()
     return study
+
+
+def prepare_data(cells: Sequence[Cell]) -> None:
+    """Prepare the data of these cells before the first one trains: else each of them would do it, or fail by itself.
+
+    Raises UserError if no cell has data that can be used. If some have, the others fail alone.
+    """
+    places, problems = set[Path](), list[UserError]()
+    with StopSignals():
+        for cell in cells:
+            try:
+                if (place := data_dir(cell.recipe)) not in places:
+                    prepare(cell.recipe)
+                    places.add(place)
+            except UserError as error:
+                problems.append(error)
+    if problems and not places:
+        raise problems[0]
 
 
 def train_command(study: Study, cell: Cell) -> list[str]:
