@@ -4,15 +4,15 @@ import shutil
 import tomllib
 
 import pytest
+from scaling_fixtures import SETTINGS, phases, write_run
 
 from helpers import refused, windlass
-from scaling_fixtures import SETTINGS, phases, write_run
 from windlass import scale
 from windlass.fileio import read_json
 from windlass.processes import thread_share
 from windlass.recipe import Recipe, study_presets
-from windlass.study.grid import Cell, Scaling, cells_of, expand, parse_axis
 from windlass.study import probe
+from windlass.study.grid import Cell, Scaling, cells_of, expand, parse_axis
 from windlass.study.presets import load_study
 from windlass.study.probe import probe_recipe, store_rates
 from windlass.study.scale import assignments, create_study, merge, oversubscribed
@@ -62,7 +62,9 @@ def test_strategies_share_the_probes_that_are_equal(tmp_path, monkeypatch):
     def wait(processes, runs, steps, stopped):
         for run in runs:
             shutil.rmtree(run.path, ignore_errors=True)
-            write_run(run.path, probe_recipe(cells[0]).replace({"train.global_batch": 4}), 1, phases(10.0 + len(started)))
+            write_run(
+                run.path, probe_recipe(cells[0]).replace({"train.global_batch": 4}), 1, phases(10.0 + len(started))
+            )
         started.append(runs)
         return 0.0, ""
 

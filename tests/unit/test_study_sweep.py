@@ -12,7 +12,6 @@ import pytest
 from helpers import refused, tiny_recipe, write_corpus
 from windlass.data.prepare import data_dir
 from windlass.data.shards import Index
-
 from windlass.errors import DONE, STOPPED, Stopped
 from windlass.fileio import read_json
 from windlass.processes import thread_share
