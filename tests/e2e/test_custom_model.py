@@ -124,13 +124,16 @@ def test_a_model_of_transformers_is_trained_as_it_is(tmp_path, page):
     small = {"train.steps": 6, "train.global_batch": 8, "model.context": 16, "telemetry.every": 1, "optim.lr": 2e-3}
     own, by_name = (Recipe().replace({**small, "run.dir": str(tmp_path / name)}) for name in ("run", "named"))
     run = train(own, model, page["data"])
-    named = train(by_name.replace({"model.kind": "hf", "model.name": str(tmp_path / "base")}), data=page["data"])
+    named = train(
+        by_name.replace({"model.kind": "hf", "model.name": str(tmp_path / "base"), "optim.lr": own.optim.lr}),
+        data=page["data"],
+    )
     losses = [[line["loss"] for line in one.lines("train")] for one in (run, named)]
     assert run.state == "finished" and losses[0] == losses[1]
     assert not model.lm_head.weight.equal(before)
     assert run.environment["own_model"] == "LlamaForCausalLM"
     again = evaluate(run, model=llama(), data=page["data"])
-    assert again["loss"]["loss"] == pytest.approx(run.lines("eval")[-1]["loss"], rel=1e-6)
+    assert again.results["loss"]["loss"] == pytest.approx(run.lines("eval")[-1]["loss"], rel=1e-6)
     weights = load_file(export(run, tmp_path / "out") / "model.safetensors")
     assert weights.keys() <= model.state_dict().keys()
     assert all(tensor.equal(model.state_dict()[name]) for name, tensor in weights.items())
