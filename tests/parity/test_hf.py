@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import hf_fixtures
-from windlass.data.vocabulary import named_tokenizer
+from windlass.data.vocabulary import load_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate, prompt_ids, sample
 from windlass.model.build import build_model
@@ -100,7 +100,9 @@ def test_an_empty_prompt_begins_with_the_bos_of_the_models_configuration(tmp_pat
     text = "".join(piece for _, piece in sample(directory, "", max_tokens=12, temperature=0, device="cpu"))
     assert text == tokenizer.decode(expected).removesuffix("<|endoftext|>") != tokenizer.decode(other)
     fresh = built(directory, from_scratch=True)
-    assert prompt_ids(fresh, named_tokenizer(f"hf:{directory}"), "") == [0]  # from scratch it has not learned one
+    scratch = {"kind": "hf", "name": str(directory), "from_scratch": True}
+    own = load_tokenizer(Recipe.model_validate({"model": scratch, "data": {"tokenizer": f"hf:{directory}"}}))
+    assert prompt_ids(fresh, own, "") == [0]  # from scratch it has not learned one
 
 
 def by_cache(ours: HfModel, tokens: Tensor) -> tuple[Tensor, Any]:

@@ -125,8 +125,16 @@ def test_facts_of_data_of_ones_own() -> None:
             return 7
 
         def read(self, indices):
-            raise NotImplementedError
+            """Rows of 6, their first two labels masked."""
+            labels = np.where(np.arange(6) < 2, -100, 1)
+            return np.ones((len(indices), 6), np.int64), np.tile(labels, (len(indices), 1))
+
+    class WithLengths(Mine):
+        def length(self, i: int) -> int:
+            return 2 + i
 
     facts = describe(Data(Mine(), None, None, "x", 100))  # type: ignore[arg-type]
-    assert facts == {"vocab": 100, "train": {"samples": 7}}
+    assert facts == {"vocab": 100, "train": {"samples": 7, "tokens_per_sample": 4.0}}
+    longer = describe(Data(WithLengths(), None, None, "x", 100))  # type: ignore[arg-type]
+    assert longer["train"]["tokens_per_sample"] == 5.0
     assert lines(facts, 8) == {"training": "7 samples", "validation": "none", "tokenizer": "100 ids"}

@@ -57,6 +57,21 @@ def test_a_model_of_texts_alone_knows_no_first_token(tmp_path: Path) -> None:
     assert hf_tokenizer(str(tmp_path / "saved" / "tokenizer" / "tokenizer.json")).bos == ()
 
 
+def test_our_gpt_starts_an_empty_prompt_as_the_model_it_was_made_from(tmp_path: Path) -> None:
+    """By the BOS of the configuration, which the tokenizer does not write; after a save as well."""
+    directory = hf_fixtures.save_tokenizer(["the cat and the dog " * 20], tmp_path / "base")
+    (directory / "config.json").write_text(json.dumps({"bos_token_id": 5, "eos_token_id": 0}))
+    tree: dict[str, Any] = {"data": {"tokenizer": f"hf:{directory}"}, "model": {"init_from": str(directory)}}
+    ours = load_tokenizer(Recipe.model_validate(tree))
+    assert (
+        ours.encode_prompt("") == [5] and ours.encode_prompt("cat") == ours.encode("cat").tolist() and ours.first == 5
+    )
+    ours.save(tmp_path / "run")
+    assert load_tokenizer(Recipe.model_validate(tree), tmp_path / "run").encode_prompt("") == [5]
+    assert hf_tokenizer(str(tmp_path / "run" / "tokenizer")).encode_prompt("") == [5]
+    assert load_tokenizer(Recipe.model_validate({**tree, "model": {}}), tmp_path / "run").encode_prompt("") == [0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_space_after_a_prompt_is_shown(kind: str, tmp_path: Path) -> None:
     ours, reference = opened(kind, tmp_path)

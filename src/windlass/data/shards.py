@@ -121,7 +121,7 @@ class Index(BaseModel):
         """A hash of the tokens, their split and their tokenizer: equal data has equal fingerprints, wherever it lies."""
         content = [
             FORMAT,
-            self.tokenizer.model_dump(exclude={"kind"}),
+            self.tokenizer.model_dump(exclude={"kind", "start"}),
             {name: [s.model_dump(exclude={"file", "table"}) for s in shards] for name, shards in self.streams.items()},
             {name: split.model_dump(exclude={"documents", "text"}) for name, split in self.splits.items()},
             {name: rows.fingerprint for name, rows in self.rows.items()},

@@ -44,14 +44,16 @@ class Description(BaseModel):
     fingerprint: str
     vocab: int
     eot: int | None
+    start: int | None = None
 
 
 class Tokenizer:
     """A tokenizer of a kind (`byte`, `char`, `gpt2`, `bpe`, `hf`). `inner` is the `tokenizers.Tokenizer` that gives the same ids;
-    `eot` the id that separates documents, None where a corpus is one text and needs none."""
+    `eot` the id that separates documents, None where a corpus is one text and needs none; `start` the id that an empty prompt
+    begins with by the model's configuration, if the tokenizer itself puts none before a text."""
 
-    def __init__(self, kind: str, inner: Any, eot: int | None):
-        self.kind, self.inner, self.eot = kind, inner, eot
+    def __init__(self, kind: str, inner: Any, eot: int | None, start: int | None = None):
+        self.kind, self.inner, self.eot, self.start = kind, inner, eot, start
         inner.no_padding()
         inner.no_truncation()
         inner.encode_special_tokens = True  # what looks like a special token in a text is text
@@ -162,15 +164,23 @@ class Tokenizer:
 
     # -- prompts, answers, conversations
 
+    @property
+    def first(self) -> int | None:
+        """The id that a text begins after; None for a tokenizer without special tokens."""
+        return next((i for i in (*self.bos, self.start, self.eot) if i is not None), None)
+
     def encode_with_bos(self, text: str) -> list[int]:
         """BOS, where the tokenizer writes one, and the text's tokens."""
         return [*self.bos, *self.encode(text).tolist()]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The tokens from which a model generates; without a text those that a text begins after (BOS, else EOS)."""
+        """The tokens from which a model generates; without a text those that a text begins after (BOS, also the
+        configuration's, else EOS)."""
         if text and (ids := self.encode_with_bos(text)):
             return ids
-        return list(self.bos) or ([] if self.eot is None else [self.eot]) or self.encode("\n").tolist()[:1]
+        if self.bos or self.first is None:
+            return list(self.bos) or self.encode("\n").tolist()[:1]
+        return [self.first]
 
     def encode_pair(self, prompt: str, answer: str, prompt_ids: list[int] | None = None) -> tuple[list[int], int]:
         """The tokens of prompt and answer in one sequence, and how many of them are the prompt's: encoded as one text where the
@@ -237,7 +247,8 @@ class Tokenizer:
         write_atomic(folder / DESCRIPTION, self.describe().model_dump_json(indent=1) + "\n")
 
     def describe(self) -> Description:
-        return Description(kind=self.kind, fingerprint=self.fingerprint, vocab=self.vocab, eot=self.eot)
+        known = {"fingerprint": self.fingerprint, "vocab": self.vocab, "eot": self.eot, "start": self.start}
+        return Description.model_validate({"kind": self.kind, **known})
 
 
 def cut_at_lines(text: str) -> Iterator[str]:

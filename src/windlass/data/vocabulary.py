@@ -51,7 +51,7 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
             saved = Description.model_validate_json((folder / DESCRIPTION).read_bytes())
         except (OSError, ValidationError) as error:
             raise UserError(f"{folder} cannot be read ({first_line(error)}); prepare the data again") from None
-        tokenizer = Tokenizer(saved.kind, _read_json(folder / JSON_FILE), saved.eot)
+        tokenizer = Tokenizer(saved.kind, _read_json(folder / JSON_FILE), saved.eot, saved.start)
         if tokenizer.fingerprint != saved.fingerprint:
             raise UserError(f"{folder / JSON_FILE} was changed after it was saved; prepare the data again")
     elif kind in ("char", "bpe"):
@@ -59,6 +59,7 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
     else:
         tokenizer = named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
     pretrained = recipe.model.init_from or (recipe.model.kind == "hf" and not recipe.model.from_scratch)
+    tokenizer.start = tokenizer.start if pretrained else None
     if recipe.data.format == "text" and not pretrained and tokenizer.bos:
         tokenizer.inner.post_processor, tokenizer.bos = None, ()
     return tokenizer
@@ -197,11 +198,12 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
             raise UserError(f"data.tokenizer: {what}; name one: {first_line(error)}") from None
     if (file.parent / DESCRIPTION).is_file():  # of a run: also bytes and characters
         saved = Description.model_validate_json((file.parent / DESCRIPTION).read_bytes())
-        return Tokenizer(saved.kind, _read_json(file), saved.eot)
+        return Tokenizer(saved.kind, _read_json(file), saved.eot, saved.start)
     named = [eos for config in CONFIG_FILES if (eos := read_json(file.parent / config).get("eos_token"))]
     names = [*(eos["content"] if isinstance(eos, dict) else eos for eos in named), *END_TOKENS]
-    inner = _read_json(file)
-    return Tokenizer("hf", inner, next((i for i in map(inner.token_to_id, names) if i is not None), None))
+    inner, start = _read_json(file), read_json(file.parent / "config.json").get("bos_token_id")
+    start = start if isinstance(start, int) and inner.id_to_token(start) is not None else None
+    return Tokenizer("hf", inner, next((i for i in map(inner.token_to_id, names) if i is not None), None), start)
 
 
 def _read_json(file: Path) -> Any:

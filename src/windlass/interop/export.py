@@ -127,7 +127,7 @@ def _write_gpt(source: Source, path: Path, directory: Path) -> None:
     generation: dict[str, Any] = {}
     if eot is not None:
         ends = [eot, *sorted(stop_tokens(tokenizer, source.template) - {eot})]
-        bos, eos = [*tokenizer.bos, eot][0], ends if len(ends) > 1 else eot
+        bos, eos = tokenizer.first, ends if len(ends) > 1 else eot
         generation = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eot}
     if rows > tokenizer.vocab:  # no training has touched them: they are never to be chosen
         generation["suppress_tokens"] = list(range(tokenizer.vocab, rows))
@@ -207,7 +207,7 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
     end = None if tokenizer.eot is None else inner.id_to_token(tokenizer.eot)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": False,
-        "bos_token": inner.id_to_token(tokenizer.bos[0]) if tokenizer.bos else end, "eos_token": end, "pad_token": end,
+        "bos_token": end if tokenizer.first is None else inner.id_to_token(tokenizer.first), "eos_token": end, "pad_token": end,
         **dict(template.special),
     }  # fmt: skip
     if template.source:
