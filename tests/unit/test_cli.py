@@ -174,6 +174,16 @@ def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path: Path,
     windlass("init", "tune.toml", "--model", "org/name", "--data", "talk.jsonl", cwd=tmp_path)
     tuned = Recipe.load(tmp_path / "tune.toml")
     assert (tuned.model.name, tuned.data.source, tuned.data.format) == ("org/name", "talk.jsonl", "chat")
+    (tmp_path / "small").mkdir()
+    for limits, context in (
+        ({"n_positions": 128}, 128),
+        ({"text_config": {"max_position_embeddings": 4096}}, 1024),
+        ({}, 1024),
+    ):
+        (tmp_path / "small/config.json").write_text(json.dumps(limits))
+        (tmp_path / "tune.toml").unlink()
+        write_first_recipe(tmp_path / "tune.toml", model=str(tmp_path / "small"))
+        assert Recipe.load(tmp_path / "tune.toml").model.context == context
     assert "a recipe's name ends in .toml" in windlass("init", "mine", code=2, cwd=tmp_path).stderr
 
 

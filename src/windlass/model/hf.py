@@ -20,7 +20,7 @@ from windlass.model import hf_files
 from windlass.model.loss import cross_entropy_sum
 from windlass.model.quantised import Linear4bit, quantise_linear
 from windlass.recipe import Recipe
-from windlass.recipe.network import LoraSettings, ModelSettings
+from windlass.recipe.network import CONTEXT_KEYS, LoraSettings, ModelSettings
 from windlass.recipe.settings import IGNORE_INDEX
 
 UNLIMITED = 2**31  # the limit of a model whose configuration has none
@@ -40,7 +40,7 @@ class HfModel(nn.Module):
         self.model, self.directory, self.settings = model, directory, settings
         self.config: Any = model.config
         text = self.config.get_text_config()
-        lengths = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
+        lengths = [getattr(text, name, None) for name in CONTEXT_KEYS]
         self.limit = next((n for n in lengths if isinstance(n, int) and n > 0), UNLIMITED)
         self.context = UNKNOWN_CONTEXT if self.limit == UNLIMITED else self.limit
         self.vocab = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]

@@ -8,10 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from windlass import hub
 from windlass.errors import UserError
+from windlass.fileio import read_json
 from windlass.recipe.keys import nearest, values
 from windlass.recipe.layers import flatten, layers, typed
 from windlass.recipe.load import Recipe, settings
+from windlass.recipe.network import CONTEXT_KEYS
 
 
 def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) -> str:
@@ -60,6 +63,16 @@ def _resolved(recipe: Recipe, key: str) -> str:
     return "" if value is None or value == _part(recipe, key) else typed(value)
 
 
+def context_limit(model: str) -> int | None:
+    """The longest sequence that a model of the Hub or of a directory takes; None if its configuration does not say it."""
+    try:
+        config = read_json(hub.directory(model.removeprefix("hf:")) / "config.json")
+    except UserError:  # out of reach: the training says it, with the limit that it finds
+        return None
+    config |= config.get("text_config") or {}
+    return next((n for name in CONTEXT_KEYS if isinstance(n := config.get(name), int) and n > 0), None)
+
+
 def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
     """Write a short commented recipe to edit, of a small GPT or, with a model, of its fine-tuning; refuses to overwrite."""
     if file.suffix != ".toml":
@@ -70,6 +83,9 @@ def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
     for key, value in changes.items():
         if value and (line := re.search(rf'^{key} = ".*?" *(?=#)', text, flags=re.M)):
             text = text.replace(line[0], f"{key} = {json.dumps(value)}".ljust(len(line[0]) - 1) + " ", 1)
+    limit = context_limit(model) if model else None
+    if limit and (line := re.search(r"^context = (\d+) *(?=#)", text, flags=re.M)) and limit < int(line[1]):
+        text = text.replace(line[0], f"context = {limit}".ljust(len(line[0])), 1)
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)

@@ -26,6 +26,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True)
 
 
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Entries of a configuration of `transformers` that limit the length of a sequence."""
+
+
 class LoraSettings(Section):
     """Low-rank adapters on a Hugging Face model (arXiv 2106.09685), through `peft`."""
 
