@@ -37,7 +37,6 @@ def test_the_peak_is_what_the_plan_says(
     cublas_workspaces()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     settings = (f"train.precision={precision}", f"parallel.activation_checkpointing={recompute}")
     run = train(recipe("run", *settings, f"model.dropout={dropout}"))
     workspaces = cublas_workspaces()
@@ -45,6 +44,14 @@ def test_the_peak_is_what_the_plan_says(
     predicted = next(row.memory for row in plan(run).memory if row.chosen)
     peak = run.summary["peak_mem_mb"] * 1e6 - before
     assert predicted.total + workspaces == pytest.approx(peak, rel=0.1), (predicted, workspaces)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_second_run_in_a_process_has_a_peak_of_its_own(recipe: Callable[..., Any]) -> None:
+    from windlass import train
+
+    large, small = (train(recipe(f"run-{size}", f"train.micro_batch={size}")) for size in (32, 2))
+    assert small.summary["peak_mem_mb"] < 0.7 * large.summary["peak_mem_mb"]
 
 
 @pytest.fixture

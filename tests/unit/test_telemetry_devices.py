@@ -65,9 +65,12 @@ def test_the_host_probe_sees_this_process_at_work():
     assert 1 < busy["rss_mb"] < 1e6
 
 
-def test_a_gpu_is_looked_up_by_its_uuid_not_its_index(monkeypatch):
+def test_a_gpu_is_looked_up_by_its_uuid_not_its_index_and_its_peak_begins_with_the_run(monkeypatch):
     """With CUDA_VISIBLE_DEVICES=2, torch's device 0 is NVML's device 2."""
     import torch
+
+    reset = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
 
     properties = SimpleNamespace(name="GPU", total_memory=80e9, uuid="cccc")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
@@ -84,6 +87,7 @@ def test_a_gpu_is_looked_up_by_its_uuid_not_its_index(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     allocator = {"mem_alloc_mb": 2.0, "mem_reserved_mb": 8.0, "peak_alloc_mb": 5.0, "peak_reserved_mb": 9.0}
     probe = devices.CudaProbe(0)
+    assert reset == [0]
     assert probe.read() == {"util_pct": 97.0, "mem_used_mb": 3.0, "temperature_c": 60.0} | allocator
     assert probe.about == {"device": "GPU", "uuid": "cccc", "memory_mb": 80000}
     handles["MIG-cccc"] = handles.pop("GPU-cccc")  # of a MIG instance torch gives the bare UUID, too

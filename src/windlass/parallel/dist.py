@@ -245,7 +245,7 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     ranks.device = device = choose_device(settings.device, env)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
-    elif env.world > 1 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    elif env.world > 1 and (device.type == "cpu" or settings.offload) and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(processes.thread_share(env.local_world))
     if device.type == "cpu":
         processes.keep_freed_memory()

@@ -52,6 +52,7 @@ class CudaProbe:
         import torch
 
         self.index = index
+        torch.cuda.reset_peak_memory_stats(index)  # else the peak of an earlier run in this process counts
         properties = torch.cuda.get_device_properties(index)
         uuid = str(getattr(properties, "uuid", ""))
         self.about = {"device": properties.name, "uuid": uuid, "memory_mb": round(properties.total_memory / MB)}
