@@ -7,14 +7,15 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from helpers import tiny_recipe
+from helpers import tiny_recipe, wait_for, write_corpus
 from windlass import evaluate, train
 from windlass.checkpoint.load import candidates, open_checkpoint
-from windlass.training import threads
+from windlass.training import setup, threads, trainer
 
 CPU = namedtuple("CPU", "user idle iowait")
 
@@ -155,3 +156,43 @@ def test_another_busy_process_is_told_once(monkeypatch, own_threads, busy, words
     assert bool(text) == bool(words) and all(word in text for word in words.split(";"))
     seconds[0] = 20.0
     assert watch.poll() == ""
+
+
+@pytest.mark.parametrize(("context", "shape"), [(64, (8, 64)), (100_000, (1, 1024))])
+def test_the_pass_that_is_timed_has_at_most_a_thousand_tokens(tmp_path, context, shape):
+    """Attention over a long context would take minutes."""
+    shapes = []
+
+    class Model(torch.nn.Linear):
+        def forward(self, tokens, labels):
+            shapes.append(tuple(tokens.shape))
+            return super().forward(tokens.float()[..., :2]).sum()
+
+    recipe = tiny_recipe(tmp_path / "text.txt", tmp_path / "run", model__context=context)
+    ranks = SimpleNamespace(device=torch.device("cpu"))
+    threads.training_pass(recipe, Model(2, 2), 8, 50, ranks)()
+    assert shapes == [shape]
+
+
+def test_a_phase_of_the_start_that_lasts_says_what_it_does_in_the_log_too(tmp_path, monkeypatch, capsys):
+    corpus, log, waited = write_corpus(tmp_path / "text.txt", words=2000), tmp_path / "run" / "log.txt", []
+    monkeypatch.setattr("windlass.telemetry.console.LASTS_SECONDS", 0.05)
+
+    def slow(module, name, words):
+        """The function waits, as long as the phase has not said what it does."""
+        real = getattr(module, name)
+
+        def late(*args, **kwargs):
+            if words not in waited:
+                waited.append(words)
+                wait_for(lambda: log.exists() and words in log.read_text(), 10)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, late)
+
+    for module, name, words in (
+        (setup, "prepare_model", "model"), (setup, "set_threads", "CPU threads"), (trainer, "set_lr", "first step: 1 x 8 x 32"),
+    ):  # fmt: skip
+        slow(module, name, words)
+    train(tiny_recipe(corpus, tmp_path / "run", train__steps=2))
+    assert len(waited) == 3 and "CPU threads" in capsys.readouterr().out

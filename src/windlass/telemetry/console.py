@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ SCORES = {"train_loss": "train loss", "loss": "val loss", "full_loss": "of all d
 
 NOTEBOOK = 100  # columns of a line there
 BAR = 20  # columns; where there is no room for half of it, there is no bar
+LASTS_SECONDS = 5.0  # a phase of the start that takes longer says what it does
 DRAW_SECONDS, LINE_SECONDS = 0.25, 10.0  # between two pictures of a bar; between two lines of progress elsewhere
 
 
@@ -62,13 +64,19 @@ class Console:
         self._drawn = time.monotonic()
         self._step, self._doing, self._numbers = 0, "", list[str]()  # what the live line shows
         self._live: Any = None  # rich.live.Live
+        self._timer: threading.Timer | None = None  # shows what has begun, if it lasts
         self._terminal: Any = None  # rich.console.Console
         self._log: TextIO | None = None
-        if rank == 0 and log_path is not None:
-            with contextlib.suppress(OSError):
-                self._log = open(log_path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 - as long as the run
+        if log_path is not None:
+            self.open_log(log_path)
         if rank == 0 and self._stream and self._stream.isatty() and os.environ.get("TERM") != "dumb":
             self._terminal = terminal.rich_console(self._stream)
+
+    def open_log(self, path: Path) -> None:
+        """From now on rank 0 writes the lines to a file, too."""
+        if self.rank == 0:
+            with contextlib.suppress(OSError):
+                self._log = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 - as long as the run
 
     def header(
         self, *, run: str, recipe: str, config_hash: str, device: str, world: int, strategy: str, precision: str,
@@ -76,6 +84,7 @@ class Console:
         first_step: int = 0, threads: str = "", launch: Mapping[str, Sequence[str]] | None = None,
     ) -> None:  # fmt: skip
         """Show what is about to run; `first_step`: steps that were done before."""
+        self.done()
         tokens, about = short(self.steps * tokens_per_step), "about " * ("lengths" in data)  # rows differ in length
         resumed = f", resumed after step {first_step:,}" if first_step else ""
         passes = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
@@ -102,6 +111,18 @@ class Console:
             self._live = Live(get_renderable=self._line, console=self._terminal, auto_refresh=False, transient=True)
             with self._while_terminal_is_there():
                 self._live.start(refresh=True)
+
+    def begin(self, doing: str) -> None:
+        """A phase of the start begins, and the one before it has ended: if it lasts, a line says what it does."""
+        self.done()
+        self._timer = threading.Timer(LASTS_SECONDS, self._print, [f"{doing} ..."])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def done(self) -> None:
+        """The phase that has begun is over."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def log(self, lines: Iterable[str]) -> None:
         """Lines for `log.txt` alone."""
@@ -182,6 +203,7 @@ class Console:
                 print(f"rank {self.rank}: warning: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        self.done()
         if self._live is not None:
             with self._while_terminal_is_there():
                 self._live.stop()  # takes the line away

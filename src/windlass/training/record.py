@@ -68,7 +68,7 @@ class Recorder:
 
     def __init__(
         self, plan: StartPlan, ranks: Ranks, facts: ModelFacts, horizon: Horizon, state: TrainState, goodput: Goodput,
-        attempt: int, origin: dict[str, Any], stack: ExitStack,
+        attempt: int, origin: dict[str, Any], console: Console, stack: ExitStack,
     ):  # fmt: skip
         self.plan, self.run, self.ranks, self.facts, self.state = plan, plan.run, ranks, facts, state
         self.horizon, self.goodput, self.timer = horizon, goodput, StepTimer(ranks.device, goodput)
@@ -85,8 +85,7 @@ class Recorder:
         self.contention = Contention() if ranks.device.type == "cpu" and ranks.world == 1 else None
         self.ledger = Ledger(run.metrics_path, attempt, ranks.main, stamp=lambda: {"seconds": goodput.seconds()})
         stack.callback(self.ledger.close)
-        self.console = Console(horizon.steps, ranks.rank, run.log_path)
-        stack.callback(self.console.close)
+        self.console = console
         env = ranks.env
         self.launch = dict[str, list[str]]()  # rank 0's, for the header
         about = environment.describe_rank(ranks.rank, ranks.device, env.local_rank, env.node)
@@ -209,6 +208,7 @@ class Recorder:
     def first_step(self) -> None:
         """Where the time from the start of the process went; with `train.compile` its first step counts as compiling."""
         self.started_up = True
+        self.console.done()
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
         self.goodput.enter("train")

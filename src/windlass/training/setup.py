@@ -43,6 +43,7 @@ from windlass.parallel.parallelize import attention_without_plans, autocast, par
 from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon, Recipe, as_recipe
 from windlass.run import Run, read_lines
+from windlass.telemetry.console import Console
 from windlass.telemetry.timing import Goodput, peak_flops
 from windlass.training import start
 from windlass.training.callbacks import Callbacks, Evaluated, Saved, Step, Suite
@@ -131,11 +132,14 @@ def set_up(
     batch, horizon = batch_and_horizon(plan, ranks, data, custom is not None)
     custom = custom and own_module(custom, recipe.model.context)
     built = build_model(recipe, data.vocab, run=None if plan.fresh else plan.run.path) if custom is None else custom
-    attempt, token, choice, notes = open_run_directory(plan, ranks, data, horizon, stack)
+    console = Console(horizon.steps, ranks.rank)
+    stack.callback(console.close)
+    attempt, token, choice, notes = open_run_directory(plan, ranks, console, horizon, stack)
 
     begin = partial(begin_run, plan, data, choice)
     if custom is None:
         decide_on_rank_0(ranks, "write", begin)
+    console.begin("building the model, with its first weights")
     model, facts = prepare_model(recipe, plan.run, ranks, data, built, custom is not None, choice)
     if custom is not None:  # a run begins once its forward pass has worked
         decide_on_rank_0(ranks, "write", begin)
@@ -143,16 +147,18 @@ def set_up(
     optimizer = build_optimizer(unwrap(model), recipe.optim, ranks.device.type, replicated, ranks.mesh)
     state, recorded = TrainState(), dict[str, Any]()
     if choice is not None:
+        console.begin(f"reading {choice.path}")
         state = load_checkpoint(choice.path, recipe, ranks, data, batch, facts, model, optimizer, notes)
         recorded = checkpoints.open_checkpoint(choice.path, deep=False).meta
+    console.begin("measuring how many CPU threads are fastest")
     threads = set_threads(recipe, model, batch.micro_batch, data.vocab, ranks, recorded, custom is not None)
     ranks.mark(state.step, "start")
     scaler = LossScaler(ranks.device, state) if facts.precision == "fp16" else None
 
     saver = open_saver(plan, ranks, horizon, f"{attempt}_{token}")
-    origin: dict[str, Any] = {"model": hf_files.describe_origin(unwrap(model))} if facts.hf and ranks.main else {}
-    origin |= describe_own(custom) if custom is not None else {}
-    recorder = Recorder(plan, ranks, facts, horizon, state, goodput, attempt, origin, stack)
+    origin = describe_own(custom) if custom is not None else {}
+    origin |= {"model": hf_files.describe_origin(unwrap(model))} if facts.hf and ranks.main else {}
+    recorder = Recorder(plan, ranks, facts, horizon, state, goodput, attempt, origin, console, stack)
     # A signal before the first step ends the process (see stop.py), but the ledger says how this start ended.
     stop.before_exit = lambda name: recorder.event("preempted", reason=name, saved=True)
     if ranks.main:  # an optimizer of torch has no state before its first step: say 8 bytes a parameter
@@ -162,12 +168,7 @@ def set_up(
     recorder.started(batch, threads, describe(data), unwrap(model), str(choice.path) if choice else "", notes)
     if plan.changes:
         decide_on_rank_0(ranks, "settings", lambda: start.write_settings(plan))
-    meta = {
-        "recipe": recipe.config_hash, "line": start.hash_without_steps(recipe), "data": data.fingerprint,
-        "precision": facts.precision,
-        "optimizer": recipe.optim.kind, "micro_batch": batch.micro_batch,
-        "threads": torch.get_num_threads(), "cores": usable_cores(),
-    }  # fmt: skip
+    meta = describe_checkpoints(recipe, data, batch, facts)
     newest = (state.step, state.step) if choice is not None else (-1, 0)
     saves = Saves(saver, model, optimizer, scaler, recorder, meta, callbacks, *newest)
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
@@ -179,6 +180,16 @@ def set_up(
         suites=Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch, callbacks.suites(state, ranks, recipe), data.train),
         recorder=recorder, callbacks=callbacks, stop_at=stop_at,
     )  # fmt: skip
+
+
+def describe_checkpoints(recipe: Recipe, data: Data, batch: BatchPlan, facts: ModelFacts) -> dict[str, Any]:
+    """What every checkpoint of this start records beside its state: on what, and by which arithmetic, it was trained."""
+    return {
+        "recipe": recipe.config_hash, "line": start.hash_without_steps(recipe), "data": data.fingerprint,
+        "precision": facts.precision,
+        "optimizer": recipe.optim.kind, "micro_batch": batch.micro_batch,
+        "threads": torch.get_num_threads(), "cores": usable_cores(),
+    }  # fmt: skip
 
 
 def describe_own(model: nn.Module) -> dict[str, Any]:
@@ -233,7 +244,7 @@ def batch_and_horizon(plan: StartPlan, ranks: Ranks, data: Data, custom: bool) -
 
 
 def open_run_directory(
-    plan: StartPlan, ranks: Ranks, data: Data, horizon: Horizon, stack: ExitStack
+    plan: StartPlan, ranks: Ranks, console: Console, horizon: Horizon, stack: ExitStack
 ) -> tuple[int, str, Choice | None, list[str]]:
     """Lock the run directory and choose the checkpoint to start from.
 
@@ -241,6 +252,7 @@ def open_run_directory(
     """
     run = plan.run
     ranks.mark(0, "load")
+    console.begin("looking for a checkpoint, and verifying it")
 
     def choose() -> Choice | None:
         return choose_undamaged(ranks, lambda: candidate_checkpoints(plan, horizon))
@@ -260,6 +272,7 @@ def open_run_directory(
     # What a new run starts from (a branch, a path) is verified before anything is changed; else it is under the lock.
     choice = None if plan.resuming else choose()
     attempt, token, notes = decide_on_rank_0(ranks, "lock", lock)
+    console.open_log(run.log_path)
     choice = choose() if plan.resuming else choice
     return attempt, token, choice, notes + (choice.notes if choice is not None else [])
 

@@ -59,8 +59,8 @@ def set_threads(
 
 
 def training_pass(recipe: Recipe, model: nn.Module, batch: int, vocab: int, ranks: Ranks) -> Callable[[], None]:
-    """A forward and backward pass that leaves no gradient; of no more sequences than a micro-batch has."""
-    context = recipe.model.context
+    """A forward and backward pass of at most PROBE_TOKENS tokens that leaves no gradient; a long context is cut."""
+    context = min(recipe.model.context, PROBE_TOKENS)
     rows = max(1, min(batch, PROBE_TOKENS // context))
     tokens = (torch.arange(rows * context).reshape(rows, context) * 31) % vocab
 

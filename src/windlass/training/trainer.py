@@ -107,6 +107,8 @@ class Trainer:
         if self.sample_due() and "sample" not in done:
             self.sample()
         recorder.enter_epoch()
+        size = f"{self.batch.accumulation} x {self.batch.micro_batch} x {self.batch.context:,} tokens on each rank"
+        recorder.console.begin(f"{'compiling, and ' * self.recipe.train.compile}the first step: {size}")
         recorder.goodput.enter("compile" if self.recipe.train.compile else "train")
         recorder.restart_counts()
 
