@@ -74,6 +74,15 @@ def test_whether_cuda_is_available():
     )
 
 
+def test_hosts_with_different_kernels_are_shown_and_are_no_problem():
+    recipe, ranks = Recipe.load("quickstart"), Ranks(DistEnv(), torch.device("cpu"), "single")
+    facts = {**preflight.facts_of_rank(ranks, recipe), "time": 0.0, "disks": {}, "tflops": {}}
+    two = [facts | {"rank": n, "node": n, "host": f"n{n}", "platform": f"Linux-6.{n}"} for n in (0, 1)]
+    found = {one.name: one for one in preflight.findings_of(two, [], recipe, {})}
+    assert "Linux-6.1 on n1" in found["platform"].text and found["platform"].status == "ok"
+    assert {"CUDA (n0)", "CUDA (n1)"} <= found.keys()
+
+
 @pytest.mark.parametrize(
     ("device", "asked", "gate", "free", "largest"),
     [

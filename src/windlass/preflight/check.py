@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,7 +28,7 @@ from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.preflight import findings
 from windlass.preflight.bandwidth import BUFFERS, CPU_SIZES, GATE_SIZE, GPU_SIZES, collectives, matrix_products
-from windlass.preflight.findings import PROBLEM, WARNING, Finding
+from windlass.preflight.findings import OK, PROBLEM, WARNING, Finding
 from windlass.processes import nvml_handle
 from windlass.recipe import Recipe
 
@@ -217,7 +217,7 @@ def findings_of(
     results = [
         findings.same("Windlass", {r["rank"]: f"{r['windlass']} ({r['code']})" for r in ranks}, hosts),
         findings.same("recipe", {r["rank"]: r["config"] for r in ranks}, hosts),
-        findings.same("platform", {r["rank"]: r["platform"] for r in ranks}, hosts),
+        replace(findings.same("platform", {r["rank"]: r["platform"] for r in ranks}, hosts), status=OK, advice=""),
         findings.same("Python and torch", {r["rank"]: f"{r['python']}, {r['torch']}" for r in ranks}, hosts),
     ]
     for one in ranks:
@@ -245,10 +245,10 @@ def findings_of(
         shared = all(d["shared"] for d in disks)
         results.append(findings.disk(name, first["path"], first["free_gb"], slowest, shared, len(nodes)))
     for one in nodes.values():
-        results.append(findings.cuda(one["cuda"], one["cuda_available"], one["gpus"], one["device"]))
         where = f" ({one['host']})" if len(nodes) > 1 else ""
+        cuda = findings.cuda(one["cuda"], one["cuda_available"], one["gpus"], one["device"])
         limits = findings.limits(one["shm_gb"], one["files"])
-        results += [Finding(f"{x.name}{where}", x.text, x.status, x.advice) for x in limits]
+        results += [replace(found, name=f"{found.name}{where}") for found in (cuda, *limits)]
     if len(nodes) > 1:
         results.append(findings.clock(max(one["time"] for one in ranks) - min(one["time"] for one in ranks)))
     results += findings.nccl_variables(environ, len(nodes)) + services(recipe, environ)
