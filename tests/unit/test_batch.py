@@ -22,6 +22,7 @@ from windlass.recipe import Recipe
 from windlass.study.scale import create_study
 from windlass.study.study import Study
 from windlass.study.submit import submit_scaling, submit_study
+from windlass.training.start import resolve_start
 
 SITE = Site(
     partition="gpu", account="lab", constraint="a100", mail="me@site.org", modules=["cuda/12.6"], time="01:00:00",
@@ -373,6 +374,9 @@ def test_a_job_trains_the_recipe_as_it_was_when_it_was_submitted(tmp_path, monke
     recipe = trained_recipe((tmp_path / "run" / "submit.sh").read_text())
     assert (recipe.optim.lr, recipe.train.steps, recipe.preset) == (0.002, 7, "mine")
     assert recipe.run_dir == tmp_path / "run" and recipe.checkpoint.grace_seconds == 110
+    for name in (".exit", ".open-run", "mine_7.out", "check_7.out", "7.server.OU", "job-0.json"):
+        (tmp_path / "run" / name).touch()
+    assert not resolve_start(recipe).resuming, "what a job writes beside it does not keep a run from beginning"
     submitted(tmp_path, "mine.toml", "run.dir=run", "checkpoint.grace_seconds=60")
     recipe = trained_recipe((tmp_path / "run" / "submit.sh").read_text())
     assert (recipe.optim.lr, recipe.checkpoint.grace_seconds) == (0.9, 60)

@@ -44,7 +44,7 @@ Value = TypeVar("Value")
 BRANCH_MAY_CHANGE = ("optim.", "train.steps", "train.on_", "train.spike_sigmas", "train.max_skips", "train.grad_clip")
 LEFT_OVER = {
     LOCK, "heartbeat", LINEAGE, f".{LINEAGE}.new", ".recipe.toml.new", ".recipe.toml.partial", "log.txt", "tokenizer",
-    "submit.sh", "job.json", ".open-*", ".ends-*", "*.out",
+    "submit.sh", "submit.toml", "job.json", "job-*.json", ".exit", ".open-*", ".ends-*", "*.out", "*.OU",
 }  # fmt: skip
 """What a start that failed before it wrote its recipe, or `windlass submit`, leaves behind; a new run may begin among these."""
 LOCK_WAIT_SECONDS = 10.0  # for the lock of a run directory: a process that was just killed may still be ending
