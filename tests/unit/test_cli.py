@@ -171,6 +171,10 @@ def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path: Path,
     train(Recipe.load(tmp_path / "mine.toml", overrides(TINY | {"run.dir": str(tmp_path / "run"), "train.steps": 1})))
     again = windlass("init", "mine.toml", code=2, cwd=tmp_path)
     assert "mine.toml" in again.stderr and (tmp_path / "mine.toml").read_text() == text
+    assert recipe.eval.prompt == "" and Recipe.load("quickstart").eval.prompt == "def "
+    windlass("init", "plain.toml", cwd=tmp_path)
+    assert Recipe.load(tmp_path / "plain.toml").eval.prompt == "def "
+    (tmp_path / "talk.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     windlass("init", "tune.toml", "--model", "org/name", "--data", "talk.jsonl", cwd=tmp_path)
     tuned = Recipe.load(tmp_path / "tune.toml")
     assert (tuned.model.name, tuned.data.source, tuned.data.format) == ("org/name", "talk.jsonl", "chat")
@@ -185,6 +189,34 @@ def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path: Path,
         write_first_recipe(tmp_path / "tune.toml", model=str(tmp_path / "small"))
         assert Recipe.load(tmp_path / "tune.toml").model.context == context
     assert "a recipe's name ends in .toml" in windlass("init", "mine", code=2, cwd=tmp_path).stderr
+
+
+def test_init_takes_a_list_of_sources_and_refuses_a_missing_file(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"the text of {name}. " * 200)
+    several = '["a.txt", "b.txt"]'
+    windlass("init", "two.toml", "--data", several, cwd=tmp_path)
+    assert Recipe.load(tmp_path / "two.toml").data.sources == ["a.txt", "b.txt"]
+    printed = windlass("prepare", "two.toml", "data.val_fraction=0.1", cwd=tmp_path).stdout
+    assert "a.txt" in printed and "b.txt" in printed and "held out" in printed
+    for data in ("none.txt", '["a.txt", "none.txt"]', "shards:none/*.bin"):
+        stderr = windlass("init", "other.toml", "--data", data, code=2, cwd=tmp_path).stderr
+        assert "--data" in stderr and "none" in stderr and not (tmp_path / "other.toml").exists()
+    stderr = windlass("init", "other.toml", "--data", "a.txt,b.txt", code=2, cwd=tmp_path).stderr
+    assert f"--data '{several}'" in stderr  # as it can be typed
+    stderr = windlass("prepare", "two.toml", "data.source=a.txt,b.txt", code=2, cwd=tmp_path).stderr
+    assert f"'data.source={several}'" in stderr
+    windlass("init", "hub.toml", "--data", "hf:NAME", cwd=tmp_path)
+
+
+def test_a_presets_prompt_is_for_its_own_texts(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('extends = "quickstart"\n[data]\nsource = "b.txt"\n')
+    (tmp_path / "said.toml").write_text('extends = "quickstart"\n[data]\nsource = "b.txt"\n[eval]\nprompt = "It"\n')
+    assert Recipe.load("quickstart", {"data.source": "b.txt"}).eval.prompt == ""
+    assert Recipe.load("quickstart", {"data.source": "b.txt", "eval.prompt": "def "}).eval.prompt == "def "
+    assert Recipe.load(tmp_path / "mine.toml").eval.prompt == ""
+    assert Recipe.load(tmp_path / "said.toml", {"data.source": "c.txt"}).eval.prompt == "It"
+    assert Recipe.load("quickstart", {"data.max_tokens": 5, "data.source": "stdlib"}).eval.prompt == "def "
 
 
 def test_a_directory_that_cannot_be_written_is_one_message(tmp_path: Path, corpus: Path) -> None:

@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 
 def init(
     file: Path = typer.Argument("mine.toml", metavar="[FILE]", help="The file to write."),
-    data: str = typer.Option("", metavar="SOURCE", help="Your data, as data.source takes it."),
+    data: str = typer.Option(
+        "", metavar="SOURCE", help='Your data, as data.source takes it; several as \'["a.txt", "b.txt"]\'.'
+    ),
     model: str = typer.Option("", metavar="NAME", help="Fine-tune this model of the Hub, or of a directory, instead."),
 ) -> None:
     """Write a short recipe with a comment on each line, to edit and train; it overwrites nothing."""
-    from windlass.recipe.explain import write_first_recipe
+    from windlass.data.sources import check_source
+    from windlass.recipe.explain import sources_of, write_first_recipe
 
+    for source in sources_of(data):
+        check_source(source, "--data", conversations=bool(model) and not source.endswith(".txt"))
     write_first_recipe(file, data, model)
     typer.echo(f"wrote {file}: edit it, then `windlass plan {file}` and `windlass train {file}`")
 

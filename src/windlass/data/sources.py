@@ -119,13 +119,22 @@ def find_files(pattern: str, setting: str = "data.source", endings: tuple[str, .
         places = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
         files = [Path(place) for place in places if Path(place).is_file()]
     if not files:
-        several = [part.strip() for part in pattern.split(",")]
-        many = f"; several are a list: {setting}={json.dumps(several, ensure_ascii=False)}" if len(several) > 1 else ""
+        several = json.dumps([part.strip(" []'\"") for part in pattern.split(",")], ensure_ascii=False)
+        written = f"{setting} '{several}'" if setting.startswith("--") else f"'{setting}={several}'"
+        many = f"; several are a list: {written}" if "," in pattern else ""
         raise UserError(
             f"{setting}: there is no file {pattern} (of a directory: {', '.join(endings)}); a source is stdlib, a path or "
             "glob, https://..., hf:NAME, squad, or shards:GLOB" + many
         )
     return files
+
+
+def check_source(source: str, setting: str, conversations: bool = False) -> None:
+    """Raise UserError if a source that names local files has none."""
+    kind, _, place = source.partition(":")
+    if kind == "hf" or source in ("stdlib", "squad") or source.startswith(("http://", "https://")):
+        return
+    find_files(place if kind in ("shards", "squad") else source, setting, JSON_LINES if conversations else ENDINGS)
 
 
 def listing(files: list[Path]) -> str:

@@ -12,7 +12,7 @@ from windlass import hub
 from windlass.errors import UserError
 from windlass.fileio import read_json
 from windlass.recipe.keys import nearest, values
-from windlass.recipe.layers import flatten, layers, typed
+from windlass.recipe.layers import flatten, layers, parse_override, typed
 from windlass.recipe.load import Recipe, settings
 from windlass.recipe.network import CONTEXT_KEYS
 
@@ -73,19 +73,32 @@ def context_limit(model: str) -> int | None:
     return next((n for name in CONTEXT_KEYS if isinstance(n := config.get(name), int) and n > 0), None)
 
 
+def sources_of(data: str) -> list[str]:
+    """The sources that `--data` names: one, or several as a list in TOML or JSON."""
+    value = parse_override(f"data.source={data}")[1]
+    return [str(source) for source in value] if isinstance(value, list) else [data] if data else []
+
+
 def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
     """Write a short commented recipe to edit, of a small GPT or, with a model, of its fine-tuning; refuses to overwrite."""
     if file.suffix != ".toml":
         raise UserError(f"{file}: a recipe's name ends in .toml, as {file.with_suffix('.toml')}")
     template = Path(__file__).with_name("first_finetuning.toml" if model else "first_recipe.toml")
     text = template.read_text(encoding="utf-8").replace("THIS_FILE", str(file))
-    changes = {"name": model, "source": data, "format": "text" if data.endswith(".txt") else ""}
+    sources = sources_of(data)
+    changes = {"name": model, "source": sources[0] if len(sources) == 1 else sources}
+    changes["format"] = "text" if any(source.endswith(".txt") for source in sources) else ""
     for key, value in changes.items():
         if value and (line := re.search(rf'^{key} = ".*?" *(?=#)', text, flags=re.M)):
-            text = text.replace(line[0], f"{key} = {json.dumps(value)}".ljust(len(line[0]) - 1) + " ", 1)
+            shown = json.dumps(value, ensure_ascii=False)
+            text = text.replace(line[0], f"{key} = {shown}".ljust(len(line[0]) - 1) + " ", 1)
     limit = context_limit(model) if model else None
     if limit and (line := re.search(r"^context = (\d+) *(?=#)", text, flags=re.M)) and limit < int(line[1]):
         text = text.replace(line[0], f"context = {limit}".ljust(len(line[0])), 1)
+    if data and data != "stdlib":  # the template's prompt is for Python's source code
+        text = text.replace(
+            'prompt = "def "             # the', 'prompt = ""                 # empty: as a text begins; the'
+        )
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)

@@ -141,7 +141,12 @@ def layers(recipe: str | Path, overrides: Changes = ()) -> list[tuple[str, dict[
     path = _find(recipe)
     shipped, preset = presets().values(), path.stem if path.stem != "recipe" else path.resolve().parent.name
     files = [(f"preset {p.stem}" if p in shipped else str(p), own) for p, own in _files(path)]
-    return [("file's name", {"preset": preset}), *files, ("command line", dotted(overrides))]
+    places = [("file's name", {"preset": preset}), *files, ("command line", dotted(overrides))]
+    for i, (name, own) in enumerate(places):
+        sources = {repr(later["data.source"]) for _, later in places[i + 1 :] if "data.source" in later}
+        if name.startswith("preset ") and sources - {repr(own.get("data.source"))}:
+            own.pop("eval.prompt", None)  # a preset's prompt is for the preset's texts
+    return places
 
 
 def check_preset(own: dict[str, Any], where: str) -> None:
