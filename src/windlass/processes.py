@@ -90,7 +90,7 @@ def nvml_handle(nvml: Any, name: str) -> Any:
         with contextlib.suppress(Exception):
             return nvml.nvmlDeviceGetHandleByUUID(uuid)
     handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-    return next(handle for handle in handles if _text(nvml.nvmlDeviceGetUUID(handle)).startswith(name))
+    return next(handle for handle in handles if name and _text(nvml.nvmlDeviceGetUUID(handle)).startswith(name))
 
 
 def _text(text: str | bytes) -> str:

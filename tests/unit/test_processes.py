@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers import gone, wait_for
-from windlass.processes import REPORTS, first_to_show, visible_gpus
+from windlass.processes import REPORTS, first_to_show, nvml_handle, visible_gpus
 
 STEPS = """
 import resource, sys
@@ -120,3 +120,10 @@ def test_a_plan_is_for_the_first_gpu_that_is_visible(monkeypatch, variable, name
     monkeypatch.setitem(sys.modules, "pynvml", nvml(FOUR, ["MIG-1", "MIG-2"]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     assert this_device().name == name
+
+
+def test_a_device_without_a_uuid_is_not_taken_for_another_one() -> None:
+    """As an older torch gives them."""
+    with pytest.raises(StopIteration):
+        nvml_handle(nvml(FOUR), "")
+    assert nvml_handle(nvml(FOUR, ["MIG-cccc"]), "cccc") == "MIG-cccc"

@@ -299,7 +299,9 @@ def cancel(directory: Path) -> str:
 def _end_on_slurm(job: str, state: str) -> list[list[str]]:
     done = subprocess.run(["squeue", "--noheader", "-o", "%T", "-j", job], capture_output=True, text=True, check=False)
     waits = ["scancel", "--state=PENDING", job]
-    return [waits] + [["scancel", "--batch", "--signal=USR2", job]] * bool(set(done.stdout.split()) - {"PENDING"})
+    return [waits] + [["scancel", "--batch", "--signal=USR2", job]] * bool(
+        set(done.stdout.split()) - {"PENDING", "COMPLETING"}
+    )
 
 
 def _end_on_pbs(job: str, state: str) -> list[list[str]]:
