@@ -132,7 +132,7 @@ def test_a_run_as_a_data_frame_and_in_one_line(tmp_path: Path) -> None:
         {"kind": "event", "event": "stopped", "step": 6},
     )  # fmt: skip
     frame = run.to_pandas()
-    assert list(frame.columns) == ["loss", "lr", "eval_loss", "log.loss", "log.world", "squad.f1"] and list(
+    assert list(frame.columns) == ["loss", "lr", "log.loss", "log.world", "eval_loss", "squad.f1"] and list(
         frame.index
     ) == [0, 3, 6]
     assert frame["loss"].isna().tolist() == [True, False, True] and frame["eval_loss"].dropna().tolist() == [5.5, 4.0]
