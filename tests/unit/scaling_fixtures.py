@@ -61,9 +61,12 @@ def write_run(
     if finished:
         total = sum(seconds.values())
         line("eval", 20, suite="loss", loss=2.5, samples=8, tokens=256, runtime_s=1.0)
+        if "squad" in recipe.eval.suites:
+            line("eval", 20, suite="squad", exact_match=12.5, f1=25.0, items=8)
         line(
             "summary", 20, steps=20, world=world, parameters=size, peak_mem_mb=peak_mb, final_loss=loss, train_loss_mean=2.9,
             runtime_s=total, samples_per_s_whole_run=20 * batch / (total - 3), wall_time={"compile": 0.0},
+            avg_cpu_util_pct=87.5,
         )  # fmt: skip
         line("event", 20, event="finished")
     (path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))

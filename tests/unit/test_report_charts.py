@@ -77,6 +77,32 @@ def test_a_logged_measure_is_drawn_whatever_its_name(tmp_path):
         assert series.tokens[-1] == 30 * 2048, "the axes are the run's"
 
 
+def looks(figure):
+    """Colour and pattern of each line with a name, as matplotlib draws it."""
+    lines = figure.axes[0].get_lines()
+    return [(x.get_color(), str(x._unscaled_dash_pattern)) for x in lines if not x.get_label().startswith("_")]
+
+
+def test_a_suite_of_several_runs_has_a_chart_for_each_measure_and_twenty_lines_twenty_looks(tmp_path):
+    runs = [build_run(tmp_path / f"{i:02}", steps=30) for i in range(20)]
+    for run in runs:
+        scores = {f"task-{i}/acc": i / 9 for i in range(20)}
+        add_lines(run, {"kind": "eval", "step": 0, "suite": "squad", "exact_match": 10.0, "f1": 20.0})
+        add_lines(run, {"kind": "eval", "step": 0, "suite": "lm-eval:many", **scores})
+    seen = [view(run) for run in runs]
+    found = described(*seen[:2])
+    assert [found[f"suite-squad-{name}"].title for name in ("exact-match", "f1")] == ["squad, exact match", "squad, f1"]
+    assert [one.y.tolist() for one in found["suite-squad-f1"].series] == [[20.0], [20.0]]
+    tones = [run // 4 / 4 for run in range(20)]  # of a study: four runs for each value of the first setting
+    for drawn in (
+        draw(described(*seen)["lr"], seen), draw(described(*seen)["lr"], seen, tones),
+        draw(described(seen[0])["suite-lm-eval-many"], seen[:1]),
+    ):  # fmt: skip
+        assert len(looks(drawn)) == 20 == len(set(looks(drawn)))
+    lines = payload(seen, [described(*seen)["lr"]], tones)["runs"]
+    assert len({(run["tone"], run["dash"]) for run in lines}) == 20, "on the page too"
+
+
 def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_path):
     cuda, cpu = described(one), described(view(build_run(tmp_path / "cpu", device="cpu", ranks=1, steps=30)))
     assert list(cuda)[:4] == ["loss", "suite-hellaswag", "lr", "grad_norm"] and {"memory", "power"} <= set(cuda)

@@ -86,6 +86,18 @@ def test_what_is_not_there_has_a_reason_and_is_never_empty(baseline):
     assert all(cell not in ("", "–") for row in (first, second) for cell in row.values())
 
 
+def test_one_training_of_the_gpt_fills_a_row_of_its_table(tmp_path):
+    run = build_run(tmp_path / "gpt", "preset=gpt-squad", steps=100)
+    more = {"train_loss_mean": 2.5, "samples_per_s_whole_run": 11.97, "avg_mem_used_mb": 2750.0}
+    edit(run, lambda line: line | more if line["kind"] == "summary" else line)
+    filled = published([view(run)])
+    assert filled.name == "gpt-squad" and filled.table.headings == GPT
+    (row,) = rows(filled.table)
+    assert list(row.values())[:3] == ["1 host, 2 ranks", "2", "12.0"]
+    assert (row["GPU Memory (GB, Default)"], row["GPU Memory (GB, Callback)"], row["Loss"]) == ("2.750", "1.510", "2.5000")
+    assert float(row["Samples/s (Callback)"]) == pytest.approx(32, rel=0.1)
+
+
 def test_a_sweep_of_the_learning_rate_alone_has_a_row_a_cell(tmp_path):
     path = build_study(tmp_path / "study", seeds=(1,), overrides=("preset=c4-29m",))
     seen = read_study(path)

@@ -51,6 +51,8 @@ def test_the_loss_against_each_swept_setting_and_the_heat_map_of_two(study):
     cosine, wsd = [series for series in lr.series if series.name]
     assert (cosine.name, wsd.name, cosine.y[1]) == ("kind=cosine", "kind=wsd", pytest.approx(median))
     assert [len(series.y) for series in lr.series if series.points == "only"] == [5, 5], "a circle for each seed"
+    medians, seeds = [line for line in draw(lr, study.views).axes[0].get_lines() if len(line.get_xdata()) > 1][:2]
+    assert (medians.get_marker(), seeds.get_marker()) == ("D", "o") and "diamonds" in lr.note
     assert study.tones[:5] == [1, 1, 1, 1, 0.5], "colour by rate"
     assert (heat.row_key, heat.rows) == ("optim.schedule.kind", ["cosine", "wsd"])
     assert (heat.column_key, heat.columns, heat.cells[0][1]) == ("optim.lr", [1e-4, 1e-3, 1e-2], pytest.approx(median))

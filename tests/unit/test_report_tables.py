@@ -130,3 +130,5 @@ def test_the_curve_and_the_last_sample_of_a_run(one):
     for x, y in (([1.0], [2.0]), ([1.0, 2.0], [3.0, 3.0]), ([1.0, 2.0], [math.nan, math.inf])):
         seen = replace(one, train=Track({"step": np.array(x), "loss": np.array(y)}), evals={})
         assert (curve(seen, width=40) == "") == (not np.isfinite(y).any())
+        if len(x) == 1:
+            assert curve(seen, width=40).split("\n")[-1].strip() == "1 step"

@@ -141,6 +141,25 @@ def test_the_recommended_strategy_has_the_command_that_trains_it(strategies, tmp
     assert list(pareto.series[-1].step) == [400, 630] and pareto.series[-1].name == names[-1] == "not on the front"
 
 
+def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategies, tmp_path):
+    def shown(study):
+        heading, table, notes = read_scaling(read_study(study.path)).tables["scaling"]
+        return [dict(zip(table.headings, row, strict=True)) for row in table.shown()], " ".join(notes)
+
+    (first, *_), notes = shown(strategies)
+    assert (first["Steps/s"], first["Utilisation (%)"]) == ("10.000", "87.5") and "F1" not in first
+    assert "Each setup ran once" in notes and "--repeats 3" in notes
+    assert "each setup ran once" in read_scaling(read_study(strategies.path)).charts[0].note
+    cells = [{WORLD: 2, "repeat": r, "parallel.strategy": kind} for kind in ("ddp", "full_shard") for r in (1, 2)]
+    scored = build_scaling(
+        tmp_path / "scored", Scaling("strategies", repeats=2), cells, lambda a: phases(100.0 + a["repeat"]),
+        settings=["eval.suites=['loss', 'squad']", "data.format=squad", "data.source=squad"],
+    )  # fmt: skip
+    (first, second), notes = shown(scored)
+    assert [(row["Exact match"], row["F1"]) for row in (first, second)] == [("12.5000", "25.0000")] * 2
+    assert "ran once" not in notes
+
+
 def test_a_study_whose_cells_all_wait_is_still_a_table(tmp_path):
     study = build_scaling(
         tmp_path / "s", Scaling("strong", project=(4,)), worlds(1, 2), lambda a: phases(50.0), waiting=[1]

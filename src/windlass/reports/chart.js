@@ -224,6 +224,10 @@ class Chart {
       Object.assign(path.style, { stroke: one.color, strokeWidth: one.width ?? "", strokeDasharray: one.dash ?? "" });
     }
     if (one.points && places.length <= 200) for (const i of places) {
+      if (one.points === "median") {
+        make("path", { class: "median", d: `M${at(i, one.y)}m-5 0l5-5 5 5-5 5z` }, plot).style.fill = one.color;
+        continue;
+      }
       make("circle", { class: "dot", cx: this.sx(one.x[i]).toFixed(1), cy: this.sy(one.y[i]).toFixed(1), r: 3.2 }, plot).style.stroke = one.color;
     }
     for (const bad of one.bad.filter((value) => value >= d.low && value <= d.high)) {

@@ -22,6 +22,7 @@ from windlass.study.result import diverged
 
 POINTS = 2400  # of a series over all runs, of one run at least 400: more than a screen has pixels
 RANK_POINTS = 400
+COLOURS, DASHES = 8, 5  # of lines: so many colours and patterns there are, in plots.py and page.js
 FEW_RANKS = 8  # have a line each; more are drawn as mean and range, with the two extreme ranks by name
 FEW_LINES = 24  # of the ranks of several runs; more are drawn as the mean and range of each run
 
@@ -37,9 +38,11 @@ class Series:
     hours: Numbers
     y: Numbers
     colour: int | None = None  # index into the palette; None: the run's own colour
-    dash: int = 0  # 0 solid, 1 dashed, 2 dotted
+    dash: int = 0  # pattern: 0 solid, 1 dashed, 2 dotted …; with the run's own colour it is added to the run's pattern
     minor: bool = False  # a thin line: part of a whole
-    points: str = ""  # `line`: points joined by a line; `only`: points without one; empty: a line without points
+    points: str = (
+        ""  # `line`: circles joined by a line; `median`: diamonds joined by one; `only`: circles; empty: a line
+    )
     smooth: bool = False
     low: Numbers | None = None  # lower edge of a band around the line
     high: Numbers | None = None  # its upper edge
@@ -103,8 +106,12 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
     for suite in dict.fromkeys(suite for seen in views for suite in seen.evals if suite != "loss"):
         tracks = [seen.evals.get(suite) for seen in views]
         scores = dict.fromkeys(name for t in tracks if t is not None for name in t.measures() if name not in NO_SCORES)
-        series = _columns(views, tracks, {name: name.replace("_", " ") for name in scores}, points="line")
-        described.append(Chart(f"suite-{slug(suite)}", suite, "", series))
+        words = {name: name.replace("_", " ") for name in scores}
+        for name, text in words.items() if several else ():  # a chart for each measure
+            series = _columns(views, tracks, {name: text}, points="line")
+            described.append(Chart(f"suite-{slug(suite)}-{slug(name)}", f"{suite}, {text}", "", series))
+        if not several:
+            described.append(Chart(f"suite-{slug(suite)}", suite, "", _columns(views, tracks, words, points="line")))
     for name in dict.fromkeys(name for seen in views for name in seen.logged.measures()):
         series = _columns(views, [seen.logged for seen in views], {name: name})
         described.append(Chart(slug(name), name, "", series))
@@ -119,6 +126,17 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
         if not several:
             described.append(Chart(key, title, unit, _ranks(views, 0, columns), zero=True))
     return [chart for chart in described if chart.series]
+
+
+def pattern(number: int) -> dict[str, int]:
+    """Colour and dash of a line by its place among others: no two are equal before all combinations are used up."""
+    return {"colour": number % COLOURS, "dash": number // COLOURS % DASHES}
+
+
+def run_dashes(runs: int, tones: Sequence[float] = ()) -> list[int]:
+    """The pattern of each run's lines: another one if its colour (its `tone`, or its place in the palette) was there."""
+    colours = list(tones) or [run % COLOURS for run in range(runs)]
+    return [colours[:run].count(colour) % DASHES for run, colour in enumerate(colours)]
 
 
 def slug(text: str) -> str:
@@ -160,7 +178,7 @@ def _columns(
         present = [column for column in columns if track is not None and track.has(column)]
         for index, column in enumerate(present[: 1 if several else None]):
             assert track is not None
-            look = {"name": seen.label} if several else {"name": columns[column], "colour": index}
+            look = {"name": seen.label} if several else {"name": columns[column], **pattern(index)}
             one = _series(views, run, track, column, minor=index > 0, **look, **rest)
             series.append(replace(one, y=one.y * factor))
     return series
@@ -170,8 +188,7 @@ def _series(views: Sequence[RunView], run: int, track: Track, column: str, **res
     """A column of a track, thinned."""
     keep = thin(track["step"], track[column], max(400, POINTS // len(views)))
     step, tokens, hours = (track[axis][keep] for axis in ("step", "tokens", "hours"))
-    dash = run // 8 % 3 if rest.get("colour") is None else 0  # when the colours are used up
-    return Series(run=run, step=step, tokens=tokens, hours=hours, y=track[column][keep], dash=dash, **rest)
+    return Series(run=run, step=step, tokens=tokens, hours=hours, y=track[column][keep], **rest)
 
 
 def _ranks(views: Sequence[RunView], run: int, columns: Mapping[str, str]) -> list[Series]:
@@ -197,7 +214,7 @@ def _ranks(views: Sequence[RunView], run: int, columns: Mapping[str, str]) -> li
         steps, tokens = (interpolate(seen.train, "hours", hours, name) for name in ("step", "tokens"))
         axes: dict[str, Any] = {"run": run, "step": steps, "tokens": tokens, "hours": hours}
         suffix = f", {what}" if len(columns) > 1 and not several else ""
-        many = len(tracks) > FEW_RANKS or lines > FEW_LINES or (several and len(tracks) == 1)
+        many = len(tracks) > FEW_RANKS or lines > FEW_LINES or (several and (len(tracks) == 1 or len(views) > COLOURS))
         chosen = list(range(len(tracks)))
         if many:
             name = seen.label if several else f"mean of {len(tracks)} ranks{suffix}"
@@ -209,7 +226,7 @@ def _ranks(views: Sequence[RunView], run: int, columns: Mapping[str, str]) -> li
         for i in chosen:
             look: dict[str, Any] = {"colour": (i + many) % 8, "dash": place}
             if several:  # the run's own colour
-                look = {"colour": None, "dash": (run // 8 + i) % 3}
+                look = {"colour": None, "dash": i}
             name = f"{f'{seen.label}, ' * several}rank {tracks[i].rank}{suffix}"
             series.append(Series(**axes, name=name, y=table[i], minor=True, **look))
     return series

@@ -9,7 +9,16 @@ const all = (selector, from = document) => [...from.querySelectorAll(selector)];
 
 const state = { axis: "step", logX: false, logY: false, smoothing: data.smoothing, skip: 0, hidden: new Set(), zoom: null };
 
-const DASHES = [null, "7 4", "2 3"];
+const DASHES = [null, "7 4", "2 3", "8 3 2 3", "13 4"];
+
+/** A line's colour and pattern as a background: its sample in a legend. */
+function sample(color, dash) {
+  if (!dash) return color;
+  const stops = [];
+  let at = 0;
+  dash.split(" ").forEach((length, i) => stops.push(`${i % 2 ? "transparent" : color} ${at}px ${(at += Number(length))}px`));
+  return `repeating-linear-gradient(90deg, ${stops.join(", ")})`;
+}
 
 // ---------------------------------------------------------------- axes
 
@@ -87,8 +96,8 @@ function seriesOf(chart) {
     const places = xs.flatMap((x, i) => (x !== null && (chart.x_label || track.step[i] >= state.skip) ? [i] : []));
     const [x, y] = [xs, one.y].map((values) => places.map((i) => values[i]));
     const drawn = {
-      x, y, name: one.name, quiet: !one.name, diverged: one.diverged, points: Boolean(one.points), pointsOnly: one.points === "only",
-      color: one.colour === null ? runColor(one.run) : `var(--c${one.colour})`, dash: one.colour === null && data.runs[one.run].tone !== null ? null : DASHES[one.dash], width: one.minor ? 1.3 : null,
+      x, y, name: one.name, quiet: !one.name, diverged: one.diverged, points: one.points, pointsOnly: one.points === "only",
+      color: one.colour === null ? runColor(one.run) : `var(--c${one.colour})`, dash: DASHES[(one.dash + (one.colour === null ? data.runs[one.run].dash : 0)) % DASHES.length], width: one.minor ? 1.3 : null,
       band: one.band && one.band.map((values) => places.map((i) => values[i])), bad: one.bad ? x.filter((_, i) => y[i] === null) : [],
     };
     if (!one.smooth || state.smoothing === 0 || !x.length) return x.length ? [drawn] : [];
@@ -141,7 +150,9 @@ function legend(figure, series, spec) {
   if ((several && !spec.x_label) || names.length < 2) return; // several runs have the buttons above
   for (const one of names) {
     const item = html("span", "key", null, host);
-    html("i", one.dash ? "dashed" : "", null, item).style.color = one.color;
+    const mark = html("i", one.points === "only" ? "ring" : one.points, null, item);
+    if (one.points === "only") mark.style.color = one.color;
+    else mark.style.background = sample(one.color, one.dash);
     html("span", "", one.name, item);
   }
 }
@@ -194,7 +205,8 @@ function bindControls() {
   });
   find("#reset").addEventListener("click", () => zoom(null));
   all(".chip").forEach((chip, run) => {
-    find("i", chip).style.background = runColor(run);
+    find("i", chip).style.background = sample(runColor(run), DASHES[data.runs[run].dash]);
+    find("i", chip).className = data.runs[run].dash ? "line" : "";
     chip.addEventListener("click", () => {
       if (!state.hidden.delete(run)) state.hidden.add(run);
       update();

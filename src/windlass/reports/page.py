@@ -29,7 +29,7 @@ from windlass.errors import UserError, argument, installed, require
 from windlass.fileio import write_atomic
 from windlass.recipe import flatten
 from windlass.reports import tables
-from windlass.reports.charts import Chart, Series, charts, slug, smoothing
+from windlass.reports.charts import Chart, Series, charts, run_dashes, slug, smoothing
 from windlass.reports.published import Published, published
 from windlass.reports.scaling import ScalingView, read_scaling
 from windlass.reports.scaling_charts import STEP_PARTS
@@ -273,13 +273,14 @@ def payload(views: Sequence[RunView], charts: Sequence[Chart], tones: Sequence[f
         for chart in charts
     ]
     runs: list[dict[str, Any]] = []
-    for view, tone in zip(views, tones or itertools.repeat(None, len(views)), strict=True):
+    looks = zip(tones or itertools.repeat(None, len(views)), run_dashes(len(views), tones), strict=True)
+    for view, (tone, dash) in zip(views, looks, strict=True):
         restarts = [
             dict(zip(("step", "tokens", "hours"), numbers((r.step, r.tokens, r.hours)), strict=True))
             | {"what": r.what, "text": f"{view.label}: {r.text} at step {r.step:,.0f} ({r.time})"}
             for r in view.restarts
         ]
-        runs.append({"label": view.label, "tone": tone, "restarts": restarts})
+        runs.append({"label": view.label, "tone": tone, "dash": dash, "restarts": restarts})
     return {"runs": runs, "charts": drawn, "axes": [one for _, one in axes.values()], "smoothing": smoothing(charts)}
 
 

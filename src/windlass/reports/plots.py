@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator
 
-from windlass.reports.charts import Chart, smoothed, smoothing
+from windlass.reports.charts import Chart, run_dashes, smoothed, smoothing
 from windlass.reports.scaling_charts import STEP_PARTS, Bars
 from windlass.reports.study import Heat
 from windlass.reports.text import show
@@ -30,8 +30,9 @@ INK, SOFT, HAIR = "#22262b", "#6b7280", "#e4e6ea"
 # eight colours that stay apart for colour-blind readers and in print
 PALETTE = ("#2f5fb3", "#d2691e", "#2e8b6f", "#a8328c", "#8a6d1d", "#5b4bb0", "#b3352f", "#2b8aa5")
 RAMP = LinearSegmentedColormap.from_list("windlass", ["#2d4fa8", "#2e8b6f", "#e0a03a"])  # by a swept setting's value
-DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1.2, 1.6)))
+DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (10, 2.5)))
 RING: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "markeredgewidth": 1.2}
+DIAMOND: dict[str, Any] = {"marker": "D", "markersize": 5.5}
 SIZE, DPI = (6.4, 3.6), 200
 
 STYLE: dict[str, Any] = {
@@ -88,6 +89,7 @@ def draw(
     figure, axes = new_figure(chart.title, chart.x_label or "optimizer steps", chart.unit)
     several = len(views) > 1
     colours = [to_hex(RAMP(tone)) for tone in tones] or [PALETTE[run % len(PALETTE)] for run in range(len(views))]
+    dashes = run_dashes(len(views), tones)
     named: set[str] = set()
     for series in chart.series:
         keep = series.step >= first_step
@@ -99,13 +101,14 @@ def draw(
         if series.smooth and weight:  # the curve itself is pale, with the smoothed one over it
             axes.plot(x, y, color=colour, alpha=0.28, linewidth=0.9)
             drawn = smoothed(y, weight)
+        dash = series.dash + (dashes[series.run] if series.colour is None else 0)
         shown = series.name and series.name not in named and len(chart.series) > 1
         named.add(series.name)
         axes.plot(
-            x, drawn, color=colour, linestyle="none" if series.points == "only" else DASHES[0 if tones and series.colour is None else series.dash],
-            linewidth=1.1 if series.minor or series.points == "line" else 1.6, zorder=4 if series.points else 2,
+            x, drawn, color=colour, linestyle="none" if series.points == "only" else DASHES[dash % len(DASHES)],
+            linewidth=1.1 if series.minor or series.points else 1.6, zorder={"": 2, "median": 3}.get(series.points, 4),
             label=series.name if shown and (chart.x_label or not several or series.points != "only") else None,
-            **(RING if series.points or len(x) == 1 else {}),
+            **(DIAMOND if series.points == "median" else RING if series.points or len(x) == 1 else {}),
         )  # fmt: skip
         bad = x[~np.isfinite(y) & series.bad]
         if len(bad):

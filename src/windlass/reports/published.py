@@ -21,6 +21,7 @@ from windlass.study.study import Study
 GPU_ONLY = ("mem_alloc_mb", "mem_reserved_mb", "driver_mem_mb", "peak_mem_mb")  # the last is resident memory on a CPU
 KINDS = {
     "runtime_s": "rate", "samples_per_s": "rate", "samples_factor": "hours", "runtime_factor": "hours", "gpu_hours": "hours",
+    "steps_per_s": "hours", "exact_match": "rate", "f1": "rate",
 }  # fmt: skip
 Values = Mapping[str, Any]
 Reason = Callable[[str], str]  # why there is no value of a name
@@ -72,6 +73,8 @@ def published(
             what = {"run": "runs", "cell": "a sweep", "setup": "a scaling study"}[spec["rows"]]
             raise UserError(f"{argument('table', name)}: that is a table of {what}, and this is none")
         return None
+    absent = {x for x in spec.get("optional", ()) if all(row.get(x) is None for row, _ in rows)}
+    columns = {heading: x for heading, x in columns.items() if x not in absent}
     cells = [tuple(why(x) if row.get(x) is None else row[x] for x in columns.values()) for row, why in rows]
     table = Table([Column(heading, heading, kind(x)) for heading, x in columns.items()], cells)
     return Published(wanted, spec["title"], spec.get("note", ""), table)
@@ -141,7 +144,9 @@ def why_not(state: str, gpus: bool | None, reasons: Mapping[str, str] = MappingP
 
 def run_row(view: RunView) -> Row:
     state = "waiting" if not view.step else "finished" if view.state == "finished" else "running"
-    return run_values(view) | {"run": view.label}, why_not(state, on_gpus(view))
+    nodes, world = (view.run.environment.get("launch") or {}).get("nodes", 1), measures(view).get("world", 1)
+    setup = f"{nodes} host{'s' * (nodes > 1)}, {world} rank{'s' * (world > 1)}"
+    return run_values(view) | {"run": view.label, "setup": setup}, why_not(state, on_gpus(view))
 
 
 def cell_rows(study: StudyView) -> list[Row]:

@@ -31,6 +31,8 @@ COLUMNS: dict[str, tuple[str, str, str]] = {
     "global_batch": ("Samples of a step", "batch", "count"), "parameters": ("Parameters", "parameters", "count"),
     "flops_per_device": ("GFLOP of a rank in a step", "GFLOP/rank", "hours"), "step_ms": ("Step (ms)", "step ms", "rate"),
     "spread": ("Lowest to highest (ms)", "low to high", ""), "samples_per_s": ("Samples/s", "samples/s", "rate"),
+    "steps_per_s": ("Steps/s", "steps/s", "hours"), "util_pct": ("Utilisation (%)", "util. %", "rate"),
+    "exact_match": ("Exact match", "EM", "score"), "f1": ("F1", "F1", "score"),
     "peak_mem_mb": ("Peak memory, fullest rank (MB)", "memory MB", "mb"),
     "pareto": ("Pareto front", "pareto", ""), "recommended": ("Recommended", "best", ""),
     "tokens_per_s_per_device": ("Tokens/s of a rank", "tok/s/rank", "count"), "mfu": ("MFU", "MFU", "share"),
@@ -48,8 +50,11 @@ METERS = (
     "The driver's numbers come from NVML, the wall clock's samples/s are those of the whole run without its start-up; the trainer's "
     "are what its allocator holds and samples/s of its steps after the warm-up."
 )
-UNEXPLAINED = ("predicted_error", "compile_s")  # columns without a sentence on why they are empty
-OF_STRATEGIES, OF_RANKS = ("pareto", "recommended"), ("speedup", "efficiency", "serial_fraction", "ratio")
+UNEXPLAINED = ("predicted_error", "compile_s", "exact_match", "f1")  # columns without a sentence on why they are empty
+OF_STRATEGIES, OF_RANKS = (
+    ("pareto", "recommended", "steps_per_s", "util_pct"),
+    ("speedup", "efficiency", "serial_fraction", "ratio"),
+)
 KARP = "p = N ÷ N0; serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
 FORMULAS = {
     "strong": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, N0 the fewest ranks; speed-up = T(N0) ÷ T(N); {KARP}",
@@ -142,7 +147,9 @@ def _value(row: ScalingRow, name: str) -> Any:
 
 def _table(table: Sequence[ScalingRow]) -> Table:
     """A row a setup, for people: the columns with a value, without those that describe the setup and are all the same."""
-    texts = {n: {show(x, COLUMNS[n][2]) for row in table if (x := _value(row, n)) is not None} for n in COLUMNS}
+    strategies = any("pareto" in row.values for row in table)
+    wanted = [name for name in COLUMNS if strategies or name not in OF_STRATEGIES]
+    texts = {n: {show(x, COLUMNS[n][2]) for row in table if (x := _value(row, n)) is not None} for n in wanted}
     names = [name for name, values in texts.items() if len(values) > (1 if name in IF_DIFFERENT else 0)]
     columns = [Column(name, COLUMNS[name][0], COLUMNS[name][2]) for name in names]
     return Table(columns, [tuple(_value(row, name) for name in names) for row in table])
@@ -207,6 +214,11 @@ def sentences(study: Study, table: Sequence[ScalingRow]) -> list[str]:
             f"{more[0]:g} times the layers are {more[1]:.3g} times the parameters ({sizes}), as embedding and head do not grow, and "
             f"{more[2]:.3g} times the FLOPs of a rank in a step. Runtime ÷ baseline's is what the exercise prints as its efficiency; "
             "ours is the other way round, of the time of a step, and 100 % at best."
+        )
+    if scaling.mode == "strategies" and scaling.repeats == 1 and len(measured) > 1:
+        text.append(
+            "Each setup ran once, so nothing here tells a difference from noise: the Pareto front and the recommended setup may "
+            "be others the next time. With `--repeats 3` the table has the spread of each setup."
         )
     hosts = set().union(*(row.hosts for row in measured))
     if len(hosts) == 1:

@@ -39,7 +39,7 @@ def scaling_charts(scaling: Scaling, table: Sequence[ScalingRow]) -> list[Chart]
     """Throughput with the ideal line, efficiency and memory against the ranks; of strategies throughput against memory."""
     measured = [row for row in table if row.measured]
     if scaling.mode == "strategies":
-        return _pareto(measured)
+        return _pareto(measured, scaling.repeats)
     if len({row.world for row in measured}) < 2:
         return []
     base, at = baseline(table), np.array([float(row.world) for row in measured])
@@ -73,7 +73,7 @@ def scaling_charts(scaling: Scaling, table: Sequence[ScalingRow]) -> list[Chart]
     return charts
 
 
-def _pareto(measured: Sequence[ScalingRow]) -> list[Chart]:
+def _pareto(measured: Sequence[ScalingRow], repeats: int) -> list[Chart]:
     """Throughput against memory of each setup, with the line of those that no other one beats in both."""
     rivals = sorted((row for row in measured if "pareto" in row.values), key=lambda row: row.values["peak_mem_mb"])
     if len({row.values["peak_mem_mb"] for row in rivals}) < 2:
@@ -93,7 +93,13 @@ def _pareto(measured: Sequence[ScalingRow]) -> list[Chart]:
     values = sorted({float(row.values["peak_mem_mb"]) for row in rivals})
     x_names = [show(value, "mb") for value in values]
     label = "MB resident on the fullest rank" if measured[0].on_cpu else "MB allocated on the fullest rank"
-    names: dict[str, Any] = {"x_label": label, "x_values": values, "x_names": x_names, "note": f"against {label}"}
+    noise = "each setup ran once" if repeats == 1 else f"medians over {repeats} repeats"
+    names: dict[str, Any] = {
+        "x_label": label,
+        "x_values": values,
+        "x_names": x_names,
+        "note": f"against {label}; {noise}",
+    }
     return [Chart("scaling-pareto", "Throughput against memory", "samples/s", lines, **names)]
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.checkpoint.retention import LOSS, lower_is_better
-from windlass.reports.charts import Chart, Series
+from windlass.reports.charts import Chart, Series, pattern
 from windlass.reports.tables import Column, Table, label, measures
 from windlass.reports.text import show
 from windlass.reports.view import Numbers, RunView, view
@@ -111,7 +111,7 @@ def seed_table(seen: StudyView) -> Table | None:
 def sweep_charts(seen: StudyView) -> list[Chart]:
     """For each swept setting the best score against it: a line for each choice of the other settings.
 
-    Lines are medians over the seeds, with each seed as a circle.
+    Lines with diamonds are medians over the seeds, with each seed as a circle.
     """
     charts, names = [], short_names(seen.study.keys)
     for key, values in seen.swept.items():
@@ -122,23 +122,23 @@ def sweep_charts(seen: StudyView) -> list[Chart]:
             rest = {k: v for k, v in group.assignment.items() if k != key}
             others.setdefault(label_of(rest, names), []).append(group)
         series = []
-        for colour, (name, groups) in enumerate(others.items()):
+        for number, (name, groups) in enumerate(others.items()):
             finished = [(at[values.index(g.assignment[key])], g) for g in groups if g.median is not None]
             medians = [(x, group.median) for x, group in finished]
             seeds = [(x, score) for x, group in finished for score in group.scores]
             circles = seeds if len(seeds) > len(medians) else []
-            for title, points, pairs in ((name, "line", medians), ("", "only", circles)):
+            for title, points, pairs in ((name, "median" if circles else "line", medians), ("", "only", circles)):
                 if pairs:
                     x, y = np.array(pairs, dtype=np.float64).T
                     series.append(
-                        Series(-1, scrub(title), step=x, tokens=x, hours=x, y=y, colour=colour, points=points)
+                        Series(-1, scrub(title), step=x, tokens=x, hours=x, y=y, points=points, **pattern(number))
                     )
         chart = Chart(
             f"{seen.study.measure.replace('.', '-')}-against-{names[key].replace('.', '-')}",
             f"{seen.title[0].upper()}{seen.title[1:]} against {key}", seen.unit, series,
             x_label=names[key], x_values=at, x_names=[show(v) for v in values],
             x_log=numbers and at[0] > 0 and at[-1] / at[0] >= 8,
-            note="lines: medians over the seeds, circles: each seed" if any(s.points == "only" for s in series) else "",
+            note="diamonds: medians over the seeds, circles: each seed" if any(s.points == "only" for s in series) else "",
         )  # fmt: skip
         charts += [chart] if series else []
     return charts

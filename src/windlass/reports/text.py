@@ -149,7 +149,8 @@ def curve(view: RunView, width: int | None = None, height: int = 13) -> str:
         if math.isfinite(loss):
             row = round((1 - (loss - bottom) / up) * (height - 1))
             canvas[row][round((step - left) / across * (columns - 1))] = "o"
-    first, last = show(left, "count"), f"{show(left + across, 'count')} steps"
+    end = float(all_x.max())
+    first, last = show(left, "count") if end > left else "", f"{show(end, 'count')} step{'s' * (end != 1)}"
     lines = ["loss in nats per token: ⠒⠒ training" + (", o validation" if evals is not None else ""), ""]
     lines += [f"{tick:>{gutter}} ┤{''.join(row)}".rstrip() for tick, row in zip(ticks, canvas, strict=True)]
     lines.append(f"{'':>{gutter}} └{'─' * columns}")

@@ -37,6 +37,7 @@ NAMES: dict[str, str] = {
     "flops_per_device": "FLOPs of a rank in a step, forward and backward",
     "step_ms": "time of a step, without warm-up: median over the windows of `train` lines",
     "samples_per_s": "samples of a step over its time",
+    "steps_per_s": "steps a second, without warm-up",
     "tokens_per_s": "tokens a second, all ranks",
     "tokens_per_s_per_device": "tokens a second of a rank",
     "mfu": "model FLOPs utilisation",
@@ -59,6 +60,9 @@ NAMES: dict[str, str] = {
     "train_loss": "the last training loss",
     "train_loss_mean": "mean training loss of the run's steps",
     "peak_mem_mb": "peak memory of the fullest rank: allocated on its GPU, or resident on a CPU",
+    "util_pct": "utilisation of the device in training steps, mean over the ranks: of the GPU, or of a CPU's threads",
+    "exact_match": "SQuAD's exact match at the last evaluation, if the suite is on",
+    "f1": "SQuAD's F1 at the last evaluation, if the suite is on",
     "pareto": "whether no setup is both faster and smaller in memory",
     "recommended": "whether it is the recommended setup",
 }  # fmt: skip
@@ -169,6 +173,7 @@ def _row(study: Study, scaling: Scaling, results: list[CellResult]) -> ScalingRo
         row.remarks.append(f"{len(done)} of {len(results)} repeats have finished")
     if row.measured:  # of the median step, so that they agree with it
         steps_per_s = 1e3 / values["step_ms"]
+        values["steps_per_s"] = steps_per_s
         values["samples_per_s"] = values["global_batch"] * steps_per_s
         values["tokens_per_s"] = values["tokens_per_step"] * steps_per_s
         values["tokens_per_s_per_device"] = values["tokens_per_s"] / row.world
@@ -357,6 +362,7 @@ def _reasons(row: ScalingRow, scaling: Scaling) -> dict[str, str]:
     reasons = dict.fromkeys(NAMES, "not measured")
     reasons |= {"mfu": f"no peak is known of {row.start.get('device')}", "compile_s": "not compiled"}
     reasons |= {"exposed_ms": "no communication on one rank"}
+    reasons |= dict.fromkeys(("exact_match", "f1"), "eval.suites does not have squad")
     reasons["serial_fraction"] = "defined for a fixed amount of work" if scaling.mode == "weak" else "the baseline"
     if scaling.mode == "strategies":
         reasons |= dict.fromkeys(COMPARED, "all setups have the same number of ranks")

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from windlass.recipe.settings import SQUAD_SUITE
 from windlass.run import Line, Run, last_start, timestamp
 from windlass.telemetry.timing import BEGINS, STEP_PHASES
 
@@ -51,4 +52,7 @@ def measure(run: Run, warmup: int) -> dict[str, float]:
     }  # fmt: skip
     names = ("train_loss_mean", "runtime_s", "samples_per_s_whole_run", "peak_mem_mb")
     whole |= {name: summary.get(name) for name in names}
+    whole["util_pct"] = summary.get("avg_gpu_util_pct", summary.get("avg_cpu_util_pct"))
+    answers = [x for x in lines if x["kind"] == "eval" and x.get("suite") == SQUAD_SUITE]
+    whole |= {name: answers[-1].get(name) for name in ("exact_match", "f1")} if answers else {}
     return numbers | {name: float(value) for name, value in whole.items() if value is not None}  # NaN is text in JSON
