@@ -143,7 +143,7 @@ def test_the_recommended_strategy_has_the_command_that_trains_it(strategies, tmp
 
 def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategies, tmp_path):
     def shown(study):
-        heading, table, notes = read_scaling(read_study(study.path)).tables["scaling"]
+        _, table, notes = read_scaling(read_study(study.path)).tables["scaling"]
         return [dict(zip(table.headings, row, strict=True)) for row in table.shown()], " ".join(notes)
 
     (first, *_), notes = shown(strategies)
