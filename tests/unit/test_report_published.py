@@ -94,7 +94,11 @@ def test_one_training_of_the_gpt_fills_a_row_of_its_table(tmp_path):
     assert filled.name == "gpt-squad" and filled.table.headings == GPT
     (row,) = rows(filled.table)
     assert list(row.values())[:3] == ["1 host, 2 ranks", "2", "12.0"]
-    assert (row["GPU Memory (GB, Default)"], row["GPU Memory (GB, Callback)"], row["Loss"]) == ("2.750", "1.510", "2.5000")
+    assert (row["GPU Memory (GB, Default)"], row["GPU Memory (GB, Callback)"], row["Loss"]) == (
+        "2.750",
+        "1.510",
+        "2.5000",
+    )
     assert float(row["Samples/s (Callback)"]) == pytest.approx(32, rel=0.1)
 
 
