@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from small_runs import corpus, recipe_of
 from torch import nn
 
-from helpers import refused
+import helpers
+from helpers import refused, tiny_recipe, write_corpus
 from windlass import train
 from windlass.checkpoint.commit import RESERVE_BYTES, format_bytes
 from windlass.errors import RunFailed
@@ -91,3 +93,23 @@ def test_a_suspicious_first_loss_is_said_and_stays_in_the_run(corpus, tmp_path, 
     assert len(said) == 1 and "model.init_std" in said[0] and said[0] in capsys.readouterr().out
     off = train(recipe.replace("train.startup_checks=false", f"run.dir='{tmp_path / 'off'}'"))
     assert not [e for e in off.events if e["event"] == "warning"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("launcher", ["by hand", "--world"])
+def test_a_finished_training_writes_its_report_once(tmp_path, launcher):
+    """Rank 0 does under a foreign launcher, and with `--world` the process that started the ranks."""
+    recipe = tiny_recipe(write_corpus(tmp_path / "text.txt", words=2000), tmp_path / "run", train__steps=2)
+    (tmp_path / "recipe.toml").write_text(recipe.toml())
+    words = ["train", tmp_path / "recipe.toml"]
+    if launcher == "--world":
+        outputs = [helpers.windlass(*words, "--world", "2").stdout]
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        numbers = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks = [helpers.start(*words, env={**numbers, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert [text.count("report: ") for text in outputs] == [1, 0][: len(outputs)]
+    assert list((tmp_path / "run" / "report").glob("*.html"))

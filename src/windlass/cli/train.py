@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -18,6 +20,9 @@ from windlass.errors import DONE, FAILED, UserError, first_line
 if TYPE_CHECKING:
     from windlass.run import Run
     from windlass.verification import Proof
+
+
+QUIET_END = "WINDLASS_QUIET_END"  # set for a run whose end another process shows: a cell, the ranks of `--world N`
 
 
 def train(
@@ -65,7 +70,8 @@ def train(
                 loaded.batch(number)
             with StopSignals():  # once, before the ranks, which find recipe and data in order
                 prepare(loaded)
-            code = launch([*WINDLASS, *sys.argv[1:]], worlds, max_restarts)
+            with quiet_end():  # this process shows the end, and not rank 0
+                code = launch([*WINDLASS, *sys.argv[1:]], worlds, max_restarts)
             if code == DONE:
                 return show_end(Run(plan.run.path))  # its recipe is read again: an extension has changed it
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C while this process ends changes no exit code
@@ -76,7 +82,19 @@ def train(
         from windlass.training.setup import train as run_training
 
         run = run_training(loaded, **start, stop_at=stop_at)
-    return show_end(run) if env.launcher == "none" and run.state == "finished" else DONE
+    return show_end(run) if env.rank == 0 and run.state == "finished" else DONE
+
+
+@contextlib.contextmanager
+def quiet_end() -> Iterator[None]:
+    """Child processes do not show the end of their run."""
+    before = os.environ.get(QUIET_END)
+    os.environ[QUIET_END] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(QUIET_END)
+        os.environ.update({QUIET_END: before} if before else {})
 
 
 def show_end(run: Run, sample: bool = False) -> int:
@@ -84,7 +102,7 @@ def show_end(run: Run, sample: bool = False) -> int:
 
     `sample`: with the last sample, where the training has not shown it.
     """
-    if os.environ.get("WINDLASS_QUIET_END"):
+    if os.environ.get(QUIET_END):
         return DONE
     try:
         from windlass.cli.runs import show_published
