@@ -14,6 +14,11 @@ USABLE = 0.9
 """Share of a GPU's memory that a plan fills; the rest is for the driver's context, libraries and fragmentation."""
 
 
+HANDLES = 2  # of cuBLAS: threads that multiply matrices
+WORKSPACE, LARGE_WORKSPACE = 8_519_680, 32 * 2**20  # bytes for a handle, by CublasHandlePool.cpp of torch
+LARGE = r"\bG?H[128]00\b|\bG?B[23]00\b"  # Hopper and Blackwell of data centres have the large one
+
+
 @dataclass(frozen=True)
 class Device:
     """A kind of device."""
@@ -26,6 +31,13 @@ class Device:
     def usable_bytes(self) -> int | None:
         """What a rank may take of it."""
         return None if self.memory_bytes is None else int(self.memory_bytes * USABLE)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What torch allocates for cuBLAS: one workspace for the forward and one for the backward pass's thread."""
+        if self.kind != "cuda":
+            return 0
+        return HANDLES * (LARGE_WORKSPACE if re.search(LARGE, self.name, re.IGNORECASE) else WORKSPACE)
 
 
 TABLE = (  # what is typed, the name that the driver reports, GiB by the maker's datasheet

@@ -49,6 +49,7 @@ class Layout:
     accumulation: int = 1
     device: str = "cpu"  # or cuda
     reduce_each: bool | str = "auto"  # `parallel.reduce_each_micro_batch`
+    workspace: int = 0  # bytes of cuBLAS
 
     @property
     def reduces_each(self) -> bool:
@@ -65,7 +66,7 @@ class Memory:
     optimizer: int = 0
     activations: int = 0  # what the forward pass saved, and gradients of activations
     logits: int = 0  # head and loss
-    buffers: int = 0  # gathered parameters, low-precision copies of weights, communication buffers, tokens
+    buffers: int = 0  # gathered parameters, low-precision copies of weights, communication, cuBLAS, tokens
     host: int = 0  # in the host's memory instead, with offload
     at: str = ""  # where in the step the peak is
 
@@ -103,8 +104,8 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
             weights, trained = -(-weights // layout.shard), -(-trained // layout.shard)
         state = -(-state // layout.shard)
         if layout.offload:
-            return Memory(host=weights + trained + state, at="states alone")
-        return Memory(weights, trained, state, at="states alone")
+            return Memory(host=weights + trained + state, buffers=layout.workspace, at="states alone")
+        return Memory(weights, trained, state, buffers=layout.workspace, at="states alone")
     step = Step(model, vocab, layout, optimizer)
     moments = 2 * count(model, vocab).total - (model.layers * block_matrices(model) if optimizer == "muon" else 0)
     sharded = layout.strategy in SHARDED
@@ -112,7 +113,7 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
     state = -(-step.master * moments // layout.shard)
     if layout.offload:  # parameters, optimizer state and reduced gradients
         host, parameters, state = 2 * parameters + state, 0, 0
-    always = 16 * step.n  # tokens and labels, int64
+    always = 16 * step.n + layout.workspace  # tokens and labels, int64
     peak = max(_fsdp_events(step) if sharded else _plain_events(step), key=lambda event: event.total)
     return replace(peak, parameters=parameters, optimizer=state, host=host, buffers=peak.buffers + always)
 

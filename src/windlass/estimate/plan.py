@@ -268,7 +268,7 @@ def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
 def assumed_speed(subject: Subject, mfu: float) -> Speed | None:
     """The speed that a share of the device's peak gives; None where the peak or the model's FLOPs are not known."""
     name, model = subject.device.name, subject.recipe.model
-    flops, peak = subject.size.flops_per_token, peak_flops(name, subject.precision, tf32=False)
+    flops, peak = subject.size.flops_per_token, peak_flops(name, subject.precision, subject.recipe.train.tf32)
     if flops is None or peak is None:
         return None
     detail = f"{name}: peak {peak / 1e12:.4g} TFLOP/s x an assumed MFU of {100 * mfu:g} %, nothing measured"
@@ -314,6 +314,7 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
     if size.parameters and size.flops_per_token:
         network = subject.counted or recipe.model
         layout = layout_of(recipe, subject.world, subject.device.kind, subject.precision)
+        layout = replace(layout, workspace=subject.device.workspace_bytes)
         rows = memory_rows(network, size.vocab or 0, recipe.optim.kind, layout, subject.device.usable_bytes)
         settings, advice = recommend(rows, recipe.train.micro_batch)
         plan = replace(
