@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from harness import recipe, run_ranks
 from memory_meter import measured
 
 import hf_fixtures
+from windlass.estimate.activations import measure_peaks
 from windlass.estimate.memory import layout_of, memory
 from windlass.model.build import read_sizes
 
@@ -94,3 +97,5 @@ def test_the_states_of_a_model_of_transformers(lora, tmp_path):
     predicted = memory(sizes, sizes.vocab, layout_of(r, 1), r.optim.kind)
     assert predicted.parameters + predicted.optimizer == pytest.approx(rest, rel=0.01)
     assert predicted.total < peak
+    whole = memory(replace(sizes, peaks=measure_peaks(r, 2000, "fp32", 2)), sizes.vocab, layout_of(r, 1), r.optim.kind)
+    assert whole.total == pytest.approx(peak, rel=0.04), whole

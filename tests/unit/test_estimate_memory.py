@@ -9,7 +9,9 @@ from itertools import accumulate
 import pytest
 import torch
 
+from windlass.estimate.devices import find_device
 from windlass.estimate.memory import CHUNK_BYTES, GATHER_BYTES, Layout, Step, memory, memory_rows, recommend, shard_size
+from windlass.estimate.plan import plan
 from windlass.model import loss
 from windlass.model.gpt import GPT, initialise
 from windlass.model.size import CountedSizes, count
@@ -159,3 +161,17 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
 
 def test_a_sharding_group_divides_the_ranks_as_in_training():
     assert {world: shard_size("hybrid_shard", world) for world in (4, 6, 9, 15)} == {4: 2, 6: 3, 9: 3, 15: 5}
+
+
+def test_the_workspaces_of_cublas_are_counted():
+    """Of two threads: 32 MiB each on Hopper, 8.1 MiB on other GPUs, none on a CPU."""
+    bytes_of = {
+        name: find_device(name).workspace_bytes for name in ("H100", "GH200-96GB", "A100-80GB", "RTX-4090", "cpu")
+    }
+    assert list(bytes_of.values()) == [2 * 2**25, 2 * 2**25, 2 * 8_519_680, 2 * 8_519_680, 0]
+    by_device = {}
+    for name in ("H100", "A100-80GB"):
+        row = next(row for row in plan("gpt2-124m", device=name).memory if row.chosen)
+        alone = memory(Recipe.load("gpt2-124m").model, 50257, replace(row.layout, workspace=0))
+        by_device[name] = row.memory.total - alone.total
+    assert by_device == {name: bytes_of[name] for name in by_device}

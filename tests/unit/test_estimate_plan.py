@@ -13,6 +13,7 @@ from helpers import write_corpus
 from windlass.cli import main
 from windlass.data.prepare import prepare
 from windlass.errors import UserError
+from windlass.estimate import activations
 from windlass.estimate.devices import GIB, find_device
 from windlass.estimate.milestones import evaluations, milestones
 from windlass.estimate.optimum import optimal_tokens, resolve_steps
@@ -97,15 +98,23 @@ def test_what_is_not_known_is_none_and_has_a_reason():
 
 
 def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
-    """Parameters, steps, FLOPs and the states' memory; not its activations, and so no recommendation."""
+    """Parameters, steps, FLOPs, memory with activations, and the time that its FLOPs take."""
     hf_fixtures.config("llama").save_pretrained(tmp_path / "model")
     own = [f"model.name={tmp_path / 'model'}", "model.context=64", "train.steps=compute-optimal"]
     result = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
     n = result.size.parameters
     assert n == result.size.trained and result.size.parts == {} and result.speed.basis == "assumed"
     assert result.optimal_tokens == 20 * n and result.steps == result.optimal_steps == 20 * n // (4 * 64)
-    assert (result.size.flops_per_token, result.size.checkpoint_bytes, result.recommended) == (6 * n, 12 * n, {})
-    assert [row.memory.total for row in result.memory] == [16 * n, 8 * n, 12 * n, 8 * n]
+    assert (result.size.flops_per_token, result.size.checkpoint_bytes) == (6 * n, 12 * n)
+    memory = [row.memory for row in result.memory]
+    assert [m.parameters + m.gradients + m.optimizer for m in memory] == [20 * n, 12 * n, 16 * n, 8 * n]
+    assert all(m.activations > 0 and row.fits for m, row in zip(memory, result.memory, strict=True))
+    assert result.recommended["parallel.strategy"] == "ddp" and result.recommended["train.micro_batch"] == 1
+    assert result.speed.tokens_per_s == pytest.approx(2 * 0.4 * 312e12 / (6 * n)) and "?" not in repr(result)
+    monkeypatch.setattr(activations, "measure_peaks", lambda *_: 1 / 0)  # an operation that has no fake kernel
+    unknown = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
+    assert unknown.recommended == {} and "ZeroDivisionError" in unknown.unknown["activations"]
+    assert "activations are not" in repr(unknown) and all(row.memory.activations == 0 for row in unknown.memory)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # and out of reach, the rest of the plan
     own[0] = "model.name=nobody/nothing"
     assert "steps" in plan("bloom-560m-squad", own, device="A100-40GB").unknown

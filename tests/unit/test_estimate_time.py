@@ -123,6 +123,11 @@ def test_assumed_speed():
     other = assumed_speed(replace(full, tokens_per_sample=256.0), 0.4)
     assert other.tokens_per_s == pytest.approx(one.tokens_per_s / 4)
     assert assumed_speed(replace(full, device=find_device("cpu")), 0.4) is None
+    speeds = []
+    for tf32 in (True, False):  # 156 and 19.5 TFLOP/s
+        own = Recipe.load("gpt2-124m", {"train.precision": "fp32", "train.tf32": tf32})
+        speeds.append(assumed_speed(replace(full, recipe=own, precision="fp32"), 0.4).tokens_per_s)
+    assert speeds[0] == pytest.approx(8 * speeds[1])
 
 
 @pytest.mark.parametrize("first_eval", [{}, {"tokens": 20_480 * 6}])

@@ -103,6 +103,8 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
         if layout.strategy in SHARDED:
             weights, trained = -(-weights // layout.shard), -(-trained // layout.shard)
         state = -(-state // layout.shard)
+        if model.peaks:
+            return _measured(model, layout, Memory(weights, trained, state))
         if layout.offload:
             return Memory(host=weights + trained + state, buffers=layout.workspace, at="states alone")
         return Memory(weights, trained, state, buffers=layout.workspace, at="states alone")
@@ -116,6 +118,28 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
     always = 16 * step.n + layout.workspace  # tokens and labels, int64
     peak = max(_fsdp_events(step) if sharded else _plain_events(step), key=lambda event: event.total)
     return replace(peak, parameters=parameters, optimizer=state, host=host, buffers=peak.buffers + always)
+
+
+def _measured(model: CountedSizes, layout: Layout, states: Memory) -> Memory:
+    """The memory with the activations that were measured; the blocks of a sharded model are taken to be equally large."""
+    without, together = model.peak(layout.micro_batch)
+    parameters, gradients, state = states.parameters, states.gradients, states.optimizer
+    compute, several = COMPUTE_BYTES[layout.precision], layout.accumulation > 1
+    master, buffers = max(4, compute), layout.workspace
+    if layout.strategy in SHARDED:
+        layers = int(model.network.get("layers") or 1)
+        root = model.network.get("vocab", 0) * model.network.get("width", 0)
+        block = (model.total - root) // layers
+        buffers += master * (2 * root + block) + 3 * compute * block  # gathered, and gradients that are not yet reduced
+        gradients += master * model.trained if several and not layout.reduces_each else 0
+    elif layout.strategy == "single" and not several:  # the first gradients come while activations are freed
+        gradients = min(gradients, together)
+        without = together - gradients
+    else:
+        gradients *= 2 if several and layout.strategy != "single" else 1  # beside those in the buckets
+    if layout.offload:
+        return Memory(0, 0, 0, without, buffers=buffers, host=parameters + gradients + state, at="measured")
+    return Memory(parameters, gradients, state, without, buffers=buffers, at="measured")
 
 
 @dataclass(frozen=True)
@@ -136,12 +160,13 @@ def memory_rows(model: Network, vocab: int, optimizer: str, base: Layout, usable
     `full_shard`; `hybrid_shard` gathers among half of the ranks; `shard_optim` moves half as much again as `ddp`, the parameters
     while nothing is computed. Offload moves everything over the host's bus.
     """
-    # The activations of other models are unknown: they may be too large, and never surely fit.
+    # The activations of other models may be unknown: they may be too large, and never surely fit.
     ours = not isinstance(model, CountedSizes)
-    base = base if ours else replace(base, checkpointing="none")
+    known = ours or bool(model.peaks)
+    base = base if known else replace(base, checkpointing="none")
     several = ["ddp", "shard_grad_op", "shard_optim", *["hybrid_shard"] * (base.world > 3), "full_shard"]
     strategies = several if base.world > 1 else ["single"]
-    kinds = [(c, s, False) for c, s in product(CHECKPOINTING if ours else ("none",), strategies)]
+    kinds = [(c, s, False) for c, s in product(CHECKPOINTING if ours else (base.checkpointing,), strategies)]
     if base.device == "cuda" and ours:
         kinds += [(c, "full_shard", True) for c in ("none", "full")]
     layouts = []
@@ -153,11 +178,11 @@ def memory_rows(model: Network, vocab: int, optimizer: str, base: Layout, usable
         needed = memory(model, vocab, layout, optimizer)
         fits = None if usable is None else needed.total <= usable
         largest, share = None, base.micro_batch * base.accumulation
-        if ours and usable is not None:
+        if known and usable is not None:
             sizes = (n for n in range(share, 0, -1) if share % n == 0)
             each = ((n, replace(layout, micro_batch=n, accumulation=share // n)) for n in sizes)
             largest = next((n for n, x in each if memory(model, vocab, x, optimizer).total <= usable), 0)
-        rows.append(MemoryRow(layout, needed, fits if ours or fits is False else None, largest, layout == base))
+        rows.append(MemoryRow(layout, needed, fits if known or fits is False else None, largest, layout == base))
     return rows
 
 

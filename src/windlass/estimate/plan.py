@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from windlass.errors import UserError, argument
+from windlass.errors import UserError, argument, first_line
 from windlass.estimate.devices import TABLE, Device, find_device, this_device
 from windlass.estimate.memory import MemoryRow, layout_of, memory_rows, recommend
 from windlass.estimate.milestones import (
@@ -71,6 +71,7 @@ class Subject:
     steps: int | None = None  # of a run that has begun
     counted: CountedSizes | None = None  # of a Hugging Face model whose configuration can be read, or with `freeze`
     hf_reason: str = ""  # why it could not
+    activations_reason: str = ""  # why its activations could not be measured
 
     @property
     def size(self) -> Size:
@@ -167,7 +168,7 @@ def plan(
         source = Run(Path(source)) if is_run else Recipe.load(source)
     run = source if isinstance(source, Run) and last_start(source.ledger()) else None
     recipe = as_recipe(source).replace(overrides)
-    subject = subject_of(recipe, run, past, world, device, memory_bytes)
+    subject = with_activations(subject_of(recipe, run, past, world, device, memory_bytes))
     speed = past_speed(subject, past or [run or Run(recipe.run_dir)])
     if past and speed is None:
         names = ", ".join(str(run.path) for run in past)
@@ -239,6 +240,21 @@ def with_counted_sizes(subject: Subject) -> Subject:
         return replace(subject, hf_reason=needs or str(error))
 
 
+def with_activations(subject: Subject) -> Subject:
+    """The subject with the activations of counted sizes, which a pass with fake tensors measures in some seconds."""
+    recipe, own = subject.recipe, subject.counted
+    if own is None:
+        return subject
+    micro_batch = recipe.batch(subject.world, subject.device.kind).micro_batch
+    try:
+        from windlass.estimate.activations import measure_peaks  # needs torch
+
+        peaks = measure_peaks(recipe, own.vocab, subject.precision, micro_batch)
+        return replace(subject, counted=replace(own, peaks=peaks))
+    except Exception as error:  # of code of `transformers`, or of an operation without a fake kernel
+        return replace(subject, activations_reason=f"{type(error).__name__}: {first_line(error)}")
+
+
 def with_prepared_data(subject: Subject) -> Subject:
     """The subject with vocabulary and samples of the prepared data, or with the reason why there are none."""
     from windlass.data.prepare import find_prepared, open_samples
@@ -292,6 +308,8 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
             unknown["steps"] = str(error)
     if size.parameters is None:
         unknown["size"] = subject.hf_reason or f"{subject.reason}: the vocabulary of {recipe.data.tokenizer!r}"
+    if subject.activations_reason:
+        unknown["activations"] = subject.activations_reason
     if not samples:
         unknown["epochs"] = subject.reason
     if speed is None:

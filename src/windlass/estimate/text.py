@@ -91,21 +91,24 @@ def _print_memory(plan: Any, console: Console) -> None:
     """The memory of a rank by strategy and activation checkpointing, and what is recommended."""
     rows, usable, first = plan.memory, plan.device.usable_bytes, plan.memory[0].layout
     most, ours = max(row.memory.total for row in rows), plan.size.non_embedding is not None
+    measured = rows[0].memory.at == "measured"
     unit, size = ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
     digits = sum(most < limit * size for limit in ((100,) if unit == "MB" else (200, 20)))
     cells = []
     for row in rows:
         shown = [f"{getattr(row.memory, part) / size:,.{digits}f}" for part in (*PARTS, "total")]
-        if not ours:
+        if not ours and not measured:
             shown[3:6] = ["?"] * 3
         largest = "?" if row.largest_micro_batch is None else str(row.largest_micro_batch or "-")
         strategy = ("offload" if row.layout.offload else row.layout.strategy) + " *" * row.chosen
         fits = {True: "yes", False: "no", None: "?"}[row.fits]
         cells.append((strategy, row.layout.checkpointing, *shown, fits, largest))
     notes = ["max: the largest micro-batch that fits. *: the recipe's own layout."]
-    if not ours:
-        model = "a Hugging Face model, and with model.freeze,"
-        notes = [f"Of {model} weights, gradients and AdamW state are known, activations are not."]
+    if measured:
+        notes.append("act has the logits, and is measured: a pass with fake tensors and the kernels of a CPU.")
+    elif not ours:
+        model, why = "a Hugging Face model, and with model.freeze,", plan.unknown.get("activations", "")
+        notes = [f"Of {model} weights, gradients and AdamW state are known, activations are not: {why}"]
     if plan.optimizer.startswith("torch."):
         notes.append(f"The state of {plan.optimizer} is taken to be as large as AdamW's.")
     if host := max(row.memory.host for row in rows):

@@ -82,6 +82,9 @@ def checkpoint_bytes(settings: ModelSettings, vocab: int, optimizer: str = "adam
     return BYTES_FP32 * (tensors - (settings.layers * block_matrices(settings) if optimizer == "muon" else 0))
 
 
+Peaks = tuple[tuple[int, int, int], ...]  # micro-batch, and the most bytes without and with gradients
+
+
 @dataclass(frozen=True)
 class CountedSizes:
     """The size of a model that is counted on its own parameters by `windlass.model.build.sizes_of`: of `transformers`, or
@@ -93,6 +96,13 @@ class CountedSizes:
     network: dict[str, Any] = field(default_factory=dict)  # of `transformers`: architecture, layers, heads, ...
     positions: int = 0  # of `total` in our GPT's table of learned positions
     in_4bit: int = 0  # of all parameters those held in 4 bits, with a scale of 32 bits for each 64 of them
+    peaks: Peaks = ()  # of a step, where they were measured
+
+    def peak(self, micro_batch: int) -> tuple[int, int]:
+        """Bytes of a step beside weights and state, without and with gradients: on the line through those measured."""
+        (n, *low), (m, *high) = self.peaks
+        without, together = (a + (b - a) * (micro_batch - n) // (m - n) for a, b in zip(low, high, strict=True))
+        return without, together
 
     def weight_bytes(self, each: int = BYTES_FP32) -> int:
         """Bytes of the weights, with so many for each that is not in 4 bits."""

@@ -16,7 +16,7 @@ from typing import Any
 from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument, did_you_mean
 from windlass.estimate.optimum import resolve_steps
-from windlass.estimate.plan import plan
+from windlass.estimate.plan import assemble, subject_of
 from windlass.processes import usable_cores, visible_gpus
 from windlass.recipe import Recipe
 from windlass.study import probe
@@ -233,7 +233,7 @@ def fewest_steps(recipe: Recipe, listed: Sequence[Assignment]) -> int:
             try:
                 steps.append(resolve_steps(cell.recipe))
             except UserError:
-                steps.append(plan(cell.recipe, world=one[WORLD]).steps or 1)
+                steps.append(assemble(subject_of(cell.recipe, None, (), one[WORLD], "", None), None).steps or 1)
     return min(steps)
 
 

@@ -1,0 +1,120 @@
+"""The activations of a model that is no arithmetic here: one forward and backward pass with fake tensors, which take no memory.
+
+Needs torch. Every operation's results are counted until their last reference is gone. The kernels are those of a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from windlass.model.build import build_model
+from windlass.model.size import Peaks
+from windlass.parallel.parallelize import LOW, checkpoint_activations
+from windlass.recipe import Recipe
+
+FLASH = 1  # of `torch.nn.attention.SDPBackend`
+
+
+def measure_peaks(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> Peaks:
+    """The bytes of a step beside weights and optimizer state, with two micro-batches, of which one is the recipe's."""
+    return tuple(_peaks_of(recipe, vocab, precision, n) for n in sorted({1, max(2, micro_batch)}))
+
+
+def _peaks_of(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> tuple[int, int, int]:
+    """Micro-batch, and the most bytes without and with the gradients of the weights."""
+    model, low = build_model(recipe, vocab).train(), LOW.get(precision)
+    blocks = getattr(model, "blocks", list)
+    checkpoint_activations(list(blocks() if callable(blocks) else blocks), recipe.parallel.activation_checkpointing)
+    with FakeTensorMode(allow_non_fake_inputs=True), _no_packed_rows():
+        _replace_parameters(model)
+        with Meter() as meter, Attention():
+            tokens = torch.zeros(micro_batch, recipe.model.context, dtype=torch.int64)
+            with torch.autocast("cpu", dtype=low, enabled=low is not None):
+                loss = model(tokens, tokens)
+            loss.backward()
+            del loss
+    gradients = {meter.live[p.grad.untyped_storage()._cdata][0] for p in model.parameters() if p.grad is not None}
+    without = together = most_without = most = 0
+    for number, size in meter.events:
+        without += 0 if number in gradients else size
+        together += size
+        most_without, most = max(most_without, without), max(most, together)
+    return micro_batch, most_without, most
+
+
+def _no_packed_rows() -> contextlib.AbstractContextManager[Any]:
+    """Have `transformers` make the masks of real rows: it cannot tell that fake ones hold one text each."""
+    masking = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    return mock.patch.object(masking, name, lambda *_: None) if hasattr(masking, name) else contextlib.nullcontext()
+
+
+def _replace_parameters(model: nn.Module) -> None:
+    """Give parameters on the meta device fake ones on the CPU; ties stay."""
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None and old.is_meta:
+                empty = torch.empty(old.shape, dtype=old.dtype, device="cpu")
+                module._parameters[name] = new.setdefault(old, nn.Parameter(empty, old.requires_grad))
+
+
+class Meter(TorchDispatchMode):
+    """Each storage that an operation makes, and its end, as `events`: its number, and its bytes, negative at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[int, int]] = {}  # by address, which is used again: number and bytes
+        self.events: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage())._cdata not in self.live:
+                self.live[storage._cdata] = number, size = len(self.events), storage.nbytes()
+                self.events.append((number, size))
+                weakref.finalize(storage, self._free, storage._cdata)
+        return out
+
+    def _free(self, key: int) -> None:
+        number, size = self.live.pop(key)
+        self.events.append((number, -size))
+
+
+class Attention(TorchFunctionMode):
+    """Attention with the kernel that real tensors would have: fake ones on a CPU always take the plain one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+        given |= kwargs or {}
+        if func is scaled_dot_product_attention and detect_fake_mode() is not None:
+            tensors = ("query", "key", "value", "attn_mask")
+            with unset_fake_temporarily():  # memory that is never touched
+                real = given | {name: _like(given[name]) for name in tensors if given.get(name) is not None}
+                choice = torch._fused_sdp_choice(**real)
+            if choice == FLASH:
+                mask = given.get("attn_mask")
+                if mask is not None and mask.dtype == torch.bool:
+                    wide = torch.zeros(mask.shape, dtype=given["query"].dtype)
+                    given["attn_mask"] = wide.masked_fill_(mask.logical_not(), -torch.inf)
+                names = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
+                own = {name: given[name] for name in names if name in given}
+                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(**own)[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
