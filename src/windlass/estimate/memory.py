@@ -162,7 +162,7 @@ def memory_rows(model: Network, vocab: int, optimizer: str, base: Layout, usable
     """
     # The activations of other models may be unknown: they may be too large, and never surely fit.
     ours = not isinstance(model, CountedSizes)
-    known = ours or bool(model.peaks)
+    known = not isinstance(model, CountedSizes) or bool(model.peaks)
     base = base if known else replace(base, checkpointing="none")
     several = ["ddp", "shard_grad_op", "shard_optim", *["hybrid_shard"] * (base.world > 3), "full_shard"]
     strategies = several if base.world > 1 else ["single"]
