@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == HERE:
             item.add_marker(pytest.mark.filterwarnings("default"))
-            item.add_marker(pytest.mark.timeout(180))
+            item.add_marker(pytest.mark.timeout(180 if DEVICE == "cuda" else 900))
 
 
 @pytest.fixture(autouse=True)

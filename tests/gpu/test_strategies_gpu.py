@@ -14,29 +14,33 @@ from helpers import curve
 
 pytestmark = pytest.mark.gpu
 
-FSDP = ("full_shard", "shard_grad_op", "hybrid_shard")
 OFFLOAD = ("parallel.strategy=full_shard", "parallel.offload=true")
 
 
-def close(curves: list[tuple], expected: list[tuple], rel: float) -> None:
-    """Step, loss and gradient norm of each step."""
-    assert len(curves) == len(expected) == 8
-    for mine, other in zip(curves, expected, strict=True):
-        assert mine == pytest.approx(other, rel=rel)
+STRATEGIES = ("ddp", "shard_optim", "full_shard", "shard_grad_op", "hybrid_shard")
+ROUNDING = {"fp64": (1e-8, 1e-8), "fp32": (1e-3, 1e-2), "bf16": (3e-2, 1e-1), "fp16": (3e-2, 1e-1)}
+"""How far losses and gradient norms of 8 steps may differ: AdamW's first steps magnify rounding."""
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_each_strategy_on_one_rank_trains_as_a_single_process(recipe: Callable[..., Any], kind: str) -> None:
+def close(run: Any, expected: Any, precision: str) -> None:
+    """Loss and gradient norm of each step."""
+    curves = [curve(x, "loss", "grad_norm") for x in (run, expected)]
+    assert [len(x) for x in curves] == [8, 8]
+    for (_, *mine), (_, *other) in zip(*curves, strict=True):
+        for a, b, rel in zip(mine, other, ROUNDING[precision], strict=True):
+            assert a == pytest.approx(b, rel=rel)
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("adamw", "fp64"), ("muon", "fp32")])
+def test_each_strategy_on_one_rank_trains_as_a_single_process(
+    recipe: Callable[..., Any], kind: str, precision: str
+) -> None:
     from windlass import train
 
-    settings = ("train.precision=fp32", f"optim.kind={kind}")
-    single = curve(train(recipe("single", *settings)), "loss", "grad_norm")
-    for strategy in ("ddp", "shard_optim"):
-        run = train(recipe(strategy, *settings, f"parallel.strategy={strategy}"))
-        close(curve(run, "loss", "grad_norm"), single, 1e-5)
-    for strategy in FSDP:
-        run = train(recipe(strategy, *settings, f"parallel.strategy={strategy}"))
-        close(curve(run, "loss", "grad_norm"), single, 1e-3 if kind == "muon" else 1e-4)
+    settings = (f"train.precision={precision}", f"optim.kind={kind}")
+    single = train(recipe("single", *settings))
+    for strategy in STRATEGIES:
+        close(train(recipe(strategy, *settings, f"parallel.strategy={strategy}")), single, precision)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -46,8 +50,7 @@ def test_offloaded_parameters_train_as_those_on_the_device(recipe: Callable[...,
     settings = (f"train.precision={precision}", "train.micro_batch=4")
     on_device = train(recipe("device", *settings, "parallel.strategy=full_shard"))
     offloaded = train(recipe("offload", *settings, *OFFLOAD))
-    rel = 1e-4 if precision == "fp32" else 3e-2
-    close(curve(offloaded, "loss", "grad_norm"), curve(on_device, "loss", "grad_norm"), rel)
+    close(offloaded, on_device, precision)
 
 
 def test_an_offloaded_run_resumes_bit_for_bit(recipe: Callable[..., Any]) -> None:
@@ -67,11 +70,11 @@ def test_two_ranks_on_one_device_train_as_one(
     from windlass.launch.local import launch
     from windlass.run import Run
 
-    settings = ("train.precision=fp32", "train.micro_batch=2")
-    alone = curve(train(recipe("alone", *settings)), "loss", "grad_norm")
+    settings = ("train.precision=fp64", "train.micro_batch=2")
+    alone = train(recipe("alone", *settings))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0])
     more = words("two", *settings, f"parallel.strategy={strategy}")
     assert launch([sys.executable, str(Path(__file__).parent / "over_gloo.py"), "train", *more], 2) == 0
     run = Run(recipe("two").run_dir)
     assert [start["world"] for start in run.events if start["event"] == "started"] == [2]
-    close(curve(run, "loss", "grad_norm"), alone, 1e-4)
+    close(run, alone, "fp64")
