@@ -23,9 +23,11 @@ SHAPES = {  # what takes most of the memory: settings, vocabulary, micro-batch
     ),
 }  # fmt: skip
 
+TABLES = ({"layers": 3, "heads": 4, "width": 128, "context": 32, "tie_head": False}, 3000, 1)  # a large embedding and head
+
 
 def compare(shape, world=1, accumulation=1, **overrides):
-    settings, vocab, micro = SHAPES[shape]
+    settings, vocab, micro = SHAPES.get(shape, TABLES)
     model = {f"model__{key}": value for key, value in settings.items()}
     batch = {"train__micro_batch": micro, "train__global_batch": micro * world * accumulation}
     r = recipe(**model, **batch, **overrides)
@@ -74,6 +76,13 @@ SEVERAL_RANKS = [
 @pytest.mark.parametrize("settings", SEVERAL_RANKS, ids=lambda s: "-".join(str(v) for v in s.values()))
 def test_two_ranks(shape, settings):
     predicted, _, peak = compare(shape, world=2, **settings)
+    assert predicted.total == pytest.approx(peak, rel=0.04), predicted
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("settings", [{}, slow({"train__precision": "bf16"}), slow({"accumulation": 2})])
+def test_embedding_and_head_are_gathered_one_after_the_other(settings):
+    predicted, _, peak = compare("tables", world=2, parallel__strategy="full_shard", **settings)
     assert predicted.total == pytest.approx(peak, rel=0.04), predicted
 
 

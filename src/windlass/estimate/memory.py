@@ -350,9 +350,13 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     """FSDP2: blocks are gathered one by one, or stay gathered until their backward pass (`shard_grad_op`).
 
     A block that is gathered is in memory twice for a moment (as it was received, and as parameters), and what was
-    received is freed when the next one has arrived; likewise a gradient before and while it is reduced.
+    received is freed when the next one has arrived; likewise a gradient before and while it is reduced. An untied head and
+    the embedding are units of their own; a tied matrix is the root's, and gathered all the time.
     """
-    layers, shard, root = step.model.layers, step.layout.shard, step.root
+    tied, low = step.model.tie_head, step.compute / step.master
+    layers, shard, end = step.model.layers, step.layout.shard, step.root if tied else step.head
+    wide = int(low * end)  # what is gathered of the embedding or of the head
+    root = wide if tied or step.layout.strategy == "shard_grad_op" else 0  # while blocks compute
     gathered = step.compute * block_parameters(step.model)  # a block, in the precision of autocast
     stays = step.layout.strategy == "shard_grad_op"
     on_device = not step.layout.offload  # with offload reduced gradients go to the host
@@ -368,18 +372,24 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     yield Memory(0, first, 0, activations, buffers=buffers - gathered, at=f"forward of block {layers}")
     for event in step.loss():
         received = event.at == "loss" and not several
-        yield replace(event, gradients=before, buffers=root + (layers + received if stays else 1) * gathered)
+        gathers = root + (0 if tied else wide) + (layers + received if stays else 1) * gathered
+        yield replace(event, gradients=before, buffers=gathers)
+    if not tied:
+        buffers = root + wide + end + (layers + 1 if stays else min(layers, 2)) * gathered
+        activations = step.saved(layers) + step.stream
+        yield Memory(0, before + end, 0, activations, buffers=buffers, at="reduction of the head")
     for left in range(layers, 0, -1):
         done = layers - left
-        gradients = (shards or on_device * done * step.block // shard) + (root + left * step.block if whole else 0)
-        gradients += step.head if step.model.tie_head or not whole else 0
+        gradients = (shards or on_device * done * step.block // shard) + (end + left * step.block if whole else 0)
+        gradients += int(low * step.head) if tied else 0
         buffers = root + (left if stays else min(left, 2)) * gathered + (step.block if done else 0)
         at = f"backward of block {left}"
         yield Memory(0, gradients + step.largest, 0, step.saved(left) + step.inside(), buffers=buffers, at=at)
         gradients += 0 if whole else step.block
         yield Memory(0, gradients, 0, step.saved(left - 1) + step.stream, buffers=buffers, at=at)
-    gradients = root + (shards or on_device * layers * step.block // shard) + step.embedding(whole)
-    yield Memory(gradients=gradients, activations=step.stream, buffers=root, at="backward of the embedding")
+    gradients = end + (shards or on_device * layers * step.block // shard)
+    gradients += int(step.head * (1 + low + whole)) if tied else step.head * whole
+    yield Memory(gradients=gradients, activations=step.stream, buffers=wide, at="backward of the embedding")
     reduced = on_device * step.weights // shard
-    yield Memory(gradients=root + reduced, buffers=2 * root, at="reduction of embedding and head")
+    yield Memory(gradients=end + reduced, buffers=end + wide, at="reduction of the embedding")
     yield Memory(gradients=-(-on_device * step.weights // shard), buffers=step.update, at="update")

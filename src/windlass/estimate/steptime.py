@@ -48,7 +48,7 @@ class Collective(NamedTuple):
 def collectives(layout: Layout, tensors: Tensors, bucket_mb: float = 25.0) -> list[Collective]:
     """The collectives of a step on parameters and gradients; none on one rank.
 
-    Gradients and master weights have 4 bytes (8 in fp64); FSDP2 gathers blocks in the precision of the step.
+    Gradients and master weights have 4 bytes (8 in fp64); FSDP2 gathers in the precision of the step.
     """
     world, shard, strategy = layout.world, layout.shard, layout.strategy
     low, master = COMPUTE_BYTES[layout.precision], max(4, COMPUTE_BYTES[layout.precision])
@@ -64,7 +64,7 @@ def collectives(layout: Layout, tensors: Tensors, bucket_mb: float = 25.0) -> li
     root, steps = tensors.total - tensors.blocks * tensors.block, layout.accumulation
     gathers = 1 if strategy == "shard_grad_op" else 2 * steps  # of a block: for each forward and each backward pass
     reductions = steps if layout.reduces_each else 1
-    sent = [Collective("all_gather", master * root, 1 if strategy == "shard_grad_op" else steps, shard)]
+    sent = [Collective("all_gather", low * root, 1 if strategy == "shard_grad_op" else steps, shard)]
     sent += [Collective("all_gather", low * tensors.block, gathers * tensors.blocks, shard)]
     for unit, number in ((root, 1), (tensors.block, tensors.blocks)):
         size = master * share * unit

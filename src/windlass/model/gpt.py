@@ -167,12 +167,20 @@ def drop(x: Tensor, rate: float, training: bool) -> Tensor:
 
 
 class Head(nn.Module):
-    """The parameters of the head: its matrix [V, D] unless it is the embedding's, and its bias [V] if it has one."""
+    """The head: its matrix [V, D] unless it is the embedding's, and its bias [V] if it has one."""
 
     def __init__(self, settings: ModelSettings, vocab: int):
         super().__init__()
         self.weight = None if settings.tie_head else nn.Parameter(torch.empty(vocab, settings.width))
         self.bias = nn.Parameter(torch.empty(vocab)) if settings.head_bias else None
+        self.cap = settings.logit_cap
+
+    def forward(self, x: Tensor, labels: Tensor | None, table: Tensor) -> Tensor:
+        """The logits of hidden states [B, T, D], or their summed loss; `table` is the embedding's matrix, for a tied head."""
+        weight = table if self.weight is None else self.weight
+        if labels is None:
+            return head_logits(x, weight, self.bias, self.cap)
+        return cross_entropy_sum(x, weight, labels, self.bias, cap=self.cap)
 
 
 class Blocks(nn.ModuleList):
@@ -221,10 +229,13 @@ class GPT(nn.Module):
             x = x[:, -1:]
         if m.final_norm:
             x = self.norm(x)
-        weight = self.embedding.weight if m.tie_head else self.head.weight
-        if labels is None:
-            return head_logits(x, weight, self.head.bias, m.logit_cap)
-        return cross_entropy_sum(x, weight, labels, self.head.bias, cap=m.logit_cap)
+        return self.head(x, labels, self.embedding.weight)
+
+    def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The units of sharding before and after the blocks; none if embedding and head share a matrix, which the root has."""
+        if self.settings.tie_head:
+            return [], []
+        return [self.embedding], [*([self.norm] if self.settings.final_norm else []), self.head]
 
     def new_cache(self, batch: int, length: int) -> list[LayerCache]:
         """Room for each layer's keys and values of `batch` rows of up to `length` tokens, for `forward`."""

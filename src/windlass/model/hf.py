@@ -94,6 +94,12 @@ class HfModel(nn.Module):
         """The units of sharding, activation checkpointing and compilation, in order."""
         return find_blocks(self.model)
 
+    def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The units of sharding before and after the blocks. The loss reads the head's matrix itself, so the root has it."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()  # type: ignore[operator]
+        tied = head is None or getattr(head, "weight", None) is embedding.weight
+        return [] if tied else [embedding], []
+
     def new_cache(self, batch: int, length: int) -> HfCache:
         """An empty cache of keys, values and states; it grows as it is used."""
         return HfCache(self.model)

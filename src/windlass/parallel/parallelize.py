@@ -5,8 +5,8 @@ is its sum over unmasked labels divided by the *global* number of them: so it is
 DDP and FSDP2 average by themselves; here both are told to add.
 
 Master weights and reductions are float32 (float64 with `fp64`); bf16 and fp16 are autocast in every strategy. FSDP2 also
-gathers the parameters of the blocks in low precision. That changes nothing for a matrix, but rounds the gains and biases of
-the blocks' norms (by a relative 2^-9): the one difference between the strategies.
+gathers parameters in low precision. That changes nothing for the matrix of a linear layer, which autocast rounds anyway. It
+rounds embeddings, and gains and biases of norms (by a relative 2^-9 in bf16): the one difference between the strategies.
 """
 
 from __future__ import annotations
@@ -108,25 +108,32 @@ def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Mo
 
 
 def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Recipe) -> None:
-    """FSDP2 over each block, then over the rest as one unit."""
+    """FSDP2 over each block, over the model's `ends()` before and after them, and over the rest as one unit."""
     settings, low = recipe.parallel, LOW.get(resolve_precision(recipe.train.precision, ranks.device))
     reduced = torch.float32 if low else None
-    in_blocks = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, cast_forward_inputs=False)
-    in_root = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if settings.offload else OffloadPolicy()
     gather_again = ranks.strategy != "shard_grad_op"
-    shard = functools.partial(fully_shard, mesh=ranks.mesh, offload_policy=offload)
+    shard = functools.partial(fully_shard, mesh=ranks.mesh, offload_policy=offload, mp_policy=policy)
+    ends: Any = getattr(model, "ends", lambda: ([], []))
+    first, last = ends()
 
-    if low and ranks.device.type == "cpu":  # on CUDA autocast raises norms by itself
-        compute_in_float32([module for block in blocks for module in block.modules() if is_foreign_norm(module)])
-    for block in blocks:
-        shard(block, reshard_after_forward=gather_again, mp_policy=in_blocks)
-    shard(model, reshard_after_forward=False, mp_policy=in_root)
+    if low:
+        # The residual stream stays in float32, and the gradients of a token's occurrences are added in float32.
+        wide = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        if ranks.device.type == "cpu":  # on CUDA autocast raises norms by itself
+            wide += [module for module in model.modules() if is_foreign_norm(module)]
+        compute_in_float32(wide)
+    for unit in ([first] if first else []) + [[block] for block in blocks]:
+        shard(unit, reshard_after_forward=gather_again)
+    if last:  # the backward pass begins with it
+        shard(last, reshard_after_forward=False)
+    shard(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-    units: list[Any] = [model, *blocks]
+    units: list[Any] = [model, *first[:1], *blocks, *last[:1]]
     for i, unit in enumerate(units):
         if settings.forward_prefetch:
             unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + settings.forward_prefetch])
