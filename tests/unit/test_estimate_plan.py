@@ -15,7 +15,7 @@ from windlass.data.prepare import prepare
 from windlass.errors import UserError
 from windlass.estimate import activations
 from windlass.estimate.devices import GIB, find_device
-from windlass.estimate.milestones import evaluations, milestones
+from windlass.estimate.milestones import evaluations, measures_all, milestones
 from windlass.estimate.optimum import optimal_tokens, resolve_steps
 from windlass.estimate.plan import Subject, assemble, plan
 from windlass.estimate.time import Speed
@@ -148,7 +148,7 @@ def test_after_preparing_everything_is_known(tmp_path, kind):
 
 
 def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
-    recipe = Recipe.load("quickstart", ["train.steps=300", "train.global_batch=8", "eval.every=30"])
+    recipe = Recipe.load("quickstart", ["train.steps=300", "train.global_batch=8", "eval.every=30", "eval.at_end=all"])
     horizon = Horizon(300, 4000, 8)
     bounded = evaluations(recipe.replace("eval.batches=16"), horizon, 1000)
     assert (bounded.number, bounded.batches, bounded.last) == (11, 16, 125)
@@ -170,6 +170,18 @@ def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
     assert few.warning == "" and "3 evaluations x 1 batches: 0.33 % of" in str(few)
     assert evaluations(recipe.replace("eval.every=0"), horizon, 1000) is None
     assert Recipe().eval.batches == 100 and evaluations(recipe, horizon, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("at_end", "steps", "last"), [("auto", 300, 16), ("auto", 400, 125), ("all", 300, 125), ("batches", 400, 16)]
+)
+def test_all_validation_data_is_measured_at_the_end_if_that_is_a_tenth_of_the_work(at_end, steps, last):
+    """125 batches are 42 training steps."""
+    recipe = Recipe.load("quickstart", ["train.global_batch=8", "eval.batches=16", f"eval.at_end={at_end}"])
+    horizon = Horizon(steps, 4000, 8)
+    assert evaluations(recipe, horizon, 1000).last == last
+    assert measures_all(recipe, horizon, 1000) == (last == 125)
+    assert max(m.size for m in milestones(recipe, horizon, 1000)) == last / 16
 
 
 def test_a_live_run_says_what_is_left(tmp_path):

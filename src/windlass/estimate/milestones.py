@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 TIMED = EVALUATION, CHECKPOINT, SAMPLE = "evaluation", "checkpoint", "sample"
 """Milestones that take time."""
+AT_END = 0.1  # of a run's work: all validation data with a larger share is not measured at the end
 MUCH = 0.3  # of a run's work: evaluations with a larger share get a warning
 
 
@@ -24,7 +25,7 @@ class Milestone(NamedTuple):
 
     what: str
     step: int
-    size: float = 1.0  # the last evaluation is of all validation data: so many times as long as one before it
+    size: float = 1.0  # a last evaluation of all validation data takes so many times as long as one before it
 
 
 class Evaluations(NamedTuple):
@@ -32,7 +33,7 @@ class Evaluations(NamedTuple):
 
     number: int
     batches: int  # of each but the last
-    last: int  # of the last one: all validation data
+    last: int  # of the last one: of all validation data, or as many as before
     train: int  # of training data, in each
     share: float  # of the run's arithmetic, by which a forward pass is a third of a training step
 
@@ -72,13 +73,20 @@ def occurrences(horizon: Horizon, every: Duration) -> list[int]:
     return sorted({-((-samples.numerator * k) // (samples.denominator * horizon.samples_per_step)) for k in edges})
 
 
+def measures_all(recipe: Recipe, horizon: Horizon, val_samples: int) -> bool:
+    """Whether a run's last evaluation is of all validation data (`eval.at_end`)."""
+    work = -(-val_samples // horizon.samples_per_step) / 3  # in training steps, of which a forward pass is a third
+    return recipe.eval.at_end == "all" or (recipe.eval.at_end == "auto" and work <= AT_END * (work + horizon.steps))
+
+
 def evaluations(recipe: Recipe, horizon: Horizon, val_samples: int) -> Evaluations | None:
     """The evaluations of a run's loss; None where there are none, or the validation set is not known (0)."""
     steps = [m.step for m in milestones(recipe, horizon) if m.what == EVALUATION]
     if not (steps and val_samples and LOSS_SUITE in recipe.eval.suites):
         return None
-    last = -(-val_samples // horizon.samples_per_step)
-    batches = min(recipe.eval.batches or last, last)
+    whole = -(-val_samples // horizon.samples_per_step)
+    batches = min(recipe.eval.batches or whole, whole)
+    last = whole if measures_all(recipe, horizon, val_samples) else batches
     train = min(recipe.eval.train_batches, -(-horizon.samples_per_epoch // horizon.samples_per_step))
     work = ((len(steps) - 1) * batches + last + len(steps) * train) / 3
     return Evaluations(len(steps), batches, last, train, work / (work + horizon.steps))
@@ -105,7 +113,8 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
     limit = recipe.eval.batches * horizon.samples_per_step
     loss_alone = recipe.eval.suites == [LOSS_SUITE]  # other suites are measured the same way each time
     train = min(recipe.eval.train_batches * horizon.samples_per_step, horizon.samples_per_epoch)
-    size = {(EVALUATION, steps): max(1.0, (val_samples + train) / (limit + train))} if limit and loss_alone else {}
+    whole = limit and loss_alone and measures_all(recipe, horizon, val_samples)
+    size = {(EVALUATION, steps): max(1.0, (val_samples + train) / (limit + train))} if whole else {}
     every = (Milestone(what, step, size.get((what, step), 1.0)) for what, places in at.items() for step in places)
     return sorted(every, key=lambda m: m.step)
 

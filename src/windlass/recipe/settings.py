@@ -293,7 +293,10 @@ class EvalSettings(Section):
     every: Duration = 0.1
     """How often the validation loss is measured; also at step 0 and at the end."""
     batches: int = Field(100, ge=0)
-    """Global batches of the validation set to use, always the same ones; 0: all of it, as a run's last evaluation does."""
+    """Global batches of the validation set to use, always the same ones; 0: all of it."""
+    at_end: Literal["auto", "all", "batches"] = "auto"
+    """What a run's last evaluation measures beside these `batches`: `all` validation data, or nothing else (`batches`);
+    `auto`: all, if that is at most a tenth of the run's work."""
     train_batches: int = Field(0, ge=0)
     """Global batches of the training set whose loss is measured too (`train_loss`), as nanoGPT's `estimate_loss` does: always the
     same ones, spread at random over the set, without dropout; 0: none."""

@@ -26,6 +26,7 @@ from windlass.data.chat import stop_tokens
 from windlass.data.loader import Loader, StepBatch
 from windlass.data.prepare import Data
 from windlass.errors import RunFailed, Stopped, UserError, first_line
+from windlass.estimate.milestones import measures_all
 from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
 from windlass.evaluation.suites import Suites, write_predictions
 from windlass.optim.build import set_lr
@@ -266,9 +267,10 @@ class Trainer:
         with recorder.outside("eval"):
             self.ranks.mark(step, "evaluation")
             last = step == self.horizon.steps or self.ends_early
+            whole = last and measures_all(self.recipe, self.horizon, len(self.data.val or ()))
             for suite in suites or self.suites.names:
                 progress = partial(recorder.console.progress, f"evaluating {suite}")
-                result = self.suites.measure(suite, self.model, self.poll_stop, last, progress)
+                result = self.suites.measure(suite, self.model, self.poll_stop, whole, progress)
                 if result is None:
                     return False
                 numbers, predictions = result
@@ -278,9 +280,9 @@ class Trainer:
                         write_predictions(recorder.run.path / "eval", step, predictions)
                     except OSError as error:  # the scores are in the ledger
                         recorder.console.warning(f"{suite}: the predictions were not written: {error}")
-        more = {"epoch": recorder.epoch, "samples_trained": self.state.samples}
+        where = {"epoch": recorder.epoch, "samples_trained": self.state.samples}
         for fields in measured:
-            line = recorder.ledger.write("eval", step, **fields, **more)
+            line = recorder.ledger.write("eval", step, **fields, **where)
             recorder.console.eval(line)
             recorder.evaluations.append(line)
         if step and settings.keep_best and self.saves.step != step and best(recorder.scores, settings.best) == step:
@@ -289,8 +291,10 @@ class Trainer:
         if last or not recorder.stops_improving():
             return True
         self.ends_early = True  # so this was the last evaluation: the loss once more, with all validation data
-        bounded = 0 < self.recipe.eval.batches * self.batch.global_batch < len(self.data.val or ())
-        return not bounded or LOSS_SUITE not in self.recipe.eval.suites or self.evaluate([LOSS_SUITE])
+        samples = len(self.data.val or ())
+        bounded = 0 < self.recipe.eval.batches * self.batch.global_batch < samples
+        more = bounded and measures_all(self.recipe, self.horizon, samples)
+        return not more or LOSS_SUITE not in self.recipe.eval.suites or self.evaluate([LOSS_SUITE])
 
     def sample_due(self) -> bool:
         """Whether a text is generated at this step; a user's own model or tokenizer may not be able to."""
