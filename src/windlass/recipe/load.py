@@ -80,7 +80,11 @@ class Recipe(BaseModel):
     def replace(self, *changes: Changes, **values: Any) -> Recipe:
         """A checked copy with settings changed: `replace({"optim.lr": 3e-4})`, `replace(optim={"lr": 3e-4})`, or as text."""
         tree = self.model_dump(mode="json", exclude_unset=True)
-        merge(tree, {key: value for change in (*changes, values) for key, value in dotted(change).items()})
+        new = {key: value for change in (*changes, values) for key, value in dotted(change).items()}
+        before = Recipe.load(self.preset) if self.preset in presets() else Recipe()
+        if new.get("data.source", self.data.source) != self.data.source and self.eval.prompt == before.eval.prompt:
+            tree.get("eval", {}).pop("prompt", None)  # a preset's prompt is for the preset's texts
+        merge(tree, new)
         return validate(tree, self.preset)
 
     def __repr__(self) -> str:
