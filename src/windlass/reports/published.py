@@ -144,7 +144,7 @@ def why_not(state: str, gpus: bool | None, reasons: Mapping[str, str] = MappingP
 
 def run_row(view: RunView) -> Row:
     state = "waiting" if not view.step else "finished" if view.state == "finished" else "running"
-    nodes, world = (view.run.environment.get("launch") or {}).get("nodes", 1), measures(view).get("world", 1)
+    nodes, world = (view.run.environment.get("launch") or {}).get("nodes", 1), int(measures(view).get("world") or 1)
     setup = f"{nodes} host{'s' * (nodes > 1)}, {world} rank{'s' * (world > 1)}"
     return run_values(view) | {"run": view.label, "setup": setup}, why_not(state, on_gpus(view))
 
