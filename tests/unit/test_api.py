@@ -79,7 +79,9 @@ def test_a_recipe_takes_settings_as_a_dictionary(tmp_path: Path) -> None:
     assert Recipe.load("quickstart", changes) == typed
     assert Recipe.load("quickstart").replace(changes) == Recipe.load("quickstart").replace(**changes) == typed
     assert Recipe.from_dict({"extends": "quickstart", **changes}) == Recipe.from_dict(typed.flat()) == typed
-    assert repr(typed) == str(typed) == "Recipe(quickstart: data.source=a.txt, train.steps=5, optim.lr=0.5, eval.prompt=)"
+    assert (
+        repr(typed) == str(typed) == "Recipe(quickstart: data.source=a.txt, train.steps=5, optim.lr=0.5, eval.prompt=)"
+    )
     assert repr(Recipe.load("quickstart")) == "Recipe(quickstart)"
     with refused("train.stepz", "train.steps?"):
         typed.replace({"train.stepz": 5})

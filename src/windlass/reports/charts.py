@@ -128,9 +128,9 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
     return [chart for chart in described if chart.series]
 
 
-def pattern(number: int) -> dict[str, int]:
+def pattern(number: int) -> tuple[int, int]:
     """Colour and dash of a line by its place among others: no two are equal before all combinations are used up."""
-    return {"colour": number % COLOURS, "dash": number // COLOURS % DASHES}
+    return number % COLOURS, number // COLOURS % DASHES
 
 
 def run_dashes(runs: int, tones: Sequence[float] = ()) -> list[int]:
@@ -178,8 +178,9 @@ def _columns(
         present = [column for column in columns if track is not None and track.has(column)]
         for index, column in enumerate(present[: 1 if several else None]):
             assert track is not None
-            look = {"name": seen.label} if several else {"name": columns[column], **pattern(index)}
-            one = _series(views, run, track, column, minor=index > 0, **look, **rest)
+            colour, dash = (None, 0) if several else pattern(index)
+            name = seen.label if several else columns[column]
+            one = _series(views, run, track, column, name=name, colour=colour, dash=dash, minor=index > 0, **rest)
             series.append(replace(one, y=one.y * factor))
     return series
 

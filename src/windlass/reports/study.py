@@ -7,7 +7,7 @@ that `checkpoint.best` names: the evaluation loss, or a score such as `squad.f1`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,8 +130,8 @@ def sweep_charts(seen: StudyView) -> list[Chart]:
             for title, points, pairs in ((name, "median" if circles else "line", medians), ("", "only", circles)):
                 if pairs:
                     x, y = np.array(pairs, dtype=np.float64).T
-                    line = Series(-1, scrub(title), step=x, tokens=x, hours=x, y=y, points=points)
-                    series.append(replace(line, **pattern(number)))
+                    colour, dash = pattern(number)
+                    series.append(Series(-1, scrub(title), x, x, x, y, colour, dash, points=points))
         chart = Chart(
             f"{seen.study.measure.replace('.', '-')}-against-{names[key].replace('.', '-')}",
             f"{seen.title[0].upper()}{seen.title[1:]} against {key}", seen.unit, series,
