@@ -41,6 +41,13 @@ def test_bytes_and_characters_round_trip(text):
     assert tokenizer.vocab == len(set(text)) and int(ids.max()) == tokenizer.vocab - 1
 
 
+def test_an_empty_prompt_of_characters_is_in_the_vocabulary():
+    """A line feed if the corpus has one, else its first character; the end-of-text token comes before both."""
+    prompts = [char_tokenizer(text, with_eot=False).encode_prompt("") for text in ("ba\nna", "banana")]
+    assert prompts == [[0], [0]] and char_tokenizer("\tb\n", with_eot=False).encode_prompt("") == [1]
+    assert char_tokenizer("banana", with_eot=True).encode_prompt("") == [3]
+
+
 def test_bytes_and_characters_are_numbered_by_code_point_and_unknown_ones_named():
     tokenizer = byte_tokenizer()
     assert (tokenizer.vocab, tokenizer.eot) == (257, 256)

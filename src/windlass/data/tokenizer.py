@@ -174,13 +174,18 @@ class Tokenizer:
         return [*self.bos, *self.encode(text).tolist()]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The tokens from which a model generates; without a text those that a text begins after (BOS, also the
-        configuration's, else EOS)."""
+        """The tokens from which a model generates.
+
+        Without a text they are what a text begins after: BOS, also the configuration's, else EOS. A tokenizer that has
+        neither gives a line feed, or its first character if the corpus of a character tokenizer has no line feed.
+        """
         if text and (ids := self.encode_with_bos(text)):
             return ids
-        if self.bos or self.first is None:
-            return list(self.bos) or self.encode("\n").tolist()[:1]
-        return [self.first]
+        if self.bos or self.first is not None:
+            return list(self.bos) or [self.first]  # type: ignore[list-item]
+        if self.kind == "char" and "\n" not in self.inner.get_vocab():
+            return [0]
+        return self.encode("\n").tolist()[:1]
 
     def encode_pair(self, prompt: str, answer: str, prompt_ids: list[int] | None = None) -> tuple[list[int], int]:
         """The tokens of prompt and answer in one sequence, and how many of them are the prompt's: encoded as one text where the

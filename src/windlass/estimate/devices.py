@@ -15,8 +15,7 @@ USABLE = 0.9
 
 
 HANDLES = 2  # of cuBLAS: threads that multiply matrices
-WORKSPACE, LARGE_WORKSPACE = 8_519_680, 32 * 2**20  # bytes for a handle, by CublasHandlePool.cpp of torch
-LARGE = r"\bG?H[128]00\b|\bG?B[23]00\b"  # Hopper and Blackwell of data centres have the large one
+WORKSPACE = 8 * 4096 * 1024  # bytes for a handle: CUBLAS_WORKSPACE_CONFIG=:4096:8, which `import windlass` sets
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,7 @@ class Device:
     @property
     def workspace_bytes(self) -> int:
         """What torch allocates for cuBLAS: one workspace for the forward and one for the backward pass's thread."""
-        if self.kind != "cuda":
-            return 0
-        return HANDLES * (LARGE_WORKSPACE if re.search(LARGE, self.name, re.IGNORECASE) else WORKSPACE)
+        return HANDLES * WORKSPACE if self.kind == "cuda" else 0
 
 
 TABLE = (  # what is typed, the name that the driver reports, GiB by the maker's datasheet
