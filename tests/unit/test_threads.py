@@ -84,6 +84,7 @@ def test_a_training_and_an_evaluation_give_the_process_its_settings_back(corpus,
         exact = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
         return torch.get_num_threads(), torch.get_float32_matmul_precision(), *exact
 
+    network = os.environ.get("GLOO_SOCKET_IFNAME")
     torch.set_num_threads(2)
     torch.set_float32_matmul_precision("high")
     before, during = settings(), set()
@@ -100,6 +101,8 @@ def test_a_training_and_an_evaluation_give_the_process_its_settings_back(corpus,
         with pytest.raises(ArithmeticError):
             train(recipe, on_step=fail, fresh=True)
         assert settings() == before
+        train(tiny_recipe(corpus, tmp_path / "ddp", parallel__strategy="ddp", train__steps=1))
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == network
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.use_deterministic_algorithms(False)

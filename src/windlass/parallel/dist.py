@@ -34,6 +34,7 @@ from windlass.parallel.heartbeat import Heartbeat
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SHARD_OPTIM, SHARDED
 
+INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable from which gloo takes its network interface
 EXIT_SECONDS = 10.0  # a rank that failed has ended after this long, also where its communicators still wait
 STOP_SECONDS = 30.0  # how long rank 0, which holds the store, waits at a clean end for the others
 POLL_SECONDS = 0.02  # how often a rank that waits on the store looks: between two looks Python handles its signals
@@ -165,14 +166,15 @@ class Ranks:
 def process_settings() -> Callable[[], None]:
     """A function that gives the process back the settings that it has now.
 
-    Computing changes them for the whole process: threads, the arithmetic of matrix products, deterministic kernels, and
-    whether compiled blocks are split under DDP.
+    Computing changes them for the whole process: threads, the arithmetic of matrix products, deterministic kernels,
+    whether compiled blocks are split under DDP, and gloo's network interface, which later processes would inherit.
     """
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     compiler = sys.modules.get("torch._dynamo")
     optimize_ddp = compiler.config.optimize_ddp if compiler else True  # torch's default
+    interface = os.environ.get(INTERFACE)
 
     def restore() -> None:
         torch.set_num_threads(threads)
@@ -180,6 +182,9 @@ def process_settings() -> Callable[[], None]:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         if compiler := sys.modules.get("torch._dynamo"):
             compiler.config.optimize_ddp = optimize_ddp
+        os.environ.pop(INTERFACE, None)
+        if interface is not None:
+            os.environ[INTERFACE] = interface
 
     return restore
 
@@ -255,7 +260,7 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     interface = loopback if env.nodes == 1 else interface_to(env.addr)
     if interface:  # gloo takes that of the host name, which may resolve to nowhere, or to a slow or foreign network
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault(INTERFACE, interface)
     timeout = timedelta(seconds=settings.startup_timeout_seconds)
     backend, store = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", dist.PrefixStore("group", ranks.store)
     dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world, timeout=timeout)
