@@ -21,7 +21,7 @@ from rich.text import Text
 COLUMNS, ROWS, SECONDS_A_LOOK = 90, 24, 0.25
 SPEED, LONGEST = 2.0, 0.6  # the picture plays twice as fast, and shows one screen for at most so many seconds
 COMMANDS = (
-    "timeout --signal=KILL 16 windlass train quickstart run.dir=runs/demo",
+    "timeout --signal=KILL 20 windlass train quickstart run.dir=runs/demo",
     "windlass train quickstart run.dir=runs/demo   # the same command resumes",
     "windlass runs",
 )
