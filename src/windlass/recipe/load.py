@@ -81,8 +81,8 @@ class Recipe(BaseModel):
         """A checked copy with settings changed: `replace({"optim.lr": 3e-4})`, `replace(optim={"lr": 3e-4})`, or as text."""
         tree = self.model_dump(mode="json", exclude_unset=True)
         new = {key: value for change in (*changes, values) for key, value in dotted(change).items()}
-        before = Recipe.load(self.preset) if self.preset in presets() else Recipe()
-        if new.get("data.source", self.data.source) != self.data.source and self.eval.prompt == before.eval.prompt:
+        other_texts = new.get("data.source", self.data.source) != self.data.source and self.preset in presets()
+        if other_texts and self.eval.prompt == Recipe.load(self.preset).eval.prompt:
             tree.get("eval", {}).pop("prompt", None)  # a preset's prompt is for the preset's texts
         merge(tree, new)
         return validate(tree, self.preset)
