@@ -30,12 +30,24 @@ def measure(corpus: Path, folder: Path, gpt2: str) -> dict[str, float]:
     from windlass.recipe import Recipe
 
     seconds = {}
-    tokenizers = {"byte": "byte", "char": "char", "bpe 1024": "bpe", **({"gpt2": f"gpt2:{gpt2}"} if gpt2 else {})}
+    tokenizers = {
+        "byte": "byte",
+        "char": "char",
+        "bpe 1024": "bpe",
+        **({"gpt2": f"gpt2:{gpt2}"} if gpt2 else {}),
+    }
     for source in (corpus / "corpus.jsonl", corpus / "corpus.txt"):
         for name, tokenizer in tokenizers.items():
-            settings = {"source": str(source), "tokenizer": tokenizer, "tokenizer_vocab": 1024, "workers": 2}
+            settings = {
+                "source": str(source),
+                "tokenizer": tokenizer,
+                "tokenizer_vocab": 1024,
+                "workers": 2,
+            }
             directory = folder / f"{name}{source.suffix}"
-            recipe = Recipe.model_validate({"data": {**settings, "dir": str(directory), "shard_tokens": 5_000_000}})
+            recipe = Recipe.model_validate(
+                {"data": {**settings, "dir": str(directory), "shard_tokens": 5_000_000}}
+            )
             started = time.perf_counter()
             data = open_data(recipe)
             seconds[f"prepare {name} {source.suffix}"] = time.perf_counter() - started
@@ -47,7 +59,9 @@ def measure(corpus: Path, folder: Path, gpt2: str) -> dict[str, float]:
                 started = time.perf_counter()
                 for _ in range(STEPS):
                     next(loader)
-                seconds[f"{STEPS} steps {source.suffix} prefetch {prefetch}"] = time.perf_counter() - started
+                seconds[f"{STEPS} steps {source.suffix} prefetch {prefetch}"] = (
+                    time.perf_counter() - started
+                )
     return seconds
 
 
@@ -67,7 +81,9 @@ def main() -> None:
     seconds: dict[str, list[dict[str, float]]] = {source: [] for source in sources}
     with tempfile.TemporaryDirectory() as name:
         corpus = Path(name)
-        text = "\n\n".join(path.read_text(encoding="utf-8") for path in options.texts) * options.copies
+        text = (
+            "\n\n".join(path.read_text(encoding="utf-8") for path in options.texts) * options.copies
+        )
         (corpus / "corpus.txt").write_text(text, encoding="utf-8")
         lines = (json.dumps({"text": part}) + "\n" for part in text.split("\n\n"))
         (corpus / "corpus.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -83,14 +99,20 @@ def main() -> None:
                     str(corpus / "out"),
                 ]
                 environment = {**os.environ, "PYTHONPATH": source}
-                done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+                done = subprocess.run(
+                    command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+                )
                 seconds[source].append(json.loads(done.stdout.splitlines()[-1]))
                 shutil.rmtree(corpus / "out")
-    print(f"{len(text) / 1e6:.1f} M characters, {options.rounds} rounds; median seconds, and median ratio to the first")
+    print(
+        f"{len(text) / 1e6:.1f} M characters, {options.rounds} rounds; median seconds, and median ratio to the first"
+    )
     for key in seconds[sources[0]][0]:
         cells = [f"{key:32}"]
         for source in sources:
-            ratios = [a[key] / b[key] for a, b in zip(seconds[source], seconds[sources[0]], strict=True)]
+            ratios = [
+                a[key] / b[key] for a, b in zip(seconds[source], seconds[sources[0]], strict=True)
+            ]
             cells.append(
                 f"{statistics.median(run[key] for run in seconds[source]):8.3f} s {statistics.median(ratios):6.3f}"
             )

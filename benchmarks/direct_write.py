@@ -47,11 +47,15 @@ def main() -> None:
         for turn in range(options.rounds):
             for direct in (True, False) if turn % 2 else (False, True):
                 times[direct].append(write(Path(folder) / "file", memoryview(memory), direct))
-    print(f"{options.mb} MiB, {options.rounds} rounds{'median s':>14}{'fastest s':>12}{'processor s':>13}")
+    print(
+        f"{options.mb} MiB, {options.rounds} rounds{'median s':>14}{'fastest s':>12}{'processor s':>13}"
+    )
     for direct, rows in times.items():
         wall, processor = zip(*rows, strict=True)
         name = "O_DIRECT" if direct else "page cache"
-        print(f"{name:<20}{statistics.median(wall):>17.3f}{min(wall):>12.3f}{statistics.median(processor):>13.3f}")
+        print(
+            f"{name:<20}{statistics.median(wall):>17.3f}{min(wall):>12.3f}{statistics.median(processor):>13.3f}"
+        )
 
 
 if __name__ == "__main__":

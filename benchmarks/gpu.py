@@ -44,7 +44,8 @@ class Table:
         self.path.write_text(json.dumps(self.rows, indent=1))
         cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in self.rows]
         lines = [
-            f"| {part} | {what} | {result} | {command and f'`{command}`'} |" for part, what, result, command in cells
+            f"| {part} | {what} | {result} | {command and f'`{command}`'} |"
+            for part, what, result, command in cells
         ]
         head = "| part | what | result | command |\n|---|---|---|---|\n"
         (self.folder / "gpu.md").write_text(head + "\n".join(lines) + "\n")
@@ -61,7 +62,9 @@ def run(
     log.parent.mkdir(exist_ok=True)
     with log.open("w") as file:
         words = [str(word) for word in command]
-        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, cwd=cwd, start_new_session=True)
+        process = subprocess.Popen(
+            words, stdout=file, stderr=subprocess.STDOUT, cwd=cwd, start_new_session=True
+        )
         try:
             code = process.wait(min(limit, left))
         except subprocess.TimeoutExpired:
@@ -76,7 +79,9 @@ def run(
 def shown(command: Sequence[str | Path]) -> str:
     """A command as a reader types it."""
     words = [str(word).replace(f"{TOP}/", "") for word in command]
-    return shlex.join(["windlass", *words[3:]] if words[1:3] == ["-m", "windlass"] else ["python", *words[1:]])
+    return shlex.join(
+        ["windlass", *words[3:]] if words[1:3] == ["-m", "windlass"] else ["python", *words[1:]]
+    )
 
 
 def tokens(folder: Path) -> Path:
@@ -95,21 +100,52 @@ def gpt2(folder: Path, name: str, micro_batch: int, *settings: str) -> list[str]
     """The words of `train`: GPT-2 small as nanoGPT's train.py has it, on random tokens, one micro-batch a step."""
     data = tokens(folder)
     return [
-        "gpt2-124m", f"run.dir={folder / 'runs' / name}", f"data.source=shards:{data}/*.bin", "data.tokenizer=byte",
-        "data.val_shards=0", "data.streaming=false", f"data.dir={folder / 'prepared'}", "data.order=shuffled",
-        f"model.layers={LAYERS}", f"model.heads={HEADS}", f"model.width={WIDTH}", f"model.context={CONTEXT}",
-        "model.attn_bias=false", "model.ff_bias=false", "model.norm_bias=false", f"train.steps={STEPS}",
-        f"train.global_batch={micro_batch}", f"train.micro_batch={micro_batch}", f"train.precision={PRECISION}",
-        "train.tf32=true", "optim.schedule.warmup=2", "eval.every=0", "eval.suites=[loss]", "eval.sample_every=0",
-        "checkpoint.every=0", "checkpoint.keep_every=0", "telemetry.every=2", f"parallel.device={DEVICE}", *settings,
-    ]  # fmt: skip
+        "gpt2-124m",
+        f"run.dir={folder / 'runs' / name}",
+        f"data.source=shards:{data}/*.bin",
+        "data.tokenizer=byte",
+        "data.val_shards=0",
+        "data.streaming=false",
+        f"data.dir={folder / 'prepared'}",
+        "data.order=shuffled",
+        f"model.layers={LAYERS}",
+        f"model.heads={HEADS}",
+        f"model.width={WIDTH}",
+        f"model.context={CONTEXT}",
+        "model.attn_bias=false",
+        "model.ff_bias=false",
+        "model.norm_bias=false",
+        f"train.steps={STEPS}",
+        f"train.global_batch={micro_batch}",
+        f"train.micro_batch={micro_batch}",
+        f"train.precision={PRECISION}",
+        "train.tf32=true",
+        "optim.schedule.warmup=2",
+        "eval.every=0",
+        "eval.suites=[loss]",
+        "eval.sample_every=0",
+        "checkpoint.every=0",
+        "checkpoint.keep_every=0",
+        "telemetry.every=2",
+        f"parallel.device={DEVICE}",
+        *settings,
+    ]
 
 
-def train(folder: Path, name: str, micro_batch: int, *settings: str, limit: float) -> tuple[Any, list[str], str]:
+def train(
+    folder: Path, name: str, micro_batch: int, *settings: str, limit: float
+) -> tuple[Any, list[str], str]:
     """A run with `windlass train` (None if it failed), the command, and why it failed."""
     from windlass.run import Run
 
-    command = [sys.executable, "-m", "windlass", "train", *gpt2(folder, name, micro_batch, *settings), "--fresh"]
+    command = [
+        sys.executable,
+        "-m",
+        "windlass",
+        "train",
+        *gpt2(folder, name, micro_batch, *settings),
+        "--fresh",
+    ]
     _, problem = run(folder, name, command, limit)
     return None if problem else Run(folder / "runs" / name), command, problem
 
@@ -133,22 +169,37 @@ def print_versions() -> None:
     def show(what: str, result: str) -> None:
         print(json.dumps([what, result]), flush=True)
 
-    cpu = f"{os.cpu_count()} logical cores, Python {platform.python_version()}, {platform.platform()}"
+    cpu = (
+        f"{os.cpu_count()} logical cores, Python {platform.python_version()}, {platform.platform()}"
+    )
     show("host", cpu)
-    show("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
-    commit = subprocess.run(["git", "-C", TOP, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    show(
+        "torch",
+        f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
+    )
+    commit = subprocess.run(
+        ["git", "-C", TOP, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
     show("Windlass", commit.stdout.strip() or "not a checkout")
     if CUDA:
         properties = torch.cuda.get_device_properties(0)
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         memory = f"{properties.total_memory / 2**30:.1f} GiB"
-        show("device", f"{properties.name}, {memory}, sm_{properties.major}{properties.minor}, NCCL {nccl}")
+        show(
+            "device",
+            f"{properties.name}, {memory}, sm_{properties.major}{properties.minor}, NCCL {nccl}",
+        )
     batch, dtype = MICRO_BATCHES[0], torch.bfloat16 if CUDA else torch.float32
     q, k, v = (
-        torch.randn(batch, HEADS, CONTEXT, WIDTH // HEADS, device=DEVICE, dtype=dtype, requires_grad=True)
+        torch.randn(
+            batch, HEADS, CONTEXT, WIDTH // HEADS, device=DEVICE, dtype=dtype, requires_grad=True
+        )
         for _ in range(3)
     )
-    show("attention, torch's choice", SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name)
+    show(
+        "attention, torch's choice",
+        SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name,
+    )
     for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"):
         times = []
         try:
@@ -163,7 +214,10 @@ def print_versions() -> None:
             result = f"{statistics.median(times[2:]):.2f} ms forward and backward, the first {times[0]:.0f} ms"
         except RuntimeError as error:
             result = f"not available: {str(error).splitlines()[0]}"
-        show(f"attention, {name}", f"{result} ({batch} x {HEADS} x {CONTEXT} x {WIDTH // HEADS}, {dtype})")
+        show(
+            f"attention, {name}",
+            f"{result} ({batch} x {HEADS} x {CONTEXT} x {WIDTH // HEADS}, {dtype})",
+        )
 
 
 def tests(folder: Path, table: Table) -> None:
@@ -186,26 +240,49 @@ def speed(folder: Path, table: Table) -> None:
         for micro in MICRO_BATCHES:
             what = f"{'compiled' if compiled else 'eager'}, micro-batch {micro}"
             made, command, problem = train(
-                folder, f"speed-{compiled}-{micro}", micro, f"train.compile={str(compiled).lower()}", limit=150
+                folder,
+                f"speed-{compiled}-{micro}",
+                micro,
+                f"train.compile={str(compiled).lower()}",
+                limit=150,
             )
             ours, result = 0.0, problem
             if made is not None:
                 lines = [line for line in made.lines("train") if line["step"] > WARM]
                 ours = statistics.median(line["tokens_per_s"] for line in lines)
-                mfu = "" if lines[-1].get("mfu") is None else f", MFU {100 * lines[-1]['mfu']:.1f} %"
-                result = f"{ours:,.0f} tokens/s{mfu}, peak {made.summary['peak_mem_mb'] / 1e3:.2f} GB"
+                mfu = (
+                    "" if lines[-1].get("mfu") is None else f", MFU {100 * lines[-1]['mfu']:.1f} %"
+                )
+                result = (
+                    f"{ours:,.0f} tokens/s{mfu}, peak {made.summary['peak_mem_mb'] / 1e3:.2f} GB"
+                )
             table.add("speed", f"Windlass, {what}", result, shown(command))
             if not NANOGPT:
                 continue
             command = [
-                sys.executable, "train.py", f"--n_layer={LAYERS}", f"--n_head={HEADS}", f"--n_embd={WIDTH}",
-                f"--block_size={CONTEXT}", f"--batch_size={micro}", "--gradient_accumulation_steps=1",
-                f"--max_iters={STEPS}", "--eval_interval=1000000", "--eval_iters=1", "--log_interval=1",
-                "--warmup_iters=2", "--always_save_checkpoint=False", f"--compile={compiled}", f"--device={DEVICE}",
-                f"--dtype={'bfloat16' if CUDA else 'float32'}", f"--dataset={data.resolve()}",
+                sys.executable,
+                "train.py",
+                f"--n_layer={LAYERS}",
+                f"--n_head={HEADS}",
+                f"--n_embd={WIDTH}",
+                f"--block_size={CONTEXT}",
+                f"--batch_size={micro}",
+                "--gradient_accumulation_steps=1",
+                f"--max_iters={STEPS}",
+                "--eval_interval=1000000",
+                "--eval_iters=1",
+                "--log_interval=1",
+                "--warmup_iters=2",
+                "--always_save_checkpoint=False",
+                f"--compile={compiled}",
+                f"--device={DEVICE}",
+                f"--dtype={'bfloat16' if CUDA else 'float32'}",
+                f"--dataset={data.resolve()}",
                 f"--out_dir={folder.resolve() / 'nanogpt'}",
-            ]  # fmt: skip
-            text, problem = run(folder, f"nanogpt-{compiled}-{micro}", command, 150, cwd=Path(NANOGPT))
+            ]
+            text, problem = run(
+                folder, f"nanogpt-{compiled}-{micro}", command, 150, cwd=Path(NANOGPT)
+            )
             times = [float(ms) for step, ms in NANOGPT_TIME.findall(text) if int(step) > WARM]
             result = problem
             if times and not problem:
@@ -245,7 +322,10 @@ def profile_training(report: Path, words: list[str]) -> None:
 
     recipe = windlass.Recipe.load(words[0], words[1:]).replace(["telemetry.every=1000"])
     windlass.train(recipe, on_step=on_step, fresh=True)
-    key, events = "self_device_time_total" if CUDA else "self_cpu_time_total", profiler.key_averages()
+    key, events = (
+        "self_device_time_total" if CUDA else "self_cpu_time_total",
+        profiler.key_averages(),
+    )
     report.write_text(events.table(sort_by=key, row_limit=60))
     wall = 1e6 * (times[WARM + 3] - times[WARM])
     # On CUDA a kernel has a row of its own; the rows of the operations that start it would count it twice.
@@ -253,7 +333,14 @@ def profile_training(report: Path, words: list[str]) -> None:
     kernels = [e for e in on_device if not getattr(e, "is_user_annotation", False)]
     totals = sorted(((getattr(e, key), e.key) for e in kernels), reverse=True)
     busy = sum(us for us, _ in totals)
-    print(json.dumps(["three steps", f"{wall / 1e3:.1f} ms, of which the device computes {100 * busy / wall:.0f} %"]))
+    print(
+        json.dumps(
+            [
+                "three steps",
+                f"{wall / 1e3:.1f} ms, of which the device computes {100 * busy / wall:.0f} %",
+            ]
+        )
+    )
     for number, (us, name) in enumerate(totals[:8], 1):
         print(json.dumps([f"kernel {number}", f"{100 * us / busy:.1f} % {name[:90]}"]))
 
@@ -264,7 +351,8 @@ def memory(folder: Path, table: Table) -> None:
 
     micro = MICRO_BATCHES[0]
     cases = {
-        name: [f"parallel.strategy={name}"] for name in ("single", "ddp", "shard_optim", "shard_grad_op", "full_shard")
+        name: [f"parallel.strategy={name}"]
+        for name in ("single", "ddp", "shard_optim", "shard_grad_op", "full_shard")
     }
     cases["full_shard, offload"] = ["parallel.strategy=full_shard", "parallel.offload=true"]
     for how in ("selective", "full"):
@@ -277,7 +365,11 @@ def memory(folder: Path, table: Table) -> None:
         if made is not None:
             predicted = next(row.memory.total for row in plan(made).memory if row.chosen)
             peak = made.summary["peak_mem_mb"] * 1e6
-            off = f" ({100 * (predicted / peak - 1):+.1f} %)" if CUDA else " (of the process: not comparable)"
+            off = (
+                f" ({100 * (predicted / peak - 1):+.1f} %)"
+                if CUDA
+                else " (of the process: not comparable)"
+            )
             problem = f"plan {predicted / 1e9:.2f} GB, peak {peak / 1e9:.2f} GB{off}"
         table.add("memory", what, problem, shown(command))
 
@@ -285,7 +377,11 @@ def memory(folder: Path, table: Table) -> None:
 def saves(folder: Path, table: Table) -> None:
     """How long a save blocks the step, and how long it takes in the background."""
     for background in (True, False):
-        settings = ("checkpoint.every=10", "checkpoint.keep_last=1", f"checkpoint.background={str(background).lower()}")
+        settings = (
+            "checkpoint.every=10",
+            "checkpoint.keep_last=1",
+            f"checkpoint.background={str(background).lower()}",
+        )
         name = f"saves-{background}"
         steps = f"train.steps={30 if SMALL else 60}"
         made, command, problem = train(folder, name, MICRO_BATCHES[0], *settings, steps, limit=120)
@@ -295,12 +391,22 @@ def saves(folder: Path, table: Table) -> None:
             size = events[-1]["bytes"] / 1e9
             later = f"blocks {1e3 * statistics.median(blocked[1:]):.0f} ms (the first one {1e3 * blocked[0]:.0f})"
             problem = f"{size:.2f} GB: {later}, writes in {statistics.median(write):.2f} s"
-        table.add("saves", "in the background" if background else "waited for", problem, shown(command))
+        table.add(
+            "saves", "in the background" if background else "waited for", problem, shown(command)
+        )
 
 
 def verify(folder: Path, table: Table) -> None:
     """`windlass verify`, with kills at random moments."""
-    command = [sys.executable, "-m", "windlass", "verify", "--kills", "1" if SMALL else "5", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "windlass",
+        "verify",
+        "--kills",
+        "1" if SMALL else "5",
+        "--json",
+    ]
     command += ["--world", "1"] if SMALL else []
     command += [] if CUDA else ["quickstart", "parallel.device=cpu"]
     text, problem = run(folder, "verify", command, 420)
@@ -318,9 +424,14 @@ def verify(folder: Path, table: Table) -> None:
 
 
 PARTS: dict[str, Callable[[Path, Table], None]] = {
-    "versions": versions, "tests": tests, "speed": speed, "profile": profile, "memory": memory, "saves": saves,
+    "versions": versions,
+    "tests": tests,
+    "speed": speed,
+    "profile": profile,
+    "memory": memory,
+    "saves": saves,
     "verify": verify,
-}  # fmt: skip
+}
 
 
 def main() -> None:

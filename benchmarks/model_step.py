@@ -33,9 +33,12 @@ from windlass.recipe import Recipe
 VOCAB, BATCH = 65, 12
 SHAPES = {"small": (4, 4, 128, 64, 40), "large": (6, 6, 384, 256, 6)}
 NEWER = (
-    "model.position=rope", "model.norm=rmsnorm", "model.activation=relu2", "model.qk_norm=true",
+    "model.position=rope",
+    "model.norm=rmsnorm",
+    "model.activation=relu2",
+    "model.qk_norm=true",
     "model.zero_init_output=true",
-)  # fmt: skip
+)
 
 Step = Callable[[], float]
 
@@ -58,7 +61,12 @@ def steps(shape: str, nanogpt: str | None) -> None:
     layers, heads, width, context, rounds = SHAPES[shape]
     tokens = torch.randint(VOCAB, (BATCH, context))
     labels = tokens.roll(-1, 1)
-    sizes = (f"model.layers={layers}", f"model.heads={heads}", f"model.width={width}", f"model.context={context}")
+    sizes = (
+        f"model.layers={layers}",
+        f"model.heads={heads}",
+        f"model.width={width}",
+        f"model.context={context}",
+    )
     plain = Recipe.load("shakespeare-char", [*sizes, "model.dropout=0"])
 
     def ours(recipe: Recipe) -> Step:
@@ -69,12 +77,16 @@ def steps(shape: str, nanogpt: str | None) -> None:
     def transformers() -> Step:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config(plain.model, VOCAB, None)))
+        model: Any = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config(plain.model, VOCAB, None))
+        )
         return stepper(model, lambda: model(tokens, labels=tokens).loss)
 
     rows = {"windlass": ours(plain), "windlass, newer parts": ours(plain.replace(*NEWER))}
     if nanogpt:
-        rows["nanoGPT"] = stepper(*nano(Path(nanogpt), layers, heads, width, context, tokens, labels))
+        rows["nanoGPT"] = stepper(
+            *nano(Path(nanogpt), layers, heads, width, context, tokens, labels)
+        )
     rows["transformers GPT-2"] = transformers()
     taken: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(rounds + 2):
@@ -94,7 +106,13 @@ def nano(
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     shape = module.GPTConfig(
-        block_size=context, vocab_size=VOCAB, n_layer=layers, n_head=heads, n_embd=width, dropout=0.0, bias=False
+        block_size=context,
+        vocab_size=VOCAB,
+        n_layer=layers,
+        n_head=heads,
+        n_embd=width,
+        dropout=0.0,
+        bias=False,
     )
     model = module.GPT(shape)
     return model, lambda: model(tokens, labels)[1]
@@ -109,7 +127,11 @@ def losses(how: str, width: int) -> None:
         "full": lambda: cross_entropy_sum(x, weight, labels, chunk=0),
         "chunked": lambda: cross_entropy_sum(x, weight, labels),
         "library": lambda: F.linear_cross_entropy(
-            x, weight, labels, reduction="sum", options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=256)
+            x,
+            weight,
+            labels,
+            reduction="sum",
+            options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=256),
         ),
     }
     before, times = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
@@ -119,7 +141,9 @@ def losses(how: str, width: int) -> None:
         times.append(time.process_time() - start)
         x.grad = weight.grad = None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    print(f"{how:10s} {min(times):.2f} s, +{peak / 1e6:.2f} GB for {rows:,} tokens x {vocab:,} at width {width}")
+    print(
+        f"{how:10s} {min(times):.2f} s, +{peak / 1e6:.2f} GB for {rows:,} tokens x {vocab:,} at width {width}"
+    )
 
 
 if __name__ == "__main__":

@@ -30,11 +30,32 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACES = [ROOT.parent / "shared" / "data", ROOT.parents[1] / "shared" / "data"]  # of a checkout, of a worktree below it
-TEST_DATA = Path(os.environ.get("WINDLASS_TEST_DATA") or next((p for p in PLACES if p.is_dir()), PLACES[0]))
-CLOCK = {"time", "seconds", "attempt", "kind", "runtime_s", "samples_per_s", "items_per_s", "questions_per_s"}
+PLACES = [
+    ROOT.parent / "shared" / "data",
+    ROOT.parents[1] / "shared" / "data",
+]  # of a checkout, of a worktree below it
+TEST_DATA = Path(
+    os.environ.get("WINDLASS_TEST_DATA") or next((p for p in PLACES if p.is_dir()), PLACES[0])
+)
+CLOCK = {
+    "time",
+    "seconds",
+    "attempt",
+    "kind",
+    "runtime_s",
+    "samples_per_s",
+    "items_per_s",
+    "questions_per_s",
+}
 """Fields of `eval` and `sample` lines that are no function of the recipe."""
-LATER = {"full_loss", "full_bits_per_byte", "full_tokens", "full_samples", "items_hash", "label_tokens"}
+LATER = {
+    "full_loss",
+    "full_bits_per_byte",
+    "full_tokens",
+    "full_samples",
+    "items_hash",
+    "label_tokens",
+}
 """Fields of `eval` lines that 9e460e2, with whose record the present code is compared, does not have."""
 
 BASE = """
@@ -60,37 +81,78 @@ RECIPES: dict[str, tuple[str, int, str]] = {
     "accumulation": ("train.micro_batch=2", 1, ""),
     "dropout": ("model.dropout=0.1", 1, ""),
     "padding": ("data.source=documents.jsonl data.packing=documents train.micro_batch=2", 1, ""),
-    "dropout_padding_ddp": ("model.dropout=0.1 data.source=documents.jsonl data.packing=documents train.micro_batch=2", 2, ""),
-    "old_parts": ("model.activation=gelu_tanh model.head_bias=true model.ff_width=96 data.order=sequential", 1, ""),
+    "dropout_padding_ddp": (
+        "model.dropout=0.1 data.source=documents.jsonl data.packing=documents train.micro_batch=2",
+        2,
+        "",
+    ),
+    "old_parts": (
+        "model.activation=gelu_tanh model.head_bias=true model.ff_width=96 data.order=sequential",
+        1,
+        "",
+    ),
     "new_parts": (
         f"{NEW_PARTS} model.activation=relu2 model.qk_norm=true model.zero_init_output=true model.logit_cap=15",
-        1, "sample",
+        1,
+        "sample",
     ),
-    "no_positions": ("model.position=none model.final_norm=false model.activation=relu model.norm_bias=false", 1, ""),
+    "no_positions": (
+        "model.position=none model.final_norm=false model.activation=relu model.norm_bias=false",
+        1,
+        "",
+    ),
     "llama_parts": (f"{NEW_PARTS} model.activation=swiglu model.vocab=320", 1, "export"),
     "muon": (f"{NEW_PARTS} model.activation=relu2 optim.kind=muon", 1, ""),
     "muon_full_shard": ("optim.kind=muon parallel.strategy=full_shard", 2, ""),
-    "wsd": ("optim.schedule.kind=wsd optim.schedule.warmup=5 optim.schedule.decay=0.3 optim.schedule.final=0.1", 1, ""),
-    "linear_char": ("data.tokenizer=char optim.schedule.kind=linear optim.schedule.start=0.2 optim.schedule.warmup=0.1 optim.decay_on=all", 1, ""),
+    "wsd": (
+        "optim.schedule.kind=wsd optim.schedule.warmup=5 optim.schedule.decay=0.3 optim.schedule.final=0.1",
+        1,
+        "",
+    ),
+    "linear_char": (
+        "data.tokenizer=char optim.schedule.kind=linear optim.schedule.start=0.2 optim.schedule.warmup=0.1 optim.decay_on=all",
+        1,
+        "",
+    ),
     "grad_clip": ("train.grad_clip=0.05 optim.schedule.kind=constant", 1, ""),
     "bf16": ("train.precision=bf16 parallel.activation_checkpointing=full", 1, ""),
-    "selective_fp64": ("train.precision=fp64 parallel.activation_checkpointing=selective train.steps=20", 1, ""),
+    "selective_fp64": (
+        "train.precision=fp64 parallel.activation_checkpointing=selective train.steps=20",
+        1,
+        "",
+    ),
     "epochs": ('data.source=little.txt train.steps="3 epochs" eval.every="1 epoch"', 1, ""),
-    "shards_shuffled": ("data.order=shards-shuffled data.shard_tokens=1024 data.source=documents.jsonl train.steps=120", 1, ""),
+    "shards_shuffled": (
+        "data.order=shards-shuffled data.shard_tokens=1024 data.source=documents.jsonl train.steps=120",
+        1,
+        "",
+    ),
     "bpe": ("data.tokenizer=bpe data.tokenizer_vocab=400", 1, "export"),
     "resume": ("model.dropout=0.1", 1, "resume"),
     "reshard": ("model.dropout=0.1 parallel.strategy=full_shard", 2, "reshard"),
-    "skip": ("train.on_spike=skip train.spike_sigmas=0.8 optim.lr=0.3 optim.schedule.kind=constant train.steps=170", 1, ""),
-    "init_from": (f"{NEW_PARTS} model.activation=swiglu model.init_from=llama data.tokenizer=hf:llama model.ff_width=64 model.norm_eps=1e-6", 1, ""),
+    "skip": (
+        "train.on_spike=skip train.spike_sigmas=0.8 optim.lr=0.3 optim.schedule.kind=constant train.steps=170",
+        1,
+        "",
+    ),
+    "init_from": (
+        f"{NEW_PARTS} model.activation=swiglu model.init_from=llama data.tokenizer=hf:llama model.ff_width=64 model.norm_eps=1e-6",
+        1,
+        "",
+    ),
     "hf_llama": (HF.format("llama"), 1, "export sample"),
     "hf_gpt2": (HF.format("gpt2"), 1, "export"),
     "hf_from_scratch": (f"{HF.format('gpt2')} model.from_scratch=true", 1, ""),
     "hf_full_shard": (f"{HF.format('llama')} parallel.strategy=full_shard", 2, ""),
     "lora": (f"{HF.format('llama')} {LORA}", 1, "export"),
     "squad": (f"{HF.format('llama')} {SQUAD}", 1, "squad"),
-    "squad_gpt": (f"{SQUAD} model.context=256 data.tokenizer=bpe data.tokenizer_vocab=400 train.steps=50", 2, ""),
+    "squad_gpt": (
+        f"{SQUAD} model.context=256 data.tokenizer=bpe data.tokenizer_vocab=400 train.steps=50",
+        2,
+        "",
+    ),
     "chat": (f"{HF.format('llama')} data.format=chat data.source=chat.jsonl", 1, ""),
-}  # fmt: skip
+}
 PRESETS = "bloom-560m-squad c4-29m c4-30m gpt-squad gpt2-124m quickstart shakespeare-char-cpu shakespeare-char-fast shakespeare-char"
 PLANNED = ("model", "flops", "memory", "recommendation", "disk", "length", "precision")
 """What is pinned of `plan --json`: all that is arithmetic from the recipe."""
@@ -100,7 +162,9 @@ def text(seed: int, words: int) -> str:
     """Sentences of made-up words, rare and frequent ones as in a language."""
     rng = random.Random(seed)
     lexicon = [
-        "".join(rng.choices(["ba", "do", "ri", "mel", "tos", "una", "qi", "é"], k=rng.randint(1, 3)))
+        "".join(
+            rng.choices(["ba", "do", "ri", "mel", "tos", "una", "qi", "é"], k=rng.randint(1, 3))
+        )
         for _ in range(300)
     ]
     chosen = rng.choices(lexicon, weights=[1 / (i + 1) for i in range(300)], k=words)
@@ -118,29 +182,62 @@ def make_inputs(work: Path) -> bool:
     (work / "corpus.txt").write_text(text(1, 12_000))
     (work / "little.txt").write_text(text(2, 800))
     documents = [text(10 + i, 1 + 7 * i % 90) for i in range(150)]
-    (work / "documents.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
-    turns = [[("system", 500), ("user", 600), ("assistant", 700), ("user", 800), ("assistant", 900)][i % 2 : 3 + 2 * (i % 3 == 0)]
-             for i in range(60)]  # fmt: skip
-    talks = [[{"role": role, "content": text(seed + i, 3 + i % 9)} for role, seed in t] for i, t in enumerate(turns)]
-    (work / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    (work / "documents.jsonl").write_text(
+        "".join(json.dumps({"text": d}) + "\n" for d in documents)
+    )
+    turns = [
+        [("system", 500), ("user", 600), ("assistant", 700), ("user", 800), ("assistant", 900)][
+            i % 2 : 3 + 2 * (i % 3 == 0)
+        ]
+        for i in range(60)
+    ]
+    talks = [
+        [{"role": role, "content": text(seed + i, 3 + i % 9)} for role, seed in t]
+        for i, t in enumerate(turns)
+    ]
+    (work / "chat.jsonl").write_text(
+        "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
+    )
     questions: list[str] = []
     if has_squad := (source := TEST_DATA / "squad" / "dev-v1.1.json").is_file():
         tree = json.loads(source.read_text(encoding="utf-8"))
-        parts = [part for article in tree["data"] for part in article["paragraphs"] if len(part["qas"]) >= 2]
-        parts = sorted(parts, key=lambda part: len(part["context"]))[:6]  # stable: equal lengths stay in file order
+        parts = [
+            part
+            for article in tree["data"]
+            for part in article["paragraphs"]
+            if len(part["qas"]) >= 2
+        ]
+        parts = sorted(parts, key=lambda part: len(part["context"]))[
+            :6
+        ]  # stable: equal lengths stay in file order
         few = [{"context": p["context"], "qas": p["qas"][:2]} for p in parts]
-        (work / "squad.json").write_text(json.dumps({"version": "1.1", "data": [{"title": "few", "paragraphs": few}]}))
+        (work / "squad.json").write_text(
+            json.dumps({"version": "1.1", "data": [{"title": "few", "paragraphs": few}]})
+        )
         questions = [t for p in few for t in (p["context"], *(q["question"] for q in p["qas"]))]
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=512, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=512,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator([*documents, *questions], trainer)
     ids = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    llama = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                        num_key_value_heads=2, max_position_embeddings=256, **ids)  # fmt: skip
+    llama = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        **ids,
+    )
     for name, config in {
         "llama": llama,
         "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=256, **ids),
@@ -148,7 +245,9 @@ def make_inputs(work: Path) -> bool:
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
-            for parameter in model.parameters():  # biases and norms too, so that none can be forgotten
+            for (
+                parameter
+            ) in model.parameters():  # biases and norms too, so that none can be forgotten
                 parameter.add_(torch.randn_like(parameter) * 0.05)
         model.save_pretrained(work / name)
         tokenizer.save(str(work / name / "tokenizer.json"))
@@ -159,13 +258,30 @@ def make_inputs(work: Path) -> bool:
     return has_squad
 
 
-def windlass(work: Path, *words: str, codes: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
+def windlass(
+    work: Path, *words: str, codes: tuple[int, ...] = (0,)
+) -> subprocess.CompletedProcess[str]:
     """Run a verb in the working directory; it has to end with one of these exit codes."""
-    keep = {k: v for k, v in os.environ.items() if not k.startswith(("WINDLASS_", "MASTER_", "SLURM_"))}
-    path = os.pathsep.join(str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)
-    env = keep | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "NO_COLOR": "1"}
+    keep = {
+        k: v for k, v in os.environ.items() if not k.startswith(("WINDLASS_", "MASTER_", "SLURM_"))
+    }
+    path = os.pathsep.join(
+        str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p
+    )
+    env = keep | {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "120",
+        "NO_COLOR": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "windlass", *words], cwd=work, env=env, capture_output=True, text=True, timeout=400
+        [sys.executable, "-m", "windlass", *words],
+        cwd=work,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     if done.returncode not in codes:
         last = " | ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-4:])
@@ -183,9 +299,15 @@ def tensors(folder: Path) -> dict[str, str]:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 tensor = file.get_tensor(name).contiguous()
-                content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+                content = (
+                    tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+                    if tensor.numel()
+                    else b""
+                )
                 key = f"{path.name}:{name}"
-                hashes[key] = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode() + content).hexdigest()
+                hashes[key] = hashlib.sha256(
+                    f"{tensor.dtype} {list(tensor.shape)}".encode() + content
+                ).hexdigest()
     if not hashes:
         raise RuntimeError(f"{folder} has no tensor in a safetensors file")
     return hashes
@@ -194,9 +316,15 @@ def tensors(folder: Path) -> dict[str, str]:
 def train(work: Path, name: str) -> dict[str, Any]:
     """Train a recipe, and what is pinned of it."""
     changes, world, extra = RECIPES[name]
-    settings = dict(word.split("=", 1) for word in f"{BASE} {changes}".replace(" epoch", "\0epoch").split())
+    settings = dict(
+        word.split("=", 1) for word in f"{BASE} {changes}".replace(" epoch", "\0epoch").split()
+    )
     if settings.get("model.kind") == "hf":  # whose shape is that of its configuration
-        settings = {k: v for k, v in settings.items() if k not in ("model.layers", "model.heads", "model.width")}
+        settings = {
+            k: v
+            for k, v in settings.items()
+            if k not in ("model.layers", "model.heads", "model.width")
+        }
     words = [f"{k}={v}".replace("\0", " ") for k, v in settings.items()]
     words = ["base.toml", *words, f"run.dir={name}/run", f"data.dir={name}/data"]
     ranks = ["--world", str(world)] if world > 1 else []
@@ -205,32 +333,76 @@ def train(work: Path, name: str) -> dict[str, Any]:
         ranks = []  # reshard goes on with one rank
     windlass(work, "train", *words, *ranks)
     run = f"{name}/run"
-    lines = [json.loads(line) for line in (work / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (work / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     checkpoint = max((p.parent for p in (work / run).rglob("*.safetensors")), key=lambda p: p.name)
     pins: dict[str, Any] = {
-        "train": {f"step {x['step']}": {k: x.get(k) for k in ("loss", "grad_norm", "lr", "tokens", "samples", "epoch")}
-                  for x in lines if x["kind"] == "train"},
-        "eval": [{k: v for k, v in x.items() if k not in CLOCK | LATER} for x in lines if x["kind"] == "eval"],
+        "train": {
+            f"step {x['step']}": {
+                k: x.get(k) for k in ("loss", "grad_norm", "lr", "tokens", "samples", "epoch")
+            }
+            for x in lines
+            if x["kind"] == "train"
+        },
+        "eval": [
+            {k: v for k, v in x.items() if k not in CLOCK | LATER}
+            for x in lines
+            if x["kind"] == "eval"
+        ],
         "sample": [[x["step"], x["index"], x["text"]] for x in lines if x["kind"] == "sample"],
-        "started": [{k: x.get(k) for k in ("steps", "parameters", "samples_per_epoch")}
-                    for x in lines if x.get("event") == "started"],
-        "summary": [{k: x.get(k) for k in ("final_loss", "best_eval_loss", "best_score", "best_step", "updates_skipped")}
-                    for x in lines if x["kind"] == "summary"],
+        "started": [
+            {k: x.get(k) for k in ("steps", "parameters", "samples_per_epoch")}
+            for x in lines
+            if x.get("event") == "started"
+        ],
+        "summary": [
+            {
+                k: x.get(k)
+                for k in (
+                    "final_loss",
+                    "best_eval_loss",
+                    "best_score",
+                    "best_step",
+                    "updates_skipped",
+                )
+            }
+            for x in lines
+            if x["kind"] == "summary"
+        ],
         "checkpoint tensors": tensors(checkpoint),
-    }  # fmt: skip
+    }
     if "export" in extra:
         windlass(work, "export", run, f"{name}/hf")
         pins["exported tensors"] = tensors(work / name / "hf")
     if "sample" in extra:
-        prompt = ["--prompt", "ba do", "--n", "2", "--max-tokens", "24", "--seed", "5", "--top-k", "20"]
+        prompt = [
+            "--prompt",
+            "ba do",
+            "--n",
+            "2",
+            "--max-tokens",
+            "24",
+            "--seed",
+            "5",
+            "--top-k",
+            "20",
+        ]
         pins["sample verb"] = windlass(work, "sample", run, *prompt).stdout
     if "eval" in extra or "squad" in extra:
         suites = "loss,squad" if "squad" in extra else "loss"
-        results = json.loads(windlass(work, "eval", run, "--suite", suites, "--out", f"{name}/eval", "--json").stdout)
-        results = {s: {k: v for k, v in r.items() if k not in CLOCK} for s, r in results["results"].items()}
+        results = json.loads(
+            windlass(work, "eval", run, "--suite", suites, "--out", f"{name}/eval", "--json").stdout
+        )
+        results = {
+            s: {k: v for k, v in r.items() if k not in CLOCK} for s, r in results["results"].items()
+        }
         pins["eval verb"] = results
     for path in sorted((work / name).rglob("*predictions*.json")):
-        pins[f"predictions {path.parent.name}/{path.name}"] = json.loads(path.read_text(encoding="utf-8"))
+        pins[f"predictions {path.parent.name}/{path.name}"] = json.loads(
+            path.read_text(encoding="utf-8")
+        )
     shutil.rmtree(work / name)
     return pins
 
@@ -241,9 +413,23 @@ def presets(work: Path, name: str) -> dict[str, Any]:
     for preset in PRESETS.split():
         pins[f"recipe {preset}"] = tomllib.loads(windlass(work, "recipe", preset).stdout)
         for world in ("1", "8"):
-            done = windlass(work, "plan", preset, "--world", world, "--device", "A100-80GB", "--json", codes=(0, 2))
-            plan = json.loads(done.stdout) if done.returncode == 0 else {}  # BLOOM's size needs its files from the Hub
-            pins[f"plan {preset} {world}"] = {"exit": done.returncode} | {k: plan[k] for k in PLANNED if k in plan}
+            done = windlass(
+                work,
+                "plan",
+                preset,
+                "--world",
+                world,
+                "--device",
+                "A100-80GB",
+                "--json",
+                codes=(0, 2),
+            )
+            plan = (
+                json.loads(done.stdout) if done.returncode == 0 else {}
+            )  # BLOOM's size needs its files from the Hub
+            pins[f"plan {preset} {world}"] = {"exit": done.returncode} | {
+                k: plan[k] for k in PLANNED if k in plan
+            }
     return pins
 
 
@@ -261,7 +447,9 @@ def batch_indices(work: Path, name: str) -> dict[str, Any]:
     for n in (1, 2, 1000, 10**9):
         pins[f"shuffled of {n}"] = [int(Order("shuffled", 7, 3, n)[i]) for i in range(min(n, 20))]
     for skipped in ((), ((8, 16),), ((30, 34), (0, 3), (32, 40))):
-        pins[f"steps without {skipped}"] = [np.asarray(step_samples(s, 8, skipped)).tolist() for s in range(8)]
+        pins[f"steps without {skipped}"] = [
+            np.asarray(step_samples(s, 8, skipped)).tolist() for s in range(8)
+        ]
     return pins
 
 
@@ -275,7 +463,10 @@ def record(only: list[str], jobs: int) -> dict[str, Any]:
         has_squad = make_inputs(work)
         names = [n for n in tasks if not only or n in only]
         for name in [n for n in names if n.startswith("squad") and not has_squad]:
-            print(f"{name:19} SKIPPED: no {TEST_DATA}/squad/dev-v1.1.json; set WINDLASS_TEST_DATA", flush=True)
+            print(
+                f"{name:19} SKIPPED: no {TEST_DATA}/squad/dev-v1.1.json; set WINDLASS_TEST_DATA",
+                flush=True,
+            )
             names.remove(name)
 
         def one(name: str) -> None:
@@ -284,21 +475,36 @@ def record(only: list[str], jobs: int) -> dict[str, Any]:
                 pins[name] = tasks[name](work, name)
             except Exception as error:  # the other recipes are still worth running
                 pins[name] = {"failed": f"{type(error).__name__}: {error}"}
-            print(f"{name:19} {time.perf_counter() - start:5.1f} s  {pins[name].get('failed', '')}", flush=True)
+            print(
+                f"{name:19} {time.perf_counter() - start:5.1f} s  {pins[name].get('failed', '')}",
+                flush=True,
+            )
 
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(one, sorted(names, key=lambda n: (n != "presets", "squad" not in n))))
     finally:
         shutil.rmtree(work)
-    return json.loads(json.dumps({name: pins[name] for name in names}))  # as it reads back: no tuples
+    return json.loads(
+        json.dumps({name: pins[name] for name in names})
+    )  # as it reads back: no tuples
 
 
 def leaves(tree: Any, path: str = "") -> dict[str, str]:
     """Every value by its path, as text: exact for floats, and NaN equals NaN."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else None
+    )
     if not items:  # a value, or an empty list or dictionary
         return {path: repr(tree)}
-    return {k: v for key, child in items for k, v in leaves(child, f"{path} / {key}" if path else str(key)).items()}
+    return {
+        k: v
+        for key, child in items
+        for k, v in leaves(child, f"{path} / {key}" if path else str(key)).items()
+    }
 
 
 def difference(what: str, old: Any, new: Any) -> tuple[bool, str]:
@@ -306,8 +512,15 @@ def difference(what: str, old: Any, new: Any) -> tuple[bool, str]:
     a, b = leaves(old), leaves(new)
     if a == b:
         return True, f"equal ({len(a)} values)"
-    if what == "checkpoint tensors" and a.keys() != b.keys() and Counter(a.values()) == Counter(b.values()):
-        return True, f"equal ({len(a)} values), {len(a.keys() - b.keys())} tensors have another name"
+    if (
+        what == "checkpoint tensors"
+        and a.keys() != b.keys()
+        and Counter(a.values()) == Counter(b.values())
+    ):
+        return (
+            True,
+            f"equal ({len(a)} values), {len(a.keys() - b.keys())} tensors have another name",
+        )
     changed = [k for k in [*a, *(b.keys() - a.keys())] if a.get(k) != b.get(k)]
     first = changed[0]
     shown = f"{a.get(first, 'nothing')[:150]} -> {b.get(first, 'nothing')[:150]}"
@@ -329,7 +542,9 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("verb", choices=["record", "compare"])
     parser.add_argument("file", type=Path, help="the record to write, or to compare with")
     parser.add_argument("--only", default="", help="recipes to run, as single,ddp")
@@ -341,7 +556,11 @@ def main() -> None:
 
     import windlass as package
 
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
     print(f"windlass of {Path(package.__file__).parent}, {versions}", flush=True)
     start, only = time.perf_counter(), [name for name in args.only.split(",") if name]
     new = record(only, args.jobs)

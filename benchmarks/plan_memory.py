@@ -41,11 +41,27 @@ def main() -> None:
     print("| recipe | ranks | settings | predicted MB | measured MB | off by |")
     print("|---|---:|---|---:|---:|---:|")
     for name, vocab, world, changes in CASES:
-        quick = {"train.precision": "fp32", "parallel.device": "cpu", "parallel.startup_timeout_seconds": 120}
-        small = {"train.micro_batch": 4, "train.global_batch": 8 * world} if name == "c4-30m" else {}
+        quick = {
+            "train.precision": "fp32",
+            "parallel.device": "cpu",
+            "parallel.startup_timeout_seconds": 120,
+        }
+        small = (
+            {"train.micro_batch": 4, "train.global_batch": 8 * world} if name == "c4-30m" else {}
+        )
         r = Recipe.load(name).replace(**(quick | small | changes))
         batch = r.batch(world)
-        _, peak = max(run_ranks(measured, world, r, vocab, batch.micro_batch, min(batch.accumulation, 2), timeout=600))
+        _, peak = max(
+            run_ranks(
+                measured,
+                world,
+                r,
+                vocab,
+                batch.micro_batch,
+                min(batch.accumulation, 2),
+                timeout=600,
+            )
+        )
         guess = memory(r.model, r.model.vocab or vocab, layout_of(r, world), r.optim.kind).total
         shown = " ".join(f"{k}={v}" for k, v in changes.items()) or "as it is"
         print(

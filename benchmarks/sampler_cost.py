@@ -32,7 +32,9 @@ def main() -> None:
         time.sleep(2 * given.every)  # imports and the first sample are paid once
         begin, before = time.perf_counter(), sampler.cpu_seconds
         while time.perf_counter() < begin + given.seconds:
-            sum(range(10_000))  # a main thread that holds the interpreter, as a training loop's does
+            sum(
+                range(10_000)
+            )  # a main thread that holds the interpreter, as a training loop's does
         wall, spent = time.perf_counter() - begin, sampler.cpu_seconds - before
         sampler.stop()
         lines = len(sampler.path.read_text().splitlines())

@@ -44,7 +44,9 @@ class Bench:
         self.number = 0
         self.savers = {
             mode: Saver(
-                folder / mode / "checkpoints", policy=Policy(last=1, best=False), background=mode == "background"
+                folder / mode / "checkpoints",
+                policy=Policy(last=1, best=False),
+                background=mode == "background",
             )
             for mode in MODES[1:]
         }
@@ -68,7 +70,9 @@ class Bench:
             self.sync()
             called = time.perf_counter()
             self.number += 1
-            self.savers[mode].save(self.number, gather_state(self.model, self.optimizer), {"step": self.number})
+            self.savers[mode].save(
+                self.number, gather_state(self.model, self.optimizer), {"step": self.number}
+            )
             blocked = time.perf_counter() - called
         for _ in range(steps - 1):
             self.step()
@@ -94,7 +98,9 @@ def measure(bench: Bench, rounds: int, steps: int) -> dict[str, dict[str, float]
         mode: {
             "tokens_per_s": tokens / statistics.median(times[mode]),
             "segment_s": statistics.median(times[mode]),
-            "lost_s": statistics.median(t - base for t, base in zip(times[mode], times["without"], strict=True)),
+            "lost_s": statistics.median(
+                t - base for t, base in zip(times[mode], times["without"], strict=True)
+            ),
             "fastest_s": min(times[mode]),
             "lost_fastest_s": min(times[mode]) - min(times["without"]),
             "blocked_s": statistics.median(blocked[mode]),
@@ -108,7 +114,9 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="shakespeare-char")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=6, help="steps in a segment; a save must fit into them")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="steps in a segment; a save must fit into them"
+    )
     parser.add_argument("--micro-batch", type=int, default=12)
     parser.add_argument("--dir", type=Path, help="where to save: the disk that is measured")
     parser.add_argument("--json", type=Path)
@@ -142,7 +150,9 @@ def main() -> None:
             "more time was lost than the call took: the machine was busy with other things, and the medians mean nothing"
         )
     if options.json:
-        options.json.write_text(json.dumps({"bytes": size, "share": share, **found}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"bytes": size, "share": share, **found}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -22,9 +22,14 @@ from windlass.run import Run
 
 QUICKSTART = ["train.steps=100000", "telemetry.every=4"]
 TINY = [
-    "train.steps=100000", "telemetry.every=50", "model.layers=2", "model.heads=2", "model.width=32", "model.context=32",
+    "train.steps=100000",
+    "telemetry.every=50",
+    "model.layers=2",
+    "model.heads=2",
+    "model.width=32",
+    "model.context=32",
     "train.global_batch=8",
-]  # fmt: skip
+]
 CASES = {
     "before": ({"GOMP_SPINCOUNT": "300000"}, [f"train.threads={usable_cores()}"]),
     "passive": ({"OMP_WAIT_POLICY": "passive"}, [f"train.threads={usable_cores()}"]),
@@ -46,8 +51,18 @@ def speed(model: list[str], case: str, folder: Path, seconds: float) -> tuple[fl
         "checkpoint.every=0",
         "telemetry.sample_seconds=60",
     ]
-    command = [sys.executable, "-m", "windlass", "train", "quickstart", *words, f"data.dir={folder / 'data'}"]
-    process = subprocess.Popen([*command, f"run.dir={run.path}"], env=environ, stdout=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "windlass",
+        "train",
+        "quickstart",
+        *words,
+        f"data.dir={folder / 'data'}",
+    ]
+    process = subprocess.Popen(
+        [*command, f"run.dir={run.path}"], env=environ, stdout=subprocess.DEVNULL
+    )
     try:
         while not run.lines("train"):
             if process.poll() is not None:
@@ -62,7 +77,9 @@ def speed(model: list[str], case: str, folder: Path, seconds: float) -> tuple[fl
     finally:
         process.kill()
         process.wait()
-    speeds = [line["tokens_per_s"] for line in run.lines("train")[1:]]  # the first step fills caches
+    speeds = [
+        line["tokens_per_s"] for line in run.lines("train")[1:]
+    ]  # the first step fills caches
     return statistics.median(speeds or [0.0]), run.events[0]["threads"]
 
 
@@ -71,7 +88,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=4.0)
     given = parser.parse_args()
-    print(f"{usable_cores()} cores; tokens/s (threads)\n{'':<24}" + "".join(f"{case:>18}" for case in CASES))
+    print(
+        f"{usable_cores()} cores; tokens/s (threads)\n{'':<24}"
+        + "".join(f"{case:>18}" for case in CASES)
+    )
     for name, model in {"quickstart": QUICKSTART, "tiny": TINY}.items():
         for busy in (False, True):
             beside = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
@@ -89,7 +109,8 @@ def main() -> None:
                 for r in results.values()
             ]
             print(
-                f"{name + (', one busy beside' if busy else ', alone'):<24}" + "".join(f"{text:>18}" for text in row),
+                f"{name + (', one busy beside' if busy else ', alone'):<24}"
+                + "".join(f"{text:>18}" for text in row),
                 flush=True,
             )
 

@@ -35,7 +35,11 @@ def environment(case: str, folder: Path) -> dict[str, str]:
         return {"PYTHONPATH": os.pathsep.join([str(folder / "hung"), *sys.path])}
     if case == "refused":
         nowhere = "http://127.0.0.1:9"
-        return {"MLFLOW_TRACKING_URI": nowhere, "WANDB_BASE_URL": nowhere, "WANDB_API_KEY": "0" * 40}
+        return {
+            "MLFLOW_TRACKING_URI": nowhere,
+            "WANDB_BASE_URL": nowhere,
+            "WANDB_API_KEY": "0" * 40,
+        }
     return {}
 
 

@@ -54,7 +54,13 @@ def page() -> str:
         )
         for key, field in keys.items():
             text = " ".join((field.description or "").split()).replace("|", "\\|")
-            default = "true" if field.default is True else "false" if field.default is False else repr(field.default)
+            default = (
+                "true"
+                if field.default is True
+                else "false"
+                if field.default is False
+                else repr(field.default)
+            )
             takes = values(field).replace("|", "\\|")
             takes = "duration" if takes.startswith("steps (") else takes
             parts.append(f"| `{key}` | `{default.replace(chr(39), chr(34))}` | {takes} | {text} |")
@@ -67,15 +73,24 @@ def with_keys(text: str) -> str:
         head = f"<!-- keys of {tool} -->"
         rows = ["| there | here | remark |", "|---|---|---|"]
         for theirs, (ours, remark) in keys.items():
-            rows.append(f"| `{theirs}` | {f'`{ours}`' if ours else '-'} | {remark.replace('|', chr(92) + '|')} |")
-        text = re.sub(rf"{head}\n(\n\|.*\n(\|.*\n)*)?", lambda _: "\n".join([head, "", *rows, ""]), text)  # noqa: B023
+            rows.append(
+                f"| `{theirs}` | {f'`{ours}`' if ours else '-'} | {remark.replace('|', chr(92) + '|')} |"
+            )
+        table = "\n".join([head, "", *rows, ""]).replace("\\", r"\\")
+        text = re.sub(rf"{head}\n(\n\|.*\n(\|.*\n)*)?", table, text)
     return text
 
 
 SITE = Site(
-    partition="gpu", account="lab", gpus_per_node=4, cpus_per_rank=8, modules=["cuda/12.6"],
-    setup=["source ~/venv/bin/activate"], environment={"WANDB_MODE": "offline"}, scratch="/scratch/me",
-)  # fmt: skip
+    partition="gpu",
+    account="lab",
+    gpus_per_node=4,
+    cpus_per_rank=8,
+    modules=["cuda/12.6"],
+    setup=["source ~/venv/bin/activate"],
+    environment={"WANDB_MODE": "offline"},
+    scratch="/scratch/me",
+)
 
 
 def with_scripts(text: str) -> str:
@@ -86,7 +101,12 @@ def with_scripts(text: str) -> str:
         script, _ = submit_run(recipe, scheduler=scheduler, site=SITE, asked=asked, dry_run=True)
         script = script.replace(sys.executable, "/home/me/venv/bin/python")
         head = f"<!-- script of {scheduler} -->"
-        text = re.sub(rf"{head}\n(\n```.*?```\n)?", lambda _: f"{head}\n\n```bash\n{script}```\n", text, flags=re.S)  # noqa: B023
+        text = re.sub(
+            rf"{head}\n(\n```.*?```\n)?",
+            f"{head}\n\n```bash\n{script}```\n".replace("\\", r"\\"),
+            text,
+            flags=re.S,
+        )
     return text
 
 
@@ -101,18 +121,27 @@ def with_plan(text: str) -> str:
         env=os.environ | {"COLUMNS": "80"},
     ).stdout
     return re.sub(
-        rf"\$ {command}\n.*?```\n", lambda _: f"$ {command}\n{shown.rstrip()}\n```\n", text, count=1, flags=re.S
+        rf"\$ {command}\n.*?```\n",
+        lambda _: f"$ {command}\n{shown.rstrip()}\n```\n",
+        text,
+        count=1,
+        flags=re.S,
     )
 
 
 def main() -> int:
     """Write the pages, or compare them."""
     pages = {PAGE: page()} | {
-        path: with_keys(path.read_text(encoding="utf-8")) for path in sorted(PAGE.parent.glob("from-*.md"))
+        path: with_keys(path.read_text(encoding="utf-8"))
+        for path in sorted(PAGE.parent.glob("from-*.md"))
     }
     pages[CLUSTERS] = with_scripts(CLUSTERS.read_text(encoding="utf-8"))
     pages[PLAN] = with_plan(PLAN.read_text(encoding="utf-8"))
-    stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    stale = [
+        path
+        for path, text in pages.items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
     if "--check" in sys.argv:
         for path in stale:
             print(f"{path.name} is not what the package says: run `make docs`")

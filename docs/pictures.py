@@ -23,18 +23,44 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 IMAGES = Path(__file__).parent / "images"
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-sync",
+]
 RUN = ["train", "quickstart", "--world", "2", "train.steps=240", "telemetry.every=2", "run.dir=run"]
 STUDY = [
-    "sweep", "shakespeare-char-cpu", "optim.lr=1e-3,3e-3,1e-2", "optim.schedule.kind=cosine,wsd", "run.seed=1,2",
-    "--set", "data.source=input.txt", "--set", "train.steps=600", "--set", "eval.every=100",
-    "--set", "checkpoint.every=50", "--set", "train.threads=1", "--workers", "2", "--dir", "shakespeare",
-]  # fmt: skip
+    "sweep",
+    "shakespeare-char-cpu",
+    "optim.lr=1e-3,3e-3,1e-2",
+    "optim.schedule.kind=cosine,wsd",
+    "run.seed=1,2",
+    "--set",
+    "data.source=input.txt",
+    "--set",
+    "train.steps=600",
+    "--set",
+    "eval.every=100",
+    "--set",
+    "checkpoint.every=50",
+    "--set",
+    "train.threads=1",
+    "--workers",
+    "2",
+    "--dir",
+    "shakespeare",
+]
 
 
-def windlass(arguments: list[str], folder: Path, kill_when: Callable[[], bool] | None = None) -> None:
+def windlass(
+    arguments: list[str], folder: Path, kill_when: Callable[[], bool] | None = None
+) -> None:
     """Run a command; kill -9 it with all its processes as soon as `kill_when` says so."""
-    command = subprocess.Popen([sys.executable, "-m", "windlass", *arguments], cwd=folder, start_new_session=True)
+    command = subprocess.Popen(
+        [sys.executable, "-m", "windlass", *arguments], cwd=folder, start_new_session=True
+    )
     while kill_when is not None and command.poll() is None:
         if kill_when():
             os.killpg(command.pid, signal.SIGKILL)
@@ -56,7 +82,9 @@ def photograph(page: Path, name: str, width: int, height: int, theme: str = "lig
     with sync_playwright() as playwright:
         path = next(filter(None, map(shutil.which, names)))
         browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=theme
+        )
         tab = context.new_page()
         tab.goto(page.as_uri())
         tab.wait_for_selector("html[data-ready]", state="attached")
@@ -74,7 +102,9 @@ def page(folder: Path) -> None:
     photograph(index, "report-page", 1280, 1640)
     photograph(index, "report-page-dark", 1280, 900, "dark")
     photograph(index, "report-page-narrow", 390, 1100)
-    shutil.copy(folder / "run" / "report" / "plots" / "loss-late.png", IMAGES / "report-loss-late.png")
+    shutil.copy(
+        folder / "run" / "report" / "plots" / "loss-late.png", IMAGES / "report-loss-late.png"
+    )
 
 
 def study(folder: Path, text: str) -> None:
@@ -83,7 +113,9 @@ def study(folder: Path, text: str) -> None:
 
     def finished() -> int:
         ledgers = (folder / "shakespeare").glob("**/metrics.jsonl")
-        return sum(line["event"] == "finished" for ledger in ledgers for line in lines(ledger, "event"))
+        return sum(
+            line["event"] == "finished" for ledger in ledgers for line in lines(ledger, "event")
+        )
 
     windlass(STUDY, folder, lambda: finished() >= 3)
     windlass(STUDY, folder, lambda: finished() >= 8)

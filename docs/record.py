@@ -19,7 +19,10 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
 COLUMNS, ROWS, SECONDS_A_LOOK = 90, 24, 0.25
-SPEED, LONGEST = 2.0, 0.6  # the picture plays twice as fast, and shows one screen for at most so many seconds
+SPEED, LONGEST = (
+    2.0,
+    0.6,
+)  # the picture plays twice as fast, and shows one screen for at most so many seconds
 COMMANDS = (
     "timeout --signal=KILL 20 windlass train quickstart run.dir=runs/demo",
     "windlass train quickstart run.dir=runs/demo   # the same command resumes",
@@ -30,7 +33,9 @@ STYLE = "text{font:14px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace
 
 
 def tmux(*words: str) -> str:
-    return subprocess.run(["tmux", "-L", "record", *words], check=True, text=True, stdout=subprocess.PIPE).stdout
+    return subprocess.run(
+        ["tmux", "-L", "record", *words], check=True, text=True, stdout=subprocess.PIPE
+    ).stdout
 
 
 def record() -> list[tuple[float, str]]:
@@ -46,7 +51,9 @@ def record() -> list[tuple[float, str]]:
 
     with tempfile.TemporaryDirectory() as folder:
         path = f"PATH={Path(sys.executable).parent}:$PATH"
-        shell = f"cd {folder}; export {path} PS1='$ ' TERM=xterm-256color; exec bash --norc --noprofile"
+        shell = (
+            f"cd {folder}; export {path} PS1='$ ' TERM=xterm-256color; exec bash --norc --noprofile"
+        )
         tmux("new-session", "-d", "-x", str(COLUMNS), "-y", str(ROWS), shell)
         try:
             for command in COMMANDS:
@@ -70,7 +77,9 @@ def spans(line: Text) -> str:
     for segment in line.render(console):
         text, style = html.escape(segment.text.rstrip("\n")), segment.style
         color = style.color.get_truecolor(SVG_EXPORT_THEME).hex if style and style.color else ""
-        marks = (f' fill="{color}"' if color else "") + (' font-weight="bold"' if style and style.bold else "")
+        marks = (f' fill="{color}"' if color else "") + (
+            ' font-weight="bold"' if style and style.bold else ""
+        )
         marks += ' opacity="0.65"' if style and style.dim else ""
         parts.append(f"<tspan{marks}>{text}</tspan>" if marks else text)
     return "".join(parts)
@@ -100,7 +109,10 @@ def draw(screens: list[tuple[float, str]]) -> str:
             f'#s{index}{{animation:k{index} {total:.1f}s step-end infinite}}</style><g id="s{index}"{at_rest}>{"".join(uses)}</g>'
         )
         began += seconds
-    defs = "".join(f'<text id="{name}" x="{MARGIN}" xml:space="preserve">{text}</text>' for text, name in lines.items())
+    defs = "".join(
+        f'<text id="{name}" x="{MARGIN}" xml:space="preserve">{text}</text>'
+        for text, name in lines.items()
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img" '
         f'aria-label="A run is killed; the same command resumes it"><style>{STYLE}</style><defs>{defs}</defs>'

@@ -23,15 +23,26 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
     state, events = TrainState(), list[dict[str, Any]]()
     precision = resolve_precision(recipe.train.precision, ranks.device)
     recorder: Any = SimpleNamespace(
-        ranks=ranks, state=state, timer=StepTimer(), events=events, event=lambda name, **more: events.append(more)
+        ranks=ranks,
+        state=state,
+        timer=StepTimer(),
+        events=events,
+        event=lambda name, **more: events.append(more),
     )
     scaler = LossScaler(ranks.device, state) if precision == "fp16" else None
     parts: dict[str, Any] = dict.fromkeys(Trainer.__dataclass_fields__)
     parts |= {
-        "recipe": recipe, "ranks": ranks, "model": model, "state": state, "scaler": scaler, "recorder": recorder,
-        "optimizer": build_optimizer(unwrap(model), recipe.optim, ranks.device.type, mesh=ranks.mesh),
+        "recipe": recipe,
+        "ranks": ranks,
+        "model": model,
+        "state": state,
+        "scaler": scaler,
+        "recorder": recorder,
+        "optimizer": build_optimizer(
+            unwrap(model), recipe.optim, ranks.device.type, mesh=ranks.mesh
+        ),
         "parameters": [p for p in model.parameters() if p.requires_grad],
         "facts": SimpleNamespace(precision=precision, dropout=uses_dropout(model)),
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),
-    }  # fmt: skip
+    }
     return Trainer(**parts)

@@ -18,11 +18,17 @@ from helpers import write_corpus
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("WANDB_SILENT", "true")
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at the process's first product
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # cuBLAS reads it once, at the process's first product
 for _key in ("OMP_NUM_THREADS",):
-    os.environ.setdefault(_key, "1")  # tests run side by side on few cores, and small tensors gain nothing from two
+    os.environ.setdefault(
+        _key, "1"
+    )  # tests run side by side on few cores, and small tensors gain nothing from two
 
-hypothesis.settings.register_profile("windlass", deadline=None, database=None, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile(
+    "windlass", deadline=None, database=None, derandomize=True, max_examples=50
+)
 hypothesis.settings.load_profile("windlass")
 
 for _signal in (
@@ -30,7 +36,9 @@ for _signal in (
     signal.SIGHUP,
 ):  # under nohup or in the background of a shell they are ignored, by children too
     if signal.getsignal(_signal) == signal.SIG_IGN:
-        signal.signal(_signal, signal.default_int_handler if _signal == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            _signal, signal.default_int_handler if _signal == signal.SIGINT else signal.SIG_DFL
+        )
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -21,10 +21,19 @@ from windlass.errors import UserError
 from windlass.run import Run
 
 TINY = {
-    "model.layers": 2, "model.heads": 2, "model.width": 32, "model.context": 32, "train.steps": 12, "train.global_batch": 8,
-    "optim.lr": 1e-2, "eval.every": 0, "eval.sample_every": 0, "telemetry.every": 1, "telemetry.sample_seconds": 60,
+    "model.layers": 2,
+    "model.heads": 2,
+    "model.width": 32,
+    "model.context": 32,
+    "train.steps": 12,
+    "train.global_batch": 8,
+    "optim.lr": 1e-2,
+    "eval.every": 0,
+    "eval.sample_every": 0,
+    "telemetry.every": 1,
+    "telemetry.sample_seconds": 60,
     "telemetry.trackers": [],
-}  # fmt: skip
+}
 """Settings of a run that takes a second or two on one core."""
 
 
@@ -37,13 +46,22 @@ def windlass(
 ) -> subprocess.CompletedProcess[str]:
     """Run `windlass ARGUMENTS` in a process of its own; fails where it exits with another code (None: any will do)."""
     done = subprocess.run(
-        command(*arguments), cwd=cwd, env={**os.environ, **(env or {})}, timeout=timeout, capture_output=True, text=True
+        command(*arguments),
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        timeout=timeout,
+        capture_output=True,
+        text=True,
     )
-    assert code is None or done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert code is None or done.returncode == code, (
+        f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
     return done
 
 
-def start(*words: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start(
+    *words: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """Start `windlass WORDS` in the background; stdout and stderr come through one pipe."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command(*words), cwd=cwd, env={**os.environ, **(env or {})}, **pipes)
@@ -72,10 +90,41 @@ def write_corpus(path: Path, words: int = 8000, seed: int = 0) -> Path:
     """A text of common words in random order, the same for the same seed: learnable, and nobody's."""
     rng = random.Random(seed)
     lexicon = [
-        "the", "of", "and", "a", "to", "in", "is", "was", "he", "for", "it", "with", "as", "his", "on", "be", "at",
-        "by", "had", "not", "are", "but", "from", "or", "have", "an", "they", "which", "one", "you",
-    ]  # fmt: skip
-    lines = [" ".join(rng.choice(lexicon) for _ in range(rng.randint(4, 12))) + "." for _ in range(words // 8)]
+        "the",
+        "of",
+        "and",
+        "a",
+        "to",
+        "in",
+        "is",
+        "was",
+        "he",
+        "for",
+        "it",
+        "with",
+        "as",
+        "his",
+        "on",
+        "be",
+        "at",
+        "by",
+        "had",
+        "not",
+        "are",
+        "but",
+        "from",
+        "or",
+        "have",
+        "an",
+        "they",
+        "which",
+        "one",
+        "you",
+    ]
+    lines = [
+        " ".join(rng.choice(lexicon) for _ in range(rng.randint(4, 12))) + "."
+        for _ in range(words // 8)
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -97,7 +146,10 @@ def best_step(run: Run | Path) -> int | None:
 def curve(run: Run | Path, *fields: str) -> list[tuple[Any, ...]]:
     """Step and fields (loss, gradient norm and learning rate by default) of each `train` line of the effective ledger."""
     run = run if isinstance(run, Run) else Run(run)
-    return [tuple(line[f] for f in ("step", *(fields or ("loss", "grad_norm", "lr")))) for line in run.lines("train")]
+    return [
+        tuple(line[f] for f in ("step", *(fields or ("loss", "grad_norm", "lr"))))
+        for line in run.lines("train")
+    ]
 
 
 def write_ledger(run: Run, *lines: Mapping[str, Any]) -> None:

@@ -21,12 +21,22 @@ def config(kind: str, vocab: int = VOCAB, **changes: Any) -> Any:
     elif kind == "gpt2":
         fields = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
     elif kind in ("mamba", "rwkv"):
-        fields = {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32, "state_size": 4}
+        fields = {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "attention_hidden_size": 32,
+            "state_size": 4,
+        }
     else:
         fields = {
-            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 8,
-        }  # fmt: skip
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "head_dim": 8,
+        }
     if kind == "mistral":
         fields |= {"sliding_window": 6}
     elif kind == "glm4_moe":
@@ -34,9 +44,14 @@ def config(kind: str, vocab: int = VOCAB, **changes: Any) -> Any:
         fields |= {"first_k_dense_replace": 1}
     elif kind == "jamba":
         fields |= {
-            "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 4,
-            "expert_layer_period": 2, "expert_layer_offset": 1,
-        }  # fmt: skip
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 4,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+        }
         del fields["head_dim"]
     return AutoConfig.for_model(kind, **{"vocab_size": vocab, **fields, **special, **changes})
 
@@ -49,7 +64,9 @@ def save(kind: str, directory: Path, dtype: torch.dtype = torch.float32, **chang
     model = AutoModelForCausalLM.from_config(config(kind, **changes))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)  # biases and norms too, so that none can be forgotten
+            parameter.add_(
+                torch.randn_like(parameter) * 0.1
+            )  # biases and norms too, so that none can be forgotten
         for name, buffer in model.named_buffers():
             if name in model.state_dict():
                 buffer.add_(torch.randn_like(buffer))
@@ -62,7 +79,9 @@ def save_tokenizer(texts: list[str], directory: Path, vocab: int = VOCAB) -> Pat
     from windlass.data.vocabulary import train_bpe
 
     train_bpe(texts, vocab).save(directory)
-    (directory / "tokenizer.json").write_bytes((directory / "tokenizer" / "tokenizer.json").read_bytes())
+    (directory / "tokenizer.json").write_bytes(
+        (directory / "tokenizer" / "tokenizer.json").read_bytes()
+    )
     (directory / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}'
     )

@@ -44,29 +44,62 @@ MARKED = (
 )
 LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 KINDS: dict[str, dict[str, Any]] = {
-    "chatml": {"special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>", "template": CHATML},
-    "marked": {"special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "eos": "<|endoftext|>", "template": MARKED},
+    "chatml": {
+        "special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        "eos": "<|im_end|>",
+        "template": CHATML,
+    },
+    "marked": {
+        "special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        "eos": "<|endoftext|>",
+        "template": MARKED,
+    },
     "llama3": {
-        "special": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-        "bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "template": LLAMA3, "starts": True,
+        "special": [
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+        ],
+        "bos": "<|begin_of_text|>",
+        "eos": "<|end_of_text|>",
+        "template": LLAMA3,
+        "starts": True,
     },
     "gemma": {
-        "special": ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"], "pieces": "replace",
-        "bos": "<bos>", "eos": "<eos>", "template": GEMMA, "starts": True,
+        "special": ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"],
+        "pieces": "replace",
+        "bos": "<bos>",
+        "eos": "<eos>",
+        "template": GEMMA,
+        "starts": True,
     },
     "mistral": {
-        "special": ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], "pieces": "first", "bos": "<s>", "eos": "</s>",
-        "template": MISTRAL, "starts": True,
+        "special": ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"],
+        "pieces": "first",
+        "bos": "<s>",
+        "eos": "</s>",
+        "template": MISTRAL,
+        "starts": True,
     },
     "llama2": {
-        "special": ["<unk>", "<s>", "</s>"], "pieces": "prepend", "bos": "<s>", "eos": "</s>", "template": MISTRAL,
+        "special": ["<unk>", "<s>", "</s>"],
+        "pieces": "prepend",
+        "bos": "<s>",
+        "eos": "</s>",
+        "template": MISTRAL,
         "starts": True,
     },
     "phi3": {
-        "special": ["<unk>", "<s>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"], "pieces": "prepend",
-        "bos": "<s>", "eos": "<|endoftext|>", "template": PHI3, "rstrip": ["<|user|>", "<|assistant|>", "<|end|>"],
+        "special": ["<unk>", "<s>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"],
+        "pieces": "prepend",
+        "bos": "<s>",
+        "eos": "<|endoftext|>",
+        "template": PHI3,
+        "rstrip": ["<|user|>", "<|assistant|>", "<|end|>"],
     },
-}  # fmt: skip
+}
 
 
 def save(kind: str, directory: Path, vocab: int = 480) -> Path:
@@ -82,7 +115,9 @@ def save(kind: str, directory: Path, vocab: int = 480) -> Path:
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         if kind == "llama3":
             cut = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
-            inner.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
+            inner.pre_tokenizer = pre_tokenizers.Sequence(
+                [cut, pre_tokenizers.ByteLevel(False, use_regex=False)]
+            )
         inner.decoder = decoders.ByteLevel()
     else:
         if pieces == "first":
@@ -93,12 +128,20 @@ def save(kind: str, directory: Path, vocab: int = 480) -> Path:
         strip = [] if pieces == "replace" else [decoders.Strip(" ", 1, 0)]
         in_turn = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
         inner.decoder = decoders.Sequence(in_turn)
-    special = [tokenizers.AddedToken(t, normalized=False, rstrip=t in spec.get("rstrip", ())) for t in spec["special"]]
+    special = [
+        tokenizers.AddedToken(t, normalized=False, rstrip=t in spec.get("rstrip", ()))
+        for t in spec["special"]
+    ]
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet if in_bytes else [], show_progress=False,
+        vocab_size=vocab,
+        special_tokens=special,
+        initial_alphabet=alphabet if in_bytes else [],
+        show_progress=False,
         max_token_length=6,
-    )  # fmt: skip
-    inner.train_from_iterator([line + "\n" for line in TEXT.split("\n")] * 4 + TEXT.split(" ") * 4, trainer)
+    )
+    inner.train_from_iterator(
+        [line + "\n" for line in TEXT.split("\n")] * 4 + TEXT.split(" ") * 4, trainer
+    )
     if not in_bytes:  # what it does not know is written in bytes
         tree = json.loads(inner.to_str())
         ids = tree["model"]["vocab"]
@@ -108,11 +151,19 @@ def save(kind: str, directory: Path, vocab: int = 480) -> Path:
     if spec.get("starts"):
         bos = spec["bos"]
         inner.post_processor = tokenizers.processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, inner.token_to_id(bos))]
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos} $B",
+            special_tokens=[(bos, inner.token_to_id(bos))],
         )
     directory.mkdir(parents=True, exist_ok=True)
     inner.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": spec["eos"], "chat_template": spec["template"]}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": spec["eos"],
+        "chat_template": spec["template"],
+    }
     config |= {"bos_token": spec["bos"]} if "bos" in spec else {}
-    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "clean_up_tokenization_spaces": False}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({**config, "clean_up_tokenization_spaces": False})
+    )
     return directory

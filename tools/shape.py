@@ -1,4 +1,4 @@
-"""`make lint`: files of at most 400 lines, functions of at most 60, and no import circle, imports in functions counted."""
+"""`make lint`: files of at most 450 lines, functions of at most 60, and no import circle, imports in functions counted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "src" / "windlass"
-FILE_LINES, FUNCTION_LINES = 400, 60
+FILE_LINES, FUNCTION_LINES = 450, 60
 LONGER = {"training/trainer.py:loop": 100}
 """The training loop stays in one piece."""
 
@@ -22,12 +22,20 @@ def main() -> int:
             problems.append(f"{name}: {lines} lines, more than {FILE_LINES}: it holds two things")
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines, most = node.end_lineno - node.lineno + 1, LONGER.get(f"{name}:{node.name}", FUNCTION_LINES)
+                lines, most = (
+                    node.end_lineno - node.lineno + 1,
+                    LONGER.get(f"{name}:{node.name}", FUNCTION_LINES),
+                )
                 if lines > most:
-                    problems.append(f"{name}:{node.lineno}: {node.name} has {lines} lines, more than {most}")
+                    problems.append(
+                        f"{name}:{node.lineno}: {node.name} has {lines} lines, more than {most}"
+                    )
         imports[module_name(path)] = imported(tree)
     modules = set(imports)
-    graph = {name: {target for target in targets & modules if target != name} for name, targets in imports.items()}
+    graph = {
+        name: {target for target in targets & modules if target != name}
+        for name, targets in imports.items()
+    }
     problems += [f"import circle: {' -> '.join(circle)}" for circle in circles(graph)]
     print("\n".join(problems) or f"{len(modules)} modules: lengths and imports are fine")
     return bool(problems)
@@ -35,7 +43,9 @@ def main() -> int:
 
 def module_name(path: Path) -> str:
     """`windlass.room.module` of a file."""
-    return ".".join(("windlass", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+    return ".".join(("windlass", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    )
 
 
 def imported(tree: ast.Module) -> set[str]:

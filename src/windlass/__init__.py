@@ -27,15 +27,39 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Recipe", "Run", "Study", "__version__", "evaluate", "export", "plan", "prepare", "report", "sample", "scale", "sweep",
-    "track", "train", "verify",
-]  # fmt: skip
+    "Recipe",
+    "Run",
+    "Study",
+    "__version__",
+    "evaluate",
+    "export",
+    "plan",
+    "prepare",
+    "report",
+    "sample",
+    "scale",
+    "sweep",
+    "track",
+    "train",
+    "verify",
+]
 
 _MODULES = {
-    "Recipe": "recipe", "Run": "run", "Study": "study.study", "evaluate": "evaluation.suites", "export": "interop.export",
-    "plan": "estimate.plan", "prepare": "data.prepare", "report": "reports.page", "sample": "evaluation.generate",
-    "scale": "study.scale", "sweep": "study.sweep", "track": "telemetry.trackers:replay", "train": "training.setup", "verify": "verification",
-}  # fmt: skip
+    "Recipe": "recipe",
+    "Run": "run",
+    "Study": "study.study",
+    "evaluate": "evaluation.suites",
+    "export": "interop.export",
+    "plan": "estimate.plan",
+    "prepare": "data.prepare",
+    "report": "reports.page",
+    "sample": "evaluation.generate",
+    "scale": "study.scale",
+    "sweep": "study.sweep",
+    "track": "telemetry.trackers:replay",
+    "train": "training.setup",
+    "verify": "verification",
+}
 
 # cuBLAS reads it once, at the first matrix product of the process, and `train.deterministic` needs it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -18,9 +18,15 @@ STOPPED = 75  # by a signal, with everything saved: the same command resumes (EX
 
 
 EXTRAS = {
-    "hf": ("transformers", "accelerate", "datasets", "peft"), "data": ("pyarrow", "tiktoken"), "plots": ("matplotlib",),
-    "sweep": ("optuna",), "lm-eval": ("lm_eval",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow",), "wandb": ("wandb",),
-}  # fmt: skip
+    "hf": ("transformers", "accelerate", "datasets", "peft"),
+    "data": ("pyarrow", "tiktoken"),
+    "plots": ("matplotlib",),
+    "sweep": ("optuna",),
+    "lm-eval": ("lm_eval",),
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow",),
+    "wandb": ("wandb",),
+}
 """The packages that `pip install windlass-lm` does not bring, by the extra that does."""
 
 
@@ -82,7 +88,10 @@ def require(package: str, what: str) -> None:
 
 def needs(package: str) -> str:
     """That a package is needed, and the command that installs it."""
-    name = next((f"'windlass-lm[{extra}]'" for extra, packages in EXTRAS.items() if package in packages), package)
+    name = next(
+        (f"'windlass-lm[{extra}]'" for extra, packages in EXTRAS.items() if package in packages),
+        package,
+    )
     return f"needs the package {package}: pip install {name}"
 
 

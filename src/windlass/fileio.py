@@ -21,7 +21,9 @@ from windlass.errors import UserError
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 PAGE = 4096
-PIECE_BYTES = 16 * 2**20  # in one write: large, so that a background writer rarely asks for the interpreter's lock
+PIECE_BYTES = (
+    16 * 2**20
+)  # in one write: large, so that a background writer rarely asks for the interpreter's lock
 
 
 def make_dir(path: Path, instead: str) -> None:
@@ -68,7 +70,11 @@ class Files:
     """The file operations of a save. Each raises OSError as the system does."""
 
     def about_to(
-        self, operation: str, path: Path, output: Output | None = None, data: memoryview | None = None
+        self,
+        operation: str,
+        path: Path,
+        output: Output | None = None,
+        data: memoryview | None = None,
     ) -> None:
         """Called before every operation; tests override it to record, fail or kill at any of them."""
 
@@ -96,8 +102,12 @@ class Files:
         with open(path, "wb", buffering=0) as file:
             descriptor = file.fileno()
             if direct:
-                with contextlib.suppress(OSError):  # not on this file system: `write` sees the flag that is not set
-                    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | O_DIRECT)
+                with contextlib.suppress(
+                    OSError
+                ):  # not on this file system: `write` sees the flag that is not set
+                    fcntl.fcntl(
+                        descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | O_DIRECT
+                    )
             yield Output(self, path, descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -144,7 +154,10 @@ class Files:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems without fsync of a directory
+            if error.errno not in (
+                errno.EINVAL,
+                errno.ENOTSUP,
+            ):  # file systems without fsync of a directory
                 raise
         finally:
             os.close(descriptor)

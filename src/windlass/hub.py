@@ -37,7 +37,9 @@ def prepare() -> None:
     """Work offline where the Hub cannot be reached, unless HF_HUB_OFFLINE is set either way, or a proxy; before any import
     of the Hub's libraries.
     """
-    if "HF_HUB_OFFLINE" in os.environ or any(os.environ.get(n) or os.environ.get(n.lower()) for n in PROXIES):
+    if "HF_HUB_OFFLINE" in os.environ or any(
+        os.environ.get(n) or os.environ.get(n.lower()) for n in PROXIES
+    ):
         return
     address = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     port = address.port or (80 if address.scheme == "http" else 443)
@@ -85,7 +87,9 @@ def missing_package(error: ImportError) -> str:
     return needs(name) if name else f"needs a package that is missing: {first_line(error)}"
 
 
-def directory(name: str, revision: str = "", key: str = "model.name", weights: bool = False) -> Path:
+def directory(
+    name: str, revision: str = "", key: str = "model.name", weights: bool = False
+) -> Path:
     """The local directory of a model or tokenizer: a directory is itself, anything else is fetched from the Hub once.
 
     `revision` is a commit, tag or branch of the Hub, `key` the setting that names it. With `weights` those come too: the
@@ -101,9 +105,15 @@ def directory(name: str, revision: str = "", key: str = "model.name", weights: b
         from huggingface_hub import snapshot_download
 
         version = revision or None
-        folder = Path(snapshot_download(name, revision=version, allow_patterns=SMALL_FILES, ignore_patterns=SUBFOLDERS))
+        folder = Path(
+            snapshot_download(
+                name, revision=version, allow_patterns=SMALL_FILES, ignore_patterns=SUBFOLDERS
+            )
+        )
         if weights:
-            snapshot_download(name, revision=commit_of(folder) or version, allow_patterns=weight_files(folder))
+            snapshot_download(
+                name, revision=commit_of(folder) or version, allow_patterns=weight_files(folder)
+            )
         return folder
 
 
@@ -116,7 +126,9 @@ def check_push(repo: str) -> None:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo):
         raise UserError(f"{argument('push', repo)}: write a repository of the Hub as NAME/MODEL")
     if not get_token():
-        raise UserError(f"{argument('push', repo)} needs a token that may write: set HF_TOKEN, or run `hf auth login`")
+        raise UserError(
+            f"{argument('push', repo)} needs a token that may write: set HF_TOKEN, or run `hf auth login`"
+        )
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in YES:
         raise UserError(
             f"{argument('push', repo)}: the Hub is out of reach (or HF_HUB_OFFLINE is set): leave it out, push later"
@@ -129,7 +141,9 @@ def push(folder: Path, repo: str) -> None:
 
     try:
         HfApi().create_repo(repo, private=True, exist_ok=True)
-        HfApi().upload_folder(folder_path=folder, repo_id=repo, commit_message="Export of a Windlass run")
+        HfApi().upload_folder(
+            folder_path=folder, repo_id=repo, commit_message="Export of a Windlass run"
+        )
     except (OSError, ValueError) as error:  # the Hub's own errors are all of these
         raise UserError(
             f"{argument('push', repo)}: the Hub did not take {folder}, which is whole: {first_line(error)}; "
@@ -156,4 +170,8 @@ def weight_files(folder: Path) -> list[str]:
 
 def commit_of(folder: Path) -> str:
     """The commit of a directory that came from the Hub, by its place in the cache; empty for any other directory."""
-    return folder.name if folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name) else ""
+    return (
+        folder.name
+        if folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name)
+        else ""
+    )

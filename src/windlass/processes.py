@@ -61,7 +61,11 @@ def visible_gpus() -> list[str]:
     kind = names[0][:4] if names[0].startswith(("GPU-", "MIG-")) else ""
 
     def is_device(name: str) -> bool:
-        return name.startswith(kind) if kind else name.isdigit() and (count is None or int(name) < count)
+        return (
+            name.startswith(kind)
+            if kind
+            else name.isdigit() and (count is None or int(name) < count)
+        )
 
     names = list(itertools.takewhile(is_device, names))
     if len(set(names)) < len(names):
@@ -73,9 +77,19 @@ def mig_instances(nvml: Any, count: int) -> list[str]:
     """The MIG instances of this machine's GPUs, as CUDA_VISIBLE_DEVICES names them."""
     names = []
     for gpu in map(nvml.nvmlDeviceGetHandleByIndex, range(count)):
-        with contextlib.suppress(nvml.NVMLError):  # it cannot be divided, or there are fewer instances than it may have
-            for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu) if nvml.nvmlDeviceGetMigMode(gpu)[0] else 0):
-                names.append(_text(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number))))
+        with contextlib.suppress(
+            nvml.NVMLError
+        ):  # it cannot be divided, or there are fewer instances than it may have
+            for number in range(
+                nvml.nvmlDeviceGetMaxMigDeviceCount(gpu) if nvml.nvmlDeviceGetMigMode(gpu)[0] else 0
+            ):
+                names.append(
+                    _text(
+                        nvml.nvmlDeviceGetUUID(
+                            nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number)
+                        )
+                    )
+                )
     return names
 
 
@@ -90,7 +104,11 @@ def nvml_handle(nvml: Any, name: str) -> Any:
         with contextlib.suppress(Exception):
             return nvml.nvmlDeviceGetHandleByUUID(uuid)
     handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-    return next(handle for handle in handles if name and _text(nvml.nvmlDeviceGetUUID(handle)).startswith(name))
+    return next(
+        handle
+        for handle in handles
+        if name and _text(nvml.nvmlDeviceGetUUID(handle)).startswith(name)
+    )
 
 
 def _text(text: str | bytes) -> str:
@@ -123,7 +141,9 @@ def catch_signals(numbers: Iterable[int], handle: Callable[[int], object]) -> It
         yield
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: the handler was not set from Python
+            signal.signal(
+                number, handler or signal.SIG_DFL
+            )  # None: the handler was not set from Python
 
 
 def kill_with_parent() -> None:
@@ -140,7 +160,9 @@ def keep_freed_memory() -> bool:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     # Setting the trim threshold fixes the other one, which else grows from 128 kB up to 32 MB: so it is set to its maximum.
-    return bool(mallopt and mallopt(M_MMAP_THRESHOLD, 2**25) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+    return bool(
+        mallopt and mallopt(M_MMAP_THRESHOLD, 2**25) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    )
 
 
 @dataclass(frozen=True)
@@ -157,7 +179,9 @@ class Failure:
     lost: bool = False
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host} at step {self.step}, phase {self.phase}: {self.error}"
+        return (
+            f"rank {self.rank} on {self.host} at step {self.step}, phase {self.phase}: {self.error}"
+        )
 
 
 class RankStatus:
@@ -165,17 +189,29 @@ class RankStatus:
 
     def __init__(self, rank: int, directory: str | None = None):
         self.rank, self.host, self.directory = rank, socket.gethostname(), directory
-        self._file = os.open(Path(directory, f"status-{rank}.json"), os.O_WRONLY | os.O_CREAT) if directory else None
+        self._file = (
+            os.open(Path(directory, f"status-{rank}.json"), os.O_WRONLY | os.O_CREAT)
+            if directory
+            else None
+        )
         self.mark(0, "start")
 
     def mark(self, step: int, phase: str) -> None:
         """Work on `phase` of `step` begins. Takes microseconds."""
         self.step, self.phase, self.since = step, phase[:80], time.time()
-        if self._file is not None:  # in one write at offset 0, so that a kill never leaves half of it
+        if (
+            self._file is not None
+        ):  # in one write at offset 0, so that a kill never leaves half of it
             os.pwrite(self._file, json.dumps(self.fields()).ljust(512).encode(), 0)
 
     def fields(self) -> dict[str, Any]:
-        return {"rank": self.rank, "host": self.host, "step": self.step, "phase": self.phase, "since": self.since}
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "step": self.step,
+            "phase": self.phase,
+            "since": self.since,
+        }
 
     def failure(self, error: str, secondary: bool = False) -> Failure:
         return Failure(self.rank, self.host, self.step, self.phase, error, time.time(), secondary)
@@ -185,7 +221,10 @@ class RankStatus:
         for directory in filter(None, (self.directory, os.environ.get(REPORTS))):
             with contextlib.suppress(OSError):
                 Path(directory, f"failure-{self.rank}.json").write_text(json.dumps(asdict(failure)))
-                for name in (os.environ.get("SLURMD_NODENAME", self.host), self.host.partition(".")[0]):
+                for name in (
+                    os.environ.get("SLURMD_NODENAME", self.host),
+                    self.host.partition(".")[0],
+                ):
                     Path(directory, f"host-{name}").touch()
 
 

@@ -21,12 +21,26 @@ from windlass.errors import UserError, require
 from windlass.fileio import read_json, read_jsonl
 from windlass.recipe import Recipe
 
-Line = dict[str, Any]  # of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), `attempt`, and what belongs to the kind
+Line = dict[
+    str, Any
+]  # of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), `attempt`, and what belongs to the kind
 
-ALIVE_SECONDS = 60.0  # a run whose heartbeat file is younger counts as running, where its lock cannot tell
+ALIVE_SECONDS = (
+    60.0  # a run whose heartbeat file is younger counts as running, where its lock cannot tell
+)
 LOCK = ".lock"  # locked by the process that trains in the directory, from its start to its end, however it ends
-OCCUPIED = "another process trains in"  # how the error of a training begins whose directory is locked
-PLACE = ("kind", "step", "time", "attempt", "suite", "epoch", "samples_trained")  # fields that say where a line belongs
+OCCUPIED = (
+    "another process trains in"  # how the error of a training begins whose directory is locked
+)
+PLACE = (
+    "kind",
+    "step",
+    "time",
+    "attempt",
+    "suite",
+    "epoch",
+    "samples_trained",
+)  # fields that say where a line belongs
 STARTS = ("started", "resumed", "branched")
 ENDINGS = ("finished", "stopped", "preempted", "failed")
 
@@ -43,7 +57,9 @@ def timestamp(line: Line) -> float:
 
 def read_lines(path: Path) -> Iterator[Line]:
     """The lines of a ledger as they were written, without torn ones."""
-    return (line for line in read_jsonl(path) if "kind" in line and isinstance(line.get("step"), int))
+    return (
+        line for line in read_jsonl(path) if "kind" in line and isinstance(line.get("step"), int)
+    )
 
 
 def effective(lines: Iterable[Line]) -> list[Line]:
@@ -57,13 +73,26 @@ def effective(lines: Iterable[Line]) -> list[Line]:
         number = int(line.get("attempt", attempt))
         if number > attempt or (line["kind"] == "event" and line.get("event") == "resumed"):
             attempt = number
-            valid = [earlier for earlier in valid if earlier["step"] <= line["step"] or _is_restart(earlier)]
+            valid = [
+                earlier
+                for earlier in valid
+                if earlier["step"] <= line["step"] or _is_restart(earlier)
+            ]
         valid.append(line)
     last: dict[tuple[Any, ...], int] = {}
     for index, line in enumerate(valid):
-        identity = (line["kind"], line["step"], line.get("suite"), line.get("event"), line.get("index"))
+        identity = (
+            line["kind"],
+            line["step"],
+            line.get("suite"),
+            line.get("event"),
+            line.get("index"),
+        )
         last[(*identity, index) if _is_restart(line) else identity] = index
-    return [valid[index] for index in sorted(last.values(), key=lambda index: (valid[index]["step"], index))]
+    return [
+        valid[index]
+        for index in sorted(last.values(), key=lambda index: (valid[index]["step"], index))
+    ]
 
 
 def last_start(ledger: Iterable[Line]) -> Line:
@@ -98,15 +127,21 @@ class Run:
         self.devices_dir = path / "devices"  # utilisation and memory, a file a rank
         self.report_dir = path / "report"
         self.log_path = path / "log.txt"  # what the terminal showed, as plain lines
-        self.heartbeat_path = path / "heartbeat"  # touched by rank 0 every few seconds while the run lives
-        self.lock_path = path / LOCK  # locked by rank 0 while the run lives; names the process and its host
+        self.heartbeat_path = (
+            path / "heartbeat"
+        )  # touched by rank 0 every few seconds while the run lives
+        self.lock_path = (
+            path / LOCK
+        )  # locked by rank 0 while the run lives; names the process and its host
 
     @staticmethod
     def open(path: str | Path) -> Run:
         """The run at `path`; raises UserError where there is none."""
         run = Run(path)
         if not run.recipe_path.is_file():
-            raise UserError(f"{path} is no run directory: it has no recipe.toml; by default the runs lie in runs/")
+            raise UserError(
+                f"{path} is no run directory: it has no recipe.toml; by default the runs lie in runs/"
+            )
         return run
 
     @cached_property
@@ -122,7 +157,10 @@ class Run:
     @property
     def on_gpus(self) -> bool:
         """Whether the last start was on GPUs."""
-        return any(str(rank.get("device", "")).startswith("cuda") for rank in self.environment.get("ranks", []))
+        return any(
+            str(rank.get("device", "")).startswith("cuda")
+            for rank in self.environment.get("ranks", [])
+        )
 
     def ledger(self) -> list[Line]:
         """The effective ledger: one line a step and kind, also after kills."""
@@ -130,7 +168,11 @@ class Run:
 
     def lines(self, kind: str, **where: Any) -> list[Line]:
         """The effective lines of one kind, with the given fields equal to the given values."""
-        return [x for x in self.ledger() if x["kind"] == kind and all(x.get(k) == v for k, v in where.items())]
+        return [
+            x
+            for x in self.ledger()
+            if x["kind"] == kind and all(x.get(k) == v for k, v in where.items())
+        ]
 
     def to_pandas(self, kind: str = "") -> Any:
         """The ledger as a `pandas.DataFrame`, a row a step: the `train` lines, and beside them `eval_loss`, the measures of
@@ -141,24 +183,40 @@ class Run:
         import pandas
 
         if kind:
-            frame = pandas.json_normalize([{k: number(v) for k, v in line.items()} for line in self.lines(kind)])
+            frame = pandas.json_normalize(
+                [{k: number(v) for k, v in line.items()} for line in self.lines(kind)]
+            )
             return frame.set_index("step") if len(frame) else frame
         rows: dict[int, Line] = {}
-        for line in sorted(self.ledger(), key=lambda line: line["kind"] != "train"):  # whose columns come first
+        for line in sorted(
+            self.ledger(), key=lambda line: line["kind"] != "train"
+        ):  # whose columns come first
             if line["kind"] in ("train", "eval", "log"):
                 suite = line.get("suite", "")
                 prefix = "eval_" if suite == "loss" else f"{suite}." if suite else ""
-                own = {k: number(v) for k, v in line.items() if k not in PLACE and not isinstance(v, dict)}
-                rows.setdefault(line["step"], {}).update({f"{prefix}{k}": v for k, v in own.items()})
+                own = {
+                    k: number(v)
+                    for k, v in line.items()
+                    if k not in PLACE and not isinstance(v, dict)
+                }
+                rows.setdefault(line["step"], {}).update(
+                    {f"{prefix}{k}": v for k, v in own.items()}
+                )
         return pandas.DataFrame.from_dict(rows, orient="index").sort_index().rename_axis("step")
 
     def __repr__(self) -> str:
         """Its path, its state, how far it is and its last loss."""
         lines = self.ledger()
-        steps = next((x["steps"] for x in reversed(lines) if x["kind"] == "event" and "steps" in x), "?")
+        steps = next(
+            (x["steps"] for x in reversed(lines) if x["kind"] == "event" and "steps" in x), "?"
+        )
         text = [f"{self.state}, step {lines[-1]['step']} of {steps}" if lines else self.state]
         for kind, word in (("train", "loss"), ("eval", "val loss")):
-            own = [x for x in lines if x["kind"] == kind and "loss" in x and x.get("suite", "loss") == "loss"]
+            own = [
+                x
+                for x in lines
+                if x["kind"] == kind and "loss" in x and x.get("suite", "loss") == "loss"
+            ]
             text += [f"{word} {float(own[-1]['loss']):.4f}"] if own else []
         return f"Run({self.path}: {', '.join(text)})"
 
@@ -190,8 +248,12 @@ class Run:
     def state_by(self, lines: Iterable[Line]) -> str:
         """The state by the raw lines of the ledger."""
         events = [str(line["event"]) for line in lines if _is_restart(line)]
-        last = next((event for event in reversed(events) if event in (*ENDINGS, *STARTS)), "started")
-        return last if last in ENDINGS else "running" if self.alive else "failed" if events else "new"
+        last = next(
+            (event for event in reversed(events) if event in (*ENDINGS, *STARTS)), "started"
+        )
+        return (
+            last if last in ENDINGS else "running" if self.alive else "failed" if events else "new"
+        )
 
 
 def lock_held(path: Path) -> bool | None:
@@ -204,4 +266,6 @@ def lock_held(path: Path) -> bool | None:
         return True
     except (OSError, ValueError):
         return None
-    return False if isinstance(holder, dict) and holder.get("host") == socket.gethostname() else None
+    return (
+        False if isinstance(holder, dict) and holder.get("host") == socket.gethostname() else None
+    )

@@ -26,7 +26,9 @@ SECRET_SHAPE = re.compile(
     r"|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{30,}|nvapi-[\w-]{16,}|pypi-[\w-]{30,}"
     r"|wandb_v\d_\w{16,}|xox[abpr]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
 )
-URL_USER = re.compile(r"(?<=://)[^/?#\s\"'<>]+(?=@)")  # the user and password of a URL; a password may have an @
+URL_USER = re.compile(
+    r"(?<=://)[^/?#\s\"'<>]+(?=@)"
+)  # the user and password of a URL; a password may have an @
 URL_QUERY = re.compile(
     r"(?i)([?&#;](?:[\w.-]*(?:token|key|keyid|secret|signature|sig|passw(?:or)?d|pass|pwd|credential|auth|jwt|pat))=)[^&#\s\"'<>]+"
 )
@@ -43,15 +45,26 @@ def scrub(value: Any, environ: Mapping[str, str] | None = None) -> Any:
     Hidden are users in URLs and tokens in their queries, keys of common shapes, the values of secret variables, and
     what a mapping has under the name of a secret.
     """
-    if isinstance(value, int | float) or value is None or (isinstance(value, str) and len(value) < 8):
+    if (
+        isinstance(value, int | float)
+        or value is None
+        or (isinstance(value, str) and len(value) < 8)
+    ):
         return value
     variables = (os.environ if environ is None else environ).items()
     # `1` or `test` would be replaced in every text; a secret that contains another one comes first
-    secrets = sorted((v for name, v in variables if len(v) >= 8 and SECRET_NAME.search(name)), key=len, reverse=True)
+    secrets = sorted(
+        (v for name, v in variables if len(v) >= 8 and SECRET_NAME.search(name)),
+        key=len,
+        reverse=True,
+    )
 
     def clean(value: Any, secret: bool = False) -> Any:
         if isinstance(value, Mapping):
-            return {clean(key): clean(inner, secret or _names_secret(key)) for key, inner in value.items()}
+            return {
+                clean(key): clean(inner, secret or _names_secret(key))
+                for key, inner in value.items()
+            }
         if isinstance(value, list | tuple):
             return [clean(inner, secret) for inner in value]
         if secret and value not in (None, "") and not isinstance(value, bool):
@@ -60,7 +73,11 @@ def scrub(value: Any, environ: Mapping[str, str] | None = None) -> Any:
             return value
         for hidden in secrets:
             value = value.replace(hidden, HIDDEN)
-        for pattern, shown in ((URL_USER, HIDDEN), (URL_QUERY, rf"\1{HIDDEN}"), (ASSIGNED, rf"\1{HIDDEN}")):
+        for pattern, shown in (
+            (URL_USER, HIDDEN),
+            (URL_QUERY, rf"\1{HIDDEN}"),
+            (ASSIGNED, rf"\1{HIDDEN}"),
+        ):
             value = pattern.sub(shown, value)
         return SECRET_SHAPE.sub(HIDDEN, value)
 
@@ -76,7 +93,9 @@ def expand_hosts(text: str) -> list[str]:
     hosts = []
     for item in re.findall(r"(?:[^,\s\[]|\[[^\]]*\])+", text):
         parts = re.split(r"\[([^\]]*)\]", item)  # text and ranges in turn
-        choices = [[part] if index % 2 == 0 else _numbers(part, text) for index, part in enumerate(parts)]
+        choices = [
+            [part] if index % 2 == 0 else _numbers(part, text) for index, part in enumerate(parts)
+        ]
         hosts += ["".join(choice) for choice in itertools.product(*choices)]
     return hosts
 
@@ -87,10 +106,16 @@ def _numbers(ranges: str, text: str) -> list[str]:
         first, _, last = part.partition("-")
         if not (first.isdigit() and (last or first).isdigit()):
             raise UserError(f"{text!r} is no list of hosts as SLURM writes it")
-        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+        numbers += [
+            f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)
+        ]
     return numbers
 
 
 def expand_counts(text: str) -> list[int]:
     """SLURM's numbers of tasks per node: `4(x2),1` is 4, 4, 1."""
-    return [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+    return [
+        int(n)
+        for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+        for _ in range(int(times or 1))
+    ]

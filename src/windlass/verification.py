@@ -34,21 +34,46 @@ EXACT = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
 ROUNDING = 1e-9  # largest difference in float64 that counts as rounding
 
 TINY = {
-    "model.layers": 2, "model.heads": 2, "model.width": 32, "model.context": 16, "model.vocab": 0, "model.dropout": 0.1,
-    "data.tokenizer": "byte", "data.val_fraction": 0.1,
-}  # fmt: skip
+    "model.layers": 2,
+    "model.heads": 2,
+    "model.width": 32,
+    "model.context": 16,
+    "model.vocab": 0,
+    "model.dropout": 0.1,
+    "data.tokenizer": "byte",
+    "data.val_fraction": 0.1,
+}
 COMMON = {
-    "train.steps": STEPS, "train.global_batch": BATCH, "train.micro_batch": MICRO, "train.deterministic": "true",
-    "train.compile": "false", "train.on_spike": "ignore", "checkpoint.every": 1, "checkpoint.keep_last": 2 * STEPS,
-    "checkpoint.best": "loss", "eval.every": 0, "eval.sample_every": 0, "eval.suites": '["loss"]', "telemetry.every": 1,
-    "telemetry.trackers": "[]", "parallel.timeout_seconds": 120, "parallel.startup_timeout_seconds": 300,
-    "parallel.strategy": "auto", "optim.schedule.warmup": 2,
-}  # fmt: skip
+    "train.steps": STEPS,
+    "train.global_batch": BATCH,
+    "train.micro_batch": MICRO,
+    "train.deterministic": "true",
+    "train.compile": "false",
+    "train.on_spike": "ignore",
+    "checkpoint.every": 1,
+    "checkpoint.keep_last": 2 * STEPS,
+    "checkpoint.best": "loss",
+    "eval.every": 0,
+    "eval.sample_every": 0,
+    "eval.suites": '["loss"]',
+    "telemetry.every": 1,
+    "telemetry.trackers": "[]",
+    "parallel.timeout_seconds": 120,
+    "parallel.startup_timeout_seconds": 300,
+    "parallel.strategy": "auto",
+    "optim.schedule.warmup": 2,
+}
 FLOAT64: dict[str, Any] = {"train__precision": "fp64"}
 GPT2_SHAPE = {
-    "model__position": "learned", "model__norm": "layernorm", "model__activation": "gelu_tanh", "model__attn_bias": "true",
-    "model__ff_bias": "true", "model__qk_norm": "false", "model__tie_head": "true", "model__zero_init_output": "false",
-}  # fmt: skip
+    "model__position": "learned",
+    "model__norm": "layernorm",
+    "model__activation": "gelu_tanh",
+    "model__attn_bias": "true",
+    "model__ff_bias": "true",
+    "model__qk_norm": "false",
+    "model__tie_head": "true",
+    "model__zero_init_output": "false",
+}
 
 Outcome = tuple[bool | None, str]  # `passed` and `measured` of a Proof
 Task = dict[str, Any] | None  # see `run_rank`
@@ -69,11 +94,23 @@ class Bench:
     """Where the proofs run: a base recipe (a tiny one, or the given one shortened), a directory, and how to train."""
 
     def __init__(
-        self, folder: Path, recipe: str = "", overrides: Sequence[str] = (), worlds: Sequence[int] = (1, 2, 4), kills: int = 10
-    ):  # fmt: skip
-        self.folder, self.recipe, self.worlds, self.kills = folder.resolve(), recipe or "quickstart", worlds, kills
+        self,
+        folder: Path,
+        recipe: str = "",
+        overrides: Sequence[str] = (),
+        worlds: Sequence[int] = (1, 2, 4),
+        kills: int = 10,
+    ):
+        self.folder, self.recipe, self.worlds, self.kills = (
+            folder.resolve(),
+            recipe or "quickstart",
+            worlds,
+            kills,
+        )
         self.base: dict[str, Any] = {**COMMON, "data.dir": f"'{self.folder / 'data'}'"}
-        self.base["train.threads"] = processes.thread_share(max(worlds))  # equal for all, so that bits are
+        self.base["train.threads"] = processes.thread_share(
+            max(worlds)
+        )  # equal for all, so that bits are
         if not recipe:
             text = self.folder / "text.txt"
             text.write_text(Path(__file__).read_text(encoding="utf-8")[:900], encoding="utf-8")
@@ -84,14 +121,21 @@ class Bench:
     def settings(self, run: str, **settings: Any) -> Recipe:
         """The base recipe with changes for a run, as `train__micro_batch=4`."""
         values = {**self.base, **settings, "run.dir": f"'{self.folder / run}'"}
-        return Recipe.load(self.recipe, [f"{key.replace('__', '.')}={value}" for key, value in values.items()])
+        return Recipe.load(
+            self.recipe, [f"{key.replace('__', '.')}={value}" for key, value in values.items()]
+        )
 
     def here(self, run: str, **settings: Any) -> Run:
         """Train in this process, with nothing on the terminal."""
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        with (
+            open(os.devnull, "w", encoding="utf-8") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+        ):
             return windlass.train(self.settings(run, **settings))
 
-    def start(self, run: str, world: int, task: Task = None, **settings: Any) -> subprocess.Popen[bytes]:
+    def start(
+        self, run: str, world: int, task: Task = None, **settings: Any
+    ) -> subprocess.Popen[bytes]:
         """Begin to train in `world` processes of their own, which write to RUN.out; for `task` see `run_rank`."""
         recipe = self.folder / f"{run}.toml"
         recipe.write_text(self.settings(run, **settings).toml(), encoding="utf-8")
@@ -99,7 +143,9 @@ class Bench:
         command = [sys.executable, "-m", "windlass.verification", json.dumps(task)]
         environ = {**os.environ, processes.PARENT: str(os.getpid())}
         with (self.folder / f"{run}.out").open("ab") as out:
-            return subprocess.Popen(command, stdout=out, stderr=out, env=environ, start_new_session=True)
+            return subprocess.Popen(
+                command, stdout=out, stderr=out, env=environ, start_new_session=True
+            )
 
     def train(self, run: str, world: int, task: Task = None, **settings: Any) -> Run:
         """The same to its end; raises RuntimeError with its last lines where it fails."""
@@ -111,9 +157,13 @@ class Bench:
 
 
 def verify(
-    recipe: str | None = None, overrides: Sequence[str] = (), world: int = 0, kills: int = 10,
-    directory: str | Path | None = None, show: Callable[[Proof], None] = lambda proof: None,
-) -> list[Proof]:  # fmt: skip
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    world: int = 0,
+    kills: int = 10,
+    directory: str | Path | None = None,
+    show: Callable[[Proof], None] = lambda proof: None,
+) -> list[Proof]:
     """Prove, with real runs on this machine, that nothing is lost and nothing is wrong in silence.
 
     Args:
@@ -161,8 +211,14 @@ def difference(run: Run, reference: Run) -> float:
     """The largest relative difference of losses and gradient norms, and absolute one of weights."""
     (steps, a), (expected, b) = numbers(run), numbers(reference)
     pairs = zip(steps, expected, strict=True)
-    scalars = (abs(one[i] - other[i]) / max(abs(other[i]), 1e-12) for one, other in pairs for i in (1, 2))
-    weights = (float((a[name].double() - b[name].double()).abs().max()) for name in b if name.startswith("model/"))
+    scalars = (
+        abs(one[i] - other[i]) / max(abs(other[i]), 1e-12) for one, other in pairs for i in (1, 2)
+    )
+    weights = (
+        float((a[name].double() - b[name].double()).abs().max())
+        for name in b
+        if name.startswith("model/")
+    )
     return max(*scalars, *weights)
 
 
@@ -171,7 +227,9 @@ def resume_exact(bench: Bench) -> Outcome:
     whole = bench.here("whole")
     equal = {}
     for step in range(1, STEPS):
-        run = bench.here(f"from-{step}", checkpoint__resume=f"'{whole.checkpoints_dir / f'step-{step:08d}'}'")
+        run = bench.here(
+            f"from-{step}", checkpoint__resume=f"'{whole.checkpoints_dir / f'step-{step:08d}'}'"
+        )
         equal[str(step)] = same_bits(run, whole, step)
     if 2 in bench.worlds:
         two = bench.train("two", 2)
@@ -179,7 +237,10 @@ def resume_exact(bench: Bench) -> Outcome:
         equal["kill -9 on 2 ranks"] = same_bits(bench.train("two-killed", 2), two)
     if wrong := [name for name, same in equal.items() if not same]:
         return False, f"losses, norms, weights or optimizer states differ after: {', '.join(wrong)}"
-    return True, f"all bits equal (one process{', and kill -9 on 2 ranks' if 2 in bench.worlds else ''})"
+    return (
+        True,
+        f"all bits equal (one process{', and kill -9 on 2 ranks' if 2 in bench.worlds else ''})",
+    )
 
 
 def strategies_agree(bench: Bench) -> Outcome:
@@ -189,10 +250,17 @@ def strategies_agree(bench: Bench) -> Outcome:
     if not cells:
         return None, "only one rank is possible here"
     reference = bench.here("s-one", **FLOAT64)
-    runs = [bench.train(f"s-{name}", world, parallel__strategy=name, **FLOAT64) for name, world in cells.items()]
+    runs = [
+        bench.train(f"s-{name}", world, parallel__strategy=name, **FLOAT64)
+        for name, world in cells.items()
+    ]
     tried = ", ".join(f"{strategy} x {world}" for strategy, world in cells.items())
-    if bench.model.kind == "gpt" and not bench.model.init_from:  # the same weights, as a module given to `train`
-        runs.append(bench.train("s-module", 2, {"module": True}, parallel__strategy="full_shard", **FLOAT64))
+    if (
+        bench.model.kind == "gpt" and not bench.model.init_from
+    ):  # the same weights, as a module given to `train`
+        runs.append(
+            bench.train("s-module", 2, {"module": True}, parallel__strategy="full_shard", **FLOAT64)
+        )
         tried += ", a module of one's own with full_shard x 2"
     worst = max(difference(run, reference) for run in runs)
     return worst < ROUNDING, f"{tried}: largest difference {worst:.1e} in float64"
@@ -208,37 +276,60 @@ def world_changes_nothing(bench: Bench) -> Outcome:
     if worlds := [w for w in bench.worlds if w > 1 and BATCH % (w * MICRO) == 0]:
         reference = bench.here("w-one", **FLOAT64)
         differences += [difference(bench.train(f"w-{w}", w, **FLOAT64), reference) for w in worlds]
-        drawn = "the dropout of its configuration" if library else f"dropout {bench.model.dropout:g}"
+        drawn = (
+            "the dropout of its configuration" if library else f"dropout {bench.model.dropout:g}"
+        )
         parts.append(f"{len(worlds) + 1} worlds with micro-batch {MICRO} and {drawn}")
     # The dropout of a library's model is in its own configuration, and cannot be set to 0 from here.
     if not (library and uses_dropout(build_model(recipe, open_data(recipe).vocab, "meta"))):
         even = FLOAT64 if library else FLOAT64 | {"model__dropout": 0.0}
         reference = bench.here("w-even", **even, train__micro_batch=BATCH)
         runs = [bench.here(f"w-1-{micro}", **even, train__micro_batch=micro) for micro in (1, 2, 4)]
-        divisions = [(world, micro) for world in bench.worlds[1:] for micro in sorted({1, BATCH // world})]
-        runs += [bench.train(f"w-{w}-{micro}", w, **even, train__micro_batch=micro) for w, micro in divisions]
+        divisions = [
+            (world, micro) for world in bench.worlds[1:] for micro in sorted({1, BATCH // world})
+        ]
+        runs += [
+            bench.train(f"w-{w}-{micro}", w, **even, train__micro_batch=micro)
+            for w, micro in divisions
+        ]
         differences += [difference(run, reference) for run in runs]
         parts.append(f"{len(runs) + 1} divisions without dropout")
     if not parts:
-        return None, "one rank, and other micro-batches draw other dropout masks: set the configuration's dropout to 0"
-    return max(differences) < ROUNDING, f"{'; '.join(parts)}: largest difference {max(differences):.1e} in float64"
+        return (
+            None,
+            "one rank, and other micro-batches draw other dropout masks: set the configuration's dropout to 0",
+        )
+    return max(
+        differences
+    ) < ROUNDING, f"{'; '.join(parts)}: largest difference {max(differences):.1e} in float64"
 
 
 def sequence_whole(bench: Bench) -> Outcome:
     """One run that moves over worlds reads every sample where the order says, once."""
-    worlds = [1, 2, 4, 1] if 4 in bench.worlds else [1, 2, 1, 2] if 2 in bench.worlds else [1, 1, 1, 1]
+    worlds = (
+        [1, 2, 4, 1] if 4 in bench.worlds else [1, 2, 1, 2] if 2 in bench.worlds else [1, 1, 1, 1]
+    )
     steps, read = STEPS // len(worlds), list[int]()
     for part, world in enumerate(worlds):
         record = str(bench.folder / f"reads-{part}")
-        bench.train("moving", world, {"stop_at": steps * (part + 1), "record": record}, train__micro_batch=1)
+        bench.train(
+            "moving", world, {"stop_at": steps * (part + 1), "record": record}, train__micro_batch=1
+        )
         ranks = [json.loads(Path(f"{record}-{rank}.json").read_text()) for rank in range(world)]
         # the loader reads ahead: only the samples of the steps that were done count
-        read += [micro[0] for turn in list(zip(*ranks, strict=False))[: steps * BATCH // world] for micro in turn]
+        read += [
+            micro[0]
+            for turn in list(zip(*ranks, strict=False))[: steps * BATCH // world]
+            for micro in turn
+        ]
     recipe = bench.settings("moving")
     samples, seed = len(open_data(recipe).train), recipe.run.seed
     places = (divmod(number, samples) for number in range(STEPS * BATCH))
     expected = [int(Order(recipe.data.order, seed, epoch, samples)[i]) for epoch, i in places]
-    repeats = sum(len(read[i : i + samples]) - len(set(read[i : i + samples])) for i in range(0, len(read), samples))
+    repeats = sum(
+        len(read[i : i + samples]) - len(set(read[i : i + samples]))
+        for i in range(0, len(read), samples)
+    )
     text = f"{len(read)} samples over worlds {' -> '.join(map(str, worlds))}: {repeats} repeated"
     return not repeats and read == expected, f"{text}, order as defined: {read == expected}"
 
@@ -249,11 +340,15 @@ def kills_lose_nothing(bench: Bench) -> Outcome:
     worlds = bench.worlds[: min(2, bench.kills)]
     committed = lost = finished = 0
     for number in range(bench.kills):
-        process = bench.start("killed", worlds[number % len(worlds)], train__steps=10_000, checkpoint__keep_last=2)
+        process = bench.start(
+            "killed", worlds[number % len(worlds)], train__steps=10_000, checkpoint__keep_last=2
+        )
         until, newest = time.monotonic() + 120, committed
         while newest == committed and process.poll() is None and time.monotonic() < until:
             time.sleep(0.005)
-            newest = max((int(p.name[5:]) for p in (run / "checkpoints").glob("step-????????")), default=0)
+            newest = max(
+                (int(p.name[5:]) for p in (run / "checkpoints").glob("step-????????")), default=0
+            )
         time.sleep(draw.random() * 0.2)
         finished += process.poll() == 0
         with contextlib.suppress(ProcessLookupError):
@@ -281,18 +376,26 @@ def export_equal(bench: Bench) -> Outcome:
     run = bench.here("export", train__steps=3, **({} if given else GPT2_SHAPE))
     transformers.utils.logging.disable_progress_bar()
     export(str(run.path), bench.folder / "hf")
-    exported = transformers.AutoModelForCausalLM.from_pretrained(bench.folder / "hf", trust_remote_code=True).eval()
+    exported = transformers.AutoModelForCausalLM.from_pretrained(
+        bench.folder / "hf", trust_remote_code=True
+    ).eval()
     ours = open_model(find_source(str(run.path)), alone("cpu"))
     tokens = torch.arange(12).reshape(1, 12)
     with torch.no_grad():
         far = float((ours(tokens) - exported(tokens).logits).abs().max())
-    return far < 1e-5, f"{type(exported).__name__ if given else 'GPT-2 shape'}, largest difference of a logit {far:.1e}"
+    return (
+        far < 1e-5,
+        f"{type(exported).__name__ if given else 'GPT-2 shape'}, largest difference of a logit {far:.1e}",
+    )
 
 
 PROOFS: dict[str, tuple[str, Callable[[Bench], Outcome]]] = {
     "resume": (f"resume is bit-exact at every step of {STEPS}", resume_exact),
     "strategies": ("strategies agree with one process", strategies_agree),
-    "world": ("world size, micro-batch and accumulation change nothing but rounding", world_changes_nothing),
+    "world": (
+        "world size, micro-batch and accumulation change nothing but rounding",
+        world_changes_nothing,
+    ),
     "order": ("the sample sequence has no repeat and no gap over worlds", sequence_whole),
     "kills": ("no kill loses a committed checkpoint", kills_lose_nothing),
     "export": ("export to transformers gives equal logits", export_equal),
@@ -338,5 +441,7 @@ if __name__ == "__main__":
         processes.exit_with_parent(int(parent))
     task = json.loads(sys.argv[1])
     if task["world"] > 1 and "RANK" not in os.environ:
-        sys.exit(launch([sys.executable, "-m", "windlass.verification", sys.argv[1]], task["world"]))
+        sys.exit(
+            launch([sys.executable, "-m", "windlass.verification", sys.argv[1]], task["world"])
+        )
     run_rank(task)

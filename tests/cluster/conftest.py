@@ -15,7 +15,9 @@ from windlass.run import Run
 def cluster() -> Iterator[slurm_cluster.Cluster]:
     """Two nodes of SLURM on this machine; skipped where the programs are not installed."""
     if missing := slurm_cluster.missing():
-        pytest.skip(f"no {', '.join(missing)} on this machine (Debian's packages slurm-wlm and munge)")
+        pytest.skip(
+            f"no {', '.join(missing)} on this machine (Debian's packages slurm-wlm and munge)"
+        )
     with slurm_cluster.cluster() as made:
         yield made
 
@@ -28,11 +30,21 @@ def settings(tmp_path_factory) -> Callable[..., list[str]]:
 
     def overrides(run: Path | None, **more: object) -> list[str]:
         values = {
-            "data.source": str(text), "data.dir": str(folder / "data"), "data.tokenizer": "char", "model.vocab": 0,
-            "model.width": 16, "model.context": 16, "checkpoint.every": 6, "eval.every": 6,
-            "parallel.timeout_seconds": 60, "parallel.startup_timeout_seconds": 60, "optim.lr": 3e-3,
-        }  # fmt: skip
-        return helpers.overrides({**helpers.TINY, **values, **({"run.dir": str(run)} if run else {}), **more})
+            "data.source": str(text),
+            "data.dir": str(folder / "data"),
+            "data.tokenizer": "char",
+            "model.vocab": 0,
+            "model.width": 16,
+            "model.context": 16,
+            "checkpoint.every": 6,
+            "eval.every": 6,
+            "parallel.timeout_seconds": 60,
+            "parallel.startup_timeout_seconds": 60,
+            "optim.lr": 3e-3,
+        }
+        return helpers.overrides(
+            {**helpers.TINY, **values, **({"run.dir": str(run)} if run else {}), **more}
+        )
 
     return overrides
 

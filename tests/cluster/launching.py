@@ -15,11 +15,20 @@ DDP = {"parallel.strategy": "ddp"}
 
 def launched(command: list[str]) -> str:
     """The output of a command of a plain shell, which has to end with exit code 0."""
-    outside = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PMI_", "OMPI_COMM_"))}
+    outside = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SLURM_", "PMI_", "OMPI_COMM_"))
+    }
     done = subprocess.run(
-        ["timeout", "-k", "5", "100", *command], env=outside | {"WINDLASS_QUIET_END": "1"}, check=False, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        ["timeout", "-k", "5", "100", *command],
+        env=outside | {"WINDLASS_QUIET_END": "1"},
+        check=False,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -28,9 +37,13 @@ def assert_same(path: Path, reference: Run) -> None:
     """Two ranks, every step, and the losses of the reference to rounding."""
     run = Run(path)
     assert run.state == "finished"
-    assert {event["world"] for event in run.events if event["event"] in ("started", "resumed")} == {2}
+    assert {event["world"] for event in run.events if event["event"] in ("started", "resumed")} == {
+        2
+    }
     assert [x["step"] for x in run.lines("train")] == list(range(1, 13))
     for kind in ("train", "eval"):
         mine, wanted = run.lines(kind), reference.lines(kind)
-        assert [(x["step"], x["tokens"]) for x in mine] == [(x["step"], x["tokens"]) for x in wanted]
+        assert [(x["step"], x["tokens"]) for x in mine] == [
+            (x["step"], x["tokens"]) for x in wanted
+        ]
         assert [x["loss"] for x in mine] == pytest.approx([x["loss"] for x in wanted], rel=1e-6)

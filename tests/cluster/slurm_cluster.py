@@ -73,12 +73,20 @@ class Cluster:
         outside = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
         return outside | {"SLURM_CONF": str(self.root / "slurm.conf"), "PATH": SYSTEM}
 
-    def call(self, *command: str, seconds: float = 90, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def call(
+        self, *command: str, seconds: float = 90, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """A command on the login node, to its end; the output with the errors is in `.stdout`."""
         return subprocess.run(
-            ["timeout", "-k", "5", str(seconds), *command], env=self.environment, cwd=cwd, check=False, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            ["timeout", "-k", "5", str(seconds), *command],
+            env=self.environment,
+            cwd=cwd,
+            check=False,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     def submit(self, script: Path, *options: str) -> str:
         """The number of a new job."""
@@ -94,20 +102,32 @@ class Cluster:
 
     def logs(self) -> str:
         """The last lines of every daemon, for the message of a failure."""
-        return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}" for p in self.root.glob("*.log"))
+        return "\n".join(
+            f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}"
+            for p in self.root.glob("*.log")
+        )
 
     def start(self) -> None:
         """Bring it up; fails when the nodes are not idle within 30 s."""
         host, user = socket.gethostname().split(".")[0], getpass.getuser()
         port, *ports = free_ports(1 + len(self.nodes))
         text = CONFIGURATION.format(root=self.root, host=host, user=user, port=port)
-        lines = [NODE.format(node=node, host=host, port=own) for node, own in zip(self.nodes, ports, strict=True)]
+        lines = [
+            NODE.format(node=node, host=host, port=own)
+            for node, own in zip(self.nodes, ports, strict=True)
+        ]
         (self.root / "slurm.conf").write_text(text + "".join(lines))
         (self.root / "state").mkdir()
         key = self.root / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        files = {
+            "key-file": "key",
+            "socket": "socket",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
         munge = [f"--{option}={self.root}/munge.{end}" for option, end in files.items()]
         self.spawn("munged", "--foreground", "--force", "--num-threads=2", *munge)
         wait_for((self.root / "munge.socket").exists, 10)
@@ -116,7 +136,11 @@ class Cluster:
             (self.root / node).mkdir()
             self.spawn("slurmd", "-D", "-N", node)
         wait_for(
-            lambda: self.call("sinfo", "--noheader", "-N", "-o", "%t").stdout.split() == ["idle"] * len(self.nodes), 30
+            lambda: (
+                self.call("sinfo", "--noheader", "-N", "-o", "%t").stdout.split()
+                == ["idle"] * len(self.nodes)
+            ),
+            30,
         )
 
     def spawn(self, name: str, *arguments: str) -> None:
@@ -124,10 +148,16 @@ class Cluster:
         program = shutil.which(name, path=SYSTEM)
         assert program
         with (self.root / f"{name}-{len(self.daemons)}.out.log").open("wb") as out:
-            self.daemons.append(subprocess.Popen(
-                [program, *arguments], env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                preexec_fn=kill_with_parent,
-            ))  # fmt: skip
+            self.daemons.append(
+                subprocess.Popen(
+                    [program, *arguments],
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    preexec_fn=kill_with_parent,
+                )
+            )
 
     def kill_node(self, node: str) -> None:
         """As a host that loses its power: its slurmd, its steps and their processes are gone at once."""
@@ -135,10 +165,13 @@ class Cluster:
         self.daemons[number].kill()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("SLURMD_NODENAME") == node and process.environ().get("SLURM_CONF") == str(
-                    self.root / "slurm.conf"
-                ):
-                    for one in (process, *(keeper for keeper in process.parents() if keeper.name() == "slurmstepd")):
+                if process.environ().get("SLURMD_NODENAME") == node and process.environ().get(
+                    "SLURM_CONF"
+                ) == str(self.root / "slurm.conf"):
+                    for one in (
+                        process,
+                        *(keeper for keeper in process.parents() if keeper.name() == "slurmstepd"),
+                    ):
                         one.kill()
 
     def stop(self) -> None:
@@ -152,8 +185,14 @@ class Cluster:
                 daemon.wait(10)
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("SLURM_CONF") == str(self.root / "slurm.conf") and process.pid != os.getpid():
-                    for one in (process, *(keeper for keeper in process.parents() if keeper.name() == "slurmstepd")):
+                if (
+                    process.environ().get("SLURM_CONF") == str(self.root / "slurm.conf")
+                    and process.pid != os.getpid()
+                ):
+                    for one in (
+                        process,
+                        *(keeper for keeper in process.parents() if keeper.name() == "slurmstepd"),
+                    ):
                         one.kill()
         for daemon in self.daemons:
             daemon.wait()

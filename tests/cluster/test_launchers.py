@@ -16,7 +16,9 @@ pytestmark = pytest.mark.dist
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.mark.skipif(shutil.which("mpiexec") is None, reason="no mpiexec on this machine (Debian's package mpich)")
+@pytest.mark.skipif(
+    shutil.which("mpiexec") is None, reason="no mpiexec on this machine (Debian's package mpich)"
+)
 def test_mpiexec(settings, tmp_path, two_local_ranks):
     launched(["mpiexec", "-n", "2", *TRAIN, *settings(tmp_path / "run", **DDP)])
     assert_same(tmp_path / "run", two_local_ranks)
@@ -27,7 +29,9 @@ def pbs_job(request, tmp_path, monkeypatch) -> str:
     """The shell of a PBS job on one host with two ranks, whose `mpiexec` is the real one of this implementation."""
     program = shutil.which(f"mpiexec.{request.param}")
     if program is None:
-        pytest.skip(f"no mpiexec.{request.param} on this machine (Debian's packages mpich and openmpi-bin)")
+        pytest.skip(
+            f"no mpiexec.{request.param} on this machine (Debian's packages mpich and openmpi-bin)"
+        )
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "mpiexec").write_text(
         f'#!/bin/sh\nexec {program} "$@"\n'
@@ -36,9 +40,11 @@ def pbs_job(request, tmp_path, monkeypatch) -> str:
     (tmp_path / "nodes").write_text("127.0.0.1\n127.0.0.1\n")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     for name, value in {
-        "PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes"), "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "PBS_JOBID": "7.server",
+        "PBS_NODEFILE": str(tmp_path / "nodes"),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setenv(name, value)
     return request.param
 
@@ -55,8 +61,15 @@ def test_launch_trains_under_mpiexec(pbs_job, settings, tmp_path, two_local_rank
 
 def test_a_signal_to_launch_stops_all_ranks_with_everything_saved(pbs_job, settings, tmp_path):
     run = Run(tmp_path / "run")
-    long = DDP | {"train.steps": 4000, "telemetry.every": 20, "checkpoint.every": 5000, "eval.every": 5000}
-    process = subprocess.Popen([*LAUNCH, *TRAIN, *settings(run.path, **long)], stdin=subprocess.DEVNULL)
+    long = DDP | {
+        "train.steps": 4000,
+        "telemetry.every": 20,
+        "checkpoint.every": 5000,
+        "eval.every": 5000,
+    }
+    process = subprocess.Popen(
+        [*LAUNCH, *TRAIN, *settings(run.path, **long)], stdin=subprocess.DEVNULL
+    )
     try:
         wait_for(lambda: run.path.exists() and run.lines("train"), 100)
         process.terminate()
@@ -72,7 +85,11 @@ def test_torchrun_starts_again_after_a_kill(settings, tmp_path, two_local_ranks)
     """Torch elastic's own restart: the second start resumes from the first's checkpoint."""
     run = tmp_path / "run"
     worker = str(Path(__file__).parent / "killed_once.py")
-    launched([*TORCHRUN, "--max-restarts", "1", worker, *settings(run, **DDP, **{"checkpoint.every": 3})])
-    starts = [(e["event"], e["step"]) for e in Run(run).events if e["event"] in ("started", "resumed")]
+    launched(
+        [*TORCHRUN, "--max-restarts", "1", worker, *settings(run, **DDP, **{"checkpoint.every": 3})]
+    )
+    starts = [
+        (e["event"], e["step"]) for e in Run(run).events if e["event"] in ("started", "resumed")
+    ]
     assert [name for name, _ in starts] == ["started", "resumed"] and starts[1][1] >= 3
     assert_same(run, two_local_ranks)

@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.dist, pytest.mark.full]
 @pytest.mark.timeout(600)
 def test_strong_scaling_over_two_hosts(cluster: Cluster, settings, tmp_path):
     """Each cell after its check, whose rates the study has; the probe on the first host; a second call submits nothing."""
-    path, words = tmp_path / "study", [*settings(None, **DDP), "parallel.device=cpu", "--nodes", "1,2"]
+    path, words = (
+        tmp_path / "study",
+        [*settings(None, **DDP), "parallel.device=cpu", "--nodes", "1,2"],
+    )
     command = [sys.executable, "-m", "windlass", "scale", "quickstart", *words, "--dir", str(path)]
     done = cluster.call(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
@@ -23,7 +26,9 @@ def test_strong_scaling_over_two_hosts(cluster: Cluster, settings, tmp_path):
     logs = ""
     for nodes, job in zip((1, 2), jobs, strict=True):
         ended = cluster.wait(job, 300)
-        logs += "\n".join(log.read_text() for log in (path / "jobs" / f"{nodes}-nodes").glob("*.out"))
+        logs += "\n".join(
+            log.read_text() for log in (path / "jobs" / f"{nodes}-nodes").glob("*.out")
+        )
         assert ended["JobState"] == "COMPLETED", logs + cluster.logs()
     study = Study.open(path)
     assert [result.state for result in study.results()] == ["finished"] * 2, logs
@@ -32,7 +37,10 @@ def test_strong_scaling_over_two_hosts(cluster: Cluster, settings, tmp_path):
         assert {event["world"] for event in starts} == {cell.world} == {cell.nodes}
     machine = read_json(path / "machine.json")
     assert list(machine) == ["1x1", "2x2"]
-    assert {rate["collective"] for rate in machine["2x2"]["collectives"]} >= {"all_reduce", "all_gather"}
+    assert {rate["collective"] for rate in machine["2x2"]["collectives"]} >= {
+        "all_reduce",
+        "all_gather",
+    }
     (probe,) = (path / "probes").iterdir()
     assert read_json(probe / "probe.json")["state"] == "finished", logs
     assert [run.name for run in sorted(probe.glob("*")) if run.is_dir()] == ["0"]  # one rank a host

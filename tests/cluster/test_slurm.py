@@ -16,12 +16,25 @@ pytestmark = pytest.mark.dist
 
 SHOW = "from dataclasses import asdict; from windlass.parallel.env import detect_env; print(asdict(detect_env()))"
 # long enough to be stopped on the way, with no checkpoint of its own before the end
-LONG = DDP | {"train.steps": 400, "telemetry.every": 20, "checkpoint.every": 5000, "eval.every": 5000}
+LONG = DDP | {
+    "train.steps": 400,
+    "telemetry.every": 20,
+    "checkpoint.every": 5000,
+    "eval.every": 5000,
+}
 
 
 def batch_script(path: Path, *lines: str, head: tuple[str, ...] = ()) -> Path:
-    options = ["--nodes=2", "--ntasks-per-node=1", f"--output={path.parent}/job-%j.out", "--open-mode=append", *head]
-    path.write_text("\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), *lines, ""]))
+    options = [
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        f"--output={path.parent}/job-%j.out",
+        "--open-mode=append",
+        *head,
+    ]
+    path.write_text(
+        "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), *lines, ""])
+    )
     return path
 
 
@@ -44,8 +57,9 @@ def test_who_is_a_rank(cluster: Cluster, tmp_path):
     assert (shell["world"], shell["launcher"]) == (alone["world"], alone["launcher"]) == (1, "none")
     keys = ("rank", "world", "local_rank", "local_world", "node", "nodes", "launcher", "addr")
     assert sorted([one[key] for key in keys] for one in ranks) == [
-        [0, 2, 0, 1, 0, 2, "slurm", NODES[0]], [1, 2, 0, 1, 1, 2, "slurm", NODES[0]],
-    ]  # fmt: skip
+        [0, 2, 0, 1, 0, 2, "slurm", NODES[0]],
+        [1, 2, 0, 1, 1, 2, "slurm", NODES[0]],
+    ]
     assert ranks[0]["port"] == ranks[1]["port"] > 0
 
 
@@ -56,7 +70,9 @@ def test_a_stopped_batch_job_resumes(cluster: Cluster, settings, tmp_path, how):
     run = Run(tmp_path / "run")
     again = "[ $code = 75 ] && scontrol requeue $SLURM_JOB_ID" if how == "requeue" else ""
     line = f"srun {shlex.join([*TRAIN, *settings(run.path, **LONG)])}"
-    script = batch_script(tmp_path / "job.sh", line, "code=$?", again, "exit $code", head=("--requeue",))
+    script = batch_script(
+        tmp_path / "job.sh", line, "code=$?", again, "exit $code", head=("--requeue",)
+    )
     job = cluster.submit(script)
     output = tmp_path / f"job-{job}.out"
     wait_for(lambda: run.path.exists() and run.lines("train"), 150)
@@ -64,15 +80,22 @@ def test_a_stopped_batch_job_resumes(cluster: Cluster, settings, tmp_path, how):
     assert done.returncode == 0, done.stdout
     if how != "requeue":
         ended = cluster.wait(job)
-        assert ended["JobState"] == ("CANCELLED" if how == "cancel" else "FAILED"), output.read_text()
+        assert ended["JobState"] == ("CANCELLED" if how == "cancel" else "FAILED"), (
+            output.read_text()
+        )
         assert how == "cancel" or ended["ExitCode"] == "75:0"
         assert run.state == "preempted", output.read_text()
         job = cluster.submit(script)
     assert cluster.wait(job)["JobState"] == "COMPLETED", output.read_text() + cluster.logs()
     assert run.state == "finished"
-    stopped, resumed = ([e for e in run.events if e["event"] == name] for name in ("preempted", "resumed"))
+    stopped, resumed = (
+        [e for e in run.events if e["event"] == name] for name in ("preempted", "resumed")
+    )
     assert [e["saved"] for e in stopped] == [True]
-    assert stopped[0]["reason"] in ("SIGTERM", "a stop signal on another rank")  # whichever rank 0 saw first
+    assert stopped[0]["reason"] in (
+        "SIGTERM",
+        "a stop signal on another rank",
+    )  # whichever rank 0 saw first
     assert [(e["step"], e["world"]) for e in resumed] == [(stopped[0]["step"], 2)]
     assert 0 < resumed[0]["step"] < 400, "it was stopped on the way, and nothing was lost"
     steps = [line["step"] for line in run.lines("train")]

@@ -22,13 +22,25 @@ from windlass.study.study import Study
 
 pytestmark = pytest.mark.dist
 SUBMIT = [sys.executable, "-m", "windlass", "submit"]
-LONG = DDP | {"train.steps": 400, "telemetry.every": 20, "checkpoint.every": 5000, "eval.every": 5000}
+LONG = DDP | {
+    "train.steps": 400,
+    "telemetry.every": 20,
+    "checkpoint.every": 5000,
+    "eval.every": 5000,
+}
 
 
 def submitted(cluster: Cluster, run: Path, settings: list[str], *options: str) -> str:
     """The id of the job that trains in `run` on two nodes."""
     done = cluster.call(
-        *SUBMIT, "quickstart", *settings, "parallel.device=cpu", "--nodes", "2", *options, cwd=run.parent
+        *SUBMIT,
+        "quickstart",
+        *settings,
+        "parallel.device=cpu",
+        "--nodes",
+        "2",
+        *options,
+        cwd=run.parent,
     )
     assert done.returncode == 0, done.stdout + cluster.logs()
     return read_json(run / "job.json")["job"]
@@ -38,7 +50,9 @@ def log_of(run: Path) -> str:
     return "\n".join(path.read_text(errors="replace") for path in run.glob("*.out"))
 
 
-def test_a_run_over_two_nodes_followed_to_its_end(cluster: Cluster, settings, tmp_path, two_local_ranks):
+def test_a_run_over_two_nodes_followed_to_its_end(
+    cluster: Cluster, settings, tmp_path, two_local_ranks
+):
     run = tmp_path / "run"
     words = [*settings(run, **DDP), "parallel.device=cpu", "--nodes", "2", "--watch"]
     done = cluster.call(*SUBMIT, "quickstart", *words, cwd=tmp_path, seconds=200)
@@ -55,7 +69,9 @@ def test_what_the_scheduler_refuses_is_one_message(cluster: Cluster, settings, t
     site.write_text('partition = "nowhere"\n')
     words = [*settings(tmp_path / "run", **DDP), "parallel.device=cpu", "--site", str(site)]
     done = cluster.call(*SUBMIT, "quickstart", *words, cwd=tmp_path)
-    assert done.returncode == 2 and "nvalid partition" in done.stdout and "--site" in done.stdout, done.stdout
+    assert done.returncode == 2 and "nvalid partition" in done.stdout and "--site" in done.stdout, (
+        done.stdout
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +82,9 @@ def undisturbed(settings, tmp_path_factory) -> list[float]:
     return [line["loss"] for line in Run(run).lines("train")]
 
 
-def test_at_its_limit_it_saves_and_requeues_itself_once(cluster: Cluster, settings, tmp_path, undisturbed):
+def test_at_its_limit_it_saves_and_requeues_itself_once(
+    cluster: Cluster, settings, tmp_path, undisturbed
+):
     """SLURM sends the batch shell the signal of --signal=B:USR1; here a person sends it."""
     run = Run(tmp_path / "run")
     job = submitted(cluster, run.path, settings(run.path, **LONG))
@@ -74,9 +92,14 @@ def test_at_its_limit_it_saves_and_requeues_itself_once(cluster: Cluster, settin
     done = cluster.call("scancel", "--batch", "--signal=USR1", job)
     assert done.returncode == 0, done.stdout
     ended = cluster.wait(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log_of(run.path) + cluster.logs()
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (
+        log_of(run.path) + cluster.logs()
+    )
     assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [True]
-    assert 0 < next(e["step"] for e in run.events if e["event"] == "resumed") < 400 and run.state == "finished"
+    assert (
+        0 < next(e["step"] for e in run.events if e["event"] == "resumed") < 400
+        and run.state == "finished"
+    )
     assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
 
 
@@ -84,7 +107,9 @@ SAVES = "trap 'sleep 5; touch saved$SLURM_ARRAY_TASK_ID; exit 75' TERM; touch up
 
 
 @pytest.mark.parametrize("array", [(), (0, 1)])
-def test_cancel_leaves_more_time_for_a_save_than_killwait(cluster: Cluster, tmp_path, monkeypatch, array):
+def test_cancel_leaves_more_time_for_a_save_than_killwait(
+    cluster: Cluster, tmp_path, monkeypatch, array
+):
     """SLURM kills 2 s after its SIGTERM here, 30 s by default; the save takes 5 s. A task that waits does not start."""
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
@@ -95,7 +120,9 @@ def test_cancel_leaves_more_time_for_a_save_than_killwait(cluster: Cluster, tmp_
     (tmp_path / "up").unlink()
     assert cancel(logs) == read_json(logs / "job.json")["job"]
     ended = cluster.wait(read_json(logs / "job.json")["job"])
-    assert [path.name for path in tmp_path.glob("saved*")] == ["saved0" if array else "saved"], log_of(logs)
+    assert [path.name for path in tmp_path.glob("saved*")] == ["saved0" if array else "saved"], (
+        log_of(logs)
+    )
     assert not (tmp_path / "up").exists() and ended["Restarts"] == "0"
 
 
@@ -106,7 +133,9 @@ def test_cancel_saves_and_does_not_requeue(cluster: Cluster, settings, tmp_path)
     wait_for(lambda: run.path.exists() and run.lines("train"), 150)
     shown = tmp_path / "shown"
     with shown.open("wb") as out:
-        watch = subprocess.Popen([*SUBMIT, "--watch", str(run.path)], env=cluster.environment, stdout=out)
+        watch = subprocess.Popen(
+            [*SUBMIT, "--watch", str(run.path)], env=cluster.environment, stdout=out
+        )
     wait_for(lambda: f"[{job}: running]" in shown.read_text(), 60)
     done = cluster.call(*SUBMIT, "--cancel", str(run.path))
     assert done.returncode == 0, done.stdout
@@ -121,10 +150,14 @@ def test_cancel_saves_and_does_not_requeue(cluster: Cluster, settings, tmp_path)
 def test_an_ordinary_failure_is_not_started_again(cluster: Cluster, settings, tmp_path):
     run = Run(tmp_path / "run")
     job = submitted(
-        cluster, run.path, settings(run.path, **DDP, **{"data.source": str(tmp_path / "missing.txt"), "data.dir": ""})
+        cluster,
+        run.path,
+        settings(run.path, **DDP, **{"data.source": str(tmp_path / "missing.txt"), "data.dir": ""}),
     )
     ended = cluster.wait(job)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), log_of(run.path)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), (
+        log_of(run.path)
+    )
     assert log_of(run.path).count("there is no file") == 1, "each rank showed it"
 
 
@@ -141,7 +174,9 @@ def test_a_node_that_is_killed_restarts_the_run_on_the_other(cluster: Cluster, s
         ended = cluster.wait(job, 400)
     finally:
         cluster.spawn("slurmd", "-D", "-N", node)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log_of(run.path) + cluster.logs()
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (
+        log_of(run.path) + cluster.logs()
+    )
     assert ended["NodeList"] != node and run.state == "finished"
     assert next(e["step"] for e in run.events if e["event"] == "resumed") >= 20
 
@@ -150,35 +185,59 @@ def test_a_node_that_is_killed_restarts_the_run_on_the_other(cluster: Cluster, s
 def test_a_study_of_cells_on_two_nodes(cluster: Cluster, settings, tmp_path):
     """Each task of the array is one cell on both nodes; a second call has nothing to submit."""
     path, windlass = tmp_path / "study", [sys.executable, "-m", "windlass"]
-    flags = [word for setting in [*settings(None, **DDP), "parallel.device=cpu"] for word in ("--set", setting)]
-    done = cluster.call(*windlass, "sweep", "quickstart", "run.seed=1,2", "--dir", str(path), *flags, "--create")
+    flags = [
+        word
+        for setting in [*settings(None, **DDP), "parallel.device=cpu"]
+        for word in ("--set", setting)
+    ]
+    done = cluster.call(
+        *windlass, "sweep", "quickstart", "run.seed=1,2", "--dir", str(path), *flags, "--create"
+    )
     assert done.returncode == 0, done.stdout
     done = cluster.call(*SUBMIT, str(path), "--nodes", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     cluster.wait(read_json(path / "job.json")["job"])
     study = Study.open(path)
-    assert [result.state for result in study.results()] == ["finished"] * 2, log_of(path) + cluster.logs()
+    assert [result.state for result in study.results()] == ["finished"] * 2, (
+        log_of(path) + cluster.logs()
+    )
     for run in study.runs():
         assert {event["world"] for event in run.events if event["event"] == "started"} == {2}
-    assert "nothing to submit" in cluster.call(*SUBMIT, str(path), "--nodes", "2", cwd=tmp_path).stdout
+    assert (
+        "nothing to submit" in cluster.call(*SUBMIT, str(path), "--nodes", "2", cwd=tmp_path).stdout
+    )
 
 
-def test_a_check_under_its_bandwidth_ends_the_job_before_training(cluster: Cluster, settings, tmp_path):
+def test_a_check_under_its_bandwidth_ends_the_job_before_training(
+    cluster: Cluster, settings, tmp_path
+):
     run = Run(tmp_path / "run")
     job = submitted(cluster, run.path, settings(run.path, **DDP), "--min-busbw", "100000")
     ended = cluster.wait(job)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "46:0", "0"), log_of(run.path)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "46:0", "0"), (
+        log_of(run.path)
+    )
     assert "TOO SLOW" in log_of(run.path) and not run.recipe_path.exists()
 
 
 def test_a_check_that_cannot_measure_ends_the_job_with_44(cluster: Cluster, settings, tmp_path):
     """One rank has nothing to send; the run directory's name has a space."""
     run = Run(tmp_path / "a run")
-    words = [*settings(run.path), "parallel.device=cpu", "--nodes", "1", "--min-busbw", "1", "--watch"]
+    words = [
+        *settings(run.path),
+        "parallel.device=cpu",
+        "--nodes",
+        "1",
+        "--min-busbw",
+        "1",
+        "--watch",
+    ]
     done = cluster.call(*SUBMIT, "quickstart", *words, cwd=tmp_path)
     assert done.returncode == 44 and "exit code 44 before the run began" in done.stdout, done.stdout
     ended = cluster.wait(read_json(run.path / "job.json")["job"])
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "44:0", "0"), log_of(run.path)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "44:0", "0"), (
+        log_of(run.path)
+    )
     assert "NOT MEASURED" in log_of(run.path) and not run.recipe_path.exists()
 
 
@@ -202,11 +261,17 @@ def test_a_rank_that_is_lost_starts_the_job_again_once(
     node = rank.environ()["SLURMD_NODENAME"]
     rank.kill()
     ended = cluster.wait(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log_of(run.path) + cluster.logs()
-    assert run.state == "finished" and f"{node} was lost; the job is started again" in log_of(run.path)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (
+        log_of(run.path) + cluster.logs()
+    )
+    assert run.state == "finished" and f"{node} was lost; the job is started again" in log_of(
+        run.path
+    )
     spare = nodes == "three_nodes"
     used = cluster.call("scontrol", "show", "hostnames", ended["NodeList"]).stdout.split()
-    assert (node not in used, ended["ExcNodeList"]) == (spare, node if spare else "(null)"), log_of(run.path)
+    assert (node not in used, ended["ExcNodeList"]) == (spare, node if spare else "(null)"), log_of(
+        run.path
+    )
     assert next(e["step"] for e in run.events if e["event"] == "resumed") >= 20
     assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
     assert not list(run.path.glob(".open*")) and not list(run.path.glob(".ends*"))
@@ -215,7 +280,10 @@ def test_a_rank_that_is_lost_starts_the_job_again_once(
 def is_rank_1(process: psutil.Process, run: Path) -> bool:
     """Whether it trains in `run` as rank 1 under srun."""
     with contextlib.suppress(psutil.Error):
-        trains = any(str(run) in word for word in process.cmdline()) and "launch" not in process.cmdline()
+        trains = (
+            any(str(run) in word for word in process.cmdline())
+            and "launch" not in process.cmdline()
+        )
         return trains and process.environ().get("SLURM_PROCID") == "1"
     return False
 
@@ -229,7 +297,9 @@ def test_torchrun_as_the_launcher_of_the_site(cluster: Cluster, settings, tmp_pa
     wait_for(lambda: run.path.exists() and run.lines("train"), 150)
     assert cluster.call("scancel", "--batch", "--signal=USR1", job).returncode == 0
     ended = cluster.wait(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log_of(run.path) + cluster.logs()
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (
+        log_of(run.path) + cluster.logs()
+    )
     assert "torch.distributed.run" in log_of(run.path) and run.state == "finished"
     assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
 

@@ -34,20 +34,53 @@ class TwoHosts:
     names: list[str]
     started: list[subprocess.Popen] = field(default_factory=list)
 
-    def train(self, settings: list[str], log: Path, hidden: Path | None = None) -> list[subprocess.Popen]:
+    def train(
+        self, settings: list[str], log: Path, hidden: Path | None = None
+    ) -> list[subprocess.Popen]:
         """`torchrun` on both hosts, one rank each; the second host has a disk of its own at `hidden`."""
         port = str(next(PORTS))
         processes = []
         for number, name in enumerate(self.names):
-            mount = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(hidden)]
+            mount = [
+                "unshare",
+                "-m",
+                "sh",
+                "-c",
+                'mount -t tmpfs none "$0" && exec "$@"',
+                str(hidden),
+            ]
             words = [
-                "ip", "netns", "exec", name, *(mount if number and hidden else []), sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
-                "--node-rank", str(number), "--master-addr", "10.77.0.1", "--master-port", port, "-m", "windlass", "train",
-                "quickstart", *settings,
-            ]  # fmt: skip
+                "ip",
+                "netns",
+                "exec",
+                name,
+                *(mount if number and hidden else []),
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes",
+                "2",
+                "--nproc-per-node",
+                "1",
+                "--node-rank",
+                str(number),
+                "--master-addr",
+                "10.77.0.1",
+                "--master-port",
+                port,
+                "-m",
+                "windlass",
+                "train",
+                "quickstart",
+                *settings,
+            ]
             with Path(f"{log}-{number}").open("w") as out:
                 environ = os.environ | {"WINDLASS_QUIET_END": "1", "OMP_NUM_THREADS": "1"}
-                processes.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ))
+                processes.append(
+                    subprocess.Popen(
+                        words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ
+                    )
+                )
         self.started += processes
         return processes
 
@@ -104,12 +137,19 @@ def test_torchrun_over_two_hosts(hosts, settings, tmp_path, two_local_ranks):
     assert_same(tmp_path / "run", two_local_ranks)
     assert "2 ranks on 2 hosts, started by torchrun; gloo between ranks" in text(log)
     for process in hosts.train(settings(tmp_path / "run", **DDP), tmp_path / "again"):
-        assert process.wait(60) == 0 and "is finished" in text(tmp_path / "again"), "the same command again"
+        assert process.wait(60) == 0 and "is finished" in text(tmp_path / "again"), (
+            "the same command again"
+        )
     launch = read_json(tmp_path / "run" / "environment.json")["launch"]
-    assert (launch["world"], launch["nodes"], launch["backend"]) == (2, 2, "gloo") and launch["versions"]["torch"]
-    places = [line for line in Run(tmp_path / "run").log_path.read_text().splitlines() if "[rank=" in line]
+    assert (launch["world"], launch["nodes"], launch["backend"]) == (2, 2, "gloo") and launch[
+        "versions"
+    ]["torch"]
+    places = [
+        line for line in Run(tmp_path / "run").log_path.read_text().splitlines() if "[rank=" in line
+    ]
     assert (
-        "[cpu][rank=0/1][local_rank=0/0][node=0/1]" in places[0] and "[rank=1/1][local_rank=0/0][node=1/1]" in places[1]
+        "[cpu][rank=0/1][local_rank=0/0][node=0/1]" in places[0]
+        and "[rank=1/1][local_rank=0/0][node=1/1]" in places[1]
     )
 
 
@@ -119,12 +159,19 @@ def test_a_directory_that_one_host_does_not_see(hosts, settings, tmp_path, key):
     own = tmp_path / "own"
     own.mkdir()
     places = {"run.dir": tmp_path / "run", "data.dir": tmp_path / "data"} | {key: own / "x"}
-    began, words = time.monotonic(), settings(None, **DDP, **{name: str(path) for name, path in places.items()})
+    began, words = (
+        time.monotonic(),
+        settings(None, **DDP, **{name: str(path) for name, path in places.items()}),
+    )
     for process in hosts.train(words, tmp_path / "log", hidden=own):
         assert process.wait(100) == 1, text(tmp_path / "log")  # torchrun's code for any failure
     assert time.monotonic() - began < 60
     output = text(tmp_path / "log")
-    assert f"windlass: {key}: {own}/x of" in output and "(rank 1)" in output and f"{key}=PATH" in output, output
+    assert (
+        f"windlass: {key}: {own}/x of" in output
+        and "(rank 1)" in output
+        and f"{key}=PATH" in output
+    ), output
     assert list(own.iterdir()) == [] and not any(path.exists() for path in places.values())
 
 
@@ -133,8 +180,17 @@ def test_a_directory_that_one_host_does_not_see(hosts, settings, tmp_path, key):
 def test_a_cut_cable_ends_both_sides_and_a_restart_resumes(hosts, settings, tmp_path):
     """Nothing closes a connection: each side notices by itself, within the time for a collective or six heartbeats."""
     run, log = Run(tmp_path / "run"), tmp_path / "log"
-    seconds = {"parallel.heartbeat_seconds": 1, "parallel.timeout_seconds": 20, "checkpoint.every": 10}
-    long = settings(run.path, **DDP, **seconds, **{"train.steps": 300, "telemetry.every": 20, "eval.every": 5000})
+    seconds = {
+        "parallel.heartbeat_seconds": 1,
+        "parallel.timeout_seconds": 20,
+        "checkpoint.every": 10,
+    }
+    long = settings(
+        run.path,
+        **DDP,
+        **seconds,
+        **{"train.steps": 300, "telemetry.every": 20, "eval.every": 5000},
+    )
     both = hosts.train(long, log)
     wait_for(lambda: list(run.checkpoints_dir.glob("step-*")), 200)
     hosts.cable("down")

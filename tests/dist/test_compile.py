@@ -106,7 +106,7 @@ def test_rows_of_varying_length_break_no_graph(compiled, checkpointing):
     graphs = compiled(
         lambda model, ranks, train: [train(2, length) for length in (32, 20, 9, 32, 11)],
         parallel__activation_checkpointing=checkpointing,
-    )  # fmt: skip
+    )
     assert list(map(static, graphs)) == [True, False]
 
 

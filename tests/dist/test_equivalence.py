@@ -50,7 +50,7 @@ def settings(precision: str = "fp64", strategy: str = "auto", world: int = 1, ac
         train__micro_batch=BATCH // world // accumulation, train__precision=precision, train__grad_clip=0.5,
         optim__lr=3e-3, optim__weight_decay=0.1, optim__schedule__kind="wsd", optim__schedule__warmup=2,
         optim__schedule__decay=2, parallel__strategy=strategy, **more,
-    )  # fmt: skip
+    )
 
 
 def reference(dtype=torch.float64, frozen=()):

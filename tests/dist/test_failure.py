@@ -194,7 +194,7 @@ def test_ranks_that_hang_in_a_kernel_are_ended_and_the_one_behind_is_named(tmp_p
     ([(5, "callback"), (5, "callback")], [999, 999], None),
     ([(0, "load"), (0, "start")], [999, 999], None),
     ([(6, "forward"), (6, "backward")], [80, 10], None),
-])  # fmt: skip
+])
 def test_the_rank_that_is_behind_is_found_once_a_rank_has_waited_long(places, still, named):
     assert behind([{"step": step, "phase": phase} for step, phase in places], still, 90) == named
 

@@ -21,7 +21,7 @@ SHAPES = {  # what takes most of the memory: settings, vocabulary, micro-batch
         {"layers": 6, "heads": 4, "kv_heads": 2, "width": 128, "context": 64, "activation": "swiglu", "norm": "rmsnorm",
          "position": "rope", "qk_norm": True, "attn_bias": False, "ff_bias": False}, 300, 2,
     ),
-}  # fmt: skip
+}
 
 TABLES = ({"layers": 3, "heads": 4, "width": 128, "context": 32, "tie_head": False}, 3000, 1)  # a large embedding and head
 
@@ -39,7 +39,7 @@ ONE_RANK = [
     {}, {"accumulation": 2}, {"train__precision": "bf16"}, {"optim__kind": "muon"},
     {"parallel__activation_checkpointing": "full"},
     {"parallel__activation_checkpointing": "selective", "train__precision": "bf16"},
-]  # fmt: skip
+]
 
 
 def slow(value):

@@ -16,7 +16,7 @@ from windlass.parallel.parallelize import parallelize, unwrap
 MODEL = {
     "model__layers": 3, "model__heads": 2, "model__width": 10, "model__context": 4, "model__ff_width": 14,
     "optim__kind": "muon", "optim__weight_decay": 0.1,
-}  # fmt: skip
+}
 
 
 def updated(join, r, shared, steps=3):
@@ -44,7 +44,7 @@ def updated(join, r, shared, steps=3):
 @pytest.mark.parametrize(("strategy", "world", "shared"), [
     ("ddp", 2, True), ("full_shard", 2, False), ("full_shard", 3, False), ("hybrid_shard", 4, False),
     pytest.param("ddp", 3, False, marks=pytest.mark.full), pytest.param("shard_grad_op", 4, False, marks=pytest.mark.full),
-])  # fmt: skip
+])
 def test_every_strategy_makes_the_update_of_one_process(strategy, world, shared):
     [alone] = run_ranks(updated, 1, recipe(**MODEL), False)
     for matrices in run_ranks(updated, world, recipe(**MODEL, parallel__strategy=strategy), shared):

@@ -39,7 +39,7 @@ def hf_step(join, strategy: str, directory: Path, **train):
     settings = recipe(
         model__kind="hf", model__name=str(directory), model__context=32, parallel__strategy=strategy,
         parallel__activation_checkpointing="selective", **train,
-    )  # fmt: skip
+    )
     with join(settings) as ranks:
         model = parallelize(build_model(settings, 64), ranks, settings)
         initialise(unwrap(model), 7)

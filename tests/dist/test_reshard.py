@@ -128,7 +128,7 @@ def check_matrix(folder: Path, variant: str, saved: list[tuple[str, int]], loade
     ("tied", [("ddp", 2), ("full_shard", 3)], [("hybrid_shard", 4), ("shard_optim", 3)]),
     ("frozen", [("full_shard", 2)], [("ddp", 1), ("full_shard", 4)]),
     ("muon", [("hybrid_shard", 4), ("shard_optim", 3)], [("ddp", 1), ("full_shard", 4), ("shard_optim", 2)]),
-])  # fmt: skip
+])
 def test_sample(tmp_path: Path, variant: str, saved: list[tuple[str, int]], loaded: list[tuple[str, int]]) -> None:
     check_matrix(tmp_path, variant, saved, loaded)
 

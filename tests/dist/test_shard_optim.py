@@ -24,7 +24,7 @@ pytestmark = pytest.mark.dist
 KINDS: dict[str, dict[str, Any]] = {
     "adamw": {}, "muon": {"optim__kind": "muon"}, "nadam": {"optim__kind": "torch.optim.NAdam"},
     "sgd": {"optim__kind": "torch.optim.SGD", "optim__options": {"momentum": 0.9}},
-}  # fmt: skip
+}
 
 
 def with_a_scalar() -> nn.Module:
@@ -71,7 +71,7 @@ def updates(join: Join, how: dict[str, Any]) -> dict[str, tuple[dict[str, Tensor
 @pytest.mark.parametrize(("kind", "world"), [
     ("adamw", 2), ("muon", 3), *(pytest.param(kind, world, marks=pytest.mark.full) for kind in KINDS for world in (1, 4)),
     pytest.param("nadam", 3, marks=pytest.mark.full), pytest.param("sgd", 2, marks=pytest.mark.full),
-])  # fmt: skip
+])
 def test_the_update_is_that_of_ddp_bit_for_bit(kind: str, world: int) -> None:
     everyone = run_ranks(updates, world, KINDS[kind])
     reference, wanted = everyone[0]["ddp"]

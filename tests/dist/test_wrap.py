@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "shard_grad_op, reduced each time": {"parallel__strategy": "shard_grad_op", "parallel__reduce_each_micro_batch": True},
     "prefetch": {"parallel__strategy": "full_shard", "parallel__forward_prefetch": 2, "parallel__backward_prefetch": 2},
     "hybrid_shard of everything": {"parallel__strategy": "hybrid_shard", "parallel__shard_size": 2},
-}  # fmt: skip
+}
 BARREN = 1  # the rank whose micro-batches hold no valid token
 
 

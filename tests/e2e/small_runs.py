@@ -19,14 +19,21 @@ from windlass.training.trainer import Trainer
 
 KILLED = Path(__file__).parent / "killed.py"
 KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "epoch")
-WSD = {"optim.schedule.kind": "wsd", "optim.schedule.warmup": 2, "optim.schedule.decay": 4, "checkpoint.keep_last": 10}
+WSD = {
+    "optim.schedule.kind": "wsd",
+    "optim.schedule.warmup": 2,
+    "optim.schedule.decay": 4,
+    "checkpoint.keep_last": 10,
+}
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text of made-up words: 44 samples of 16 characters for training, so that 12 steps of 8 cross two epochs' edges."""
     folder, draw = tmp_path_factory.mktemp("corpus"), random.Random(0)
-    words = ["".join(draw.choice("abcdefgh") for _ in range(draw.randint(2, 6))) for _ in range(400)]
+    words = [
+        "".join(draw.choice("abcdefgh") for _ in range(draw.randint(2, 6))) for _ in range(400)
+    ]
     (folder / "text.txt").write_text(" ".join(words)[:787])
     return folder
 
@@ -36,18 +43,38 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
     """The trainers that `train` set up in this process, the newest last."""
     trainers: list[Trainer] = []
     set_up: Any = setup.set_up
-    monkeypatch.setattr(setup, "set_up", lambda *parts: (trainers.append(set_up(*parts)), trainers[-1])[1])
+    monkeypatch.setattr(
+        setup, "set_up", lambda *parts: (trainers.append(set_up(*parts)), trainers[-1])[1]
+    )
     return trainers
 
 
-def settings(corpus: Path, run: Path, strategy: str = "auto", micro: int = 0, **more: object) -> list[str]:
+def settings(
+    corpus: Path, run: Path, strategy: str = "auto", micro: int = 0, **more: object
+) -> list[str]:
     values = {
-        "run.dir": f"'{run}'", "data.source": f"'{corpus / 'text.txt'}'", "data.dir": f"'{corpus / 'data'}'",
-        "data.tokenizer": "char", "model.vocab": 0, "model.layers": 2, "model.heads": 2, "model.width": 16,
-        "model.context": 16, "model.dropout": 0.2, "train.steps": 12, "train.global_batch": 8, "train.micro_batch": micro,
-        "checkpoint.every": 3, "eval.every": 4, "eval.sample_every": 0, "telemetry.every": 1,
-        "parallel.strategy": strategy, "parallel.timeout_seconds": 60, "parallel.startup_timeout_seconds": 60, **more,
-    }  # fmt: skip
+        "run.dir": f"'{run}'",
+        "data.source": f"'{corpus / 'text.txt'}'",
+        "data.dir": f"'{corpus / 'data'}'",
+        "data.tokenizer": "char",
+        "model.vocab": 0,
+        "model.layers": 2,
+        "model.heads": 2,
+        "model.width": 16,
+        "model.context": 16,
+        "model.dropout": 0.2,
+        "train.steps": 12,
+        "train.global_batch": 8,
+        "train.micro_batch": micro,
+        "checkpoint.every": 3,
+        "eval.every": 4,
+        "eval.sample_every": 0,
+        "telemetry.every": 1,
+        "parallel.strategy": strategy,
+        "parallel.timeout_seconds": 60,
+        "parallel.startup_timeout_seconds": 60,
+        **more,
+    }
     return [f"{key}={value}" for key, value in values.items()]
 
 
@@ -62,7 +89,9 @@ def start(world: int, overrides: list[str], kill_after: int = 0) -> int:
 
 def untouched(recipe: Recipe, *overrides: str, **options: Any) -> Run:
     """The same training in one go, in a directory of its own beside the recipe's."""
-    return train(recipe.replace(f"run.dir='{recipe.run_dir.with_name('whole')}'", *overrides), **options)
+    return train(
+        recipe.replace(f"run.dir='{recipe.run_dir.with_name('whole')}'", *overrides), **options
+    )
 
 
 def stopped(recipe: Recipe, step: int) -> Run:

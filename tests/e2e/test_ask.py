@@ -40,10 +40,17 @@ def test_eval_writes_what_it_measured(run: Path, tmp_path: Path, capsys: Any) ->
     squad = tmp_path / "s.json"
     squad.write_text(json.dumps({"data": [{"title": "t", "paragraphs": [paragraph]}]}))
     (tmp_path / "h.jsonl").write_text(json.dumps(ITEM) + "\n")
-    files = (f"eval.hellaswag_file={tmp_path / 'h.jsonl'}", f"eval.squad_file={squad}", "eval.squad_items=2")
+    files = (
+        f"eval.hellaswag_file={tmp_path / 'h.jsonl'}",
+        f"eval.squad_file={squad}",
+        "eval.squad_items=2",
+    )
     assert typed("eval", run, "--suite", "loss,hellaswag,squad", *files, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown == json.loads((run / "eval" / "step-00000012.json").read_text()) and shown["step"] == 12
+    assert (
+        shown == json.loads((run / "eval" / "step-00000012.json").read_text())
+        and shown["step"] == 12
+    )
     results = shown["results"]
     bits = results["loss"]["loss"] / math.log(2)
     assert results["loss"]["bits_per_byte"] == pytest.approx(bits)  # tokens are bytes
@@ -51,9 +58,13 @@ def test_eval_writes_what_it_measured(run: Path, tmp_path: Path, capsys: Any) ->
     predictions = json.loads((run / "eval" / "squad-predictions-step-00000012.json").read_text())
     assert len(predictions) == 2
     again = evaluate(run, ["squad"], files[1:], tmp_path / "again")
-    assert again.predictions == predictions and again.results["squad"]["f1"] == results["squad"]["f1"]
+    assert (
+        again.predictions == predictions and again.results["squad"]["f1"] == results["squad"]["f1"]
+    )
     assert typed("eval", f"{run}@6", "--suite", "loss") == 0
-    assert (run / "eval" / "step-00000006.json").is_file() and "bits_per_byte" in capsys.readouterr().out
+    assert (
+        run / "eval" / "step-00000006.json"
+    ).is_file() and "bits_per_byte" in capsys.readouterr().out
 
 
 def test_results_tell_what_they_were_measured_on(run: Path, tmp_path: Path) -> None:
@@ -66,12 +77,27 @@ def test_results_tell_what_they_were_measured_on(run: Path, tmp_path: Path) -> N
 
     first = record("eval.hellaswag_items=2")
     assert first["results"]["hellaswag"]["items"] == 2
-    assert first["measured"]["hellaswag"]["files"] == {str(file): hashlib.sha256(file.read_bytes()).hexdigest()}
-    settings = {"train.precision": "fp32", "eval.hellaswag_file": str(file), "eval.hellaswag_items": 2}
+    assert first["measured"]["hellaswag"]["files"] == {
+        str(file): hashlib.sha256(file.read_bytes()).hexdigest()
+    }
+    settings = {
+        "train.precision": "fp32",
+        "eval.hellaswag_file": str(file),
+        "eval.hellaswag_items": 2,
+    }
     assert first["measured"]["hellaswag"]["settings"].items() >= settings.items()
-    whole, both = record(), record(suite="loss")  # a suite measured again replaces its scores, the others stay
-    assert whole["results"]["hellaswag"]["items"] == 3 and both["results"]["hellaswag"] == whole["results"]["hellaswag"]
-    assert len(both["measured"]["loss"]["data"]) >= 12 and "eval.batches" in both["measured"]["loss"]["settings"]
+    whole, both = (
+        record(),
+        record(suite="loss"),
+    )  # a suite measured again replaces its scores, the others stay
+    assert (
+        whole["results"]["hellaswag"]["items"] == 3
+        and both["results"]["hellaswag"] == whole["results"]["hellaswag"]
+    )
+    assert (
+        len(both["measured"]["loss"]["data"]) >= 12
+        and "eval.batches" in both["measured"]["loss"]["settings"]
+    )
     low = record("train.precision=bf16", suite="loss")
     losses = [x["results"]["loss"]["loss"] for x in (low, both)]
     assert losses[0] == pytest.approx(losses[1], rel=0.02) and losses[0] != losses[1]
@@ -97,8 +123,23 @@ def test_a_conversation_remembers_its_turns(run: Path, capsys: Any, monkeypatch:
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\nthe dog\n"))
     assert typed("sample", run, "--chat", "--max-tokens", "4", "--temperature", "0") == 0
     assert capsys.readouterr().out == f"{answers[0]}\n{answers[1]}\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO("the dog\n"))  # is not read: a prompt has one answer
-    assert typed("sample", run, "--chat", "--prompt", "the cat", "--max-tokens", "4", "--temperature", "0") == 0
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("the dog\n")
+    )  # is not read: a prompt has one answer
+    assert (
+        typed(
+            "sample",
+            run,
+            "--chat",
+            "--prompt",
+            "the cat",
+            "--max-tokens",
+            "4",
+            "--temperature",
+            "0",
+        )
+        == 0
+    )
     assert capsys.readouterr().out == f"{answers[0]}\n"
 
 
@@ -122,21 +163,44 @@ def test_a_book_is_learned_exported_and_told_alike(tmp_path: Path, data_files: P
     from windlass.interop.export import export
 
     model = {
-        "layers": 3, "heads": 4, "width": 96, "context": 96, "position": "rope", "norm": "rmsnorm",
-        "activation": "swiglu", "ff_width": 256, "kv_heads": 2, "attn_bias": False, "ff_bias": False,
-    }  # fmt: skip
-    data = {"source": str(data_files / "gutenberg" / "*.txt"), "dir": str(tmp_path / "data"), "tokenizer": "bpe"}
+        "layers": 3,
+        "heads": 4,
+        "width": 96,
+        "context": 96,
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "ff_width": 256,
+        "kv_heads": 2,
+        "attn_bias": False,
+        "ff_bias": False,
+    }
+    data = {
+        "source": str(data_files / "gutenberg" / "*.txt"),
+        "dir": str(tmp_path / "data"),
+        "tokenizer": "bpe",
+    }
     tree: dict[str, Any] = {
-        "preset": "books", "model": model, "data": data | {"tokenizer_vocab": 512, "val_fraction": 0.25},
-        "train": {"steps": 400, "global_batch": 8}, "optim": {"lr": 3e-3}, "eval": {"batches": 8, "every": 200},
-        "checkpoint": {"every": 0}, "run": {"dir": str(tmp_path / "run")},
-    }  # fmt: skip
+        "preset": "books",
+        "model": model,
+        "data": data | {"tokenizer_vocab": 512, "val_fraction": 0.25},
+        "train": {"steps": 400, "global_batch": 8},
+        "optim": {"lr": 3e-3},
+        "eval": {"batches": 8, "every": 200},
+        "checkpoint": {"every": 0},
+        "run": {"dir": str(tmp_path / "run")},
+    }
     losses = [line["loss"] for line in train(Recipe.model_validate(tree)).lines("eval")]
     assert losses[-1] < 0.75 * losses[0]
     directory = export(str(tmp_path / "run"), tmp_path / "out")
     prompt = "It is a truth"
-    ours = "".join(piece for _, piece in sample(tmp_path / "run", prompt, max_tokens=60, temperature=0, device="cpu"))
+    ours = "".join(
+        piece
+        for _, piece in sample(tmp_path / "run", prompt, max_tokens=60, temperature=0, device="cpu")
+    )
     reference = AutoModelForCausalLM.from_pretrained(directory).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    output = reference.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=60, do_sample=False)
+    output = reference.generate(
+        **tokenizer(prompt, return_tensors="pt"), max_new_tokens=60, do_sample=False
+    )
     assert tokenizer.decode(output[0]) == prompt + ours

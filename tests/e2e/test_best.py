@@ -29,15 +29,24 @@ def by_accuracy(corpus, tmp_path_factory):
     """Makes a recipe with HellaSwag items of made-up words: the accuracy goes up and down while the loss falls."""
     draw, words = random.Random(3), (corpus / "text.txt").read_text().split()
     items = [
-        {"ctx": draw.choice(words), "endings": [draw.choice(words) for _ in range(4)], "label": draw.randrange(4)}
+        {
+            "ctx": draw.choice(words),
+            "endings": [draw.choice(words) for _ in range(4)],
+            "label": draw.randrange(4),
+        }
         for _ in range(24)
     ]
     file = tmp_path_factory.mktemp("items") / "items.jsonl"
     file.write_text("\n".join(map(json.dumps, items)))
     values = {
-        "eval.every": 1, "eval.suites": '["loss","hellaswag"]', "eval.hellaswag_file": f"'{file}'", "optim.lr": 3e-2,
-        "checkpoint.every": 3, "checkpoint.keep_last": 1, "checkpoint.best": f"'{MEASURE}'",
-    }  # fmt: skip
+        "eval.every": 1,
+        "eval.suites": '["loss","hellaswag"]',
+        "eval.hellaswag_file": f"'{file}'",
+        "optim.lr": 3e-2,
+        "checkpoint.every": 3,
+        "checkpoint.keep_last": 1,
+        "checkpoint.best": f"'{MEASURE}'",
+    }
     return lambda run, **more: recipe_of(corpus, run, **values | more)
 
 
@@ -60,14 +69,23 @@ def whole(by_accuracy, tmp_path_factory) -> Run:
 
 def test_the_first_step_with_the_highest_accuracy_is_saved_and_named(whole):
     scores = accuracies(whole)
-    best, lowest_loss = highest(scores), highest({step: -loss for step, loss in losses(whole).items() if step})
+    best, lowest_loss = (
+        highest(scores),
+        highest({step: -loss for step, loss in losses(whole).items() if step}),
+    )
     assert 1 < best < 11 and best % 3 and best != lowest_loss, "else this would show nothing"
     listed = list_checkpoints(whole.path)
     assert best_step(whole) == best and listed.measure == MEASURE
-    assert {c.step: c.scores[MEASURE] for c in listed.checkpoints} == {step: scores[step] for step in (best, 12)}
+    assert {c.step: c.scores[MEASURE] for c in listed.checkpoints} == {
+        step: scores[step] for step in (best, 12)
+    }
     assert find(f"{whole.path}@best").step == best
     summary = whole.summary
-    assert (summary["best_measure"], summary["best_score"], summary["best_step"]) == (MEASURE, scores[best], best)
+    assert (summary["best_measure"], summary["best_score"], summary["best_step"]) == (
+        MEASURE,
+        scores[best],
+        best,
+    )
     assert summary["best_eval_loss"] == min(losses(whole).values())
 
 
@@ -97,7 +115,9 @@ def test_a_longer_run_keeps_the_best_of_its_first_part(by_accuracy, whole, tmp_p
     shutil.copytree(whole.path, tmp_path / "run")
     run = train(by_accuracy(tmp_path / "run"), extend_to=14)
     scores = accuracies(run)
-    assert set(scores) == set(range(15)) and run.summary["best_step"] == highest(scores) == best_step(run)
+    assert set(scores) == set(range(15)) and run.summary["best_step"] == highest(
+        scores
+    ) == best_step(run)
 
 
 def last_useful(scores: dict[int, float], patience: int) -> int:
@@ -118,22 +138,39 @@ def test_a_run_ends_early_by_any_measure_and_does_not_start_again(by_accuracy, w
     run = train(recipe)
     assert curve(run) == curve(whole)[:end] and best_step(run) == highest(accuracies(run))
     ended = [e for e in run.events if e["event"] == "finished"]
-    assert [(e["step"], e["early_stop"]) for e in ended] == [(end, 3)] and MEASURE in ended[0]["reason"]
+    assert [(e["step"], e["early_stop"]) for e in ended] == [(end, 3)] and MEASURE in ended[0][
+        "reason"
+    ]
     assert (run.path / "checkpoints" / f"step-{end:08d}").is_dir()
     lines = run.metrics_path.read_bytes()
     assert train(recipe).metrics_path.read_bytes() == lines
     assert resolve_start(recipe).finished and "0, continues" in resolve_start(recipe).why_finished
     assert [(row.state, row.step) for row in overview(run.path)] == [("ended early", end)]
     assert measures(view(run))["ended_early"] == ended[0]["reason"]
-    assert curve(train(recipe.replace("train.early_stop=0"))) == curve(whole), "it continues, as if it never had"
+    assert curve(train(recipe.replace("train.early_stop=0"))) == curve(whole), (
+        "it continues, as if it never had"
+    )
 
 
 def test_the_last_evaluation_of_a_run_that_ends_early_measures_all_data(corpus, tmp_path):
-    values = {"eval.every": 2, "eval.batches": 1, "train.early_stop": 2, "optim.lr": 1e-30, "data.val_fraction": 0.3}
-    run = train(recipe_of(corpus, tmp_path / "run", **values, **{"data.dir": f"'{tmp_path / 'data'}'"}))
-    lines = run.lines("eval")  # weights do not move: no evaluation is better than the one before training
+    values = {
+        "eval.every": 2,
+        "eval.batches": 1,
+        "train.early_stop": 2,
+        "optim.lr": 1e-30,
+        "data.val_fraction": 0.3,
+    }
+    run = train(
+        recipe_of(corpus, tmp_path / "run", **values, **{"data.dir": f"'{tmp_path / 'data'}'"})
+    )
+    lines = run.lines(
+        "eval"
+    )  # weights do not move: no evaluation is better than the one before training
     assert [(x["step"], "full_loss" in x) for x in lines] == [(0, False), (2, False), (4, True)]
-    assert len({x["loss"] for x in lines}) == 1 and lines[-1]["full_samples"] > lines[-1]["samples"] == 8
+    assert (
+        len({x["loss"] for x in lines}) == 1
+        and lines[-1]["full_samples"] > lines[-1]["samples"] == 8
+    )
     with refused("train.early_stop", "eval.every"):
         recipe_of(corpus, tmp_path / "run", **values | {"eval.every": 0})
 
@@ -143,6 +180,8 @@ def test_the_last_evaluation_of_a_run_that_ends_early_measures_all_data(corpus, 
 def test_two_ranks_end_early_at_the_same_step(by_accuracy, whole, tmp_path):
     recipe = by_accuracy(tmp_path / "run", **{"train.early_stop": 3, "train.micro_batch": 4})
     (tmp_path / "recipe.toml").write_text(recipe.toml())
-    assert launch([sys.executable, "-m", "windlass", "train", str(tmp_path / "recipe.toml")], 2) == 0
+    assert (
+        launch([sys.executable, "-m", "windlass", "train", str(tmp_path / "recipe.toml")], 2) == 0
+    )
     run = Run(tmp_path / "run")
     assert run.state == "finished" and run.events[-1]["step"] == last_useful(accuracies(run), 3)

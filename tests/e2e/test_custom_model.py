@@ -24,7 +24,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 @pytest.fixture
 def page_code() -> str:
     """The page's longest example, up to where it trains."""
-    example = max(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL), key=len)
+    example = max(
+        re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL), key=len
+    )
     return example[: example.index("recipe =")]
 
 
@@ -37,21 +39,32 @@ def page(page_code: str) -> dict:
 
 
 PAGE_MODEL = [
-    "model.vocab=0", "model.layers=1", "model.width=16", "model.heads=2",
-]  # the recipe's own, on the page's data  # fmt: skip
+    "model.vocab=0",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+]  # the recipe's own, on the page's data
 
 
 def recipe(folder: Path, *more: str) -> Recipe:
-    small = ["train.steps=6", "train.global_batch=8", "model.context=16", "eval.every=3", "telemetry.every=1"]
+    small = [
+        "train.steps=6",
+        "train.global_batch=8",
+        "model.context=16",
+        "eval.every=3",
+        "telemetry.every=1",
+    ]
     return Recipe.load("quickstart", [*small, f"run.dir='{folder}'", *more])
 
 
 def test_a_model_and_samples_of_ones_own(tmp_path, page):
     losses = []
     run = train(
-        recipe(tmp_path / "run"), page["MyModel"](), page["data"],
+        recipe(tmp_path / "run"),
+        page["MyModel"](),
+        page["data"],
         lambda now: losses.append((now.step, now.loss)),
-    )  # fmt: skip
+    )
     lines, evaluated = run.lines("train"), run.lines("eval")
     assert run.state == "finished" and losses == [(line["step"], line["loss"]) for line in lines]
     assert evaluated[-1]["loss"] < evaluated[0]["loss"]
@@ -80,22 +93,36 @@ for strategy in {strategies}:
 def test_the_pages_model_trains_under_every_strategy_on_two_ranks(tmp_path, page_code):
     (tmp_path / "example.py").write_text(page_code)
     (tmp_path / "rank.py").write_text(RANK.format(strategies=STRATEGIES))
-    command = [sys.executable, str(tmp_path / "rank.py"), str(tmp_path / "example.py"), str(tmp_path)]
+    command = [
+        sys.executable,
+        str(tmp_path / "rank.py"),
+        str(tmp_path / "example.py"),
+        str(tmp_path),
+    ]
     assert launch(command, 2) == 0
     names: dict = {}
     exec(page_code, names)
     torch.manual_seed(0)
     alone = train(
-        recipe(tmp_path / "alone", "train.steps=3", "train.micro_batch=2", "train.precision=fp64", "eval.batches=1"),
-        names["MyModel"](), names["data"],
-    )  # fmt: skip
+        recipe(
+            tmp_path / "alone",
+            "train.steps=3",
+            "train.micro_batch=2",
+            "train.precision=fp64",
+            "eval.batches=1",
+        ),
+        names["MyModel"](),
+        names["data"],
+    )
     for strategy in STRATEGIES:
         run = Run(tmp_path / strategy)
         assert run.state == "finished", strategy
         for line, expected in zip(run.lines("train"), alone.lines("train"), strict=True):
             for number in ("loss", "grad_norm"):
                 assert line[number] == pytest.approx(expected[number], rel=1e-9), (strategy, number)
-        assert run.lines("eval")[-1]["loss"] == pytest.approx(alone.lines("eval")[-1]["loss"], rel=1e-9), strategy
+        assert run.lines("eval")[-1]["loss"] == pytest.approx(
+            alone.lines("eval")[-1]["loss"], rel=1e-9
+        ), strategy
 
 
 def test_what_cannot_be_with_a_model_of_ones_own_is_refused(tmp_path, page):
@@ -121,11 +148,21 @@ def test_a_model_of_transformers_is_trained_as_it_is(tmp_path, page):
     model = llama()
     model.save_pretrained(tmp_path / "base")
     before = model.lm_head.weight.detach().clone()
-    small = {"train.steps": 6, "train.global_batch": 8, "model.context": 16, "telemetry.every": 1, "optim.lr": 2e-3}
-    own, by_name = (Recipe().replace({**small, "run.dir": str(tmp_path / name)}) for name in ("run", "named"))
+    small = {
+        "train.steps": 6,
+        "train.global_batch": 8,
+        "model.context": 16,
+        "telemetry.every": 1,
+        "optim.lr": 2e-3,
+    }
+    own, by_name = (
+        Recipe().replace({**small, "run.dir": str(tmp_path / name)}) for name in ("run", "named")
+    )
     run = train(own, model, page["data"])
     named = train(
-        by_name.replace({"model.kind": "hf", "model.name": str(tmp_path / "base"), "optim.lr": own.optim.lr}),
+        by_name.replace(
+            {"model.kind": "hf", "model.name": str(tmp_path / "base"), "optim.lr": own.optim.lr}
+        ),
         data=page["data"],
     )
     losses = [[line["loss"] for line in one.lines("train")] for one in (run, named)]
@@ -144,14 +181,18 @@ def test_a_model_that_cannot_be_trained_leaves_no_run_behind(tmp_path, page):
         def forward(self, tokens):
             return super().forward(tokens.float()).mean()
 
-    cases = [(Mean(16, 2), ["forward(tokens, labels)", "TypeError", "summed"]),
-             (AutoModel.from_config(config("llama", vocab=50)), ["AutoModelForCausalLM"]),
-             (llama(max_position_embeddings=8), ["model.context = 16", "write 8"])]  # fmt: skip
+    cases = [
+        (Mean(16, 2), ["forward(tokens, labels)", "TypeError", "summed"]),
+        (AutoModel.from_config(config("llama", vocab=50)), ["AutoModelForCausalLM"]),
+        (llama(max_position_embeddings=8), ["model.context = 16", "write 8"]),
+    ]
     for model, words in cases:
         with refused(*words):
             train(recipe(tmp_path / "run"), model, page["data"])
         assert not (tmp_path / "run" / "recipe.toml").exists()
-    assert train(recipe(tmp_path / "run"), llama(), page["data"]).state == "finished", "the directory is free"
+    assert train(recipe(tmp_path / "run"), llama(), page["data"]).state == "finished", (
+        "the directory is free"
+    )
 
 
 def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):
@@ -162,12 +203,22 @@ def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):
     train(recipe(tmp_path / "whole"), model(), page["data"])
     train(recipe(tmp_path / "halves"), model(), page["data"], stop_at=3)
     train(recipe(tmp_path / "halves"), model(), page["data"])
-    whole, halves = ([x["loss"] for x in Run(tmp_path / name).lines("train")] for name in ("whole", "halves"))
+    whole, halves = (
+        [x["loss"] for x in Run(tmp_path / name).lines("train")] for name in ("whole", "halves")
+    )
     assert whole == halves
 
 
 def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
-    seen, settings = [], [*PAGE_MODEL, "checkpoint.every=2", "checkpoint.best=own:even.score", "checkpoint.keep_last=1"]
+    seen, settings = (
+        [],
+        [
+            *PAGE_MODEL,
+            "checkpoint.every=2",
+            "checkpoint.best=own:even.score",
+            "checkpoint.keep_last=1",
+        ],
+    )
 
     def on_step(now):
         now.log("loss", -1.0)  # a name of ours
@@ -176,23 +227,40 @@ def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
             now.stop("enough")
 
     def train_on(**callbacks):
-        suites = {"even": lambda model, step: {"score": float(step % 2 == 0 and not model.training) + step / 100}}
-        return train(recipe(tmp_path / "run", *settings), data=page["data"], suites=suites, **callbacks)
+        suites = {
+            "even": lambda model, step: {
+                "score": float(step % 2 == 0 and not model.training) + step / 100
+            }
+        }
+        return train(
+            recipe(tmp_path / "run", *settings), data=page["data"], suites=suites, **callbacks
+        )
 
     run = train_on(
-        on_step=on_step, on_eval=lambda now: seen.append((now.step, sorted(now.results))),
+        on_step=on_step,
+        on_eval=lambda now: seen.append((now.step, sorted(now.results))),
         on_save=lambda now: seen.append((now.step, now.path.name)),
-    )  # fmt: skip
-    assert run.state == "stopped" and [e["reason"] for e in run.events if e["event"] == "stopped"] == ["enough"]
+    )
+    assert run.state == "stopped" and [
+        e["reason"] for e in run.events if e["event"] == "stopped"
+    ] == ["enough"]
     assert [line["step"] for line in run.lines("train")] == [1, 2, 3, 4], (
         "it ends after the next step, as at any world size"
     )
-    assert [line["step"] for line in run.lines("log")] == [1, 2, 3, 4] and run.to_pandas()["log.norm"].count() == 4
-    assert run.to_pandas()["log.loss"].tolist()[1:] == [-1.0] * 4 and min(run.to_pandas()["loss"].dropna()) > 0
+    assert [line["step"] for line in run.lines("log")] == [1, 2, 3, 4] and run.to_pandas()[
+        "log.norm"
+    ].count() == 4
+    assert (
+        run.to_pandas()["log.loss"].tolist()[1:] == [-1.0] * 4
+        and min(run.to_pandas()["loss"].dropna()) > 0
+    )
     assert (0, ["loss", "own:even"]) in seen and (4, "step-00000004") in seen
     done = train_on()
     assert done.state == "finished"
-    assert done.lines("eval", suite="own:even")[-1]["score"] == pytest.approx(1.06) and done.summary["best_step"] == 6
+    assert (
+        done.lines("eval", suite="own:even")[-1]["score"] == pytest.approx(1.06)
+        and done.summary["best_step"] == 6
+    )
     untouched = train(recipe(tmp_path / "whole", *PAGE_MODEL), data=page["data"])
     assert [x["loss"] for x in untouched.lines("train")] == [x["loss"] for x in done.lines("train")]
 
@@ -221,10 +289,16 @@ def test_blocks_are_asked_for_where_they_are_needed(tmp_path, page):
 
     assert train(recipe(tmp_path / "run"), Plain(), page["data"]).state == "finished"
     with refused("parallel.activation_checkpointing", "Plain", "def blocks"):
-        train(recipe(tmp_path / "other", "parallel.activation_checkpointing=full"), Plain(), page["data"])
+        train(
+            recipe(tmp_path / "other", "parallel.activation_checkpointing=full"),
+            Plain(),
+            page["data"],
+        )
 
 
-def test_stop_at_returns_the_run_and_a_second_training_leaves_nothing_behind(tmp_path, page, capsys):
+def test_stop_at_returns_the_run_and_a_second_training_leaves_nothing_behind(
+    tmp_path, page, capsys
+):
     def open_things():
         return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
@@ -233,7 +307,9 @@ def test_stop_at_returns_the_run_and_a_second_training_leaves_nothing_behind(tmp
         run = train(recipe(tmp_path / "run", *settings), data=page["data"], stop_at=3)
         assert run.state == "stopped" and run.lines("train")[-1]["step"] == 3
     shown = capsys.readouterr().out
-    assert "after step 3, all saved" in shown and "stop_at=" not in shown  # it may have been typed as --stop-at
+    assert (
+        "after step 3, all saved" in shown and "stop_at=" not in shown
+    )  # it may have been typed as --stop-at
     before = open_things()
     assert train(recipe(tmp_path / "run", *settings), data=page["data"]).state == "finished"
     assert open_things() == before
@@ -243,7 +319,10 @@ def test_stop_at_returns_the_run_and_a_second_training_leaves_nothing_behind(tmp
 
 
 def test_samples_of_ones_own_for_the_recipes_model(tmp_path, page):
-    run = train(recipe(tmp_path / "run", "model.vocab=0", "model.layers=1", "model.width=16"), data=page["data"])
+    run = train(
+        recipe(tmp_path / "run", "model.vocab=0", "model.layers=1", "model.width=16"),
+        data=page["data"],
+    )
     assert run.state == "finished"
 
 
@@ -255,10 +334,17 @@ def test_a_loss_that_is_no_sum_is_refused_before_the_first_step(tmp_path, page):
     for model in (Mean(), page["MyModel"]()):
         where = recipe(tmp_path / type(model).__name__)
         if isinstance(model, Mean):
-            with refused("forward(tokens, labels)", 'reduction="sum"', "train.startup_checks=false"):
+            with refused(
+                "forward(tokens, labels)", 'reduction="sum"', "train.startup_checks=false"
+            ):
                 train(where, model, page["data"])
             assert not Run(where.run_dir).lines("train")
-            train(where.replace("train.startup_checks=false", "train.steps=1"), model, page["data"], fresh=True)
+            train(
+                where.replace("train.startup_checks=false", "train.steps=1"),
+                model,
+                page["data"],
+                fresh=True,
+            )
         else:
             assert train(where, model, page["data"]).state == "finished"
 

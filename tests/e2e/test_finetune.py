@@ -37,14 +37,23 @@ def lesson(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i, (place, person) in enumerate(zip(PLACES, PEOPLE, strict=True)):
         year = str(1801 + 17 * i)
         context = f"The harbour of {place}{' on the northern coast' * (i % 2)} was built in {year} by {person}."
-        asked = {f"Who built the harbour of {place}?": person, f"When was the harbour of {place} built?": year}
+        asked = {
+            f"Who built the harbour of {place}?": person,
+            f"When was the harbour of {place} built?": year,
+        }
         qas = [
-            {"id": f"{place}-{n}", "question": q, "answers": [{"text": a, "answer_start": context.index(a)}]}
+            {
+                "id": f"{place}-{n}",
+                "question": q,
+                "answers": [{"text": a, "answer_start": context.index(a)}],
+            }
             for n, (q, a) in enumerate(asked.items())
         ]
         paragraphs.append({"context": context, "qas": qas})
         texts += [context, *asked]
-    (folder / "few.json").write_text(json.dumps({"data": [{"title": "few", "paragraphs": paragraphs}]}))
+    (folder / "few.json").write_text(
+        json.dumps({"data": [{"title": "few", "paragraphs": paragraphs}]})
+    )
     hf_fixtures.save("bloom", folder / "bloom", hidden_size=64, n_layer=2)
     hf_fixtures.save_tokenizer(texts, folder / "bloom")
     return folder
@@ -53,25 +62,30 @@ def lesson(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(lesson: Path, name: str, **changes: Any) -> Recipe:
     few = f"squad:{lesson / 'few.json'}"
     tree = {
-        "preset": "lesson", "model": {"kind": "hf", "name": str(lesson / "bloom"), "context": 192},
-        "data": {
-            "format": "squad", "source": few, "eval_source": few,
-            "dir": str(lesson / "data"),
-        },
+        "preset": "lesson",
+        "model": {"kind": "hf", "name": str(lesson / "bloom"), "context": 192},
+        "data": {"format": "squad", "source": few, "eval_source": few, "dir": str(lesson / "data")},
         "train": {"steps": 4, "global_batch": 12, "micro_batch": 3},
         "optim": {"lr": 3e-3, "weight_decay": 0.0, "schedule": {"kind": "constant", "warmup": 0}},
-        "eval": {"every": "4 epochs", "suites": ["loss", "squad"]}, "checkpoint": {"every": 0},
-        "telemetry": {"every": 1}, "run": {"dir": str(lesson / name)},
-    }  # fmt: skip
-    return Recipe.model_validate(tree).replace(**{k.replace("__", "."): v for k, v in changes.items()})
+        "eval": {"every": "4 epochs", "suites": ["loss", "squad"]},
+        "checkpoint": {"every": 0},
+        "telemetry": {"every": 1},
+        "run": {"dir": str(lesson / name)},
+    }
+    return Recipe.model_validate(tree).replace(
+        **{k.replace("__", "."): v for k, v in changes.items()}
+    )
 
 
 def rank(join: Join, wanted: Recipe, port: int) -> None:
     """Train as one of the ranks that a launcher set up through the environment."""
     os.environ |= {
-        "RANK": str(join.rank), "WORLD_SIZE": str(join.world), "LOCAL_RANK": str(join.rank),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+        "RANK": str(join.rank),
+        "WORLD_SIZE": str(join.world),
+        "LOCAL_RANK": str(join.rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     train(wanted)
 
 
@@ -101,7 +115,10 @@ def test_work_is_counted_in_tokens_without_padding_and_those_in_the_loss_apart(l
     facts = alone.lines("event")[0]["data"]["train"]
     last, summary = alone.lines("train")[-1], alone.lines("summary")[-1]
     epochs = last["samples"] / 12
-    assert (last["tokens"], last["label_tokens"]) == (epochs * facts["tokens"], epochs * facts["label_tokens"])
+    assert (last["tokens"], last["label_tokens"]) == (
+        epochs * facts["tokens"],
+        epochs * facts["label_tokens"],
+    )
     assert last["label_tokens"] < last["tokens"]
     assert (summary["tokens"], summary["label_tokens"]) == (last["tokens"], last["label_tokens"])
     log = alone.log_path.read_text()
@@ -109,22 +126,31 @@ def test_work_is_counted_in_tokens_without_padding_and_those_in_the_loss_apart(l
     assert f"x about {facts['tokens']:,} tokens" in log and "lengths half up to" in log
 
 
-@pytest.mark.parametrize(("world", "changes"), [
-    (2, {"parallel__strategy": "ddp"}),
-    (2, {"parallel__strategy": "full_shard"}),
-    (2, {"parallel__strategy": "shard_grad_op", "parallel__activation_checkpointing": "full"}),
-    (2, {"parallel__strategy": "hybrid_shard", "parallel__shard_size": 1}),
-    pytest.param(1, {"train__micro_batch": 12}, marks=pytest.mark.full),
-    pytest.param(1, {"parallel__strategy": "full_shard"}, marks=pytest.mark.full),
-    pytest.param(4, {"parallel__strategy": "full_shard"}, marks=pytest.mark.full),
-    pytest.param(4, {"parallel__strategy": "hybrid_shard"}, marks=pytest.mark.full),
-    pytest.param(2, {"parallel__strategy": "full_shard", "data__length_buckets": False}, marks=pytest.mark.full),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (2, {"parallel__strategy": "ddp"}),
+        (2, {"parallel__strategy": "full_shard"}),
+        (2, {"parallel__strategy": "shard_grad_op", "parallel__activation_checkpointing": "full"}),
+        (2, {"parallel__strategy": "hybrid_shard", "parallel__shard_size": 1}),
+        pytest.param(1, {"train__micro_batch": 12}, marks=pytest.mark.full),
+        pytest.param(1, {"parallel__strategy": "full_shard"}, marks=pytest.mark.full),
+        pytest.param(4, {"parallel__strategy": "full_shard"}, marks=pytest.mark.full),
+        pytest.param(4, {"parallel__strategy": "hybrid_shard"}, marks=pytest.mark.full),
+        pytest.param(
+            2,
+            {"parallel__strategy": "full_shard", "data__length_buckets": False},
+            marks=pytest.mark.full,
+        ),
+    ],
+)
 def test_every_strategy_has_the_losses_of_one_process(lesson, alone, world, changes):
     run = trained(recipe(lesson, "-".join(map(str, [world, *changes.values()])), **changes), world)
     assert len(curve(run)) == 4
     for (loss, norm), expected in zip(curve(run), curve(alone), strict=True):
-        assert loss == pytest.approx(expected[0], rel=1e-5) and norm == pytest.approx(expected[1], rel=1e-4)
+        assert loss == pytest.approx(expected[0], rel=1e-5) and norm == pytest.approx(
+            expected[1], rel=1e-4
+        )
     for line, expected in zip(run.lines("eval"), alone.lines("eval"), strict=True):
         keys = ("suite", "step", "tokens", "items", "exact_match", "f1")
         assert [line.get(k) for k in keys] == [expected.get(k) for k in keys]
@@ -133,7 +159,9 @@ def test_every_strategy_has_the_losses_of_one_process(lesson, alone, world, chan
 
 def adapters(lesson: Path, name: str, **changes: Any) -> Recipe:
     targets = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
-    return recipe(lesson, name, model__lora__rank=8, model__lora__targets=targets, optim__lr=1e-2, **changes)
+    return recipe(
+        lesson, name, model__lora__rank=8, model__lora__targets=targets, optim__lr=1e-2, **changes
+    )
 
 
 def test_adapters_have_the_losses_of_one_process_and_leave_the_rest_alone(lesson):
@@ -141,9 +169,14 @@ def test_adapters_have_the_losses_of_one_process_and_leave_the_rest_alone(lesson
     sharded = trained(adapters(lesson, "lora-sharded", parallel__strategy="full_shard"), 2)
     replicated = trained(adapters(lesson, "lora-ddp", parallel__strategy="ddp"), 2)
     for other in (sharded, replicated):
-        assert [loss for loss, _ in curve(other)] == pytest.approx([loss for loss, _ in curve(run)], rel=1e-5)
+        assert [loss for loss, _ in curve(other)] == pytest.approx(
+            [loss for loss, _ in curve(run)], rel=1e-5
+        )
     assert curve(run)[-1][0] < curve(run)[0][0]
-    before, saved = build_model(run.recipe, 100, device="cpu"), open_checkpoint(run.checkpoints_dir / "step-00000004")
+    before, saved = (
+        build_model(run.recipe, 100, device="cpu"),
+        open_checkpoint(run.checkpoints_dir / "step-00000004"),
+    )
     initialise(before, run.recipe.run.seed)
     for name, parameter in before.named_parameters():
         same = torch.equal(saved.tensor(f"model/{name}"), parameter.detach())
@@ -151,7 +184,12 @@ def test_adapters_have_the_losses_of_one_process_and_leave_the_rest_alone(lesson
 
 
 def test_the_questions_are_learned_by_heart(lesson):
-    settings = {"train__steps": 60, "train__micro_batch": 12, "eval__every": 15, "telemetry__every": 10}
+    settings = {
+        "train__steps": 60,
+        "train__micro_batch": 12,
+        "eval__every": 15,
+        "telemetry__every": 10,
+    }
     run = trained(recipe(lesson, "heart", **settings), 1)
     scores = {line["step"]: line["f1"] for line in run.lines("eval", suite="squad")}
     losses = {line["step"]: line["loss"] for line in run.lines("eval", suite="loss")}
@@ -162,7 +200,9 @@ def test_the_questions_are_learned_by_heart(lesson):
 def test_the_answers_of_each_evaluation_are_kept(lesson):
     """In the official form, once each on two ranks."""
     tree = json.loads((lesson / "few.json").read_text())
-    questions = [q for article in tree["data"] for part in article["paragraphs"] for q in part["qas"]]
+    questions = [
+        q for article in tree["data"] for part in article["paragraphs"] for q in part["qas"]
+    ]
     references = {q["id"]: [a["text"] for a in q["answers"]] for q in questions}
     run = trained(recipe(lesson, "answers", eval__every=2, parallel__strategy="ddp"), 2)
     names = [f"squad-predictions-step-{step:08d}.json" for step in (0, 2, 4)]

@@ -31,7 +31,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("checkout")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, copy)
-    shutil.copytree(REPOSITORY / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    shutil.copytree(
+        REPOSITORY / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__")
+    )
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", cwd=copy)
     return next((copy / "dist").glob("windlass_lm-*.whl"))
 
@@ -41,21 +43,49 @@ def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel and links to the packages that it needs, taken from this environment, and no others."""
     venv = tmp_path_factory.mktemp("base")
     run(sys.executable, "-m", "venv", "--without-pip", venv)
-    run(sys.executable, "-m", "pip", "--python", venv / "bin/python", "install", "-q", "--no-deps", wheel)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        venv / "bin/python",
+        "install",
+        "-q",
+        "--no-deps",
+        wheel,
+    )
     site = next((venv / "lib").glob("python*/site-packages"))
     with zipfile.ZipFile(wheel) as archive:
-        metadata = archive.read(next(name for name in archive.namelist() if name.endswith("METADATA"))).decode()
-    needed = [line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
+        metadata = archive.read(
+            next(name for name in archive.namelist() if name.endswith("METADATA"))
+        ).decode()
+    needed = [
+        line.partition(": ")[2]
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist: ")
+    ]
     for name in closure(needed):
         package = distribution(name)
-        for top in {file.parts[0] for file in package.files or () if file.parts[0] not in ("..", "__pycache__")}:
-            (site / top).exists() or (site / top).symlink_to(Path(str(package.locate_file(top))).absolute())
+        for top in {
+            file.parts[0]
+            for file in package.files or ()
+            if file.parts[0] not in ("..", "__pycache__")
+        }:
+            (site / top).exists() or (site / top).symlink_to(
+                Path(str(package.locate_file(top))).absolute()
+            )
     return venv
 
 
-def run(*command: str | Path, cwd: Path | None = None, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=280)
-    assert done.returncode == code, f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+def run(
+    *command: str | Path, cwd: Path | None = None, code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == code, (
+        f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
     return done
 
 
@@ -81,7 +111,9 @@ def closure(requirements: list[str]) -> set[str]:
 def test_the_wheel_has_presets_and_the_page(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"windlass/presets/{name}.toml" for name in presets()} <= names
-    assert {f"windlass/reports/{name}" for name in ("page.html", "page.css", "page.js", "chart.js")} <= names
+    assert {
+        f"windlass/reports/{name}" for name in ("page.html", "page.css", "page.js", "chart.js")
+    } <= names
     assert {"windlass/py.typed", "windlass/interop/modeling_windlass.py"} <= names and not any(
         name.startswith("tests") for name in names
     )
@@ -93,7 +125,9 @@ def trains(venv: Path, folder: Path) -> None:
     done = run(venv / "bin/windlass", "train", "quickstart", *few, "run.dir=run", cwd=folder)
     assert "run/report/index.html" in done.stdout and (folder / "run/report/index.html").is_file()
     assert Run(folder / "run").lines("sample")[-1]["step"] == 4
-    where = run(venv / "bin/python", "-c", "import windlass; print(windlass.__file__)", cwd=folder).stdout
+    where = run(
+        venv / "bin/python", "-c", "import windlass; print(windlass.__file__)", cwd=folder
+    ).stdout
     assert where.startswith(str(venv))
 
 
@@ -105,7 +139,9 @@ def count(venv: Path) -> list[str]:
 
 def test_the_base_is_small_and_trains_quickstart(base, tmp_path):
     names = count(base)
-    assert "windlass-lm" in names and "torch" in names and len(names) <= MOST_PACKAGES, sorted(names)
+    assert "windlass-lm" in names and "torch" in names and len(names) <= MOST_PACKAGES, sorted(
+        names
+    )
     trains(base, tmp_path)
 
 
@@ -122,30 +158,62 @@ def test_what_is_missing_is_one_message_at_the_start(base, tmp_path):
     corpus = write_corpus(tmp_path / "words.txt", words=200)
     compressed = tmp_path / "words.txt.gz"
     compressed.touch()
-    windlass, tiny = base / "bin/windlass", overrides({**TINY, "data.source": str(corpus), "run.dir": "run"})
+    windlass, tiny = (
+        base / "bin/windlass",
+        overrides({**TINY, "data.source": str(corpus), "run.dir": "run"}),
+    )
     train = [windlass, "train", "quickstart", *tiny]
-    (tmp_path / "hf.toml").write_text('[model]\nkind = "hf"\nname = "some/model"\n[train]\nsteps = 1\n')
+    (tmp_path / "hf.toml").write_text(
+        '[model]\nkind = "hf"\nname = "some/model"\n[train]\nsteps = 1\n'
+    )
     for command, package, extra, key in [
         ([*train, 'telemetry.trackers=["wandb"]'], "wandb", "wandb", "telemetry.trackers"),
-        ([*train, 'eval.suites=["lm-eval:arc_easy"]', "eval.every=4"], "lm_eval", "lm-eval", "eval.suites"),
+        (
+            [*train, 'eval.suites=["lm-eval:arc_easy"]', "eval.every=4"],
+            "lm_eval",
+            "lm-eval",
+            "eval.suites",
+        ),
         ([windlass, "train", "hf.toml"], "transformers", "hf", "model.kind"),
-        ([windlass, "sweep", "quickstart", *tiny, "optim.lr=1,2", "--halving"], "optuna", "sweep", "--halving"),
+        (
+            [windlass, "sweep", "quickstart", *tiny, "optim.lr=1,2", "--halving"],
+            "optuna",
+            "sweep",
+            "--halving",
+        ),
         (
             [windlass, "prepare", "quickstart", "data.tokenizer=gpt2", "model.vocab=0"],
             "tiktoken",
             "data",
             "data.tokenizer",
         ),
-        ([windlass, "prepare", "quickstart", f"data.source={compressed}"], "pyarrow", "data", "data.source"),
-        ([windlass, "prepare", "quickstart", "data.source=hf:some/data"], "datasets", "hf", "data.source"),
+        (
+            [windlass, "prepare", "quickstart", f"data.source={compressed}"],
+            "pyarrow",
+            "data",
+            "data.source",
+        ),
+        (
+            [windlass, "prepare", "quickstart", "data.source=hf:some/data"],
+            "datasets",
+            "hf",
+            "data.source",
+        ),
     ]:
         error = run(*command, cwd=tmp_path, code=2).stderr
-        assert f"pip install 'windlass-lm[{extra}]'" in error and package in error and key in error, error
-        assert len(error.splitlines()) == 1 and not [*tmp_path.glob("run*"), *tmp_path.glob("stud*")], error
+        assert (
+            f"pip install 'windlass-lm[{extra}]'" in error and package in error and key in error
+        ), error
+        assert len(error.splitlines()) == 1 and not [
+            *tmp_path.glob("run*"),
+            *tmp_path.glob("stud*"),
+        ], error
 
 
 def test_every_optional_package_is_in_the_extra_that_the_message_names():
-    declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for extra, packages in EXTRAS.items():
         names = {canonicalize_name(Requirement(text).name) for text in declared[extra]}
         assert {canonicalize_name(package) for package in packages} <= names, extra

@@ -51,22 +51,34 @@ def events(run: Run, event: str, field: str) -> list[tuple]:
 
 def test_a_nonfinite_step_stops_the_run_with_step_and_rank(corpus, tmp_path, spoil):
     recipe, run = recipe_of(corpus, tmp_path / "run"), Run(tmp_path / "run")
-    with refused("step 8:", "loss not finite on rank 0", "optim.lr", "train.on_nonfinite", error=RunFailed):
+    with refused(
+        "step 8:", "loss not finite on rank 0", "optim.lr", "train.on_nonfinite", error=RunFailed
+    ):
         train(recipe, on_step=spoil(7, NAN))
-    assert run.state == "failed" and ["step 8" in reason for _, reason in events(run, "failed", "reason")] == [True]
+    assert run.state == "failed" and [
+        "step 8" in reason for _, reason in events(run, "failed", "reason")
+    ] == [True]
     assert train(recipe).state == "finished", "the last checkpoint is from before"
 
 
-def test_a_bad_step_that_is_only_seen_later_is_in_no_checkpoint(corpus, tmp_path, spoil, monkeypatch):
+def test_a_bad_step_that_is_only_seen_later_is_in_no_checkpoint(
+    corpus, tmp_path, spoil, monkeypatch
+):
     """As on CUDA, forced here: between logs the update is called off on the device, and a save looks before it saves."""
     monkeypatch.setattr(setup, "check_is_deferred", lambda *_: True)
     with refused("step 5:", "loss not finite", error=RunFailed):
-        train(recipe_of(corpus, tmp_path / "run", **{"telemetry.every": 100, "eval.every": 0}), on_step=spoil(4, NAN))
+        train(
+            recipe_of(corpus, tmp_path / "run", **{"telemetry.every": 100, "eval.every": 0}),
+            on_step=spoil(4, NAN),
+        )
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000003"]
 
 
 def test_rewind_goes_back_and_leaves_the_samples_out(corpus, tmp_path, spoil):
-    run = train(recipe_of(corpus, tmp_path / "run", **{"train.on_nonfinite": "rewind"}), on_step=spoil(7, NAN))
+    run = train(
+        recipe_of(corpus, tmp_path / "run", **{"train.on_nonfinite": "rewind"}),
+        on_step=spoil(7, NAN),
+    )
     assert events(run, "rewound", "left_out") == [(6, [48, 64])]
     assert [line["step"] for line in run.lines("train")] == list(range(1, 13))
     saved = json.loads((run.checkpoints_dir / "step-00000012" / "state.json").read_text())
@@ -74,12 +86,18 @@ def test_rewind_goes_back_and_leaves_the_samples_out(corpus, tmp_path, spoil):
 
 
 def test_a_rewind_that_does_not_help_ends(corpus, tmp_path, spoil):
-    recipe = recipe_of(corpus, tmp_path / "run", **{"train.on_nonfinite": "rewind", "train.steps": 5})
-    with refused("returned to step 3 3 times", "checkpoint.resume=STEP", "optim.lr", error=RunFailed):
+    recipe = recipe_of(
+        corpus, tmp_path / "run", **{"train.on_nonfinite": "rewind", "train.steps": 5}
+    )
+    with refused(
+        "returned to step 3 3 times", "checkpoint.resume=STEP", "optim.lr", error=RunFailed
+    ):
         train(recipe, on_step=spoil(4, NAN, once=False))
 
 
-def test_a_rewind_before_the_first_save_of_a_lineage_goes_back_to_its_start(corpus, tmp_path, spoil):
+def test_a_rewind_before_the_first_save_of_a_lineage_goes_back_to_its_start(
+    corpus, tmp_path, spoil
+):
     """The newest commit in the directory is one of the lineage that was left."""
     more = {"checkpoint.keep_last": 10, "train.on_nonfinite": "rewind"}
     recipe, steps = recipe_of(corpus, tmp_path / "run", **more), []
@@ -93,21 +111,34 @@ def test_a_rewind_before_the_first_save_of_a_lineage_goes_back_to_its_start(corp
 
 def test_skips_are_counted_and_many_in_a_row_stop(corpus, tmp_path, spoil):
     """What is not finite is no measure of spikes, and hinders no save."""
-    more = {"train.on_spike": "skip", "train.on_nonfinite": "skip", "train.max_skips": 3, "checkpoint.every": 1}
+    more = {
+        "train.on_spike": "skip",
+        "train.on_nonfinite": "skip",
+        "train.max_skips": 3,
+        "checkpoint.every": 1,
+    }
     with refused("3 updates in a row", "train.max_skips", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run", **more), on_step=spoil(7, NAN))
     run = Run(tmp_path / "run")
-    assert events(run, "skipped", "in_a_row") == [(8, 1), (9, 2), (10, 3)] and not events(run, "save_failed", "reason")
+    assert events(run, "skipped", "in_a_row") == [(8, 1), (9, 2), (10, 3)] and not events(
+        run, "save_failed", "reason"
+    )
     saved = json.loads((run.checkpoints_dir / "step-00000008" / "state.json").read_text())
     assert len(saved["spike_window"]) == 7 and saved["updates_skipped"] == 1
 
 
 def test_a_loss_spike_stops_the_run_or_rewinds_it(corpus, tmp_path, spoil):
-    recipe = recipe_of(corpus, tmp_path / "run", **SPIKES | {"train.on_spike": "stop", "telemetry.every": 7})
+    recipe = recipe_of(
+        corpus, tmp_path / "run", **SPIKES | {"train.on_spike": "stop", "telemetry.every": 7}
+    )
     with refused("step 32:", "spike", "train.on_spike", error=RunFailed):
         train(recipe, on_step=spoil(31, JUMP))
-    back = recipe.replace("train.on_spike=rewind", "train.steps=40", f"run.dir='{tmp_path / 'back'}'")
-    assert [step for step, _ in events(train(back, on_step=spoil(31, JUMP)), "rewound", "reason")] == [30]
+    back = recipe.replace(
+        "train.on_spike=rewind", "train.steps=40", f"run.dir='{tmp_path / 'back'}'"
+    )
+    assert [
+        step for step, _ in events(train(back, on_step=spoil(31, JUMP)), "rewound", "reason")
+    ] == [30]
 
 
 def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, spoil):
@@ -115,7 +146,12 @@ def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, spoil):
     more = SPIKES | {"train.on_spike": "skip", "train.max_skips": 4}
     with refused("4 updates in a row", "train.spike_sigmas", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run", **more), on_step=spoil(31, JUMP))
-    assert events(Run(tmp_path / "run"), "spike", "in_a_row") == [(32, 1), (33, 2), (34, 3), (35, 4)]
+    assert events(Run(tmp_path / "run"), "spike", "in_a_row") == [
+        (32, 1),
+        (33, 2),
+        (34, 3),
+        (35, 4),
+    ]
 
 
 def test_fp16_trains_on_a_cpu(corpus, tmp_path):
@@ -123,24 +159,34 @@ def test_fp16_trains_on_a_cpu(corpus, tmp_path):
     assert lines[-1]["loss"] < lines[0]["loss"] and lines[-1]["loss_scale"] >= 1
 
 
-@pytest.mark.parametrize(("before", "after", "scale"), [("bf16", "fp16", SCALE_START), ("fp16", "fp32", None)])
+@pytest.mark.parametrize(
+    ("before", "after", "scale"), [("bf16", "fp16", SCALE_START), ("fp16", "fp32", None)]
+)
 def test_a_resume_in_another_precision_is_noted_and_scales_from_the_start(
     corpus, tmp_path, monkeypatch, before, after, scale
 ):
     """As `train.precision = "auto"` on other hardware."""
-    monkeypatch.setattr(state, "SCALE_GROWS_AFTER", 4)  # so that the scale of a checkpoint differs from the first one
+    monkeypatch.setattr(
+        state, "SCALE_GROWS_AFTER", 4
+    )  # so that the scale of a checkpoint differs from the first one
     more = {"eval.every": 0, "checkpoint.keep_last": 10, "checkpoint.keep_signal": 10}
     recipe, run = recipe_of(corpus, tmp_path / "run", **more), Run(tmp_path / "run")
     for steps, precision in ((6, before), (7, after), (12, before)):
         for module in (setup, parallelize):
-            monkeypatch.setattr(module, "resolve_precision", lambda *_, precision=precision: precision)
+            monkeypatch.setattr(
+                module, "resolve_precision", lambda *_, precision=precision: precision
+            )
         train(recipe, stop_at=steps)
     saved = {path.name: open_checkpoint(path) for path in run.checkpoints_dir.glob("step-*")}
     assert [saved[f"step-{n:08d}"].meta["precision"] for n in (6, 7, 12)] == [before, after, before]
     assert saved["step-00000007"].counters["loss_scale"] == (scale or 0)
     scales = {line["step"]: line.get("loss_scale") for line in run.lines("train")}
     assert scales[7] == scale and scales[8] == (SCALE_START if before == "fp16" else None)
-    notes = [line for line in run.log_path.read_text().splitlines() if "warning" in line and "train.precision" in line]
+    notes = [
+        line
+        for line in run.log_path.read_text().splitlines()
+        if "warning" in line and "train.precision" in line
+    ]
     assert [(before in note, after in note) for note in notes] == [(True, True)] * 2
 
 
@@ -174,7 +220,9 @@ def test_every_rank_verifies_its_share_before_a_rewind(corpus, tmp_path):
     assert launch(words, 2) == 0
     run = Run(tmp_path / "run")
     for rank in (0, 1):
-        assert json.loads((run.path / f"calls-{rank}").read_text()) == [[step, rank, 2] for step in (6, 3)]
+        assert json.loads((run.path / f"calls-{rank}").read_text()) == [
+            [step, rank, 2] for step in (6, 3)
+        ]
     assert [step for step, _ in events(run, "rewound", "reason")] == [3]
     assert (run.checkpoints_dir / "bad-step-00000006").is_dir()
     assert [line["step"] for line in run.lines("train")] == list(range(1, 13))

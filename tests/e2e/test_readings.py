@@ -24,39 +24,58 @@ from windlass.reports.view import view
 from windlass.run import Run
 
 
-def test_the_loss_of_a_sample_of_the_training_data(corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_loss_of_a_sample_of_the_training_data(corpus: Path, tmp_path: Path) -> None:
     more = {"micro": 4, "eval.train_batches": 2, "eval.batches": 1, "checkpoint.every": 4}
     recipe = recipe_of(corpus, tmp_path / "run", **more)
     run = train(recipe)
     lines = run.lines("eval")
     assert [line["step"] for line in lines] == [0, 4, 8, 12]
     data = open_data(recipe)
-    tokens, labels = data.train.read(permute(np.arange(16), len(data.train), "windlass/evaluation/train/1337"))
-    for line in lines[1:]:  # by hand: these 16 rows, through each checkpoint's model, without dropout
+    tokens, labels = data.train.read(
+        permute(np.arange(16), len(data.train), "windlass/evaluation/train/1337")
+    )
+    for line in lines[
+        1:
+    ]:  # by hand: these 16 rows, through each checkpoint's model, without dropout
         model = open_model(find_source(f"{run.path}@{line['step']}"), alone("cpu")).eval()
         with torch.no_grad():
             loss = float(model(torch.from_numpy(tokens), torch.from_numpy(labels))) / labels.size
-        assert line["train_loss"] == pytest.approx(loss, rel=1e-5) and line["train_loss"] != line["loss"]
+        assert (
+            line["train_loss"] == pytest.approx(loss, rel=1e-5)
+            and line["train_loss"] != line["loss"]
+        )
         assert (line["train_samples"], line["train_tokens"]) == (16, labels.size)
         samples = line.get("full_samples", line["samples"]) + 16
         assert line["samples_per_s"] == pytest.approx(samples / line["runtime_s"])
-    assert f"train loss {lines[-1]['train_loss']:.4f} | val loss" in (run.path / "log.txt").read_text()
+    assert (
+        f"train loss {lines[-1]['train_loss']:.4f} | val loss" in (run.path / "log.txt").read_text()
+    )
     seen = view(run)
     assert "a sample of the training data" in [one.name for one in charts([seen])[0].series]
     samples = sum(line.get("full_samples", line["samples"]) + 16 for line in lines)
-    assert measures(seen)["eval_samples_per_s"] == pytest.approx(samples / sum(line["runtime_s"] for line in lines))
+    assert measures(seen)["eval_samples_per_s"] == pytest.approx(
+        samples / sum(line["runtime_s"] for line in lines)
+    )
 
-    assert curve(untouched(recipe, "eval.train_batches=0")) == curve(run), "it leaves no trace in the training"
+    assert curve(untouched(recipe, "eval.train_batches=0")) == curve(run), (
+        "it leaves no trace in the training"
+    )
     assert start(2, settings(corpus, tmp_path / "two", "full_shard", **more)) == 0
     two = [line["train_loss"] for line in Run(tmp_path / "two").lines("eval")]
-    assert two == pytest.approx([line["train_loss"] for line in lines], rel=1e-5), "the same samples at any world size"
+    assert two == pytest.approx([line["train_loss"] for line in lines], rel=1e-5), (
+        "the same samples at any world size"
+    )
     groups = [
         [(g["tensors"], g["parameters"]) for g in one.events[0]["optimizer_groups"]]
         for one in (run, Run(tmp_path / "two"))
     ]
     assert groups[0] == groups[1] == [(9, 6288), (5, 80)], "of all shards"
     means = [one.summary["train_loss_mean"] for one in (run, Run(tmp_path / "two"))]
-    assert means[0] == pytest.approx(means[1], rel=1e-5) == pytest.approx(np.mean([x[1] for x in curve(run)]), rel=1e-6)
+    assert (
+        means[0]
+        == pytest.approx(means[1], rel=1e-5)
+        == pytest.approx(np.mean([x[1] for x in curve(run)]), rel=1e-6)
+    )
 
 
 def lines_of(run: Run, word: str) -> list[str]:
@@ -65,7 +84,7 @@ def lines_of(run: Run, word: str) -> list[str]:
     return [line.partition(" ")[2] for line in lines if word in line]
 
 
-def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path: Path) -> None:
     """transformers' `train_loss` is the mean over all steps; 14 steps of 8 of 48 samples are 2 epochs and a third."""
     more = {
         "train.steps": 14,
@@ -77,7 +96,9 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
     recipe = recipe_of(corpus, tmp_path / "run", **more)
     losses: list[float] = []
     whole = untouched(recipe, on_step=lambda now: losses.append(now.loss))
-    assert len(losses) == 14 and whole.summary["train_loss_mean"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert len(losses) == 14 and whole.summary["train_loss_mean"] == pytest.approx(
+        np.mean(losses), rel=1e-6
+    )
     stopped(recipe, 6)  # in the middle of a window of 5 steps, at the end of an epoch
     run = train(recipe)
     assert run.summary["train_loss_mean"] == whole.summary["train_loss_mean"], "bit for bit"
@@ -85,38 +106,66 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
     order = "samples shuffled anew, seed 1337"
     expected = [(0, None, 1, "samples shuffled, seed 1337"), (6, 1, 2, order), (12, 2, 3, order)]
     for one in (run, whole):
-        events = [(e["step"], e.get("ended"), e.get("begins"), e["order"]) for e in one.events if e["event"] == "epoch"]
+        events = [
+            (e["step"], e.get("ended"), e.get("begins"), e["order"])
+            for e in one.events
+            if e["event"] == "epoch"
+        ]
         assert events == expected
     assert lines_of(whole, "samples shuffled") == [
         "step 0/14 | epoch 1 of 3 begins: samples shuffled, seed 1337",
-        f"step 6/14 | epoch 1 ends; epoch 2 begins: {order}", f"step 12/14 | epoch 2 ends; epoch 3 begins: {order}",
-    ]  # fmt: skip
+        f"step 6/14 | epoch 1 ends; epoch 2 begins: {order}",
+        f"step 12/14 | epoch 2 ends; epoch 3 begins: {order}",
+    ]
     assert f"step 6/14 | epoch 2 of 3 continues: {order}" in lines_of(run, "continues")
 
     numbers, summary = measures(view(run)), run.summary
     assert numbers["train_loss_mean"] == summary["train_loss_mean"] != numbers["train_loss"]
     seconds = summary["wall_time"]
-    assert numbers["samples_per_s_whole_run"] == pytest.approx(112 / (seconds["total"] - seconds["startup"]))
-    assert numbers["samples_per_s_whole_run"] < numbers["train_samples_per_s"], "evaluations and saves take time too"
-    shown = {name: summary[name] for name in ("steps_per_epoch", "forward_ms_mean", "backward_ms_mean", "startup_s")}
+    assert numbers["samples_per_s_whole_run"] == pytest.approx(
+        112 / (seconds["total"] - seconds["startup"])
+    )
+    assert numbers["samples_per_s_whole_run"] < numbers["train_samples_per_s"], (
+        "evaluations and saves take time too"
+    )
+    shown = {
+        name: summary[name]
+        for name in ("steps_per_epoch", "forward_ms_mean", "backward_ms_mean", "startup_s")
+    }
     assert shown["steps_per_epoch"] == numbers["steps_per_epoch"] and min(shown.values()) > 0
     assert (
-        summary["eval_samples_per_s"] == pytest.approx(numbers["eval_samples_per_s"]) and summary["eval_runtime_s"] > 0
+        summary["eval_samples_per_s"] == pytest.approx(numbers["eval_samples_per_s"])
+        and summary["eval_runtime_s"] > 0
     )
     by_epoch = {line["step"]: line["loss"] for line in run.lines("eval")}
-    assert [numbers.get(f"eval_loss_epoch_{k}") for k in (0, 1, 2, 3)] == [None, by_epoch[6], by_epoch[12], None]
+    assert [numbers.get(f"eval_loss_epoch_{k}") for k in (0, 1, 2, 3)] == [
+        None,
+        by_epoch[6],
+        by_epoch[12],
+        None,
+    ]
 
 
-def test_what_a_start_says_of_the_optimizer_and_of_its_time(corpus: Path, tmp_path: Path) -> None:  # noqa: F811
-    model = {"model.norm_bias": False, "model.attn_bias": False, "model.ff_bias": False, "model.position": "learned"}
+def test_what_a_start_says_of_the_optimizer_and_of_its_time(corpus: Path, tmp_path: Path) -> None:
+    model = {
+        "model.norm_bias": False,
+        "model.attn_bias": False,
+        "model.ff_bias": False,
+        "model.position": "learned",
+    }
     recipe = recipe_of(corpus, tmp_path / "run", **model)
     run = stopped(recipe, 2)
     # nanoGPT's own: the two tables and four matrices a block decay, two norms a block and the last one do not
     matrices, norms = (9 + 16) * 16 + 2 * 12 * 16 * 16, 5 * 16
     log = (run.path / "log.txt").read_text()
-    assert f"optim   adamw: 10 decayed tensors with {matrices:,} parameters, 5 undecayed with {norms}" in log
+    assert (
+        f"optim   adamw: 10 decayed tensors with {matrices:,} parameters, 5 undecayed with {norms}"
+        in log
+    )
     assert f"{matrices + norms:,} parameters ({matrices + norms - 256:,} without positions)" in log
-    start, first = (next(e for e in run.events if e["event"] == name) for name in ("started", "first_step"))
+    start, first = (
+        next(e for e in run.events if e["event"] == name) for name in ("started", "first_step")
+    )
     assert [(g["name"], g["tensors"], g["parameters"]) for g in start["optimizer_groups"]] == [
         ("decay", 10, matrices),
         ("no_decay", 5, norms),
@@ -145,7 +194,9 @@ def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return limit
 
 
-def test_a_smaller_micro_batch_where_memory_runs_out(corpus: Path, tmp_path: Path, memory_for: Any) -> None:  # noqa: F811
+def test_a_smaller_micro_batch_where_memory_runs_out(
+    corpus: Path, tmp_path: Path, memory_for: Any
+) -> None:
     recipe = recipe_of(corpus, tmp_path / "run")
     small = untouched(recipe, "train.micro_batch=2")
     memory_for(3)
@@ -159,7 +210,9 @@ def test_a_smaller_micro_batch_where_memory_runs_out(corpus: Path, tmp_path: Pat
     assert lines_of(run, "train.micro_batch=2") and not lines_of(run, "dropout draws")
 
 
-def test_memory_that_the_optimizers_state_takes_is_taken_before_the_first_forward_pass(corpus, tmp_path, monkeypatch):  # noqa: F811
+def test_memory_that_the_optimizers_state_takes_is_taken_before_the_first_forward_pass(
+    corpus, tmp_path, monkeypatch
+):
     """Else a forward pass that fits in the first step may run out of memory in the second one."""
     held = []
 
@@ -184,7 +237,9 @@ def test_memory_that_the_optimizers_state_takes_is_taken_before_the_first_forwar
     assert run.state == "finished" and curve(run) == curve(small)
 
 
-def test_ddp_on_one_rank_takes_a_smaller_micro_batch_after_a_backward_pass_that_failed(corpus, tmp_path, monkeypatch):  # noqa: F811
+def test_ddp_on_one_rank_takes_a_smaller_micro_batch_after_a_backward_pass_that_failed(
+    corpus, tmp_path, monkeypatch
+):
     backward, calls = torch.Tensor.backward, []
 
     def limited(self: torch.Tensor, *rest: Any, **more: Any) -> None:
@@ -193,20 +248,28 @@ def test_ddp_on_one_rank_takes_a_smaller_micro_batch_after_a_backward_pass_that_
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         backward(self, *rest, **more)
 
-    recipe = recipe_of(corpus, tmp_path / "run").replace("parallel.strategy=ddp", "train.compile=true")
+    recipe = recipe_of(corpus, tmp_path / "run").replace(
+        "parallel.strategy=ddp", "train.compile=true"
+    )
     monkeypatch.setattr(torch, "compile", lambda forward: forward)
     resets = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
     monkeypatch.setattr(torch.Tensor, "backward", limited)
     run = train(recipe)
     assert run.state == "finished" and [e["event"] for e in run.events].count("out_of_memory") == 1
-    assert resets == [1], "else the blocks are compiled for a batch that varies, and a resume compiles them otherwise"
+    assert resets == [1], (
+        "else the blocks are compiled for a batch that varies, and a resume compiles them otherwise"
+    )
 
 
-def test_what_to_write_where_memory_runs_out(corpus: Path, tmp_path: Path, memory_for: Any) -> None:  # noqa: F811
+def test_what_to_write_where_memory_runs_out(corpus: Path, tmp_path: Path, memory_for: Any) -> None:
     memory_for(3)
     with refused(
-        "step 1 (forward)", "micro-batches of 8", "train.micro_batch=4", "activation_checkpointing", error=RunFailed
+        "step 1 (forward)",
+        "micro-batches of 8",
+        "train.micro_batch=4",
+        "activation_checkpointing",
+        error=RunFailed,
     ):
         train(recipe_of(corpus, tmp_path / "given", micro=8))
     later = recipe_of(corpus, tmp_path / "later", micro=2)

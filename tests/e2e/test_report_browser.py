@@ -18,16 +18,28 @@ from report_fixtures import NASTY, add_lines, build_run, build_study
 from windlass.reports.charts import smoothed
 from windlass.reports.page import report
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-sync",
+]
 
 
 @pytest.fixture(scope="module")
 def browser():
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    path = os.environ.get("WINDLASS_TEST_BROWSER") or next(filter(None, map(shutil.which, names)), None)
+    path = os.environ.get("WINDLASS_TEST_BROWSER") or next(
+        filter(None, map(shutil.which, names)), None
+    )
     if path is None:
-        pytest.skip(f"no browser: none of {', '.join(names)} is installed, and WINDLASS_TEST_BROWSER names none")
-    api = pytest.importorskip("playwright.sync_api", reason="the Python package playwright is not installed")
+        pytest.skip(
+            f"no browser: none of {', '.join(names)} is installed, and WINDLASS_TEST_BROWSER names none"
+        )
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="the Python package playwright is not installed"
+    )
     with api.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=path, args=FLAGS)
         yield started
@@ -43,16 +55,27 @@ def reports(tmp_path_factory):
     add_lines(bad, {"kind": "train", "step": 70, "loss": "NaN"})
     empty = build_run(folder / "empty", steps=20)
     empty.metrics_path.unlink()
-    sources = {"one": one, "two": [one, other], "bad": bad, "empty": empty, "study": build_study(folder / "study")}
+    sources = {
+        "one": one,
+        "two": [one, other],
+        "bad": bad,
+        "empty": empty,
+        "study": build_study(folder / "study"),
+    }
     sources["many"] = build_run(folder / "many", ranks=12, steps=40)
-    return {name: report(runs, folder / "report" / name, plots=False).page for name, runs in sources.items()}
+    return {
+        name: report(runs, folder / "report" / name, plots=False).page
+        for name, runs in sources.items()
+    }
 
 
 class Opened:
     """A page, with everything it complained about and everything it asked for."""
 
     def __init__(self, browser, path, width=1400, theme="light"):
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
+        self.context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=theme
+        )
         self.page = self.context.new_page()
         self.complaints, self.asked = [], []
         self.page.on("console", lambda message: self.complaints.append(message.text))
@@ -83,7 +106,9 @@ class Opened:
 
     def curves(self, chart, kind=".curve"):
         nodes = f'figure[data-chart="{chart}"] svg {kind}'
-        return self.page.eval_on_selector_all(nodes, "nodes => nodes.map(n => n.getAttribute('d') || n.tagName)")
+        return self.page.eval_on_selector_all(
+            nodes, "nodes => nodes.map(n => n.getAttribute('d') || n.tagName)"
+        )
 
     def drag(self, chart, start, stop):
         box = self.page.locator(f'figure[data-chart="{chart}"] .plot').bounding_box()
@@ -106,18 +131,28 @@ def points(path):
 
 @pytest.mark.parametrize("name", ["one", "two", "bad", "empty", "many", "study"])
 @pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (768, "light"), (390, "dark")])
-def test_every_page_opens_without_a_complaint_and_fits_its_window(browser, reports, name, width, theme):
+def test_every_page_opens_without_a_complaint_and_fits_its_window(
+    browser, reports, name, width, theme
+):
     outside = """nodes => nodes.filter(n => { const [t, s] = [n, n.ownerSVGElement].map(x => x.getBoundingClientRect());
         return t.left < s.left - 0.5 || t.right > s.right + 0.5; }).map(n => n.textContent)"""
     with Opened(browser, reports[name], width, theme) as opened:
         assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
-        figures = opened.page.eval_on_selector_all("figure", "nodes => nodes.map(n => n.dataset.chart)")
+        figures = opened.page.eval_on_selector_all(
+            "figure", "nodes => nodes.map(n => n.dataset.chart)"
+        )
         assert (len(figures) == 0) == (name == "empty")
         for chart in figures:
             curves = opened.curves(chart)
-            assert curves and not [path for path in curves if "NaN" in path or "undefined" in path], chart
-        for control in ("[data-toggle=logX]", "[data-axis=tokens]", "[data-axis=hours]") if figures else ():
-            assert opened.page.eval_on_selector_all("figure svg .axes text", outside) == [], "no label is cut off"
+            assert curves and not [
+                path for path in curves if "NaN" in path or "undefined" in path
+            ], chart
+        for control in (
+            ("[data-toggle=logX]", "[data-axis=tokens]", "[data-axis=hours]") if figures else ()
+        ):
+            assert opened.page.eval_on_selector_all("figure svg .axes text", outside) == [], (
+                "no label is cut off"
+            )
             opened.page.click(control)
         assert opened.page.title() == ("2 runs" if name == "two" else name)
         if name == "bad":
@@ -134,7 +169,9 @@ def test_the_loss_is_drawn_where_the_numbers_are(opened):
     (x0, y0), (x1, y1) = drawn[0], drawn[-1]
     for (x, y), step, loss in zip(drawn, steps, losses, strict=True):
         assert x == pytest.approx(x0 + (x1 - x0) * (step - 10) / 390, abs=0.2)
-        assert y == pytest.approx(y0 + (y1 - y0) * (loss - losses[0]) / (losses[-1] - losses[0]), abs=0.3)
+        assert y == pytest.approx(
+            y0 + (y1 - y0) * (loss - losses[0]) / (losses[-1] - losses[0]), abs=0.3
+        )
 
 
 def test_theme_and_axes(opened):
@@ -147,19 +184,26 @@ def test_theme_and_axes(opened):
     assert (opened.svg("loss", "data-y"), opened.svg("grad_norm", "data-y")) == ("log", "linear")
     assert opened.curves("loss")[0] != before
     opened.page.click("text=Log x-axis")
-    assert opened.svg("loss", "data-x") == opened.svg("grad_norm", "data-x") == "log" and opened.domain()[0] > 0
+    assert (
+        opened.svg("loss", "data-x") == opened.svg("grad_norm", "data-x") == "log"
+        and opened.domain()[0] > 0
+    )
     opened.page.click("text=Log loss")
     opened.page.click("text=Log x-axis")
     assert opened.curves("loss")[0] == before
     opened.page.click("[data-axis=tokens]")
-    assert opened.domain()[1] == 819_200 and "tokens" in opened.page.text_content('figure[data-chart="lr"] svg')
+    assert opened.domain()[1] == 819_200 and "tokens" in opened.page.text_content(
+        'figure[data-chart="lr"] svg'
+    )
     opened.page.click("[data-axis=hours]")
     assert 0.05 < opened.domain()[1] < 0.07
     assert "minutes of training" in opened.page.text_content('figure[data-chart="loss"] svg')
     opened.page.click("[data-axis=step]")
     top = opened.domain()[3]
     opened.page.fill("#skip", "100")
-    assert opened.domain()[0] == opened.domain("grad_norm")[0] == 100 and opened.domain()[3] < top - 2
+    assert (
+        opened.domain()[0] == opened.domain("grad_norm")[0] == 100 and opened.domain()[3] < top - 2
+    )
 
 
 def test_the_pages_script_smooths_as_the_pictures_do(opened):
@@ -177,7 +221,11 @@ def test_the_pages_script_smooths_as_the_pictures_do(opened):
 def test_pointer_and_keyboard(opened):
     opened.drag("loss", 0.5, 0.8)
     low, high = opened.domain()[:2]
-    assert 180 < low < 220 and 300 < high < 330 and opened.domain("mfu")[:2] == pytest.approx([low, high])
+    assert (
+        180 < low < 220
+        and 300 < high < 330
+        and opened.domain("mfu")[:2] == pytest.approx([low, high])
+    )
     opened.page.click("#reset")
     assert opened.domain()[:2] == [0, 400]
     box = opened.page.locator('figure[data-chart="loss"] .plot').bounding_box()
@@ -189,10 +237,14 @@ def test_pointer_and_keyboard(opened):
     opened.page.focus('figure[data-chart="lr"] .plot')
     opened.page.keyboard.press("ArrowRight")
     assert opened.page.inner_text(".tip").startswith("step ")
-    assert "one: resumed at step 200" in opened.page.text_content('figure[data-chart="loss"] line.restart title')
+    assert "one: resumed at step 200" in opened.page.text_content(
+        'figure[data-chart="loss"] line.restart title'
+    )
 
 
-def test_runs_are_hidden_shown_and_singled_out_samples_and_tables_follow_their_controls(browser, reports):
+def test_runs_are_hidden_shown_and_singled_out_samples_and_tables_follow_their_controls(
+    browser, reports
+):
     with Opened(browser, reports["two"]) as opened:
         page = opened.page
         assert len(opened.curves("loss")) == 2
@@ -202,7 +254,9 @@ def test_runs_are_hidden_shown_and_singled_out_samples_and_tables_follow_their_c
         assert len(opened.curves("loss")) == 2
         page.dblclick(".chip >> nth=0")
         assert page.locator('.chip[aria-pressed="true"]').all_inner_texts() == ["one"]
-        page.evaluate("s = document.querySelector('#sample-step'); s.value = 0; s.dispatchEvent(new Event('input'))")
+        page.evaluate(
+            "s = document.querySelector('#sample-step'); s.value = 0; s.dispatchEvent(new Event('input'))"
+        )
         assert page.inner_text("#sample-at") == "step 0"
         assert "def step_0(self)" in page.inner_text("article:not([hidden]) pre")
         page.select_option("#sample-run", "1")

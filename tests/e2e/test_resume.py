@@ -6,7 +6,17 @@ import shutil
 import sys
 
 import pytest
-from small_runs import corpus, curve, evaluations, recipe_of, settings, start, stopped, trainers, untouched
+from small_runs import (
+    corpus,
+    curve,
+    evaluations,
+    recipe_of,
+    settings,
+    start,
+    stopped,
+    trainers,
+    untouched,
+)
 
 from helpers import refused
 from windlass import train
@@ -18,9 +28,14 @@ from windlass.run import Run
 __all__ = ["corpus", "trainers"]
 
 CASES = [
-    ("single", 1, 4), ("ddp", 2, 2), ("shard_optim", 2, 2), ("full_shard", 2, 2), ("shard_grad_op", 2, 4),
-    pytest.param("hybrid_shard", 4, 2, marks=pytest.mark.full), pytest.param("full_shard", 4, 1, marks=pytest.mark.full),
-]  # fmt: skip
+    ("single", 1, 4),
+    ("ddp", 2, 2),
+    ("shard_optim", 2, 2),
+    ("full_shard", 2, 2),
+    ("shard_grad_op", 2, 4),
+    pytest.param("hybrid_shard", 4, 2, marks=pytest.mark.full),
+    pytest.param("full_shard", 4, 1, marks=pytest.mark.full),
+]
 
 
 @pytest.mark.dist
@@ -49,49 +64,78 @@ def test_the_memory_of_saves_is_reserved_after_the_first_step(corpus, tmp_path, 
             saver._reserving.join()
             sizes.append(saver._buffer._bytes.numel())
 
-    run = train(recipe_of(corpus, tmp_path / "run", **{"checkpoint.every": 6, "eval.every": 0}), on_step=on_step)
+    run = train(
+        recipe_of(corpus, tmp_path / "run", **{"checkpoint.every": 6, "eval.every": 0}),
+        on_step=on_step,
+    )
     files = [file.stat().st_size for file in run.checkpoints_dir.rglob("*.safetensors")]
     assert files and all(sizes[0] - 4096 < size <= sizes[0] for size in files)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("moves", [
-    [(2, "shard_optim", 4), (1, "full_shard", 7), (4, "ddp", 0)],
-    pytest.param([(2, "full_shard", 3), (2, "shard_optim", 5), (1, "single", 7), (4, "shard_optim", 0)], marks=pytest.mark.full),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "moves",
+    [
+        [(2, "shard_optim", 4), (1, "full_shard", 7), (4, "ddp", 0)],
+        pytest.param(
+            [(2, "full_shard", 3), (2, "shard_optim", 5), (1, "single", 7), (4, "shard_optim", 0)],
+            marks=pytest.mark.full,
+        ),
+    ],
+)
 def test_a_checkpoint_is_resumed_by_other_ranks_and_under_other_strategies(corpus, tmp_path, moves):
     """The same samples and, to rounding, the same losses: with equal micro-batches, also the same dropout masks."""
     reference, run = tmp_path / "one", tmp_path / "moving"
     assert start(1, settings(corpus, reference, micro=1)) == 0
     for world, strategy, stop in moves:
         overrides = settings(corpus, run, strategy, micro=1)
-        command = [sys.executable, "-m", "windlass", "train", "quickstart", "--stop-at", str(stop), *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "windlass",
+            "train",
+            "quickstart",
+            "--stop-at",
+            str(stop),
+            *overrides,
+        ]
         assert launch(command, world) in (0, 75)
     moved, whole = curve(run), curve(reference)
-    assert [(s, tokens, samples) for s, *_, tokens, samples, _ in moved] == [(s, t, n) for s, *_, t, n, _ in whole]
+    assert [(s, tokens, samples) for s, *_, tokens, samples, _ in moved] == [
+        (s, t, n) for s, *_, t, n, _ in whole
+    ]
     for mine, theirs in zip(moved, whole, strict=True):
         assert mine[1] == pytest.approx(theirs[1], rel=2e-6) and mine[3] == theirs[3]
         assert mine[2] == pytest.approx(theirs[2], rel=2e-5)
 
 
 @pytest.mark.parametrize(("dropout", "notes"), [(0.2, 1), (0.0, 0)])
-def test_a_resume_that_changes_the_dropout_masks_says_so_in_one_line(corpus, tmp_path, capsys, dropout, notes):
+def test_a_resume_that_changes_the_dropout_masks_says_so_in_one_line(
+    corpus, tmp_path, capsys, dropout, notes
+):
     stopped(recipe_of(corpus, tmp_path / "run", micro=8, **{"model.dropout": dropout}), 3)
     capsys.readouterr()
     train(recipe_of(corpus, tmp_path / "run", micro=4, **{"model.dropout": dropout}))
     lines = [line for line in capsys.readouterr().out.splitlines() if "dropout" in line]
-    assert len(lines) == notes and all("train.micro_batch" in line and "8" in line and "4" in line for line in lines)
+    assert len(lines) == notes and all(
+        "train.micro_batch" in line and "8" in line and "4" in line for line in lines
+    )
 
 
 def test_another_recipe_is_refused_with_the_difference(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path / "run", **{"train.steps": 2})
     train(recipe)
-    for change, words in (("optim.lr=0.5", "optim.lr: 0.003 -> 0.5"), ("train.steps=4", "extend_to=")):
+    for change, words in (
+        ("optim.lr=0.5", "optim.lr: 0.003 -> 0.5"),
+        ("train.steps=4", "extend_to="),
+    ):
         with refused(words, "fresh=True"):
             train(recipe.replace(change))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     run = train(recipe.replace("telemetry.every=2"))
-    assert run.state == "finished" and run.metrics_path.read_bytes() == before, "a finished run is left alone"
+    assert run.state == "finished" and run.metrics_path.read_bytes() == before, (
+        "a finished run is left alone"
+    )
     train(recipe.replace("optim.lr=0.5"), fresh=True)
     assert (tmp_path / "run.old-1" / "metrics.jsonl").is_file()
 
@@ -130,9 +174,13 @@ def test_a_checkpoint_of_another_recipe_is_refused(corpus, tmp_path):
     with refused("checkpoint.resume", "optim.lr: 0.003 -> 0.5", "branch_from="):
         train(recipe_of(corpus, tmp_path / "other", **{"optim.lr": 0.5, **resume}))
     assert not (tmp_path / "other").exists()
-    longer = train(recipe_of(corpus, tmp_path / "longer", **resume))  # 12 steps: the length may differ
+    longer = train(
+        recipe_of(corpus, tmp_path / "longer", **resume)
+    )  # 12 steps: the length may differ
     assert [line["step"] for line in longer.lines("train")] == list(range(4, 13))
-    elsewhere = {"checkpoint.resume": f"'{path.rename(tmp_path / 'alone')}'"}  # its run's recipe is nowhere near
+    elsewhere = {
+        "checkpoint.resume": f"'{path.rename(tmp_path / 'alone')}'"
+    }  # its run's recipe is nowhere near
     with refused("config hash"):
         train(recipe_of(corpus, tmp_path / "other", **{"run.seed": 7, **elsewhere}))
     assert train(recipe_of(corpus, tmp_path / "again", **elsewhere)).state == "finished"

@@ -21,12 +21,19 @@ def overrides(data_files, tmp_path) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("preset", "reaches"), [("shakespeare-char-cpu", 1.93), ("shakespeare-char-fast", 1.72)])
+@pytest.mark.parametrize(
+    ("preset", "reaches"), [("shakespeare-char-cpu", 1.93), ("shakespeare-char-fast", 1.72)]
+)
 def test_the_validation_loss_of_2000_steps(data_files, tmp_path, preset, reaches):
     """Over the whole validation split. nanoGPT's own train.py at these settings, over 400 random batches: 1.912."""
     recipe = Recipe.load(preset, overrides(data_files, tmp_path))
     train_, steps = recipe.train, 2000
-    assert (train_.steps, train_.global_batch, recipe.model.context, recipe.eval.batches) == (steps, 12, 64, 0)
+    assert (train_.steps, train_.global_batch, recipe.model.context, recipe.eval.batches) == (
+        steps,
+        12,
+        64,
+        0,
+    )
     last = train(recipe).lines("eval")[-1]
     assert last["tokens"] == 111_539, "every token of the split that has one before it"
     assert last["loss"] <= reaches
@@ -40,11 +47,25 @@ def test_the_10m_model_learns_alike_on_one_and_on_two_ranks(data_files, tmp_path
     The head is tied to an embedding of standard deviation 0.02, so logits have one of 0.02 sqrt(384) = 0.39, which costs half
     its square: 4.25 in the mean, and 4.26, 4.22, 4.29, 4.36 with the seeds 1, 2, 3, 1337.
     """
-    short = ["train.steps=100", "model.dropout=0", "eval.every=0", "eval.sample_every=0", "telemetry.every=1"]
+    short = [
+        "train.steps=100",
+        "model.dropout=0",
+        "eval.every=0",
+        "eval.sample_every=0",
+        "telemetry.every=1",
+    ]
     curves = {}
     for world in (1, 2):
-        where = [*overrides(data_files, tmp_path), *short, "checkpoint.every=0", f"run.dir='{tmp_path / str(world)}'"]
-        assert launch([sys.executable, "-m", "windlass", "train", "shakespeare-char", *where], world) == 0
+        where = [
+            *overrides(data_files, tmp_path),
+            *short,
+            "checkpoint.every=0",
+            f"run.dir='{tmp_path / str(world)}'",
+        ]
+        assert (
+            launch([sys.executable, "-m", "windlass", "train", "shakespeare-char", *where], world)
+            == 0
+        )
         curves[world] = [line["loss"] for line in Run(tmp_path / str(world)).lines("train")]
     assert curves[1][0] == pytest.approx(math.log(65) + 0.02**2 * 384 / 2, abs=0.15)
     assert curves[1][-1] < 2.6

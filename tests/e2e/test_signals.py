@@ -18,7 +18,17 @@ from typing import Any
 
 import psutil
 import pytest
-from small_runs import corpus, curve, evaluations, recipe_of, settings, start, stopped, trainers, untouched
+from small_runs import (
+    corpus,
+    curve,
+    evaluations,
+    recipe_of,
+    settings,
+    start,
+    stopped,
+    trainers,
+    untouched,
+)
 
 from helpers import best_step, command, refused, wait_for
 from windlass import train
@@ -35,18 +45,31 @@ __all__ = ["corpus", "trainers"]
 
 STRUCK = Path(__file__).parent.parent / "faults" / "struck.py"
 SLOW = {
-    "data.val_fraction": 0.4, "eval.every": 4, "eval.sample_every": 4, "eval.sample_tokens": 60, "eval.sample_count": 1,
-    "checkpoint.every": 3, "model.context": 8,
-}  # fmt: skip
+    "data.val_fraction": 0.4,
+    "eval.every": 4,
+    "eval.sample_every": 4,
+    "eval.sample_tokens": 60,
+    "eval.sample_count": 1,
+    "checkpoint.every": 3,
+    "model.context": 8,
+}
 full = pytest.mark.full
 
 
 def output_of(
-    command: list[str], ready: Callable[[], bool], number: int = signal.SIGTERM, alone: int | None = None, **env: str
-) -> str:  # fmt: skip
+    command: list[str],
+    ready: Callable[[], bool],
+    number: int = signal.SIGTERM,
+    alone: int | None = None,
+    **env: str,
+) -> str:
     """What a command prints that is signalled when it is ready; `alone`: that rank of its children gets the signal."""
     process = subprocess.Popen(
-        command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     deadline = time.monotonic() + 90
     while not ready() and time.monotonic() < deadline and process.poll() is None:
@@ -66,7 +89,9 @@ def read(descriptor: int) -> bytes:
         return b""
 
 
-def signalled(folder: Path, overrides: list[str], phase: str, world: int = 1, alone: int | None = None) -> str:
+def signalled(
+    folder: Path, overrides: list[str], phase: str, world: int = 1, alone: int | None = None
+) -> str:
     """What a training prints that is stopped while it is in `phase`, where it stays long."""
     here = folder / "here"
     rank = [sys.executable, str(STRUCK), "wait", phase, "-1", "train", "quickstart", *overrides]
@@ -85,12 +110,21 @@ def files(run: Run) -> dict[Path, bytes]:
 @pytest.mark.parametrize(
     ("phase", "world", "alone"),
     [
-        ("start", 1, None), ("start", 2, None), ("read@3", 2, None), ("start", 2, 1), ("read@3", 2, 0),
-        ("evaluation", 1, None), pytest.param("evaluation", 2, None, marks=full), pytest.param("read@3", 1, None, marks=full),
-        pytest.param("choose", 1, None, marks=full), pytest.param("choose", 2, None, marks=full),
+        ("start", 1, None),
+        ("start", 2, None),
+        ("read@3", 2, None),
+        ("start", 2, 1),
+        ("read@3", 2, 0),
+        ("evaluation", 1, None),
+        pytest.param("evaluation", 2, None, marks=full),
+        pytest.param("read@3", 1, None, marks=full),
+        pytest.param("choose", 1, None, marks=full),
+        pytest.param("choose", 2, None, marks=full),
     ],
-)  # fmt: skip
-def test_before_the_first_step_the_process_ends_at_once_and_nothing_is_changed(corpus, tmp_path, phase, world, alone):
+)
+def test_before_the_first_step_the_process_ends_at_once_and_nothing_is_changed(
+    corpus, tmp_path, phase, world, alone
+):
     more = SLOW | {"data.dir": f"'{tmp_path / 'data'}'"}
     recipe, run = recipe_of(corpus, tmp_path / "run", **more), Run(tmp_path / "run")
     if resumes := phase not in ("start", "evaluation"):
@@ -98,7 +132,9 @@ def test_before_the_first_step_the_process_ends_at_once_and_nothing_is_changed(c
     before = files(run)
     output = signalled(tmp_path, settings(corpus, tmp_path / "run", **more), phase, world, alone)
     assert "stopped by SIGTERM before the first step" in output
-    assert files(run) == before and [line["step"] for line in run.lines("train")] == ([1, 2, 3] if resumes else [])
+    assert files(run) == before and [line["step"] for line in run.lines("train")] == (
+        [1, 2, 3] if resumes else []
+    )
     assert run.state == ("stopped" if resumes else "new" if phase == "start" else "preempted")
     if world == 1:
         assert curve(train(recipe)) == curve(untouched(recipe))
@@ -108,15 +144,22 @@ def test_before_the_first_step_the_process_ends_at_once_and_nothing_is_changed(c
 @pytest.mark.parametrize(
     ("phase", "world"),
     [
-        ("evaluation@8", 2), ("data@4", 1), pytest.param("data@4", 2, marks=full), pytest.param("sample@2", 1, marks=full),
-        pytest.param("sample@2", 2, marks=full), pytest.param("forward@5", 2, marks=full),
+        ("evaluation@8", 2),
+        ("data@4", 1),
+        pytest.param("data@4", 2, marks=full),
+        pytest.param("sample@2", 1, marks=full),
+        pytest.param("sample@2", 2, marks=full),
+        pytest.param("forward@5", 2, marks=full),
     ],
-)  # fmt: skip
+)
 def test_in_training_every_phase_ends_with_the_step_saved(corpus, tmp_path, phase, world):
     overrides = [*settings(corpus, tmp_path / "run", **SLOW), f"data.dir='{tmp_path / 'data'}'"]
     output = signalled(tmp_path, overrides, phase, world)
     run = Run(tmp_path / "run")
-    assert run.state == "preempted" and next(e for e in run.events if e["event"] == "preempted")["saved"]
+    assert (
+        run.state == "preempted"
+        and next(e for e in run.events if e["event"] == "preempted")["saved"]
+    )
     last = max(line["step"] for line in run.lines("train"))
     assert f"stopped by SIGTERM after step {last}" in output
     assert open_checkpoint(run.checkpoints_dir / f"step-{last:08d}").step == last
@@ -125,11 +168,25 @@ def test_in_training_every_phase_ends_with_the_step_saved(corpus, tmp_path, phas
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("world", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGUSR1)])
+@pytest.mark.parametrize(
+    ("world", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGUSR1)]
+)
 def test_a_signal_saves_the_same_step_on_every_rank_and_exits_75(corpus, tmp_path, world, number):
-    run, more = Run(tmp_path / "run"), {"train.steps": 100_000, "checkpoint.every": 100_000, "eval.every": 0}
+    run, more = (
+        Run(tmp_path / "run"),
+        {"train.steps": 100_000, "checkpoint.every": 100_000, "eval.every": 0},
+    )
     overrides = settings(corpus, run.path, **more)
-    command = [sys.executable, "-m", "windlass", "train", "quickstart", *overrides, "--world", str(world)]
+    command = [
+        sys.executable,
+        "-m",
+        "windlass",
+        "train",
+        "quickstart",
+        *overrides,
+        "--world",
+        str(world),
+    ]
     output = output_of(command, lambda: len(run.lines("train")) >= 3, number=number)
     last = run.lines("train")[-1]["step"]
     assert run.state == "preempted" and "again" in output
@@ -141,7 +198,9 @@ def test_a_dropped_connection_stops_with_everything_saved(corpus, tmp_path, verb
     """The other end of the terminal goes away, as when ssh is cut: the kernel sends SIGHUP, and every write fails."""
     more = {"train.steps": 100_000, "checkpoint.every": 100_000, "eval.every": 0}
     values = [
-        value for value in settings(corpus, tmp_path / "run", **more) if verb == "train" or "run.dir" not in value
+        value
+        for value in settings(corpus, tmp_path / "run", **more)
+        if verb == "train" or "run.dir" not in value
     ]
     grid = [word for value in values for word in ("--set", value)]
     words = {
@@ -151,23 +210,37 @@ def test_a_dropped_connection_stops_with_everything_saved(corpus, tmp_path, verb
     }[verb]
     here, there = os.openpty()
     process = subprocess.Popen(
-        command(verb, "quickstart", *words), stdin=there, stdout=there, stderr=there, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), cwd=tmp_path,  # its controlling terminal
-    )  # fmt: skip
+        command(verb, "quickstart", *words),
+        stdin=there,
+        stdout=there,
+        stderr=there,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        cwd=tmp_path,  # its controlling terminal
+    )
     os.close(there)
-    threading.Thread(target=lambda: [None for _ in iter(partial(read, here), b"")], daemon=True).start()
+    threading.Thread(
+        target=lambda: [None for _ in iter(partial(read, here), b"")], daemon=True
+    ).start()
 
     def runs() -> list[Run]:
         return [Run(path.parent) for path in tmp_path.rglob("metrics.jsonl")]
 
-    wait_for(lambda: process.poll() is not None or any(len(run.lines("train")) >= 3 for run in runs()), 120)
+    wait_for(
+        lambda: process.poll() is not None or any(len(run.lines("train")) >= 3 for run in runs()),
+        120,
+    )
     os.close(here)
     assert process.wait(90) == 75
     (run,) = runs()
     last = run.lines("train")[-1]["step"]
-    assert run.state == "preempted" and [p.name for p in run.checkpoints_dir.glob("step-*")] == [f"step-{last:08d}"]
+    assert run.state == "preempted" and [p.name for p in run.checkpoints_dir.glob("step-*")] == [
+        f"step-{last:08d}"
+    ]
     reason = next(e["reason"] for e in run.events if e["event"] == "preempted")
-    assert reason == ("SIGHUP" if verb == "train" else "SIGTERM")  # a cell has no terminal: its study stops it
+    assert reason == (
+        "SIGHUP" if verb == "train" else "SIGTERM"
+    )  # a cell has no terminal: its study stops it
 
 
 def test_a_hangup_that_is_ignored_stops_nothing():
@@ -181,15 +254,21 @@ def test_a_hangup_that_is_ignored_stops_nothing():
 
 def test_a_second_interrupt_of_one_process_ends_it_at_once():
     code = "import os, signal; from windlass.training.stop import StopSignals\nwith StopSignals() as stop:\n"
-    code += (
-        "    stop.training, stop.step = True, lambda: 1234\n    [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
-    )
+    code += "    stop.training, stop.step = True, lambda: 1234\n    [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 130 and "interrupted twice" in done.stderr and "step 1,234" in done.stderr
+    assert (
+        done.returncode == 130
+        and "interrupted twice" in done.stderr
+        and "step 1,234" in done.stderr
+    )
 
 
-@pytest.mark.parametrize(("every", "lost"), [(3, "; 1 steps are lost"), (4, "; 0 steps are lost")])  # of four
-def test_a_late_second_rank_of_data_ends_after_the_grace(corpus, tmp_path, monkeypatch, trainers, every, lost):
+@pytest.mark.parametrize(
+    ("every", "lost"), [(3, "; 1 steps are lost"), (4, "; 0 steps are lost")]
+)  # of four
+def test_a_late_second_rank_of_data_ends_after_the_grace(
+    corpus, tmp_path, monkeypatch, trainers, every, lost
+):
     """Ranks that wait for each other cannot stop while one has no data: after the grace the run ends, its last save committed."""
     poll = Loader.poll
 
@@ -213,15 +292,21 @@ def test_a_late_second_rank_of_data_ends_after_the_grace(corpus, tmp_path, monke
 
 
 def test_the_default_grace_ends_before_torchrun_kills():
-    assert Recipe.load("quickstart").checkpoint.grace_seconds < 30, "torchrun sends SIGKILL 30 s after SIGTERM"
+    assert Recipe.load("quickstart").checkpoint.grace_seconds < 30, (
+        "torchrun sends SIGKILL 30 s after SIGTERM"
+    )
 
 
 @pytest.mark.parametrize(("takes", "saved"), [(50.0, True), (70.0, False)])
-def test_a_save_is_begun_only_where_the_grace_allows_it(corpus, tmp_path, monkeypatch, takes, saved):
+def test_a_save_is_begun_only_where_the_grace_allows_it(
+    corpus, tmp_path, monkeypatch, takes, saved
+):
     """60 s of grace, against the measured time of the last save."""
     more = {"checkpoint.grace_seconds": 60, "eval.every": 0, "checkpoint.background": "false"}
     recipe, run = recipe_of(corpus, tmp_path / "run", **more), Run(tmp_path / "run")
-    monkeypatch.setattr(Saver, "last_seconds", property(lambda self: takes, lambda self, value: None), raising=False)
+    monkeypatch.setattr(
+        Saver, "last_seconds", property(lambda self: takes, lambda self, value: None), raising=False
+    )
 
     def on_step(now: Any) -> None:
         if now.step == 4:  # all ranks act on it one step later
@@ -230,7 +315,9 @@ def test_a_save_is_begun_only_where_the_grace_allows_it(corpus, tmp_path, monkey
     words = () if saved else ("70 s", "60 s", "2 steps are lost", "checkpoint.every")
     with refused(*words, error=Stopped if saved else RunFailed):
         train(recipe, on_step=on_step)
-    assert sorted(int(p.name[5:]) for p in run.checkpoints_dir.glob("step-*")) == ([3, 5] if saved else [3])
+    assert sorted(int(p.name[5:]) for p in run.checkpoints_dir.glob("step-*")) == (
+        [3, 5] if saved else [3]
+    )
     assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [saved]
     assert train(recipe).state == "finished"
 
@@ -240,7 +327,9 @@ def test_a_save_is_begun_only_where_the_grace_allows_it(corpus, tmp_path, monkey
 def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, what):
     """An evaluation or a sample of a step, the last one too: ledger and best checkpoint are those of an untouched run."""
     own = {"data.val_fraction": 0.3, "data.dir": f"'{tmp_path / 'data'}'"}
-    recipe = recipe_of(corpus, tmp_path / "run", **{"eval.sample_every": 4, "eval.sample_tokens": 3, **own})
+    recipe = recipe_of(
+        corpus, tmp_path / "run", **{"eval.sample_every": 4, "eval.sample_tokens": 3, **own}
+    )
     whole = untouched(recipe)
     place, name = (trainer.Suites, "measure") if what == "evaluation" else (trainer, "generate")
     original, steps = getattr(place, name), []
@@ -255,7 +344,9 @@ def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, wha
         train(recipe, on_step=lambda now: steps.append(now.step))
     run = Run(recipe.run_dir)
     assert run.state == "preempted"
-    assert at not in [line["step"] for line in run.lines("eval" if what == "evaluation" else "sample")]
+    assert at not in [
+        line["step"] for line in run.lines("eval" if what == "evaluation" else "sample")
+    ]
     as_if_untouched(train(recipe), whole)
 
 
@@ -263,7 +354,11 @@ def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, wha
 @pytest.mark.dist
 @pytest.mark.parametrize(("step", "call"), [(4, 5), (12, 13)])
 def test_what_a_stop_of_two_ranks_cut_short_is_made_up(corpus, tmp_path, step, call):
-    overrides = [*settings(corpus, tmp_path / "run", "ddp"), f"data.dir='{tmp_path / 'data'}'", "data.val_fraction=0.4"]
+    overrides = [
+        *settings(corpus, tmp_path / "run", "ddp"),
+        f"data.dir='{tmp_path / 'data'}'",
+        "data.val_fraction=0.4",
+    ]
     assert f"after step {step}," in signalled(tmp_path, overrides, f"evaluation@{call}", world=2)
     for name in ("run", "whole"):
         assert start(2, [*overrides, f"run.dir='{tmp_path / name}'"]) == 0
@@ -273,7 +368,9 @@ def test_what_a_stop_of_two_ranks_cut_short_is_made_up(corpus, tmp_path, step, c
 def as_if_untouched(run: Run, whole: Run) -> None:
     assert run.state == "finished"
     assert curve(run) == curve(whole) and evaluations(run.path) == evaluations(whole.path)
-    (texts, expected) = ([(x["step"], x["text"]) for x in one.lines("sample")] for one in (run, whole))
+    (texts, expected) = (
+        [(x["step"], x["text"]) for x in one.lines("sample")] for one in (run, whole)
+    )
     assert texts == expected and best_step(run) == best_step(whole)
     for key in ("final_loss", "final_eval_loss", "best_eval_loss", "best_step"):
         assert run.summary.get(key) == whole.summary.get(key), key
@@ -296,7 +393,12 @@ def test_a_save_without_room_fails_and_training_continues(corpus, tmp_path, monk
 def test_a_run_whose_saves_fail_again_and_again_ends(corpus, tmp_path, monkeypatch):
     """`checkpoint.max_failed_saves`: it would continue for days with nothing to resume from."""
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    more = {"checkpoint.every": 2, "checkpoint.max_failed_saves": 3, "checkpoint.background": "false", "eval.every": 0}
+    more = {
+        "checkpoint.every": 2,
+        "checkpoint.max_failed_saves": 3,
+        "checkpoint.background": "false",
+        "eval.every": 0,
+    }
     with refused("3 saves in a row", "checkpoint.max_failed_saves", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run", **{"train.steps": 30, **more}))
     run = Run(tmp_path / "run")
@@ -307,7 +409,11 @@ def test_a_run_whose_saves_fail_again_and_again_ends(corpus, tmp_path, monkeypat
 def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypatch):
     """The save of the last step fails, which is reported before the run ends: it is tried once more."""
     original, waited = commit.shutil.disk_usage, []
-    monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: original(path) if waited else SimpleNamespace(free=0))
+    monkeypatch.setattr(
+        commit.shutil,
+        "disk_usage",
+        lambda path: original(path) if waited else SimpleNamespace(free=0),
+    )
     evaluate = trainer.Trainer.evaluate
 
     def evaluate_and_wait(self: trainer.Trainer) -> bool:
@@ -319,6 +425,10 @@ def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypa
     monkeypatch.setattr(trainer.Trainer, "evaluate", evaluate_and_wait)
     run = train(recipe_of(corpus, tmp_path / "run", **{"train.steps": 3, "eval.every": 3}))
     assert waited == [False]
-    saves = [(e["event"], e["step"]) for e in run.events if e["event"] in ("save_failed", "checkpoint")]
+    saves = [
+        (e["event"], e["step"]) for e in run.events if e["event"] in ("save_failed", "checkpoint")
+    ]
     assert saves == [("save_failed", 3), ("checkpoint", 3)]
-    assert run.state == "finished" and open_checkpoint(run.checkpoints_dir / "step-00000003").step == 3
+    assert (
+        run.state == "finished" and open_checkpoint(run.checkpoints_dir / "step-00000003").step == 3
+    )

@@ -62,11 +62,17 @@ def same(one: Run, other: Run, step: int) -> bool:
     """Whether two runs have equal curves, and equal tensors in the checkpoint of a step."""
     a, b = (open_checkpoint(run.path / "checkpoints" / f"step-{step:08d}") for run in (one, other))
     assert curve(one) == curve(other)
-    return a.names() == b.names() and all(torch.equal(a.tensor(name), b.tensor(name)) for name in a.names())
+    return a.names() == b.names() and all(
+        torch.equal(a.tensor(name), b.tensor(name)) for name in a.names()
+    )
 
 
 def starts(run: Run) -> list[tuple[str, int]]:
-    lines = [line for line in read_lines(run.metrics_path) if line.get("event") in ("started", "resumed", "branched")]
+    lines = [
+        line
+        for line in read_lines(run.metrics_path)
+        if line.get("event") in ("started", "resumed", "branched")
+    ]
     return [(line["event"], line["step"]) for line in lines]
 
 
@@ -84,7 +90,9 @@ def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monke
             train(recipe, extend_to=16)
     assert not resolve_start(longer).finished
     failed(longer)
-    run = train(recipe, extend_to=20)  # before any new save: not from the end of the decay that was left
+    run = train(
+        recipe, extend_to=20
+    )  # before any new save: not from the end of the decay that was left
     assert starts(run)[1:] == [("resumed", 6)] * 2 and same(run, untouched(longest), 20)
     assert resolve_start(longest).finished and Run(run.path).recipe.train.steps == 20
 
@@ -117,13 +125,17 @@ def test_each_multiple_of_keep_every_is_saved_and_stops_have_a_quota(corpus, tmp
 
 
 def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path):
-    recipe = recipe_of(corpus, tmp_path / "run", **{"optim.schedule.decay": 4, "checkpoint.keep_last": 20})
+    recipe = recipe_of(
+        corpus, tmp_path / "run", **{"optim.schedule.decay": 4, "checkpoint.keep_last": 20}
+    )
     train(recipe)
     longer = train(recipe, extend_to=20)
     extended = [(e["step"], e["extended_from"]) for e in longer.events if e.get("extended_from")]
     assert extended == [(6, 12)], "the decay began at step 8"
     rates = [factor(recipe.optim.schedule, Horizon(20, 44, 8), step) for step in range(20)]
-    assert [line["lr"] for line in longer.lines("train")] == [recipe.optim.lr * rate for rate in rates]
+    assert [line["lr"] for line in longer.lines("train")] == [
+        recipe.optim.lr * rate for rate in rates
+    ]
     assert curve(longer) == curve(untouched(recipe, "train.steps=20"))
     with pytest.raises(UserError):
         train(recipe)
@@ -137,16 +149,23 @@ def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_pa
     recipe = recipe_of(corpus, tmp_path / "run", **WSD | own)
     train(recipe)
     longer = train(recipe, extend_to=20)
-    assert starts(longer)[1:] == [("resumed", 12)] and same(longer, untouched(recipe, "train.steps=20"), 20)
+    assert starts(longer)[1:] == [("resumed", 12)] and same(
+        longer, untouched(recipe, "train.steps=20"), 20
+    )
     rates = [factor(recipe.optim.schedule, Horizon(16, 44, 8), step) for step in range(20)]
-    assert [line["lr"] for line in longer.lines("train")] == [recipe.optim.lr * rate for rate in rates]
+    assert [line["lr"] for line in longer.lines("train")] == [
+        recipe.optim.lr * rate for rate in rates
+    ]
     assert rates[16:] == [0.0] * 4, "past its end"
 
 
 @pytest.mark.parametrize(
-    ("length", "longer"), [("2 epochs", "3 epochs"), ("2 epochs", 18), (12, "3 epochs"), ("2 epochs", "18")]
+    ("length", "longer"),
+    [("2 epochs", "3 epochs"), ("2 epochs", 18), (12, "3 epochs"), ("2 epochs", "18")],
 )
-def test_a_length_in_epochs_is_extended_in_steps_or_epochs(corpus, tmp_path, monkeypatch, length, longer):
+def test_a_length_in_epochs_is_extended_in_steps_or_epochs(
+    corpus, tmp_path, monkeypatch, length, longer
+):
     """48 samples an epoch, 8 a step: 2 epochs are 12 steps, 3 are 18."""
     own = {"optim.schedule.steps": 16, "checkpoint.keep_last": 20, "train.steps": length}
     recipe = recipe_of(corpus, tmp_path / "run", **WSD | own)
@@ -163,13 +182,17 @@ def test_a_length_in_epochs_is_extended_in_steps_or_epochs(corpus, tmp_path, mon
     assert extended.train.steps == (int(longer) if str(longer).isdigit() else longer)
     assert not resolve_start(extended).finished, "its end is still to come"
     run = train(recipe, extend_to=longer)
-    assert starts(run)[1:] == [("resumed", 12)] and same(run, untouched(recipe, "train.steps=18"), 18)
+    assert starts(run)[1:] == [("resumed", 12)] and same(
+        run, untouched(recipe, "train.steps=18"), 18
+    )
     assert resolve_start(recipe, extend_to=longer).finished, "the same command again"
     assert resolve_start(recipe, extend_to=18).finished
 
 
 def test_a_branch_from_the_best_checkpoint(corpus, tmp_path):
-    recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.keep_last": 20, "checkpoint.every": 4})
+    recipe = recipe_of(
+        corpus, tmp_path / "run", **{"checkpoint.keep_last": 20, "checkpoint.every": 4}
+    )
     origin = train(recipe)
     best = best_step(origin)
     assert best in (4, 8), "not the newest"
@@ -177,9 +200,13 @@ def test_a_branch_from_the_best_checkpoint(corpus, tmp_path):
     with refused("RUN@STEP", "RUN@best", "branch_from="):
         train(branch, branch_from=f"{origin.path}@latest")
     run = train(branch, branch_from=f"{origin.path}@best", stop_at=best + 1)
-    assert [x["step"] for x in run.lines("train")] == [best + 1] and starts(run) == [("branched", best)]
+    assert [x["step"] for x in run.lines("train")] == [best + 1] and starts(run) == [
+        ("branched", best)
+    ]
     again = train(branch, branch_from=f"{origin.path}@best")
-    assert [x["step"] for x in again.lines("train")] == list(range(best + 1, 15)), "the same command resumes"
+    assert [x["step"] for x in again.lines("train")] == list(range(best + 1, 15)), (
+        "the same command resumes"
+    )
 
 
 def test_a_run_resumed_from_an_earlier_step_stays_on_its_new_lineage(corpus, tmp_path):
@@ -209,7 +236,9 @@ def test_a_decay_branches_from_the_plateau(corpus, tmp_path):
             train(recipe, branch_from=origin)
 
 
-def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(corpus, tmp_path, monkeypatch):
+def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(
+    corpus, tmp_path, monkeypatch
+):
     """It would else begin from the seed's weights, without a word. Given again as a branch, or as a plain command."""
     origin = train(recipe_of(corpus, tmp_path / "origin", **FLAT))
     recipe = recipe_of(corpus, tmp_path / "branch", **{"train.steps": 9, "checkpoint.every": 0})
@@ -228,12 +257,20 @@ def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(co
 
 
 @pytest.mark.parametrize(("first", "second"), [("adamw", "muon"), ("muon", "adamw")])
-def test_a_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, capsys, first, second):
-    origin = train(recipe_of(corpus, tmp_path / "origin", **{"optim.kind": f"'{first}'", "train.steps": 6}))
-    recipe = recipe_of(corpus, tmp_path / "branch", **{"optim.kind": f"'{second}'", "train.steps": 8})
+def test_a_branch_to_another_optimizer_starts_its_state_over(
+    corpus, tmp_path, capsys, first, second
+):
+    origin = train(
+        recipe_of(corpus, tmp_path / "origin", **{"optim.kind": f"'{first}'", "train.steps": 6})
+    )
+    recipe = recipe_of(
+        corpus, tmp_path / "branch", **{"optim.kind": f"'{second}'", "train.steps": 8}
+    )
     failed(recipe, branch_from=f"{origin.path}@3")
     run = train(recipe)
-    notes = [line for line in "".join(capsys.readouterr()).splitlines() if "optimizer state" in line]
+    notes = [
+        line for line in "".join(capsys.readouterr()).splitlines() if "optimizer state" in line
+    ]
     assert len(notes) == 2 and all(first in note and second in note for note in notes)
     saved = open_checkpoint(run.path / "checkpoints" / "step-00000008")
     assert saved.tensor(next(n for n in saved.names("optim/") if n.endswith("/step"))).item() == 5
@@ -243,14 +280,19 @@ def test_a_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, c
 @pytest.mark.parametrize(
     ("what", "how"),
     [
-        *(pytest.param("resume", how, marks=pytest.mark.full) for how in ("3", "path", "best", "never")),
+        *(
+            pytest.param("resume", how, marks=pytest.mark.full)
+            for how in ("3", "path", "best", "never")
+        ),
         pytest.param("fresh", "", marks=pytest.mark.full),
         ("branch", "fresh"),
     ],
 )
 def test_a_restart_resumes_from_the_latest_checkpoint(corpus, tmp_path, what, how):
     """Whatever the command says of the start: that was done by the first attempt."""
-    overrides = settings(corpus, tmp_path / "run", **KEEP_ALL, **FLAT, **{"checkpoint.background": "false"})
+    overrides = settings(
+        corpus, tmp_path / "run", **KEEP_ALL, **FLAT, **{"checkpoint.background": "false"}
+    )
     recipe = Recipe.load("quickstart", overrides)
     options: dict[str, object] = {"fresh": True} if what != "resume" else {}
     if how != "never":  # there is an old run
@@ -264,15 +306,22 @@ def test_a_restart_resumes_from_the_latest_checkpoint(corpus, tmp_path, what, ho
         path = tmp_path / "origin" / "checkpoints" / "step-00000003"
         overrides.append(f"checkpoint.resume='{path if how == 'path' else how}'")
     best = best_step(tmp_path / "run") if (tmp_path / "run").is_dir() else None
-    assert launch([sys.executable, "-c", AGAIN, json.dumps(options), *overrides], 1, max_restarts=1) == 0
+    assert (
+        launch([sys.executable, "-c", AGAIN, json.dumps(options), *overrides], 1, max_restarts=1)
+        == 0
+    )
     run = Run(tmp_path / "run")
     first, again = starts(run)[-2:]
     assert first[1] == {"never": 0, "": 0, "best": best}.get(how, 3) and again == ("resumed", 6)
     assert run.state == "finished" and run.lines("train")[-1]["step"] == 12
-    assert sorted(p.name for p in tmp_path.glob("run*")) == (["run", "run.old-1"] if "fresh" in options else ["run"])
+    assert sorted(p.name for p in tmp_path.glob("run*")) == (
+        ["run", "run.old-1"] if "fresh" in options else ["run"]
+    )
 
 
-def test_a_requeued_slurm_job_resumes_and_another_job_does_as_it_is_told(corpus, tmp_path, monkeypatch):
+def test_a_requeued_slurm_job_resumes_and_another_job_does_as_it_is_told(
+    corpus, tmp_path, monkeypatch
+):
     recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL)
     stopped(recipe, 9)
     back = recipe.replace("checkpoint.resume='3'")
@@ -287,7 +336,13 @@ def test_a_requeued_slurm_job_resumes_and_another_job_does_as_it_is_told(corpus,
 
 
 def test_a_restart_by_torchrun_is_one_of_the_same_job(tmp_path):
-    first = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "a"}
+    first = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "a",
+    }
     run, again = Run(tmp_path), first | {"TORCHELASTIC_RESTART_COUNT": "1"}
     assert not is_restart(run, again), "nothing was begun yet"
     write_lineage(tmp_path, Lineage(job=job_id(first)), Files())
@@ -319,8 +374,12 @@ def test_a_run_that_lives_is_not_set_aside(corpus, tmp_path, monkeypatch):
     assert Run(tmp_path / "run.old-1").state == "finished"
 
 
-@pytest.mark.parametrize("operation", ["create .lineage.json.new", "rename recipe.toml", "fsync_dir run"])
-def test_a_start_that_failed_is_not_in_the_way_of_the_next(corpus, tmp_path, monkeypatch, operation):
+@pytest.mark.parametrize(
+    "operation", ["create .lineage.json.new", "rename recipe.toml", "fsync_dir run"]
+)
+def test_a_start_that_failed_is_not_in_the_way_of_the_next(
+    corpus, tmp_path, monkeypatch, operation
+):
     recipe = recipe_of(corpus, tmp_path / "run", **{"train.steps": 2})
 
     def full(self: Files, what: str, path: Path, *_: object) -> None:
@@ -352,29 +411,47 @@ def test_a_new_run_cannot_resume_from_what_it_will_not_have(tmp_path, fresh, res
         (run / "recipe.toml").write_text(recipe.toml())
     with refused("checkpoint.resume", resume):
         resolve_start(recipe, fresh=fresh)
-    assert [p.name for p in tmp_path.iterdir()] == (["run"] if fresh else []), "nothing was set aside"
+    assert [p.name for p in tmp_path.iterdir()] == (["run"] if fresh else []), (
+        "nothing was set aside"
+    )
 
 
 def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tmp_path):
     """Evaluations of 8 and of all samples are on one curve: the best is one of those that compare with the last."""
-    values = {"eval.every": 2, "eval.batches": 1, "data.val_fraction": 0.3, "data.dir": f"'{tmp_path / 'data'}'"}
+    values = {
+        "eval.every": 2,
+        "eval.batches": 1,
+        "data.val_fraction": 0.3,
+        "data.dir": f"'{tmp_path / 'data'}'",
+    }
     recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL | values)
     stopped(recipe, 7)
     changed = ("eval.batches=0", "telemetry.every=3", "checkpoint.resume=6")
     run = train(recipe.replace(*changed, "data.workers=1"))
     events = [(e["step"], e["settings"]) for e in run.events if e["event"] == "settings_changed"]
-    assert events == [(6, {"data.workers": [0, 1], "eval.batches": [1, 0], "telemetry.every": [1, 3]})]
-    assert (run.recipe.eval.batches, run.recipe.telemetry.every) == (0, 3) and run.recipe.checkpoint.resume == "latest"
+    assert events == [
+        (6, {"data.workers": [0, 1], "eval.batches": [1, 0], "telemetry.every": [1, 3]})
+    ]
+    assert (run.recipe.eval.batches, run.recipe.telemetry.every) == (
+        0,
+        3,
+    ) and run.recipe.checkpoint.resume == "latest"
     losses = {line["step"]: (line["samples"], line["loss"]) for line in run.lines("eval")}
-    assert [losses[step][0] for step in (0, 2, 4, 6)] == [8] * 4, "of step 6 there is an evaluation already"
+    assert [losses[step][0] for step in (0, 2, 4, 6)] == [8] * 4, (
+        "of step 6 there is an evaluation already"
+    )
     after = {step: loss for step, (samples, loss) in losses.items() if samples > 8}
     assert set(after) == {8, 10, 12} and best_step(run) == min(after, key=lambda step: after[step])
-    assert run.summary["best_step"] == best_step(run) and run.summary["best_eval_loss"] == min(after.values())
+    assert run.summary["best_step"] == best_step(run) and run.summary["best_eval_loss"] == min(
+        after.values()
+    )
     seen = view(run)
     assert measures(seen)["best_eval_loss"] == min(after.values())
     assert [r.what for r in seen.restarts] == ["settings changed"]
     assert "eval.batches 1 -> 0 after step 6" in measures(seen)["changed"]
-    assert train(run.recipe).state == "finished" and len(Run(run.path).events) == len(run.events), "the same settings"
+    assert train(run.recipe).state == "finished" and len(Run(run.path).events) == len(run.events), (
+        "the same settings"
+    )
 
 
 def test_an_extension_takes_the_other_settings_along(corpus, tmp_path):
@@ -385,14 +462,21 @@ def test_an_extension_takes_the_other_settings_along(corpus, tmp_path):
     changed = next(e["settings"] for e in run.events if e["event"] == "settings_changed")
     assert list(changed) == ["eval.every", "telemetry.every"]
     seen = view(run)
-    assert seen.start["steps"] == seen.step == 16 and [r.what for r in seen.restarts] == ["extended"]
+    assert seen.start["steps"] == seen.step == 16 and [r.what for r in seen.restarts] == [
+        "extended"
+    ]
     assert seen.outcome.predicted_seconds is None and "extended" in seen.outcome.reason
     again = train(run.recipe.replace("telemetry.every=4"), extend_to=20)
     assert view(again).start["steps"] == 20 and again.recipe.telemetry.every == 4
 
 
 def test_evaluations_are_bounded_and_the_last_one_also_measures_all_data(corpus, tmp_path, capsys):
-    more = {"eval.every": 6, "eval.batches": 1, "data.val_fraction": 0.3, "data.dir": f"'{tmp_path / 'data'}'"}
+    more = {
+        "eval.every": 6,
+        "eval.batches": 1,
+        "data.val_fraction": 0.3,
+        "data.dir": f"'{tmp_path / 'data'}'",
+    }
     bounded = train(recipe_of(corpus, tmp_path / "bounded", **more))
     whole = train(recipe_of(corpus, tmp_path / "whole", **more | {"eval.batches": 0}))
     first, middle, last = bounded.lines("eval")
@@ -400,10 +484,18 @@ def test_evaluations_are_bounded_and_the_last_one_also_measures_all_data(corpus,
     assert [line["samples"] for line in (first, middle, last)] == [8] * 3 and of_all["samples"] > 8
     assert not any("full_loss" in line for line in (first, middle, *whole.lines("eval")))
     fields = ("perplexity", "tokens", "samples", "bits_per_byte")
-    assert [last[f"full_{key}"] for key in fields] == pytest.approx([of_all[key] for key in fields], rel=1e-12)
-    assert last["full_loss"] == pytest.approx(of_all["loss"], rel=1e-12) and last["loss"] != last["full_loss"]
+    assert [last[f"full_{key}"] for key in fields] == pytest.approx(
+        [of_all[key] for key in fields], rel=1e-12
+    )
+    assert (
+        last["full_loss"] == pytest.approx(of_all["loss"], rel=1e-12)
+        and last["loss"] != last["full_loss"]
+    )
     assert bounded.summary["best_eval_loss"] == min(line["loss"] for line in (first, middle, last))
     seen = measures(view(bounded))
     assert (seen["eval_loss"], seen["full_eval_loss"]) == (last["loss"], last["full_loss"])
     text = capsys.readouterr().out
-    assert f"of all data {last['full_loss']:.4f}" in text and "3 evaluations x 1 batches, the last one 2" in text
+    assert (
+        f"of all data {last['full_loss']:.4f}" in text
+        and "3 evaluations x 1 batches, the last one 2" in text
+    )

@@ -18,7 +18,9 @@ from windlass.run import Run, read_lines
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.trackers import Trackers, point, stream
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 PASSWORD, TOKEN = "correct-horse-battery", "9f8e7d6c5b4a"
@@ -26,19 +28,49 @@ PROJECT = "proofs"
 NAMES = ["tensorboard", "mlflow", "wandb"]
 # What a run's `summary` line has, and the names of its numbers in the trackers where they are others.
 SUMMARY = {
-    "steps": 12, "epochs": 4 / 3, "steps_per_epoch": 9.0, "tokens": 12_000, "samples": 96, "world": 2, "startup_s": 4.25,
-    "final_loss": 1 / 3, "train_loss_mean": 1.25, "best_eval_loss": 0.25, "best_step": 12, "runtime_s": 98.5,
-    "samples_per_s_mean": 11.5, "samples_per_s_whole_run": 8.125, "tokens_per_s_mean": 1437.5, "mfu_mean": 0.375,
-    "eval_samples_per_s": 40.5, "eval_runtime_s": 2.5, "step_ms_mean": 700.5, "forward_ms_mean": 200.25,
-    "backward_ms_mean": 400.5, "avg_gpu_util_pct": 91.5, "std_gpu_util_pct": 4.5, "avg_mem_alloc_mb": 1510.0,
-    "avg_mem_reserved_mb": 1930.0, "avg_mem_used_mb": 2100.5, "peak_mem_mb": 1760.0, "device_hours": 0.0625,
-    "updates_skipped": 0, "attempts": 2, "wall_time": {"startup": 1.5, "train": 97.0},
-}  # fmt: skip
+    "steps": 12,
+    "epochs": 4 / 3,
+    "steps_per_epoch": 9.0,
+    "tokens": 12_000,
+    "samples": 96,
+    "world": 2,
+    "startup_s": 4.25,
+    "final_loss": 1 / 3,
+    "train_loss_mean": 1.25,
+    "best_eval_loss": 0.25,
+    "best_step": 12,
+    "runtime_s": 98.5,
+    "samples_per_s_mean": 11.5,
+    "samples_per_s_whole_run": 8.125,
+    "tokens_per_s_mean": 1437.5,
+    "mfu_mean": 0.375,
+    "eval_samples_per_s": 40.5,
+    "eval_runtime_s": 2.5,
+    "step_ms_mean": 700.5,
+    "forward_ms_mean": 200.25,
+    "backward_ms_mean": 400.5,
+    "avg_gpu_util_pct": 91.5,
+    "std_gpu_util_pct": 4.5,
+    "avg_mem_alloc_mb": 1510.0,
+    "avg_mem_reserved_mb": 1930.0,
+    "avg_mem_used_mb": 2100.5,
+    "peak_mem_mb": 1760.0,
+    "device_hours": 0.0625,
+    "updates_skipped": 0,
+    "attempts": 2,
+    "wall_time": {"startup": 1.5, "train": 97.0},
+}
 RENAMED = {
-    "final_loss": "final_train_loss", "best_eval_loss": "best_val_loss", "runtime_s": "duration_s", "mfu_mean": "mfu",
-    "tokens_per_s_mean": "tokens_per_s", "samples": "samples_trained",
-}  # fmt: skip
-HEADLINE = {RENAMED.get(name, name): value for name, value in SUMMARY.items() if name != "wall_time"}
+    "final_loss": "final_train_loss",
+    "best_eval_loss": "best_val_loss",
+    "runtime_s": "duration_s",
+    "mfu_mean": "mfu",
+    "tokens_per_s_mean": "tokens_per_s",
+    "samples": "samples_trained",
+}
+HEADLINE = {
+    RENAMED.get(name, name): value for name, value in SUMMARY.items() if name != "wall_time"
+}
 HEADLINE |= {f"wall_time/{name}": value for name, value in SUMMARY["wall_time"].items()}
 
 FACTS = {"parameters": 28_952_064, "device": "NVIDIA A100-SXM4-40GB", "precision": "bf16"}
@@ -47,18 +79,36 @@ FACTS = {"parameters": 28_952_064, "device": "NVIDIA A100-SXM4-40GB", "precision
 def train(run: Path, attempt: int, first: int, last: int, end: str = "") -> None:
     """What training writes: losses of which no two are equal, an evaluation and a sample every 4 steps."""
     ledger = Ledger(run / "metrics.jsonl", attempt, stamp=lambda: {"seconds": {"train": 1.5}})
-    ledger.write("event", first, event="resumed" if attempt else "started", world=2, steps=12, **FACTS)
+    ledger.write(
+        "event", first, event="resumed" if attempt else "started", world=2, steps=12, **FACTS
+    )
     for step in range(first + 1, last + 1):
         loss = 5 / step + attempt / 7
         ledger.write(
-            "train", step, loss=loss, lr=1e-3 / 3, grad_norm=math.inf if step == 3 else loss / 3, tokens=1000 * step,
-            tokens_per_s=1e4 / 3 + step, samples_per_s=8.5, step_ms=3.5, forward_ms=1.25, backward_ms=2.0, epoch=step / 9,
-        )  # fmt: skip
+            "train",
+            step,
+            loss=loss,
+            lr=1e-3 / 3,
+            grad_norm=math.inf if step == 3 else loss / 3,
+            tokens=1000 * step,
+            tokens_per_s=1e4 / 3 + step,
+            samples_per_s=8.5,
+            step_ms=3.5,
+            forward_ms=1.25,
+            backward_ms=2.0,
+            epoch=step / 9,
+        )
         if step % 4 == 0:
-            scores = {"loss": 4 / step + attempt, "perplexity": math.exp(4 / step), "runtime_s": 0.1}
+            scores = {
+                "loss": 4 / step + attempt,
+                "perplexity": math.exp(4 / step),
+                "runtime_s": 0.1,
+            }
             ledger.write("eval", step, suite="loss", **scores)
             ledger.write("eval", step, suite="hellaswag", acc_norm=0.25 + step / 100)
-            ledger.write("sample", step, index=0, prompt="To", text=f"To <be>\nor **not** {step} \N{SNOWMAN}")
+            ledger.write(
+                "sample", step, index=0, prompt="To", text=f"To <be>\nor **not** {step} \N{SNOWMAN}"
+            )
     if end:
         ledger.write("summary", last, **SUMMARY)
         ledger.write("event", last, event=end)
@@ -71,8 +121,16 @@ def finished(tmp_path_factory):
     top = tmp_path_factory.mktemp("trackers")
     run = top / "runs" / "the-run"
     about = {"dir": str(run), "notes": f"from https://me:{PASSWORD}@example.org/data"}
-    telemetry = {"trackers": NAMES, "project": PROJECT, "entity": "a-team", "tags": ["baseline", "lr: high"]}
-    sources = [f"https://me:{PASSWORD}@example.org/a", f"https://example.org/b?access_token={TOKEN}&rows=1"]
+    telemetry = {
+        "trackers": NAMES,
+        "project": PROJECT,
+        "entity": "a-team",
+        "tags": ["baseline", "lr: high"],
+    }
+    sources = [
+        f"https://me:{PASSWORD}@example.org/a",
+        f"https://example.org/b?access_token={TOKEN}&rows=1",
+    ]
     recipe = Recipe.model_validate(
         {"run": about, "telemetry": telemetry, "data": {"source": sources, "sha256": "0" * 64}}
     )
@@ -93,7 +151,11 @@ def finished(tmp_path_factory):
                 under_way = shown_so_far(top, run)
             notes += trackers.finish(120)
         text = "\n".join(note.text for note in notes)
-        assert "tensorboard --logdir runs/" in text and "mlflow ui --backend" in text and "wandb sync runs/" in text
+        assert (
+            "tensorboard --logdir runs/" in text
+            and "mlflow ui --backend" in text
+            and "wandb sync runs/" in text
+        )
         assert not any(note.warning for note in notes)
         (top / "under_way.json").write_text(json.dumps(under_way))
         yield top, run
@@ -107,9 +169,24 @@ def shown_so_far(top, run):
                 return None  # its client would create the tables itself, at the same time as the exporter
         _, stored, curves = from_mlflow(top)
         records, rows = from_wandb(run)
-        (config,) = [config_of(record.run) for record in records if record.WhichOneof("record_type") == "run"]
-        return stored.data.params, curves["train/loss"][-1], stored.info.status, config, rows[-1]["train/loss"]
-    except (AttributeError, ValueError, AssertionError, LookupError, struct.error, sqlite3.Error):  # not written yet
+        (config,) = [
+            config_of(record.run) for record in records if record.WhichOneof("record_type") == "run"
+        ]
+        return (
+            stored.data.params,
+            curves["train/loss"][-1],
+            stored.info.status,
+            config,
+            rows[-1]["train/loss"],
+        )
+    except (
+        AttributeError,
+        ValueError,
+        AssertionError,
+        LookupError,
+        struct.error,
+        sqlite3.Error,
+    ):  # not written yet
         return None
 
 
@@ -135,7 +212,9 @@ def from_tensorboard(run):
 
     everything = dict.fromkeys(("scalars", "tensors"), 0)
     events = EventAccumulator(str(run / "tensorboard"), size_guidance=everything).Reload()
-    return events, {tag: [(x.step, x.value) for x in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return events, {
+        tag: [(x.step, x.value) for x in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
 
 
 def from_mlflow(top):
@@ -144,7 +223,11 @@ def from_mlflow(top):
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{top}/runs/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name(PROJECT).experiment_id])
     history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
-    return client, run, {name: sorted((x.step, x.value) for x in values) for name, values in history.items()}
+    return (
+        client,
+        run,
+        {name: sorted((x.step, x.value) for x in values) for name, values in history.items()},
+    )
 
 
 def from_wandb(run):
@@ -167,8 +250,12 @@ def from_wandb(run):
         whole = chunk if kind in (1, 2) else whole + chunk
         if kind in (1, 4):
             records.append(Record.FromString(whole))
-    history = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
-    return records, [{x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in row} for row in history]
+    history = [
+        record.history.item for record in records if record.WhichOneof("record_type") == "history"
+    ]
+    return records, [
+        {x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in row} for row in history
+    ]
 
 
 def test_tensorboard_holds_the_effective_ledger(finished):
@@ -177,16 +264,26 @@ def test_tensorboard_holds_the_effective_ledger(finished):
     _, run = finished
     events, curves = from_tensorboard(run)
     expected = curves_of(Run(run).ledger())
-    rounded = {name: [(step, float(np.float32(value))) for step, value in values] for name, values in expected.items()}
+    rounded = {
+        name: [(step, float(np.float32(value))) for step, value in values]
+        for name, values in expected.items()
+    }
     assert without(curves, "summary/") == rounded
     assert len(list((run / "tensorboard").glob("events.*"))) == 1
-    summary = {name.removeprefix("summary/"): values for name, values in curves.items() if name[:8] == "summary/"}
+    summary = {
+        name.removeprefix("summary/"): values
+        for name, values in curves.items()
+        if name[:8] == "summary/"
+    }
     assert summary == {name: [(12, float(np.float32(value)))] for name, value in HEADLINE.items()}
     texts = [x.tensor_proto.string_val[0].decode() for x in events.Tensors("samples/0")]
     assert texts == [f"To <be>\nor **not** {step} \N{SNOWMAN}" for step in (4, 8, 12)]
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     hparams = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert hparams["optim.lr"].number_value == 1e-3 and hparams["model.norm"].string_value == "layernorm"
+    assert (
+        hparams["optim.lr"].number_value == 1e-3
+        and hparams["model.norm"].string_value == "layernorm"
+    )
 
 
 def test_mlflow_holds_each_step_once(finished):
@@ -197,12 +294,20 @@ def test_mlflow_holds_each_step_once(finished):
     for line in read_lines(run / "metrics.jsonl"):
         first.setdefault((line["step"], stream(line)), line)
     # SQL has no infinity: MLflow stores the largest number there is
-    expected = {k: [(s, min(x, sys.float_info.max)) for s, x in v] for k, v in curves_of(first.values()).items()}
+    expected = {
+        k: [(s, min(x, sys.float_info.max)) for s, x in v]
+        for k, v in curves_of(first.values()).items()
+    }
     assert without(curves, "summary/") == expected
     assert stored.info.status == "FINISHED" and stored.info.run_name == "the-run"
-    assert stored.data.params["optim.lr"] == "0.001" and stored.data.params["telemetry.project"] == PROJECT
+    assert (
+        stored.data.params["optim.lr"] == "0.001"
+        and stored.data.params["telemetry.project"] == PROJECT
+    )
     assert stored.data.params["world"] == "2" and PASSWORD not in str(stored.data.tags)
-    assert {name: curves[f"summary/{name}"] for name in HEADLINE} == {name: [(12, x)] for name, x in HEADLINE.items()}
+    assert {name: curves[f"summary/{name}"] for name in HEADLINE} == {
+        name: [(12, x)] for name, x in HEADLINE.items()
+    }
     tags = [stored.data.tags[name] for name in ("baseline", "lr: high", "group")]
     assert tags == ["true", "true", top.name]
     artifacts = {x.path for x in client.list_artifacts(stored.info.run_id, "samples/0")}
@@ -212,10 +317,16 @@ def test_mlflow_holds_each_step_once(finished):
 def test_while_the_run_goes_on_each_has_its_parameters_device_and_settings(finished):
     top, _ = finished
     params, loss, status, config, offline_loss = json.loads((top / "under_way.json").read_text())
-    assert {name: params[name] for name in FACTS} == {name: str(value) for name, value in FACTS.items()}
-    assert {name: config[name] for name in FACTS} == FACTS and params["optim.lr"] == "0.001" == str(config["optim.lr"])
+    assert {name: params[name] for name in FACTS} == {
+        name: str(value) for name, value in FACTS.items()
+    }
+    assert {name: config[name] for name in FACTS} == FACTS and params["optim.lr"] == "0.001" == str(
+        config["optim.lr"]
+    )
     assert (params["world"], config["world"], config["steps"], status) == ("2", 2, 12, "RUNNING")
-    assert loss == [8, 5 / 8] and offline_loss in (5 / 7, 5 / 8), "W&B writes a step's row when the next one comes"
+    assert loss == [8, 5 / 8] and offline_loss in (5 / 7, 5 / 8), (
+        "W&B writes a step's row when the next one comes"
+    )
 
 
 def test_wandb_holds_the_effective_ledger_in_one_offline_run(finished):
@@ -229,13 +340,24 @@ def test_wandb_holds_the_effective_ledger_in_one_offline_run(finished):
     own = without(curves, "_", "step", "marks/", "samples/", "summary/")
     assert own == curves_of(Run(run).ledger())
     assert [row["_step"] for row in rows] == list(range(1, 13)), "a row a step"
-    pages = sorted(run.glob("wandb/offline-run-*/files/media/html/samples/0_*.html"), key=lambda x: x.stat().st_mtime)
+    pages = sorted(
+        run.glob("wandb/offline-run-*/files/media/html/samples/0_*.html"),
+        key=lambda x: x.stat().st_mtime,
+    )
     assert "To &lt;be&gt;\nor **not** 12 \N{SNOWMAN}" in pages[-1].read_text()
     (begin,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     config = config_of(begin)
-    assert config["optim.lr"] == 1e-3 and begin.display_name == "the-run" and begin.project == PROJECT
-    updates = [record.summary.update for record in records if record.WhichOneof("record_type") == "summary"]
-    summary = {x.key or "/".join(x.nested_key): json.loads(x.value_json) for update in updates for x in update}
+    assert (
+        config["optim.lr"] == 1e-3 and begin.display_name == "the-run" and begin.project == PROJECT
+    )
+    updates = [
+        record.summary.update for record in records if record.WhichOneof("record_type") == "summary"
+    ]
+    summary = {
+        x.key or "/".join(x.nested_key): json.loads(x.value_json)
+        for update in updates
+        for x in update
+    }
     assert summary["state"] == "finished" and {name: summary[name] for name in HEADLINE} == HEADLINE
     shown = {name.partition("/")[0] for name in summary if name[0] != "_"}
     groups = {"train", "eval", "throughput", "time", "run", "marks", "samples"}
@@ -251,7 +373,10 @@ def test_a_replay_into_a_tracker_that_has_all_changes_nothing(finished):
     top, run = finished
 
     def stored():
-        rows = [{key: value for key, value in row.items() if key != "_runtime"} for row in from_wandb(run)[1]]
+        rows = [
+            {key: value for key, value in row.items() if key != "_runtime"}
+            for row in from_wandb(run)[1]
+        ]
         return from_tensorboard(run)[1], from_mlflow(top)[2], rows
 
     before = stored()

@@ -28,7 +28,9 @@ from windlass.recipe import Horizon
 from windlass.run import Run
 
 PAGES = Path(__file__).parents[2] / "docs" / "tutorials"
-SMALL = "model.layers=1 model.width=32 model.heads=2 model.context=32 train.steps=8 checkpoint.every=4"
+SMALL = (
+    "model.layers=1 model.width=32 model.heads=2 model.context=32 train.steps=8 checkpoint.every=4"
+)
 
 
 @dataclass
@@ -49,7 +51,9 @@ def book(folder: Path, data: Path) -> None:
 def chats(folder: Path, data: Path) -> None:
     articles = json.loads((data / "squad" / "dev-v1.1.json").read_text(encoding="utf-8"))["data"]
     texts, lines = [], []
-    for paragraph in (paragraph for article in articles[:8] for paragraph in article["paragraphs"][:5]):
+    for paragraph in (
+        paragraph for article in articles[:8] for paragraph in article["paragraphs"][:5]
+    ):
         asked = f"{paragraph['context'][:200]}\n{paragraph['qas'][0]['question']}"
         answer = paragraph["qas"][0]["answers"][0]["text"]
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
@@ -88,7 +92,11 @@ TUTORIALS = {
             "train.steps=100 --world 2": SMALL,
             "--out compared": "--out compared --no-plots",
         },
-        ["compared/index.html", "runs/gpt/checkpoints/step-00000008", "runs/sharded/checkpoints/step-00000008"],
+        [
+            "compared/index.html",
+            "runs/gpt/checkpoints/step-00000008",
+            "runs/sharded/checkpoints/step-00000008",
+        ],
         ["A100", "every byte good"],
     ),
     "sweep.md": Page(
@@ -96,7 +104,9 @@ TUTORIALS = {
         {
             "optim.lr=1e-3,3e-3,1e-2 model.width=64,128 run.seed=1,2": "optim.lr=1e-3 model.width=32 run.seed=1",
             "optim.lr=3e-4,1e-3,3e-3,1e-2 model.width=64,128 run.seed=1,2": "optim.lr=1e-3,1e-2 model.width=32 run.seed=1",
-            "train.steps=400 --set eval.every=100": SMALL.replace("model.width=32 ", "").replace(" ", " --set "),
+            "train.steps=400 --set eval.every=100": SMALL.replace("model.width=32 ", "").replace(
+                " ", " --set "
+            ),
         },
         [
             "studies/lr/report/index.html",
@@ -124,18 +134,28 @@ def commands(page: str) -> Iterator[tuple[str, str]]:
 def words_of(command: str) -> list[str]:
     """A command's words without its comment, file patterns expanded, as a shell does it."""
     words = shlex.split(command, comments=True)[1:]
-    return [path for word in words for path in (sorted(glob.glob(word)) if "*" in word and "=" not in word else [word])]
+    return [
+        path
+        for word in words
+        for path in (sorted(glob.glob(word)) if "*" in word and "=" not in word else [word])
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in PAGES.glob("*.md")))
 def test_every_command_of_a_tutorial_runs(
-    name: str, tmp_path: Path, data_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    tmp_path: Path,
+    data_files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = TUTORIALS[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who built it?\n"))
     if not any("runs" in pattern and "report" in pattern for pattern in page.makes):
-        monkeypatch.setenv("WINDLASS_QUIET_END", "1")  # a run's own report and its plots take seconds
+        monkeypatch.setenv(
+            "WINDLASS_QUIET_END", "1"
+        )  # a run's own report and its plots take seconds
     page.prepare(tmp_path, data_files)
     printed, unused = "", set(page.instead)
     capsys.readouterr()
@@ -159,23 +179,45 @@ def test_every_command_of_a_tutorial_runs(
         assert ended.value.code == 0, f"{text}\n{out.out[-3000:]}\n{out.err[-3000:]}"
         printed += out.out + out.err
     missing = [pattern for pattern in page.makes if not glob.glob(pattern)]
-    assert not missing and not unused, (missing, unused, sorted(glob.glob("**", recursive=True))[:80])
+    assert not missing and not unused, (
+        missing,
+        unused,
+        sorted(glob.glob("**", recursive=True))[:80],
+    )
     assert [words for words in page.prints if words not in printed] == [], printed[-3000:]
 
 
-def test_the_stitched_run_of_the_exercises_is_the_beginning_of_the_long_one(tmp_path, monkeypatch, capsys):
+def test_the_stitched_run_of_the_exercises_is_the_beginning_of_the_long_one(
+    tmp_path, monkeypatch, capsys
+):
     """Saved at 50 and continued to 100 of 4,400 steps, by the commands of the page, of a small model on one rank."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WINDLASS_QUIET_END", "1")
     write_corpus(tmp_path / "web.txt", 4000)
-    small = overrides({
-        "data.source": "web.txt", "data.tokenizer": "byte", "data.streaming": False, "data.max_tokens": 0, "data.val_fraction": 0.1,
-        "model.vocab": 257, "model.layers": 1, "model.heads": 1, "model.width": 16, "model.context": 16, "eval.batches": 1,
-        "train.global_batch": 2, "telemetry.every": 1, "eval.sample_every": 0, "parallel.device": "cpu",
-    })  # fmt: skip
+    small = overrides(
+        {
+            "data.source": "web.txt",
+            "data.tokenizer": "byte",
+            "data.streaming": False,
+            "data.max_tokens": 0,
+            "data.val_fraction": 0.1,
+            "model.vocab": 257,
+            "model.layers": 1,
+            "model.heads": 1,
+            "model.width": 16,
+            "model.context": 16,
+            "eval.batches": 1,
+            "train.global_batch": 2,
+            "telemetry.every": 1,
+            "eval.sample_every": 0,
+            "parallel.device": "cpu",
+        }
+    )
     page = (PAGES.parent / "exercises.md").read_text(encoding="utf-8")
     part = page.partition("\n## B.")[2].partition("\n## C.")[0]
-    typed = [words_of(text) for kind, text in commands(part) if kind == "run" and "runs/longer" in text]
+    typed = [
+        words_of(text) for kind, text in commands(part) if kind == "run" and "runs/longer" in text
+    ]
     for words in typed:
         words = [word for word in words if word not in ("--world", "2")]
         more = small if "c4-29m" in words else ["--no-plots"] if words[0] == "report" else []
@@ -183,10 +225,14 @@ def test_the_stitched_run_of_the_exercises_is_the_beginning_of_the_long_one(tmp_
             main([*words, *more])
         assert ended.value.code == 0, capsys.readouterr().err
     run = Run(tmp_path / "runs" / "longer")
-    assert run.state == "stopped" and [e["step"] for e in run.events if e["event"] == "resumed"] == [50]
+    assert run.state == "stopped" and [
+        e["step"] for e in run.events if e["event"] == "resumed"
+    ] == [50]
     schedule, horizon = run.recipe.optim.schedule, Horizon(4400, 0, 1)
     whole = [run.recipe.optim.lr * factor(schedule, horizon, step) for step in range(100)]
-    assert [line["lr"] for line in run.lines("train")] == pytest.approx(whole) and whole[43] == max(whole)
+    assert [line["lr"] for line in run.lines("train")] == pytest.approx(whole) and whole[43] == max(
+        whole
+    )
     assert (run.report_dir / "index.html").is_file()
 
 
@@ -202,15 +248,24 @@ def test_the_notebook_runs(tmp_path):
     for old, new in shorter.items():
         assert code.count(old) == 1, old
         code = code.replace(old, new)
-    (tmp_path / "cells.py").write_text(f"{code}\nprint(shares.share.tolist(), run)\n", encoding="utf-8")
+    (tmp_path / "cells.py").write_text(
+        f"{code}\nprint(shares.share.tolist(), run)\n", encoding="utf-8"
+    )
     environ = {**os.environ, "MPLBACKEND": "Agg"}
     done = subprocess.run(
-        [sys.executable, "cells.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200
+        [sys.executable, "cells.py"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     run = Run(tmp_path / "runs" / "sorting")
     assert [e["step"] for e in run.events if e["event"] == "resumed"] == [30]
     assert run.state == "finished" and [line["step"] for line in run.lines("train")][-1] == 60
     losses = [line["loss"] for line in run.lines("eval", suite="loss")]
-    assert losses[-1] < 0.8 * losses[0] and "Run(runs/sorting: finished, step 60 of 60" in done.stdout
+    assert (
+        losses[-1] < 0.8 * losses[0] and "Run(runs/sorting: finished, step 60 of 60" in done.stdout
+    )
     assert (run.report_dir / "index.html").is_file()

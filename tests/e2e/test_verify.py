@@ -31,13 +31,17 @@ class Wrong(Bench):
     def here(self, run: str, **settings: Any) -> Run:
         return self._spoiled(super().here(run, **settings))
 
-    def train(self, run: str, world: int, task: dict[str, Any] | None = None, **settings: Any) -> Run:
+    def train(
+        self, run: str, world: int, task: dict[str, Any] | None = None, **settings: Any
+    ) -> Run:
         return self._spoiled(super().train(run, world, task, **settings))
 
     def _spoiled(self, run: Run) -> Run:
         if run.name == self.wrong:
             lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
-            next(line for line in lines if line["kind"] == "train" and line["step"] == 10)["grad_norm"] *= 1 + 1e-6
+            next(line for line in lines if line["kind"] == "train" and line["step"] == 10)[
+                "grad_norm"
+            ] *= 1 + 1e-6
             run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return run
 
@@ -60,14 +64,18 @@ def test_worlds_are_equal_with_dropout_on(tmp_path):
     bench.base["train.micro_batch"] = 4  # on one rank only: other masks, another run
     one = bench.here("w-one", train__precision="fp64")
     two = bench.train("w-2", 2, train__precision="fp64", train__micro_batch=2)
-    assert [line["loss"] for line in one.lines("train")] != pytest.approx([x["loss"] for x in two.lines("train")])
+    assert [line["loss"] for line in one.lines("train")] != pytest.approx(
+        [x["loss"] for x in two.lines("train")]
+    )
 
 
 @pytest.mark.parametrize(
     ("proof", "wrong", "worlds"),
     [
         (resume_exact, "from-7", (1,)),
-        pytest.param(strategies_agree, "s-full_shard", (1, 2), marks=[pytest.mark.full, pytest.mark.dist]),
+        pytest.param(
+            strategies_agree, "s-full_shard", (1, 2), marks=[pytest.mark.full, pytest.mark.dist]
+        ),
     ],
 )
 def test_a_run_that_is_not_exact_fails_the_proof(tmp_path, proof, wrong, worlds):
@@ -100,7 +108,9 @@ def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):
 @pytest.mark.full
 def test_a_sample_that_is_read_twice_fails_the_proof(tmp_path):
     class ReadsOneTwice(Bench):
-        def train(self, run: str, world: int, task: dict[str, Any] | None = None, **settings: Any) -> Run:
+        def train(
+            self, run: str, world: int, task: dict[str, Any] | None = None, **settings: Any
+        ) -> Run:
             done = super().train(run, world, task, **settings)
             if task and task["record"].endswith("reads-1"):
                 record = Path(f"{task['record']}-0.json")
@@ -120,15 +130,26 @@ def test_a_recipe_of_a_hugging_face_model_is_proved(tmp_path):
 
     torch.manual_seed(0)
     shape = GPT2Config(
-        vocab_size=257, n_positions=32, n_embd=16, n_layer=2, n_head=2, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
-        bos_token_id=256, eos_token_id=256,
-    )  # fmt: skip
+        vocab_size=257,
+        n_positions=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        bos_token_id=256,
+        eos_token_id=256,
+    )
     GPT2LMHeadModel(shape).save_pretrained(tmp_path / "gpt2")
     (tmp_path / "text.txt").write_text(Path(__file__).read_text()[:1500])
     recipe = Recipe().replace(
-        "model.kind=hf", f"model.name={tmp_path / 'gpt2'}", "model.context=16", "data.tokenizer=byte",
+        "model.kind=hf",
+        f"model.name={tmp_path / 'gpt2'}",
+        "model.context=16",
+        "data.tokenizer=byte",
         f"data.source={tmp_path / 'text.txt'}",
-    )  # fmt: skip
+    )
     (tmp_path / "own.toml").write_text(recipe.toml())
     (tmp_path / "bench").mkdir()
     bench = Bench(tmp_path / "bench", str(tmp_path / "own.toml"), worlds=(1,))
@@ -140,4 +161,11 @@ def test_a_recipe_of_a_hugging_face_model_is_proved(tmp_path):
 def test_the_verb_and_the_function_prove_everything_here(tmp_path):
     done = windlass("verify", "--json", "--kills", "3", cwd=tmp_path, timeout=900)
     assert [proof["passed"] for proof in json.loads(done.stdout)["proofs"]] == [True] * 6
-    assert [proof.passed for proof in verify(world=1, kills=1)] == [True, None, True, True, True, True]
+    assert [proof.passed for proof in verify(world=1, kills=1)] == [
+        True,
+        None,
+        True,
+        True,
+        True,
+        True,
+    ]

@@ -32,7 +32,9 @@ SCENES = {"first": ([], 3), "next": ([1, 2], 3), "again": ([1, 3], 3)}
 def numbers(step: int) -> dict[str, torch.Tensor]:
     """All numbers are functions of step, tensor and place, so that a mixture of two saves cannot go unnoticed."""
     return {
-        name: (torch.arange(math.prod(shape), dtype=torch.float32) + 1000 * step + 100 * index).reshape(shape)
+        name: (
+            torch.arange(math.prod(shape), dtype=torch.float32) + 1000 * step + 100 * index
+        ).reshape(shape)
         for index, (name, shape) in enumerate(SHAPES.items())
     }
 
@@ -40,9 +42,14 @@ def numbers(step: int) -> dict[str, torch.Tensor]:
 def state(step: int, rank: int = 0, world: int = 1) -> State:
     """A rank's share of the numbers of a step."""
     whole = numbers(step)
-    sizes = [(n, t.shape[0] if t.dim() else 1, t[0].nbytes if t.dim() else 4) for n, t in whole.items()]
+    sizes = [
+        (n, t.shape[0] if t.dim() else 1, t[0].nbytes if t.dim() else 4) for n, t in whole.items()
+    ]
     mine = divide_rows(sizes, rank, world)
-    slices = {n: Slice(whole[n][a:b] if whole[n].dim() else whole[n], SHAPES[n], a) for n, (a, b) in mine.items()}
+    slices = {
+        n: Slice(whole[n][a:b] if whole[n].dim() else whole[n], SHAPES[n], a)
+        for n, (a, b) in mine.items()
+    }
     return State(slices, {"model/tied": "model/a"}, sum(t.nbytes for t in whole.values()))
 
 
@@ -54,9 +61,16 @@ def prepared(run: Path, *steps: int, **options: Any) -> Path:
     return run
 
 
-def save(directory: Path, step: int, files: Any = None, rank: int = 0, world: int = 1, **options: Any) -> Outcome:
+def save(
+    directory: Path, step: int, files: Any = None, rank: int = 0, world: int = 1, **options: Any
+) -> Outcome:
     """One save from begin to end, in this thread; raises nothing."""
-    options = {"policy": Policy(last=options.pop("keep", 2)), "background": False, "piece_bytes": 128, **options}
+    options = {
+        "policy": Policy(last=options.pop("keep", 2)),
+        "background": False,
+        "piece_bytes": 128,
+        **options,
+    }
     saver = Saver(directory, rank, world, files=files or Files(), **options)
     saver.save(step, state(step, rank, world), {"step": step}, {"data": "x"})
     [outcome] = saver.poll()
@@ -100,7 +114,9 @@ class Recorder(Files):
 class Failer(Files):
     """Fails at operation number `at`, at every operation from there on, or at all of one kind; a write is half done."""
 
-    def __init__(self, at: int, code: int = errno.ENOSPC, lasting: bool = False, only: tuple[str, ...] = ()):
+    def __init__(
+        self, at: int, code: int = errno.ENOSPC, lasting: bool = False, only: tuple[str, ...] = ()
+    ):
         self.at, self.code, self.lasting, self.only = at, code, lasting, only
         self.count = self.failed = 0
 
@@ -150,7 +166,9 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def two_ranks(directory: Path, step: int, files: Callable[[int], Files], **options: Any) -> list[int]:
+def two_ranks(
+    directory: Path, step: int, files: Callable[[int], Files], **options: Any
+) -> list[int]:
     """Process ids of two ranks that save; the outcome's error of each goes to `error-RANK` beside the directory."""
 
     def rank(number: int) -> None:
@@ -172,6 +190,9 @@ def count_of_two(folder: Path) -> list[int]:
             with self.path.open("a") as file:
                 file.write(operation[0])
 
-    assert [ended(child) for child in two_ranks(run / "checkpoints", 2, Counter, deadline=20)] == [0, 0]
+    assert [ended(child) for child in two_ranks(run / "checkpoints", 2, Counter, deadline=20)] == [
+        0,
+        0,
+    ]
     assert not (run / "error-0").read_text() and not (run / "error-1").read_text()
     return [(run / f"count-{rank}").stat().st_size for rank in range(2)]

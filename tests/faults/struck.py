@@ -59,7 +59,10 @@ def struck(original: Callable[..., Any], first: int) -> Callable[..., Any]:
     return call
 
 
-if os.environ.get("WINDLASS_ATTEMPT", "0") == "0" and culprit in (-1, int(os.environ.get("RANK", "0"))):
+if os.environ.get("WINDLASS_ATTEMPT", "0") == "0" and culprit in (
+    -1,
+    int(os.environ.get("RANK", "0")),
+):
     module, name = PLACES[phase]
     *path, last = name.split(".")
     place = importlib.import_module(module)

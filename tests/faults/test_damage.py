@@ -33,7 +33,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "longer": lambda p: os.truncate(p, p.stat().st_size + 1),
     "deleted": lambda p: p.unlink(),
     "a directory": lambda p: (p.unlink(), p.mkdir()),
-    "another checkpoint's": lambda p: shutil.copyfile(p.parent.parent / "step-00000001" / p.name, p),
+    "another checkpoint's": lambda p: shutil.copyfile(
+        p.parent.parent / "step-00000001" / p.name, p
+    ),
 }
 
 
@@ -63,8 +65,12 @@ def test_an_older_one_is_chosen(run: Path, name: str, kind: str) -> None:
     tally("a file flipped, cut off, emptied, lengthened, deleted, or another checkpoint's", 1)
 
 
-def test_best_passes_over_a_damaged_one_and_where_all_are_the_run_is_refused(run: Path, tmp_path: Path) -> None:
-    lines = [{"kind": "eval", "step": step, "suite": "loss", "loss": float(step)} for step in (1, 2, 3)]
+def test_best_passes_over_a_damaged_one_and_where_all_are_the_run_is_refused(
+    run: Path, tmp_path: Path
+) -> None:
+    lines = [
+        {"kind": "eval", "step": step, "suite": "loss", "loss": float(step)} for step in (1, 2, 3)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert load.choose(run, "best").step == 1  # type: ignore[union-attr]
     flip(run / "checkpoints" / "step-00000001" / "rank-00000.safetensors", -1)
@@ -83,10 +89,16 @@ def test_another_steps_checkpoint_under_this_name(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000003")
     shutil.copytree(run / "checkpoints" / "step-00000001", run / "checkpoints" / "step-00000003")
     choice = load.choose(run)
-    assert choice is not None and choice.step == 2 and "the checkpoint of step 1 under another name" in choice.notes[0]
+    assert (
+        choice is not None
+        and choice.step == 2
+        and "the checkpoint of step 1 under another name" in choice.notes[0]
+    )
 
 
-def test_strange_neighbours_do_no_harm_and_a_removal_that_was_cut_off_is_completed(run: Path) -> None:
+def test_strange_neighbours_do_no_harm_and_a_removal_that_was_cut_off_is_completed(
+    run: Path,
+) -> None:
     directory = run / "checkpoints"
     (directory / "step-00000009").mkdir()
     (directory / "step-00000010").write_text("a file")

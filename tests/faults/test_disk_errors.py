@@ -27,7 +27,9 @@ def test_one_operation_fails(scratch: Path, there: tuple[int, ...], code: str) -
         assert files.failed == 1
         if outcome.error:
             assert step_seen(run) == max(there, default=0), operation
-            assert not outcome.warning and ("No space" in outcome.error or "Input/output" in outcome.error)
+            assert not outcome.warning and (
+                "No space" in outcome.error or "Input/output" in outcome.error
+            )
             assert not hidden(run / "checkpoints"), operation
         else:  # what failed is tidying up after the commit, or does not matter
             assert step_seen(run) == 2, operation
@@ -42,7 +44,11 @@ def test_one_operation_fails(scratch: Path, there: tuple[int, ...], code: str) -
 @pytest.mark.parametrize("code", CODES)
 def test_the_disk_stays_broken(scratch: Path, code: str) -> None:
     """From some operation on every write, create and sync fails; removing still works, as on a full disk."""
-    only = ("write", "create", "mkdir", "fsync", "fsync_dir") if code == "EIO" else ("write", "create", "mkdir")
+    only = (
+        ("write", "create", "mkdir", "fsync", "fsync_dir")
+        if code == "EIO"
+        else ("write", "create", "mkdir")
+    )
     recorder = Recorder()
     save(prepared(scratch / "traced", 1, 2) / "checkpoints", 2, recorder)
     for k in range(len(recorder.log)):
@@ -64,7 +70,9 @@ def test_one_of_two_ranks(scratch: Path, victim: int, every: int) -> None:
     for k in moments:
         run = prepared(scratch / f"run-{k}", 1)
         directory = run / "checkpoints"
-        children = saving.two_ranks(directory, 2, lambda n, k=k: Failer(k) if n == victim else Files(), deadline=30)
+        children = saving.two_ranks(
+            directory, 2, lambda n, k=k: Failer(k) if n == victim else Files(), deadline=30
+        )
         assert [ended(child) for child in children] == [0, 0]
         errors = [(run / f"error-{n}").read_text() for n in range(2)]
         assert bool(errors[0]) == bool(errors[1]), (k, errors)
@@ -91,6 +99,8 @@ def test_a_rank_that_does_not_deliver_and_comes_late(scratch: Path) -> None:
 
 def test_retention_that_fails_is_a_warning(scratch: Path) -> None:
     run = prepared(scratch / "run", 1, 2)
-    outcome = save(run / "checkpoints", 3, Failer(0, errno.EIO, lasting=True, only=("rmdir",)), keep=1)
+    outcome = save(
+        run / "checkpoints", 3, Failer(0, errno.EIO, lasting=True, only=("rmdir",)), keep=1
+    )
     assert not outcome.error and "could not be removed" in outcome.warning and step_seen(run) == 3
     assert not save(run / "checkpoints", 4).error and step_seen(run) == 4

@@ -10,7 +10,20 @@ from pathlib import Path
 
 import pytest
 import saving
-from saving import KILLED, SCENES, Killer, Recorder, ended, forked, hidden, prepared, save, state, step_seen, tally
+from saving import (
+    KILLED,
+    SCENES,
+    Killer,
+    Recorder,
+    ended,
+    forked,
+    hidden,
+    prepared,
+    save,
+    state,
+    step_seen,
+    tally,
+)
 
 from helpers import wait_for
 from windlass.checkpoint.load import recover
@@ -58,7 +71,10 @@ def test_at_every_operation(scratch: Path, scene: str, every: int) -> None:
         seen.append(recovers(scratch / f"{scene}-{k}", there, step))
     tally(f"SIGKILL at every operation of a save, one rank ({scene})", len(seen))
     if scene == "next" and every == 1:
-        assert seen == sorted(seen) and set(seen) == {2, 3}  # from one operation on, and for good, it is the new one
+        assert seen == sorted(seen) and set(seen) == {
+            2,
+            3,
+        }  # from one operation on, and for good, it is the new one
         assert log[seen.index(3) - 1] == ("rename", f"step-{step:08d}")
 
 
@@ -67,7 +83,11 @@ def test_the_tidying_up_may_be_killed_too(scratch: Path) -> None:
     """A save is killed at its renames and removals, and then the recovery at each of its own operations."""
     _, step = SCENES["again"]
     log, tried = operations(scratch, "again"), 0
-    for k in [k for k, (operation, _) in enumerate(log) if operation in ("rename", "unlink", "rmdir", "fsync_dir")]:
+    for k in [
+        k
+        for k, (operation, _) in enumerate(log)
+        if operation in ("rename", "unlink", "rmdir", "fsync_dir")
+    ]:
         for j in range(40):
             run = scratch / f"run-{k}-{j}"
             killed(run, "again", k)
@@ -90,10 +110,14 @@ def test_two_ranks(scratch: Path, victim: int, every: int) -> None:
     for at in moments:
         run = prepared(scratch / f"run-{at}", 1)
         directory = run / "checkpoints"
-        children = saving.two_ranks(directory, 2, lambda n, at=at: Killer(at) if n == victim else Files(), deadline=0.3)
+        children = saving.two_ranks(
+            directory, 2, lambda n, at=at: Killer(at) if n == victim else Files(), deadline=0.3
+        )
         if victim == 0:
             assert ended(children[0]) in (KILLED, 0)
-            os.kill(children[1], signal.SIGKILL)  # a rank that waits for rank 0 is ended by whoever watches the run
+            os.kill(
+                children[1], signal.SIGKILL
+            )  # a rank that waits for rank 0 is ended by whoever watches the run
             ended(children[1])
         else:
             assert [ended(child) for child in children] == [0, KILLED]
@@ -108,7 +132,9 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
     committed, begun = scratch / "committed", scratch / "begun"
 
     def train(first: int, attempt: int) -> None:
-        saver = Saver(run / "checkpoints", attempt=str(attempt), policy=Policy(last=3), piece_bytes=128)
+        saver = Saver(
+            run / "checkpoints", attempt=str(attempt), policy=Policy(last=3), piece_bytes=128
+        )
         recover(run / "checkpoints")
         begun.touch()
         for step in range(first, first + 1000):
@@ -116,7 +142,10 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
                 saver.save(step, state(step), {"step": step})
                 for outcome in saver.wait():
                     assert not outcome.error
-                    os.symlink(str(outcome.step), committed.with_suffix(f".{attempt}.{outcome.step}.{turn}"))
+                    os.symlink(
+                        str(outcome.step),
+                        committed.with_suffix(f".{attempt}.{outcome.step}.{turn}"),
+                    )
 
     last, pace = 0, 0.0
     for attempt in range(kills):
@@ -130,7 +159,9 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
         time.sleep(dice.uniform(0.0, 4 * pace))
         os.kill(child, signal.SIGKILL)
         assert ended(child) == KILLED
-        reported = max((int(os.readlink(p)) for p in scratch.glob(f"committed.{attempt}.*")), default=0)
+        reported = max(
+            (int(os.readlink(p)) for p in scratch.glob(f"committed.{attempt}.*")), default=0
+        )
         before, last = last, step_seen(run)
         assert last >= max(reported, before), "a checkpoint that was reported as committed is lost"
     assert last > 0

@@ -34,7 +34,9 @@ def whole(tmp_path_factory) -> Run:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "set_up", lambda *a: (trainers.append(set_up(*a)), trainers[-1])[1])
-        patch.setattr(trainer, "Loader", lambda *a, **k: loader(*a, **{**k, "skipped": ((58, 61),)}))
+        patch.setattr(
+            trainer, "Loader", lambda *a, **k: loader(*a, **{**k, "skipped": ((58, 61),)})
+        )
         return train(recipe(folder, folder / "run"), on_step=left_out)
 
 
@@ -45,17 +47,35 @@ def recipe(folder: Path, run: Path, resume: str = "latest") -> Recipe:
     return Recipe.load(
         "quickstart",
         [
-            f"run.dir='{run}'", f"data.source='{folder / 'text.txt'}'", f"data.dir='{folder / 'data'}'", "data.tokenizer=char",
-            "model.vocab=0", "model.layers=2", "model.heads=2", "model.width=16", "model.context=16", "model.dropout=0.2",
-            "train.steps=12", "train.global_batch=8", "train.micro_batch=4", "train.precision=fp16", "telemetry.every=1",
-            "checkpoint.every=6", "train.on_spike=skip", "eval.every=0", "eval.sample_every=0", f"checkpoint.resume='{resume}'",
+            f"run.dir='{run}'",
+            f"data.source='{folder / 'text.txt'}'",
+            f"data.dir='{folder / 'data'}'",
+            "data.tokenizer=char",
+            "model.vocab=0",
+            "model.layers=2",
+            "model.heads=2",
+            "model.width=16",
+            "model.context=16",
+            "model.dropout=0.2",
+            "train.steps=12",
+            "train.global_batch=8",
+            "train.micro_batch=4",
+            "train.precision=fp16",
+            "telemetry.every=1",
+            "checkpoint.every=6",
+            "train.on_spike=skip",
+            "eval.every=0",
+            "eval.sample_every=0",
+            f"checkpoint.resume='{resume}'",
         ],
-    )  # fmt: skip
+    )
 
 
 def resumed(whole: Run, place: Path) -> list[object]:
     """What the run does after step 6, from its checkpoint."""
-    return after_six(train(recipe(whole.path.parent, place, str(whole.checkpoints_dir / "step-00000006"))))
+    return after_six(
+        train(recipe(whole.path.parent, place, str(whole.checkpoints_dir / "step-00000006")))
+    )
 
 
 def after_six(run: Run) -> list[object]:
@@ -69,13 +89,17 @@ def forget(monkeypatch, component: str) -> None:
     """Drop one component of the state on its way back."""
     restore, from_json = setup.restore, TrainState.from_json
     if component == "moments":
-        monkeypatch.setattr(setup, "restore", lambda checkpoint, model, optimizer=None: restore(checkpoint, model))
+        monkeypatch.setattr(
+            setup, "restore", lambda checkpoint, model, optimizer=None: restore(checkpoint, model)
+        )
     elif component == "weights":
         monkeypatch.setattr(setup, "restore", lambda *_: None)
     elif component == "dropout seed":
         monkeypatch.setattr(trainer, "step_seed", lambda seed, step, micro: seed + step + micro)
     elif component == "order seed":
-        monkeypatch.setattr(trainer, "Loader", lambda *a, **k: loader(*a, **{**k, "seed": k["seed"] + 1}))
+        monkeypatch.setattr(
+            trainer, "Loader", lambda *a, **k: loader(*a, **{**k, "seed": k["seed"] + 1})
+        )
     else:
 
         def dropped(saved):
@@ -93,7 +117,9 @@ def test_nothing_forgotten_is_the_same_run(whole, tmp_path):
 COUNTERS = sorted(TrainState.__dataclass_fields__.keys() - NOT_FROM_HERE)
 
 
-@pytest.mark.parametrize("component", ["weights", "moments", "dropout seed", "order seed", *COUNTERS])
+@pytest.mark.parametrize(
+    "component", ["weights", "moments", "dropout seed", "order seed", *COUNTERS]
+)
 def test_anything_forgotten_is_another_run(whole, tmp_path, monkeypatch, component):
     forget(monkeypatch, component)
     assert resumed(whole, tmp_path / "run") != after_six(whole)

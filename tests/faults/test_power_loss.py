@@ -61,7 +61,12 @@ class Disk(Files):
         """Take a folder and what is under it as safe."""
         for path in (folder, *sorted(folder.rglob("*"))):
             parent = self._at(path.parent)
-            parent.put(path.name, Folder() if path.is_dir() else File(bytearray(path.read_bytes()), path.read_bytes()))
+            parent.put(
+                path.name,
+                Folder()
+                if path.is_dir()
+                else File(bytearray(path.read_bytes()), path.read_bytes()),
+            )
             parent.sync()
 
     def _at(self, path: Path) -> Folder:
@@ -141,7 +146,9 @@ def cuts(scratch: Path, scene: str, images: int, disk: Disk) -> int:
     for name in images_of(disk, scratch / "image", images):
         left = scratch / "image" / "run"
         seen = step_seen(left)
-        assert seen in ((step,) if name == "the end" else (old, step) if tried >= images else (old,)), name
+        assert seen in (
+            (step,) if name == "the end" else (old, step) if tried >= images else (old,)
+        ), name
         recover(left / "checkpoints")
         assert step_seen(left) == seen and not hidden(left / "checkpoints"), name
         assert all(not e.problem for e in list_entries(left / "checkpoints")), name
@@ -152,7 +159,10 @@ def cuts(scratch: Path, scene: str, images: int, disk: Disk) -> int:
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("images", [3, pytest.param(30, marks=pytest.mark.full)])
 def test_power_cut_at_every_operation(scratch: Path, scene: str, images: int) -> None:
-    tally("power cut at every operation, model of a strict disk", cuts(scratch, scene, images, Disk(scratch)))
+    tally(
+        "power cut at every operation, model of a strict disk",
+        cuts(scratch, scene, images, Disk(scratch)),
+    )
 
 
 def beginnings(scratch: Path, scene: str, images: int, disk: Disk) -> int:
@@ -160,7 +170,9 @@ def beginnings(scratch: Path, scene: str, images: int, disk: Disk) -> int:
 
     A directory without a whole recipe is no run, and in nobody's way; with one it tells where it begins.
     """
-    recipe = Recipe.load("quickstart", [f"run.dir='{scratch / 'home' / 'runs' / 'run'}'", "train.steps=12"])
+    recipe = Recipe.load(
+        "quickstart", [f"run.dir='{scratch / 'home' / 'runs' / 'run'}'", "train.steps=12"]
+    )
     run = Run(recipe.run_dir)
     old = StartPlan(recipe, run, resuming=False)
     (scratch / "home").mkdir()
@@ -172,7 +184,9 @@ def beginnings(scratch: Path, scene: str, images: int, disk: Disk) -> int:
         disk.adopt(scratch / "home")
         longer = recipe.replace("train.steps=24")
         choice = Choice(run.checkpoints_dir / "step-00000001", 1)
-        write_start(StartPlan(longer, run, resuming=True, finished=False, extends_from=12), choice, disk)
+        write_start(
+            StartPlan(longer, run, resuming=True, finished=False, extends_from=12), choice, disk
+        )
     elif scene == "branch":
         assert not save(scratch / "origin" / "checkpoints", 3).error
         choice = Choice(scratch / "origin" / "checkpoints" / "step-00000003", 3)
@@ -223,16 +237,29 @@ class Forgetful(Disk):
 
 
 COMMIT = [
-    ("fsync", "rank-00000.safetensors"), ("fsync", "state.json"), ("fsync", "manifest.json"), ("fsync", "manifest.sha256"),
-    ("fsync_dir", "saving"), ("fsync_dir", "checkpoints"), ("fsync_dir", "run"),
-]  # fmt: skip
+    ("fsync", "rank-00000.safetensors"),
+    ("fsync", "state.json"),
+    ("fsync", "manifest.json"),
+    ("fsync", "manifest.sha256"),
+    ("fsync_dir", "saving"),
+    ("fsync_dir", "checkpoints"),
+    ("fsync_dir", "run"),
+]
 
 
-@pytest.mark.parametrize(("scene", "operation", "name"), [
-    *(pytest.param("first", *sync, marks=pytest.mark.full) for sync in COMMIT),
-    *((scene, "fsync", f".{n}.new") for scene in ("branch", "extension") for n in ("recipe.toml", "lineage.json")),
-    *(("new", "fsync_dir", name) for name in ("run", "runs", "home")), ("extension", "fsync_dir", "run"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scene", "operation", "name"),
+    [
+        *(pytest.param("first", *sync, marks=pytest.mark.full) for sync in COMMIT),
+        *(
+            (scene, "fsync", f".{n}.new")
+            for scene in ("branch", "extension")
+            for n in ("recipe.toml", "lineage.json")
+        ),
+        *(("new", "fsync_dir", name) for name in ("run", "runs", "home")),
+        ("extension", "fsync_dir", "run"),
+    ],
+)
 def test_no_sync_can_be_left_out(scratch: Path, scene: str, operation: str, name: str) -> None:
     """The proof of the proof: without any one of the syncs of a commit or a beginning, some power cut loses something."""
     disk = Forgetful(scratch, operation, name)

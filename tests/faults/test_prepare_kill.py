@@ -20,9 +20,14 @@ TEXT = "the quick brown fox jumps over the lazy dog and goes on to something els
 
 def prepare(source, directory):
     return command(
-        "prepare", "quickstart", f"data.source={source}", f"data.dir={directory}", "data.max_tokens=0",
-        "data.shard_tokens=20000", "data.workers=2",
-    )  # fmt: skip
+        "prepare",
+        "quickstart",
+        f"data.source={source}",
+        f"data.dir={directory}",
+        "data.max_tokens=0",
+        "data.shard_tokens=20000",
+        "data.workers=2",
+    )
 
 
 def start(source, directory, log):
@@ -32,7 +37,11 @@ def start(source, directory, log):
 
 def content(directory: Path):
     skipped = (".lock", "verified.json", "progress.json")
-    return {p.name: p.read_bytes() for p in directory.rglob("*") if p.is_file() and p.name not in skipped}
+    return {
+        p.name: p.read_bytes()
+        for p in directory.rglob("*")
+        if p.is_file() and p.name not in skipped
+    }
 
 
 def committed(directory: Path) -> int:
@@ -58,7 +67,11 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(whole, tmp_path):
     while True:
         process = start(source, directory, log)
         before, deadline = committed(directory), time.monotonic() + 100
-        while process.poll() is None and committed(directory) < before + KILL_AFTER and time.monotonic() < deadline:
+        while (
+            process.poll() is None
+            and committed(directory) < before + KILL_AFTER
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.002)
         if process.poll() is not None:
             break
@@ -75,7 +88,9 @@ def works(process, directory) -> bool:
     """Whether a process holds the directory's lock: one that waits has the file open for a moment only."""
     for _ in range(20):
         try:
-            if not any(Path(file.path).name == ".lock" for file in psutil.Process(process.pid).open_files()):
+            if not any(
+                Path(file.path).name == ".lock" for file in psutil.Process(process.pid).open_files()
+            ):
                 return False
         except psutil.Error:
             return False

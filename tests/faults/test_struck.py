@@ -32,11 +32,17 @@ PHASES = ("load", "forward@14", "backward@14", "evaluation@9", "save@3")
 HOW = {"raise": "failed", "kill": "was killed by SIGKILL", "stop": "was suspended"}
 SUSPENDED_SECONDS = 1.0
 """Instead of the launcher's STOPPED_SECONDS."""
-STATED = {"raise": EXIT_SECONDS + END_SECONDS, "kill": END_SECONDS, "stop": SUSPENDED_SECONDS + END_SECONDS}
+STATED = {
+    "raise": EXIT_SECONDS + END_SECONDS,
+    "kill": END_SECONDS,
+    "stop": SUSPENDED_SECONDS + END_SECONDS,
+}
 """Within so many seconds of the strike the launcher has ended, as docs/reliability.md says."""
 SAMPLE = [
-    ("raise", "forward@14", 0, "full_shard"), ("kill", "backward@14", 1, "ddp"), ("stop", "load", 1, "full_shard"),
-]  # fmt: skip
+    ("raise", "forward@14", 0, "full_shard"),
+    ("kill", "backward@14", 1, "ddp"),
+    ("stop", "load", 1, "full_shard"),
+]
 MATRIX = list(itertools.product(HOW, PHASES, (0, 1), ("ddp", "full_shard")))
 LAUNCH = f"import sys; from windlass.launch.local import launch; sys.exit(launch(sys.argv[1:], 2, stopped_seconds={SUSPENDED_SECONDS}))"
 
@@ -48,22 +54,36 @@ def text(tmp_path_factory) -> Path:
 
 def settings(text: Path, run: Path, **more: object) -> list[str]:
     small = {
-        "run.dir": str(run), "data.source": str(text), "data.dir": str(text.parent / "data"), "data.tokenizer": "char",
-        "model.vocab": 0, "model.layers": 1, "model.width": 16, "model.context": 8, "train.global_batch": 4,
-        "train.micro_batch": 1, "checkpoint.every": 3, "eval.every": 2, "optim.lr": 3e-3,
-    }  # fmt: skip
+        "run.dir": str(run),
+        "data.source": str(text),
+        "data.dir": str(text.parent / "data"),
+        "data.tokenizer": "char",
+        "model.vocab": 0,
+        "model.layers": 1,
+        "model.width": 16,
+        "model.context": 8,
+        "train.global_batch": 4,
+        "train.micro_batch": 1,
+        "checkpoint.every": 3,
+        "eval.every": 2,
+        "optim.lr": 3e-3,
+    }
     return helpers.overrides({**helpers.TINY, **small, **more})
 
 
-def strike(overrides: list[str], folder: Path, how: str, phase: str, victim: int) -> tuple[int, str, float]:
+def strike(
+    overrides: list[str], folder: Path, how: str, phase: str, victim: int
+) -> tuple[int, str, float]:
     """The exit code, what the launcher logged, and how many seconds after the strike it had ended: at most those stated."""
     rank = [sys.executable, str(STRUCK), how, phase, str(victim), "train", "quickstart", *overrides]
     here, output = folder / "here", folder / "output"
     with output.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, *rank], env={**os.environ, "STRUCK_HERE": str(here)},
-            stdout=out, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [sys.executable, "-c", LAUNCH, *rank],
+            env={**os.environ, "STRUCK_HERE": str(here)},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
         try:
             helpers.wait_for(lambda: here.exists() or process.poll() is not None, 120)
             began = time.monotonic()
@@ -78,7 +98,9 @@ def strike(overrides: list[str], folder: Path, how: str, phase: str, victim: int
     ("how", "phase", "victim", "strategy"),
     [*SAMPLE, *(pytest.param(*c, marks=pytest.mark.full) for c in MATRIX if c not in SAMPLE)],
 )
-def test_the_run_ends_and_resumes_from_the_last_checkpoint(text, tmp_path, how, phase, victim, strategy):
+def test_the_run_ends_and_resumes_from_the_last_checkpoint(
+    text, tmp_path, how, phase, victim, strategy
+):
     run = Run(tmp_path / "run")
     recipe = Recipe.load("quickstart", settings(text, run.path))
     if phase == "load":
@@ -90,12 +112,16 @@ def test_the_run_ends_and_resumes_from_the_last_checkpoint(text, tmp_path, how, 
     phase = phase.partition("@")[0]
     step = done + 1 if phase in ("forward", "backward") else done
     where = f"rank {victim} of 2 on {socket.gethostname()} {HOW[how]}"
-    assert re.search(rf"{re.escape(where)}.* at step {step}, phase {phase}; the run has ended", output), output
+    assert re.search(
+        rf"{re.escape(where)}.* at step {step}, phase {phase}; the run has ended", output
+    ), output
     if how == "raise":
         assert "ArithmeticError: struck by the test" in output
     assert run.state != "finished"
     there = choose(run.path, "latest")
-    assert there is not None and 2 <= there.step < 12 and not there.notes, "every byte of the last checkpoint is good"
+    assert there is not None and 2 <= there.step < 12 and not there.notes, (
+        "every byte of the last checkpoint is good"
+    )
     assert train(recipe).state == "finished"
     assert [line["step"] for line in run.lines("train")] == list(range(1, 13))
     tally(f"one of two ranks, {strategy}: {how} in {phase}", 1, seconds=round(seconds, 2))
@@ -106,17 +132,33 @@ def test_a_killed_rank_and_the_run_restarts_by_itself(text, tmp_path, world):
     """`--max-restarts 1`: from the last committed checkpoint, with as many ranks as are left where that is allowed."""
     run = Run(tmp_path / "run")
     more = {"train.steps": 300, "checkpoint.every": 5, "eval.every": 0, "parallel.strategy": "ddp"}
-    arguments = ["train", "quickstart", *settings(text, run.path, **more), "--world", world, "--max-restarts", "1"]
+    arguments = [
+        "train",
+        "quickstart",
+        *settings(text, run.path, **more),
+        "--world",
+        world,
+        "--max-restarts",
+        "1",
+    ]
     process = helpers.start(*arguments, env={"WINDLASS_QUIET_END": "1"})
-    helpers.wait_for(lambda: any(run.checkpoints_dir.glob("step-*")) or process.poll() is not None, 120)
-    victim = next(p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1")
+    helpers.wait_for(
+        lambda: any(run.checkpoints_dir.glob("step-*")) or process.poll() is not None, 120
+    )
+    victim = next(
+        p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1"
+    )
     os.kill(victim.pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert "rank 1 of 2" in output and "was killed by SIGKILL" in output
     ranks = 1 if world == "1..2" else 2
     assert f"restart 1 of 1, with {ranks} rank{'s' * (ranks > 1)}" in output
-    starts = [(e["attempt"], e["world"], e["step"] > 0) for e in run.events if e["event"] in ("started", "resumed")]
+    starts = [
+        (e["attempt"], e["world"], e["step"] > 0)
+        for e in run.events
+        if e["event"] in ("started", "resumed")
+    ]
     assert starts == [(0, 2, False), (1, ranks, True)]
     assert run.state == "finished"
     assert helpers.curve(run, "samples") == [(step, 4 * step) for step in range(1, 301)]

@@ -73,7 +73,9 @@ def unharmed(run: Path) -> bool:
 def shown_by_tensorboard(run: Path) -> list[int]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    return [x.step for x in EventAccumulator(str(run / "tensorboard")).Reload().Scalars("train/loss")]
+    return [
+        x.step for x in EventAccumulator(str(run / "tensorboard")).Reload().Scalars("train/loss")
+    ]
 
 
 def put_first(monkeypatch, folder: Path, code: str, *names: str) -> None:
@@ -86,10 +88,19 @@ def put_first(monkeypatch, folder: Path, code: str, *names: str) -> None:
 
 @pytest.fixture
 def hung_imports(tmp_path, monkeypatch):
-    put_first(monkeypatch, tmp_path / "hung", "import time\ntime.sleep(3600)\n", "tensorboard", "mlflow", "wandb")
+    put_first(
+        monkeypatch,
+        tmp_path / "hung",
+        "import time\ntime.sleep(3600)\n",
+        "tensorboard",
+        "mlflow",
+        "wandb",
+    )
 
 
-def test_imports_that_hang_and_an_exporter_that_dies_cost_a_bounded_time_and_one_line_each(run, hung_imports):
+def test_imports_that_hang_and_an_exporter_that_dies_cost_a_bounded_time_and_one_line_each(
+    run, hung_imports
+):
     handle = Trackers(run, ["tensorboard", "mlflow", "wandb"], 60.0)
     started = pids(handle)
     os.kill(handle.processes["mlflow"].pid, signal.SIGKILL)
@@ -150,7 +161,9 @@ def test_no_way_to_the_server_and_no_room_on_the_disk(run, tmp_path, monkeypatch
     filled = shutil.copytree(run, tmp_path / "filled")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{KEY}@127.0.0.1:{free.getsockname()[1]}")
+        monkeypatch.setenv(
+            "MLFLOW_TRACKING_URI", f"http://me:{KEY}@127.0.0.1:{free.getsockname()[1]}"
+        )
     handles = [Trackers(run, ["mlflow"], 60.0)]
     with full_disk():
         handles.append(Trackers(filled, ["tensorboard"], 60.0))
@@ -164,14 +177,18 @@ def test_no_way_to_the_server_and_no_room_on_the_disk(run, tmp_path, monkeypatch
     notes += [note for handle in handles for note in handle.finish(3.0)]
     assert unharmed(run) and unharmed(filled) and all(gone(pid) for pid in started)
     assert sorted(note.text.partition(":")[0] for note in notes) == ["mlflow", "tensorboard"]
-    assert all(note.warning and "windlass track" in note.text and KEY not in note.text for note in notes)
+    assert all(
+        note.warning and "windlass track" in note.text and KEY not in note.text for note in notes
+    )
     assert any("File too large" in note.text for note in notes)
     logs = b"".join(path.read_bytes() for path in tmp_path.rglob("*.log"))
     assert b"Connection refused" in logs and KEY.encode() not in logs
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("server", [black_hole, partial(black_hole, 64, 0), broken], ids=["full", "silent", "broken"])
+@pytest.mark.parametrize(
+    "server", [black_hole, partial(black_hole, 64, 0), broken], ids=["full", "silent", "broken"]
+)
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
 def test_servers_of_every_bad_kind(run, monkeypatch, name, server):
     with server() as port:
@@ -230,7 +247,9 @@ def test_compiled_code_that_never_lets_go_is_ended_too(run, tmp_path, monkeypatc
     put_first(monkeypatch, tmp_path, 'import re\nre.match("(a+)+$", "a" * 60 + "b")\n', "mlflow")
     code = "import windlass.telemetry.trackers as e; e.WATCH_SECONDS = 0.1; "
     command = [sys.executable, "-c", f"{code} e.main({str(run)!r}, 'mlflow', '0.2')"]
-    done = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, timeout=60, process_group=0)
+    done = subprocess.run(
+        command, stdin=subprocess.PIPE, capture_output=True, timeout=60, process_group=0
+    )
     assert done.returncode == -signal.SIGALRM
 
 

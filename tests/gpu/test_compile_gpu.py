@@ -35,7 +35,9 @@ def graphs() -> Callable[[], tuple[int, dict[str, int]]]:
         ("parallel.strategy=full_shard", "parallel.activation_checkpointing=full"),
     ],
 )
-def test_twelve_blocks_are_one_graph(recipe: Callable[..., Any], graphs: Any, settings: tuple[str, ...]) -> None:
+def test_twelve_blocks_are_one_graph(
+    recipe: Callable[..., Any], graphs: Any, settings: tuple[str, ...]
+) -> None:
     from windlass import train
 
     settings = (*settings, "train.precision=bf16", "model.layers=12", "train.deterministic=false")
@@ -55,7 +57,10 @@ def conversations(tmp_path: Path) -> Path:
     with path.open("w") as file:
         for i in range(400):
             text = " ".join(rng.choice(["red", "green", "blue"]) for _ in range(rng.randint(1, 12)))
-            talk = [{"role": "user", "content": f"Say {i % 7}"}, {"role": "assistant", "content": text}]
+            talk = [
+                {"role": "user", "content": f"Say {i % 7}"},
+                {"role": "assistant", "content": text},
+            ]
             file.write(json.dumps({"messages": talk}) + "\n")
     return path
 
@@ -66,9 +71,14 @@ def test_ragged_batches_compile_whole_and_give_the_losses_of_the_cpu(
     from windlass import train
 
     settings = (
-        f"data.source='{conversations}'", "data.format=chat", f"data.dir='{tmp_path / 'talks'}'", "train.precision=fp64",
-        "train.micro_batch=4", "train.global_batch=16", "model.context=128",
-    )  # fmt: skip
+        f"data.source='{conversations}'",
+        "data.format=chat",
+        f"data.dir='{tmp_path / 'talks'}'",
+        "train.precision=fp64",
+        "train.micro_batch=4",
+        "train.global_batch=16",
+        "model.context=128",
+    )
     expected = curve(train(recipe("cpu", *settings, "parallel.device=cpu")), "loss", "grad_norm")
     assert graphs() == (0, {})
     for name, more in (("eager", ()), ("compiled", ("train.compile=true",))):

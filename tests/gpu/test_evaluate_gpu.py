@@ -17,7 +17,9 @@ pytestmark = pytest.mark.gpu
 def run(recipe: Callable[..., Any]) -> Any:
     from windlass import train
 
-    return train(recipe("run", "train.precision=fp32", "eval.every=8", "eval.batches=0", "optim.lr=3e-3"))
+    return train(
+        recipe("run", "train.precision=fp32", "eval.every=8", "eval.batches=0", "optim.lr=3e-3")
+    )
 
 
 def test_the_validation_loss_is_that_of_the_cpu(run: Any) -> None:
@@ -31,7 +33,9 @@ def test_the_validation_loss_is_that_of_the_cpu(run: Any) -> None:
     assert low["loss"] == pytest.approx(here["loss"], rel=1e-2)
 
 
-def test_greedy_text_with_the_cache_is_the_most_likely_token_after_token(run: Any, device: str) -> None:
+def test_greedy_text_with_the_cache_is_the_most_likely_token_after_token(
+    run: Any, device: str
+) -> None:
     import torch
 
     from windlass.evaluation.generate import TextSampler, prompt_ids
@@ -53,7 +57,9 @@ def test_sampled_text_is_a_function_of_the_seed(run: Any, device: str) -> None:
     from windlass import sample
 
     def text(seed: int) -> str:
-        return "".join(piece for _, piece in sample(run, "def ", device=device, max_tokens=40, seed=seed))
+        return "".join(
+            piece for _, piece in sample(run, "def ", device=device, max_tokens=40, seed=seed)
+        )
 
     assert text(1) == text(1) != text(2)
 
@@ -72,10 +78,16 @@ def bare(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"), [("llama", ()), ("bloom", ()), ("gpt2", ()), ("llama", ("model.lora.rank=4",))]
+    ("kind", "settings"),
+    [("llama", ()), ("bloom", ()), ("gpt2", ()), ("llama", ("model.lora.rank=4",))],
 )
 def test_a_model_of_transformers_trains_as_on_the_cpu_and_is_exported_with_its_logits(
-    recipe: Callable[..., Any], bare: Callable[[str], Path], device: str, tmp_path: Path, kind: str, settings: Any
+    recipe: Callable[..., Any],
+    bare: Callable[[str], Path],
+    device: str,
+    tmp_path: Path,
+    kind: str,
+    settings: Any,
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM
@@ -86,11 +98,27 @@ def test_a_model_of_transformers_trains_as_on_the_cpu_and_is_exported_with_its_l
     if settings:
         pytest.importorskip("peft")
     where = f"data.dir='{tmp_path / 'tokens'}'"
-    more = ("model.kind=hf", f"model.name='{bare(kind)}'", "model.context=64", "train.precision=fp32", where, *settings)
-    runs = [train(hf_recipe(recipe, name, *more, f"parallel.device={d}")) for name, d in (("a", "cpu"), ("b", device))]
+    more = (
+        "model.kind=hf",
+        f"model.name='{bare(kind)}'",
+        "model.context=64",
+        "train.precision=fp32",
+        where,
+        *settings,
+    )
+    runs = [
+        train(hf_recipe(recipe, name, *more, f"parallel.device={d}"))
+        for name, d in (("a", "cpu"), ("b", device))
+    ]
     for mine, other in zip(*(curve(run, "loss", "grad_norm") for run in runs), strict=True):
-        assert mine[1] == pytest.approx(other[1], rel=1e-3) and mine[2] == pytest.approx(other[2], rel=1e-2)
-    exported = AutoModelForCausalLM.from_pretrained(export(runs[1], tmp_path / "exported")).to(device).eval()
+        assert mine[1] == pytest.approx(other[1], rel=1e-3) and mine[2] == pytest.approx(
+            other[2], rel=1e-2
+        )
+    exported = (
+        AutoModelForCausalLM.from_pretrained(export(runs[1], tmp_path / "exported"))
+        .to(device)
+        .eval()
+    )
     ours = open_model(find_source(runs[1]), alone(device))
     tokens = torch.randint(1, 300, (2, 20), generator=torch.Generator().manual_seed(0)).to(device)
     with torch.no_grad():

@@ -24,7 +24,10 @@ def test_batches_arrive_on_the_device_in_order():
     from windlass.recipe import plan_batch
 
     device, plan = torch.device("cuda", torch.cuda.device_count() - 1), plan_batch(8, 4, 1, 512)
-    with Loader(Numbers(), plan, 0, 5, device=device) as loader, Loader(Numbers(), plan, 0, 5) as on_cpu:
+    with (
+        Loader(Numbers(), plan, 0, 5, device=device) as loader,
+        Loader(Numbers(), plan, 0, 5) as on_cpu,
+    ):
         for _ in range(40):
             here, there = next(loader), next(on_cpu)
             for a, b in zip(here.micro, there.micro, strict=True):

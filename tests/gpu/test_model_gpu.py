@@ -12,8 +12,21 @@ pytestmark = pytest.mark.gpu
 
 SHAPES: list[dict[str, Any]] = [
     {"activation": "gelu_tanh"},
-    {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "qk_norm": True, "tie_head": False},
-    {"position": "rope", "norm": "rmsnorm", "activation": "relu2", "logit_cap": 5.0, "head_bias": True},
+    {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "kv_heads": 2,
+        "qk_norm": True,
+        "tie_head": False,
+    },
+    {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "relu2",
+        "logit_cap": 5.0,
+        "head_bias": True,
+    },
 ]
 
 
@@ -35,9 +48,13 @@ def some_tokens() -> Any:
 
 
 @pytest.mark.parametrize("settings", SHAPES)
-def test_logits_loss_and_gradients_are_those_of_the_cpu(settings: dict[str, Any], device: str) -> None:
+def test_logits_loss_and_gradients_are_those_of_the_cpu(
+    settings: dict[str, Any], device: str
+) -> None:
     cpu, gpu = both(settings, torch.float64, device)
-    assert all(torch.equal(a, b.cpu()) for a, b in zip(cpu.parameters(), gpu.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b.cpu()) for a, b in zip(cpu.parameters(), gpu.parameters(), strict=True)
+    )
     tokens = some_tokens()
     labels = tokens.roll(-1, 1)
     labels[0, 10:20] = -100

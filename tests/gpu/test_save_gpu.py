@@ -19,10 +19,15 @@ KILLED = Path(__file__).parents[1] / "e2e" / "killed.py"
 
 
 @pytest.mark.parametrize(
-    ("precision", "strategy"), [("bf16", "single"), ("fp16", "single"), ("bf16", "shard_optim"), ("fp32", "full_shard")]
+    ("precision", "strategy"),
+    [("bf16", "single"), ("fp16", "single"), ("bf16", "shard_optim"), ("fp32", "full_shard")],
 )
 def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
-    recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, device: str, precision: str, strategy: str
+    recipe: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    precision: str,
+    strategy: str,
 ) -> None:
     """The writer of step 4 waits until step 6 is done; weights and optimizer state have changed twice by then."""
     from windlass import train
@@ -41,13 +46,19 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
 
     def on_step(now: Any) -> None:
         tensors, _ = named_state(trainers[0].model, trainers[0].optimizer)
-        local = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
+        local = {
+            name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()
+        }
         snapshots[now.step] = {name: t.detach().clone() for name, t in local.items()}
         if now.step == 6:
             two_steps_later.set()
 
     monkeypatch.setattr(Commit, "run", late_commit)
-    settings = (f"train.precision={precision}", f"parallel.strategy={strategy}", "checkpoint.every=4")
+    settings = (
+        f"train.precision={precision}",
+        f"parallel.strategy={strategy}",
+        "checkpoint.every=4",
+    )
     run = train(recipe("run", *settings), on_step=on_step)
     assert len(snapshots) == 8
     for step in (4, 8):
@@ -55,7 +66,9 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
         assert set(checkpoint.names()) == set(snapshots[step])
         for name, tensor in snapshots[step].items():
             assert checkpoint.tensor(name).equal(tensor.cpu()), (step, name)
-    changed = [name for name, tensor in snapshots[4].items() if not tensor.equal(snapshots[6][name])]
+    changed = [
+        name for name, tensor in snapshots[4].items() if not tensor.equal(snapshots[6][name])
+    ]
     assert len(changed) > len(snapshots[4]) / 2
     if device == "cuda":
         assert trainers[0].saves.saver._buffer._bytes.is_pinned()
@@ -79,7 +92,9 @@ def test_a_killed_run_continues_bit_for_bit(
     settings = (*settings, "checkpoint.every=3")
     whole = train(recipe("whole", *settings))
     preset, *overrides = words("killed", *settings)
-    killed = subprocess.run([sys.executable, KILLED, preset, "5", *overrides], timeout=120, capture_output=True)
+    killed = subprocess.run(
+        [sys.executable, KILLED, preset, "5", *overrides], timeout=120, capture_output=True
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     resumed = train(recipe("killed", *settings))
     assert [event["step"] for event in resumed.events if event["event"] == "resumed"] == [3]

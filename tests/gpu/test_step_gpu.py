@@ -41,7 +41,9 @@ def test_the_host_never_waits_between_two_logs(
     assert [step for step, *_ in curve(run)] == [1, 10]
 
 
-def test_times_tokens_and_mfu_are_those_of_the_clock(recipe: Callable[..., Any], device: str) -> None:
+def test_times_tokens_and_mfu_are_those_of_the_clock(
+    recipe: Callable[..., Any], device: str
+) -> None:
     from windlass import train
     from windlass.telemetry.timing import peak_flops
 
@@ -58,7 +60,9 @@ def test_times_tokens_and_mfu_are_those_of_the_clock(recipe: Callable[..., Any],
     measured = sum(line["step_ms"] * 10 for line in lines if line["step"] > 10) / 1e3
     assert measured == pytest.approx(clock[40] - clock[10], rel=0.1)
     for line in lines:
-        assert line["tokens_per_s"] == pytest.approx(tokens_per_step * 1e3 / line["step_ms"], rel=1e-6)
+        assert line["tokens_per_s"] == pytest.approx(
+            tokens_per_step * 1e3 / line["step_ms"], rel=1e-6
+        )
         parts = sum(line[f"{phase}_ms"] for phase in ("forward", "backward", "optimizer"))
         assert 0.5 * line["step_ms"] < parts < 1.02 * line["step_ms"]
     if device == "cuda":
@@ -66,4 +70,6 @@ def test_times_tokens_and_mfu_are_those_of_the_clock(recipe: Callable[..., Any],
 
         peak = peak_flops(torch.cuda.get_device_name(), "bf16")
         assert all(0 < line["mfu"] < 1 if peak else line.get("mfu") is None for line in lines)
-        assert 0 < run.summary["peak_mem_mb"] * 1e6 < torch.cuda.get_device_properties(0).total_memory
+        assert (
+            0 < run.summary["peak_mem_mb"] * 1e6 < torch.cuda.get_device_properties(0).total_memory
+        )

@@ -40,11 +40,15 @@ def test_each_strategy_on_one_rank_trains_as_a_single_process(
     settings = (f"train.precision={precision}", f"optim.kind={kind}")
     single = train(recipe("single", *settings))
     for strategy in STRATEGIES:
-        close(train(recipe(strategy, *settings, f"parallel.strategy={strategy}")), single, precision)
+        close(
+            train(recipe(strategy, *settings, f"parallel.strategy={strategy}")), single, precision
+        )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_offloaded_parameters_train_as_those_on_the_device(recipe: Callable[..., Any], precision: str) -> None:
+def test_offloaded_parameters_train_as_those_on_the_device(
+    recipe: Callable[..., Any], precision: str
+) -> None:
     from windlass import train
 
     settings = (f"train.precision={precision}", "train.micro_batch=4")
@@ -63,7 +67,10 @@ def test_an_offloaded_run_resumes_bit_for_bit(recipe: Callable[..., Any]) -> Non
 
 @pytest.mark.parametrize("strategy", ["ddp", "shard_optim", "full_shard", "shard_grad_op"])
 def test_two_ranks_on_one_device_train_as_one(
-    recipe: Callable[..., Any], words: Callable[..., list[str]], strategy: str, monkeypatch: pytest.MonkeyPatch
+    recipe: Callable[..., Any],
+    words: Callable[..., list[str]],
+    strategy: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Over gloo: two processes, each with half of the samples, on the first device."""
     from windlass import train
@@ -72,9 +79,14 @@ def test_two_ranks_on_one_device_train_as_one(
 
     settings = ("train.precision=fp64", "train.micro_batch=2")
     alone = train(recipe("alone", *settings))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0])
+    monkeypatch.setenv(
+        "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    )
     more = words("two", *settings, f"parallel.strategy={strategy}")
-    assert launch([sys.executable, str(Path(__file__).parent / "over_gloo.py"), "train", *more], 2) == 0
+    assert (
+        launch([sys.executable, str(Path(__file__).parent / "over_gloo.py"), "train", *more], 2)
+        == 0
+    )
     run = Run(recipe("two").run_dir)
     assert [start["world"] for start in run.events if start["event"] == "started"] == [2]
     close(run, alone, "fp64")

@@ -35,12 +35,19 @@ def test_phases_are_device_time_and_nothing_waits_before_the_log(monkeypatch):
         patch.setattr(torch.cuda.Event, "synchronize", waited)
         patch.setattr(torch.cuda, "synchronize", waited)
         for _ in range(3):
-            for phase, products in (("forward", 100), ("backward", 200), ("optimizer", 10), ("outside", 300)):
+            for phase, products in (
+                ("forward", 100),
+                ("backward", 200),
+                ("optimizer", 10),
+                ("outside", 300),
+            ):
                 with timer.phase(phase):
                     work(products)
     ms = timer.read()
     assert 1.5 < ms["backward_ms"] / ms["forward_ms"] < 2.5
-    assert ms["step_ms"] == pytest.approx(ms["forward_ms"] + ms["backward_ms"] + ms["optimizer_ms"], rel=0.2)
+    assert ms["step_ms"] == pytest.approx(
+        ms["forward_ms"] + ms["backward_ms"] + ms["optimizer_ms"], rel=0.2
+    )
 
 
 def test_the_sampler_sees_a_busy_device(tmp_path):

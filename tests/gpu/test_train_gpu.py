@@ -14,7 +14,9 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(recipe: Callable[..., Any], precision: str) -> None:
+def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(
+    recipe: Callable[..., Any], precision: str
+) -> None:
     from windlass import train
 
     settings = (f"train.precision={precision}", "model.dropout=0.1", "train.micro_batch=4")
@@ -37,11 +39,17 @@ def test_a_sharded_optimizer_state_changes_no_bit(
     for world in range(1, 1 + min(2, max(1, torch.cuda.device_count()))):
         curves = []
         for strategy in ("ddp", "shard_optim"):
-            name, settings = f"{strategy}-{world}", (f"parallel.strategy={strategy}", f"optim.kind={kind}")
+            name, settings = (
+                f"{strategy}-{world}",
+                (f"parallel.strategy={strategy}", f"optim.kind={kind}"),
+            )
             if world == 1:
                 curves.append(curve(train(recipe(name, *settings))))
                 continue
-            assert launch([sys.executable, "-m", "windlass", "train", *words(name, *settings)], world) == 0
+            assert (
+                launch([sys.executable, "-m", "windlass", "train", *words(name, *settings)], world)
+                == 0
+            )
             curves.append(curve(Run(recipe(name).run_dir)))
         # Muon shares the matrices out over the ranks otherwise, but each is orthogonalised whole.
         assert curves[0] == curves[1] and len(curves[0]) == 8
@@ -49,10 +57,19 @@ def test_a_sharded_optimizer_state_changes_no_bit(
 
 @pytest.mark.parametrize(
     ("strategy", "kind"),
-    [("single", "adamw"), ("full_shard", "adamw"), ("full_shard", "muon"), ("shard_optim", "adamw")],
+    [
+        ("single", "adamw"),
+        ("full_shard", "adamw"),
+        ("full_shard", "muon"),
+        ("shard_optim", "adamw"),
+    ],
 )
 def test_a_bad_step_is_skipped_on_the_device_and_seen_at_the_next_log(
-    recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, device: str, strategy: str, kind: str
+    recipe: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    strategy: str,
+    kind: str,
 ) -> None:
     import torch
 
@@ -75,9 +92,16 @@ def test_a_bad_step_is_skipped_on_the_device_and_seen_at_the_next_log(
             before.extend(p.clone() for p in others)
             first.fill_(float("nan"))
 
-    settings = ("telemetry.every=4", "checkpoint.every=1000", f"parallel.strategy={strategy}", f"optim.kind={kind}")
+    settings = (
+        "telemetry.every=4",
+        "checkpoint.every=1000",
+        f"parallel.strategy={strategy}",
+        f"optim.kind={kind}",
+    )
     with pytest.raises(RunFailed) as error:
         train(recipe("run", *settings), on_step=on_step)
     assert "step 6: loss not finite on rank 0" in str(error.value)
     _, *after = local(trainers[0].model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), "no update follows the bad step"
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), (
+        "no update follows the bad step"
+    )

@@ -22,14 +22,23 @@ from windlass.recipe import Recipe, RecipeError
 
 def recipe_of(folder: Path, run: str = "run", **model: Any) -> Recipe:
     if not (folder / "base").exists():
-        hf_fixtures.save("llama", folder / "base", num_attention_heads=4, hidden_size=64, head_dim=16)
-        (folder / "text.txt").write_text("the cat sat on the mat and the dog ran after the cat " * 40)
+        hf_fixtures.save(
+            "llama", folder / "base", num_attention_heads=4, hidden_size=64, head_dim=16
+        )
+        (folder / "text.txt").write_text(
+            "the cat sat on the mat and the dog ran after the cat " * 40
+        )
         hf_fixtures.save_tokenizer([(folder / "text.txt").read_text()], folder / "base")
     tree: dict[str, Any] = {
-        "preset": "small", "model": {"kind": "hf", "name": str(folder / "base"), "context": 32, **model},
-        "data": {"source": str(folder / "text.txt"), "dir": str(folder / "data")}, "run": {"dir": str(folder / run)},
-        "train": {"steps": 4, "global_batch": 4}, "eval": {"every": 0}, "checkpoint": {"every": 2}, "telemetry": {"every": 1},
-    }  # fmt: skip
+        "preset": "small",
+        "model": {"kind": "hf", "name": str(folder / "base"), "context": 32, **model},
+        "data": {"source": str(folder / "text.txt"), "dir": str(folder / "data")},
+        "run": {"dir": str(folder / run)},
+        "train": {"steps": 4, "global_batch": 4},
+        "eval": {"every": 0},
+        "checkpoint": {"every": 2},
+        "telemetry": {"every": 1},
+    }
     return Recipe.from_dict(tree)
 
 
@@ -59,18 +68,31 @@ def test_weights_in_4_bits_need_adapters_and_their_package(tmp_path: Path) -> No
 @pytest.mark.skipif(not installed("bitsandbytes"), reason="not run: bitsandbytes is not installed")
 def test_adapters_on_weights_in_4_bits_learn_resume_and_are_exported(tmp_path: Path) -> None:
     lora = {"base": "4bit", "rank": 4}
-    straight, recipe = train(recipe_of(tmp_path, "straight", lora=lora)), recipe_of(tmp_path, "stopped", lora=lora)
+    straight, recipe = (
+        train(recipe_of(tmp_path, "straight", lora=lora)),
+        recipe_of(tmp_path, "stopped", lora=lora),
+    )
     train(recipe, stop_at=2)
-    shutil.move(tmp_path / "base" / "model.safetensors.index.json", tmp_path / "gone")  # the run has all it needs
+    shutil.move(
+        tmp_path / "base" / "model.safetensors.index.json", tmp_path / "gone"
+    )  # the run has all it needs
     assert curve(train(recipe)) == curve(straight)
     shutil.move(tmp_path / "gone", tmp_path / "base" / "model.safetensors.index.json")
     whole = curve(train(recipe_of(tmp_path, "whole", lora={"rank": 4})))
     losses = [loss for _, loss, *_ in curve(straight)]
-    assert losses[-1] < losses[0] == pytest.approx(whole[0][1], abs=0.2) and losses[0] != whole[0][1]
+    assert (
+        losses[-1] < losses[0] == pytest.approx(whole[0][1], abs=0.2) and losses[0] != whole[0][1]
+    )
     sizes, plain = read_sizes(recipe), read_sizes(recipe_of(tmp_path, lora={"rank": 4}))
-    assert (sizes.total, sizes.trained) == (plain.total, plain.trained) and sizes.in_4bit > 0.4 * sizes.total
+    assert (sizes.total, sizes.trained) == (
+        plain.total,
+        plain.trained,
+    ) and sizes.in_4bit > 0.4 * sizes.total
     layout = layout_of(recipe, 1)
-    assert memory(plain, 512, layout).parameters - memory(sizes, 512, layout).parameters == sizes.in_4bit * 55 // 16
+    assert (
+        memory(plain, 512, layout).parameters - memory(sizes, 512, layout).parameters
+        == sizes.in_4bit * 55 // 16
+    )
 
     from transformers import AutoModelForCausalLM
 

@@ -19,7 +19,13 @@ from windlass import sample, train
 from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.conversations import Conversation
-from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, gpt2_tokenizer, hf_tokenizer, train_bpe
+from windlass.data.vocabulary import (
+    byte_tokenizer,
+    char_tokenizer,
+    gpt2_tokenizer,
+    hf_tokenizer,
+    train_bpe,
+)
 from windlass.errors import UserError
 from windlass.estimate.plan import plan
 from windlass.evaluation.generate import Sampling, generate
@@ -42,27 +48,53 @@ def tokens() -> Tensor:
 def trained(folder: Path, name: str = "run", **changes: Any) -> Path:
     """A short run on invented words."""
     (folder / "text.txt").write_text(WORDS)
-    shape = {"layers": 2, "heads": 4, "width": 32, "context": 64, "position": "learned", "norm": "layernorm"}
+    shape = {
+        "layers": 2,
+        "heads": 4,
+        "width": 32,
+        "context": 64,
+        "position": "learned",
+        "norm": "layernorm",
+    }
     tree = {
-        "preset": "words", "model": {**shape, "activation": "gelu"}, "train": {"steps": 1, "global_batch": 4},
-        "data": {"source": str(folder / "text.txt"), "dir": str(folder / f"data-{name}"), "tokenizer": "bpe", "tokenizer_vocab": 280},
-        "optim": {"lr": 3e-3}, "checkpoint": {"every": 0}, "run": {"dir": str(folder / name)},
-    }  # fmt: skip
-    train(Recipe.model_validate(tree).replace(**{k.replace("__", "."): v for k, v in changes.items()}))
+        "preset": "words",
+        "model": {**shape, "activation": "gelu"},
+        "train": {"steps": 1, "global_batch": 4},
+        "data": {
+            "source": str(folder / "text.txt"),
+            "dir": str(folder / f"data-{name}"),
+            "tokenizer": "bpe",
+            "tokenizer_vocab": 280,
+        },
+        "optim": {"lr": 3e-3},
+        "checkpoint": {"every": 0},
+        "run": {"dir": str(folder / name)},
+    }
+    train(
+        Recipe.model_validate(tree).replace(**{k.replace("__", "."): v for k, v in changes.items()})
+    )
     return folder / name
 
 
 def chat_base(folder: Path) -> Path:
     """A Llama of `transformers` with Llama 3's kind of tokenizer."""
-    return tokenizer_fixtures.save("llama3", hf_fixtures.save("llama", folder / "base", vocab_size=800))
+    return tokenizer_fixtures.save(
+        "llama3", hf_fixtures.save("llama", folder / "base", vocab_size=800)
+    )
 
 
 def fine_tuned(folder: Path, base: Path, name: str = "run", **changes: Any) -> Path:
     """A short run of a model of `transformers`."""
     changes = {
-        "model__kind": "hf", "model__name": str(base), "model__context": 32, "train__global_batch": 2, "optim__lr": 1e-2,
-        "data__tokenizer": f"hf:{base}", "optim__schedule__warmup": 0, **changes,
-    }  # fmt: skip
+        "model__kind": "hf",
+        "model__name": str(base),
+        "model__context": 32,
+        "train__global_batch": 2,
+        "optim__lr": 1e-2,
+        "data__tokenizer": f"hf:{base}",
+        "optim__schedule__warmup": 0,
+        **changes,
+    }
     return trained(folder, name, **changes)
 
 
@@ -70,7 +102,9 @@ def loaded(directory: Path) -> tuple[Any, Any]:
     """The model and the tokenizer as `transformers` reads them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    return AutoModelForCausalLM.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(directory)
+    return AutoModelForCausalLM.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(
+        directory
+    )
 
 
 def logits(model: Any, batch: Tensor) -> Tensor:
@@ -83,19 +117,25 @@ def logits(model: Any, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe", "gpt2"])
-def test_an_exported_tokenizer_gives_the_same_ids_and_text(kind: str, tmp_path: Path, request: Any) -> None:
+def test_an_exported_tokenizer_gives_the_same_ids_and_text(
+    kind: str, tmp_path: Path, request: Any
+) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = {
-        "byte": byte_tokenizer, "char": lambda: char_tokenizer(PROBE, True), "bpe": lambda: train_bpe([PROBE] * 3, 300),
+        "byte": byte_tokenizer,
+        "char": lambda: char_tokenizer(PROBE, True),
+        "bpe": lambda: train_bpe([PROBE] * 3, 300),
         "gpt2": lambda: gpt2_tokenizer(str(request.getfixturevalue("data_files") / "gpt2")),
-    }[kind]()  # fmt: skip
+    }[kind]()
     save_tokenizer(tokenizer, Template(), 64, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     exported = AutoTokenizer.from_pretrained(tmp_path)
     text = PROBE.removesuffix("<|endoftext|>")
     ids = tokenizer.encode(text).tolist()
-    assert exported(text)["input_ids"] == ids and exported.decode(ids) == text == tokenizer.decode(ids)
+    assert exported(text)["input_ids"] == ids and exported.decode(ids) == text == tokenizer.decode(
+        ids
+    )
     assert exported.eos_token_id == tokenizer.eot and len(exported) == tokenizer.vocab
     again = hf_tokenizer(str(tmp_path))
     assert again.encode(text).tolist() == ids and again.eot == tokenizer.eot
@@ -107,42 +147,61 @@ def test_large_weights_are_split_into_files_with_an_index(tmp_path: Path) -> Non
     save_weights(tensors.items(), tmp_path, file_bytes=900)
     files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert files.keys() == tensors.keys() and len(set(files.values())) == 4
-    assert all(torch.equal(load_file(tmp_path / file)[name], tensors[name]) for name, file in files.items())
+    assert all(
+        torch.equal(load_file(tmp_path / file)[name], tensors[name]) for name, file in files.items()
+    )
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_text(tmp_path: Path) -> None:
+def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_text(
+    tmp_path: Path,
+) -> None:
     run = trained(tmp_path, train__steps=20)
     directory = export(run, tmp_path / "out")
     source = find_source(str(run))
     ours = open_model(source, alone("cpu"))
     ids = source.tokenizer.encode("the cat").tolist()
-    generated = generate(ours, [ids], Sampling(max_tokens=30, temperature=0), vocab=source.tokenizer.vocab)
+    generated = generate(
+        ours, [ids], Sampling(max_tokens=30, temperature=0), vocab=source.tokenizer.vocab
+    )
     exported, tokenizer = loaded(directory)
-    text = exported.generate(**tokenizer("the cat", return_tensors="pt"), max_new_tokens=30, do_sample=False)
+    text = exported.generate(
+        **tokenizer("the cat", return_tensors="pt"), max_new_tokens=30, do_sample=False
+    )
     assert generated is not None and text[0].tolist() == [*ids, *generated[0]]
     assert tokenizer.decode(text[0]) == "the cat" + source.tokenizer.decode(generated[0])
     card = (directory / "README.md").read_text()
     assert "20 steps" in card and "| loss | perplexity |" in card and 'preset = "words"' in card
     again = open_model(find_source(str(directory)), alone("cpu"))
-    assert (logits(again, torch.tensor([ids])) - logits(ours, torch.tensor([ids]))).abs().max() < 1e-5
+    assert (
+        logits(again, torch.tensor([ids])) - logits(ours, torch.tensor([ids]))
+    ).abs().max() < 1e-5
     for what, where, adapter, word in (
-        (run, directory, False, "not empty"), (run, directory / "README.md", False, "new directory"),
-        (directory, tmp_path / "again", False, "already"), (run, tmp_path / "again", True, "model.lora.rank"),
-    ):  # fmt: skip
+        (run, directory, False, "not empty"),
+        (run, directory / "README.md", False, "new directory"),
+        (directory, tmp_path / "again", False, "already"),
+        (run, tmp_path / "again", True, "model.lora.rank"),
+    ):
         with pytest.raises(UserError, match=word):
             export(what, where, adapter)
     assert {p.name for p in tmp_path.iterdir()} == {"text.txt", "data-run", "run", "out"}
 
 
-def test_rows_that_stand_for_nothing_are_not_generated_by_transformers_either(tmp_path: Path) -> None:
+def test_rows_that_stand_for_nothing_are_not_generated_by_transformers_either(
+    tmp_path: Path,
+) -> None:
     directory = export(trained(tmp_path, model__vocab=300), tmp_path / "out")
     exported, tokenizer = loaded(directory)
     assert exported.config.vocab_size == 300 and len(tokenizer) == 280
     config = json.loads((directory / "generation_config.json").read_text())
-    assert config["pad_token_id"] == tokenizer.pad_token_id == tokenizer.eos_token_id == config["eos_token_id"]
+    assert (
+        config["pad_token_id"]
+        == tokenizer.pad_token_id
+        == tokenizer.eos_token_id
+        == config["eos_token_id"]
+    )
     with torch.no_grad():
         exported.get_output_embeddings().weight[280:] *= 1000.0
     encoded = tokenizer(["the cat", "dog"], return_tensors="pt", padding=True, padding_side="left")
@@ -157,23 +216,46 @@ def test_an_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path: Pat
         place = tokenizer_fixtures.save(kind, tmp_path / name)
         out = export(
             fine_tuned(
-                tmp_path, base, f"run-{name}", data__tokenizer=f"hf:{place}", model__from_scratch=name == "other"
+                tmp_path,
+                base,
+                f"run-{name}",
+                data__tokenizer=f"hf:{place}",
+                model__from_scratch=name == "other",
             ),
             tmp_path / f"out-{name}",
         )
         exported, wanted = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(place)
-        ids = wanted("Who are you? é", add_special_tokens=name == "alike")["input_ids"]  # from scratch none comes first
+        ids = wanted("Who are you? é", add_special_tokens=name == "alike")[
+            "input_ids"
+        ]  # from scratch none comes first
         assert exported("Who are you? é")["input_ids"] == ids
         bos = wanted.bos_token if name == "alike" else wanted.eos_token
         assert (exported.bos_token, exported.eos_token) == (bos, wanted.eos_token)
-        assert ((out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()) == (name == "alike")
+        assert (
+            (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+        ) == (name == "alike")
 
 
 NO_ARCHITECTURE: dict[str, dict[str, Any]] = {
-    "c4-30m": {}, "c4-29m": {},
-    "rope": {"position": "rope", "norm": "layernorm", "kv_heads": 2, "qk_norm": True, "activation": "relu2", "dropout": 0.1},
-    "none": {"position": "none", "logit_cap": 5.0, "tie_head": True, "head_bias": True, "attn_bias": True, "ff_width": 50},
-}  # fmt: skip
+    "c4-30m": {},
+    "c4-29m": {},
+    "rope": {
+        "position": "rope",
+        "norm": "layernorm",
+        "kv_heads": 2,
+        "qk_norm": True,
+        "activation": "relu2",
+        "dropout": 0.1,
+    },
+    "none": {
+        "position": "none",
+        "logit_cap": 5.0,
+        "tie_head": True,
+        "head_bias": True,
+        "attn_bias": True,
+        "ff_width": 50,
+    },
+}
 
 
 @pytest.mark.parametrize("kind", NO_ARCHITECTURE)
@@ -183,31 +265,52 @@ def test_a_network_without_an_architecture_is_exported_with_its_code(
     """Equal logits, equal text with a cache and in a batch with padding, and it reads what it saves."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    preset = Recipe.load(kind if kind in presets() else "c4-30m").model.model_dump(exclude_defaults=True)
-    kept = {key: value for key, value in preset.items() if key not in ("layers", "width", "context", "vocab")}
+    preset = Recipe.load(kind if kind in presets() else "c4-30m").model.model_dump(
+        exclude_defaults=True
+    )
+    kept = {
+        key: value
+        for key, value in preset.items()
+        if key not in ("layers", "width", "context", "vocab")
+    }
     run = trained(
         tmp_path,
         train__steps=20,
         eval__every=0,
         **{f"model__{k}": v for k, v in (kept | NO_ARCHITECTURE[kind]).items()},
     )
-    assert "trust_remote_code=True" in (log := (run / "log.txt").read_text()) and "model.final_norm = false" in log
+    assert (
+        "trust_remote_code=True" in (log := (run / "log.txt").read_text())
+        and "model.final_norm = false" in log
+    )
     assert "model.final_norm = false" in plan(Run(run).recipe).export
     directory = export(run, tmp_path / "out")
-    assert (directory / "README.md").read_text().count('from_pretrained("out", trust_remote_code=True)') == 2
+    assert (directory / "README.md").read_text().count(
+        'from_pretrained("out", trust_remote_code=True)'
+    ) == 2
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True).eval()
-    tokenizer, source = AutoTokenizer.from_pretrained(directory, trust_remote_code=True), find_source(str(run))
+    tokenizer, source = (
+        AutoTokenizer.from_pretrained(directory, trust_remote_code=True),
+        find_source(str(run)),
+    )
     ours = open_model(source, alone("cpu"))
     assert (logits(ours, tokens()) - logits(model, tokens())).abs().max() < 1e-5
     labels = tokens()
     with torch.no_grad():
-        expected = float(ours(labels[:, :-1].contiguous(), labels[:, 1:].contiguous())) / labels[:, 1:].numel()
+        expected = (
+            float(ours(labels[:, :-1].contiguous(), labels[:, 1:].contiguous()))
+            / labels[:, 1:].numel()
+        )
         assert float(model(labels, labels=labels).loss) == pytest.approx(expected, rel=1e-5)
 
     ids = source.tokenizer.encode("the cat").tolist()
-    [text] = generate(ours, [ids], Sampling(max_tokens=20, temperature=0), vocab=source.tokenizer.vocab) or [[]]
+    [text] = generate(
+        ours, [ids], Sampling(max_tokens=20, temperature=0), vocab=source.tokenizer.vocab
+    ) or [[]]
     how = {"max_new_tokens": 20, "do_sample": False}
-    batch = tokenizer(["the cat", "a dog ran after the"], return_tensors="pt", padding=True, padding_side="left")
+    batch = tokenizer(
+        ["the cat", "a dog ran after the"], return_tensors="pt", padding=True, padding_side="left"
+    )
     assert not batch["attention_mask"].all()
     for inputs in (tokenizer("the cat", return_tensors="pt"), batch):
         for use_cache in (True, False):
@@ -220,24 +323,35 @@ def test_a_network_without_an_architecture_is_exported_with_its_code(
     assert (logits(opened, tokens()) - logits(model, tokens())).abs().max() < 1e-6
 
 
-def test_quickstarts_own_network_is_exported_with_equal_logits_and_read_again(tmp_path: Path) -> None:
+def test_quickstarts_own_network_is_exported_with_equal_logits_and_read_again(
+    tmp_path: Path,
+) -> None:
     network = Recipe.load("quickstart").model.model_dump(
         exclude={"layers", "heads", "width", "context", "vocab", "init_from"}
     )
     network = {
-        f"model__{key}": network[key] for key in Recipe().model.model_dump() if key in network and key not in HF_ONLY
+        f"model__{key}": network[key]
+        for key in Recipe().model.model_dump()
+        if key in network and key not in HF_ONLY
     }
     run = trained(tmp_path, train__steps=5, **network)
     directory = export(run, tmp_path / "out")
     model, _ = loaded(directory)
-    assert type(model).__name__ == "ApertusForCausalLM" and "trust_remote_code" not in (run / "log.txt").read_text()
+    assert (
+        type(model).__name__ == "ApertusForCausalLM"
+        and "trust_remote_code" not in (run / "log.txt").read_text()
+    )
     ours = open_model(find_source(str(run)), alone("cpu"))
     assert (logits(ours, tokens()) - logits(model, tokens())).abs().max() < 1e-5
     again = trained(tmp_path, "again", model__init_from=str(directory), **network)
-    assert Run(again).lines("eval")[0]["loss"] == pytest.approx(Run(run).lines("eval")[-1]["loss"], rel=1e-5)
+    assert Run(again).lines("eval")[0]["loss"] == pytest.approx(
+        Run(run).lines("eval")[-1]["loss"], rel=1e-5
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft of transformers
+@pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing.*:FutureWarning"
+)  # peft of transformers
 def test_adapters_are_merged_or_exported_alone(tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -248,7 +362,9 @@ def test_adapters_are_merged_or_exported_alone(tmp_path: Path) -> None:
     assert all(".lora_" in name for name in load_file(adapter / "adapter_model.safetensors"))
     expected = logits(open_model(find_source(str(run)), alone("cpu")), tokens())
     assert (logits(plain, tokens()) - expected).abs().max() > 1e-3
-    assert 'AutoPeftModelForCausalLM.from_pretrained("adapter")' in (adapter / "README.md").read_text()
+    assert (
+        'AutoPeftModelForCausalLM.from_pretrained("adapter")' in (adapter / "README.md").read_text()
+    )
     for model in (merged, PeftModel.from_pretrained(plain, adapter).eval()):
         assert (logits(model, tokens()) - expected).abs().max() < 1e-4
     assert not any("lora" in name or "base_layer" in name for name, _ in merged.named_parameters())
@@ -257,7 +373,10 @@ def test_adapters_are_merged_or_exported_alone(tmp_path: Path) -> None:
     assert again.tokenizer.fingerprint == find_source(str(run)).tokenizer.fingerprint
     assert isinstance(next(sample(adapter, "the cat", max_tokens=3, device="cpu"))[1], str)
     config = json.loads((adapter / "adapter_config.json").read_text())
-    for entries, word in (({"use_dora": True}, "use_dora"), ({"target_modules": ["q_proj"]}, "does not fit")):
+    for entries, word in (
+        ({"use_dora": True}, "use_dora"),
+        ({"target_modules": ["q_proj"]}, "does not fit"),
+    ):
         (adapter / "adapter_config.json").write_text(json.dumps(config | entries))
         with refused(word, str(adapter)):
             open_model(find_source(str(adapter)), alone("cpu"))
@@ -280,7 +399,9 @@ def test_weights_of_another_network_are_refused_with_what_differs(tmp_path: Path
 
     base = hf_fixtures.save("llama", tmp_path / "base")
     again = hf_fixtures.save("llama", tmp_path / "again", attention_dropout=0.3, use_cache=False)
-    other = hf_fixtures.save("llama", tmp_path / "other", num_key_value_heads=4, rms_norm_eps=0.01, hidden_act="gelu")
+    other = hf_fixtures.save(
+        "llama", tmp_path / "other", num_key_value_heads=4, rms_norm_eps=0.01, hidden_act="gelu"
+    )
     tree = {"kind": "hf", "name": str(base), "context": 64}
     recipe = Recipe.model_validate({"model": {**tree, "init_from": str(again)}})
     model = build_model(recipe, 257, device="cpu").eval()
@@ -289,7 +410,11 @@ def test_weights_of_another_network_are_refused_with_what_differs(tmp_path: Path
     assert (logits(model, tokens()) - logits(exported, tokens())).abs().max() < 1e-5
     with pytest.raises(UserError) as error:
         load_initial(model, recipe.replace(f"model.init_from='{other}'"))
-    for line in ("num_key_value_heads = 4 (it is 2)", "rms_norm_eps = 0.01", "hidden_act = 'gelu' (it is 'silu')"):
+    for line in (
+        "num_key_value_heads = 4 (it is 2)",
+        "rms_norm_eps = 0.01",
+        "hidden_act = 'gelu' (it is 'silu')",
+    ):
         assert line in str(error.value)
     assert "dropout" not in str(error.value) and "vocab" not in str(error.value)
 
@@ -306,19 +431,30 @@ TALK = [
 
 
 @pytest.mark.parametrize("kind", ["gpt", "hf"])
-def test_the_exported_tokenizer_lays_out_a_conversation_as_the_training_did(kind: str, tmp_path: Path) -> None:
+def test_the_exported_tokenizer_lays_out_a_conversation_as_the_training_did(
+    kind: str, tmp_path: Path
+) -> None:
     (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 8)
-    chat_data = {"data__format": "chat", "data__source": str(tmp_path / "talk.jsonl"), "data__tokenizer": "byte"}
+    chat_data = {
+        "data__format": "chat",
+        "data__source": str(tmp_path / "talk.jsonl"),
+        "data__tokenizer": "byte",
+    }
     if kind == "gpt":
         run = trained(tmp_path, **chat_data)
     else:  # its tokenizer has no template of its own
         base = hf_fixtures.save_tokenizer([WORDS], hf_fixtures.save("llama", tmp_path / "base"))
         run = fine_tuned(tmp_path, base, **{**chat_data, "data__tokenizer": f"hf:{base}"})
     source, (_, tokenizer) = find_source(str(run)), loaded(export(run, tmp_path / "out"))
-    talk = [message if "<|" not in message["content"] else {**message, "content": "the dog"} for message in TALK]
+    talk = [
+        message if "<|" not in message["content"] else {**message, "content": "the dog"}
+        for message in TALK
+    ]
     ids, _, _ = chat.row(Conversation(talk), source.template, source.tokenizer, 10_000)  # type: ignore[misc]
     assert tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"] == ids
-    asked = tokenizer.apply_chat_template(talk[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
+    asked = tokenizer.apply_chat_template(talk[:2], add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
     assert asked == chat.prompt_tokens(talk[:2], source.template, source.tokenizer)
 
 
@@ -329,7 +465,9 @@ def test_the_card_says_what_is_known_and_every_file_has_the_usual_mode(tmp_path:
         out = export(run, tmp_path / "out")
     finally:
         os.umask(old)
-    assert {file.name: file.stat().st_mode & 0o777 for file in out.iterdir()} == {f.name: 0o644 for f in out.iterdir()}
+    assert {file.name: file.stat().st_mode & 0o777 for file in out.iterdir()} == {
+        f.name: 0o644 for f in out.iterdir()
+    }
     text, line = (out / "README.md").read_text(), Run(run).lines("train")[-1]
     for word in (
         str(tmp_path / "text.txt"),
@@ -348,15 +486,23 @@ def test_a_card_has_no_secret_and_shows_a_loss_that_is_not_finite(
     """`--push` uploads the card with the whole directory."""
     run = Run(trained(tmp_path))
     monkeypatch.setenv("GITHUB_PAT", secret := "the-token-itself")
-    sources = ["https://me:pass-word@example.org/a.txt", "https://example.org/b.txt?access_token=to-ken&rows=1"]
-    text = run.recipe.replace(**{"data.source": sources, "data.sha256": "0" * 64, "run.notes": f"by {secret}"}).toml()
+    sources = [
+        "https://me:pass-word@example.org/a.txt",
+        "https://example.org/b.txt?access_token=to-ken&rows=1",
+    ]
+    text = run.recipe.replace(
+        **{"data.source": sources, "data.sha256": "0" * 64, "run.notes": f"by {secret}"}
+    ).toml()
     run.recipe_path.write_text(text)
     with run.metrics_path.open("a") as ledger:
         lines = [
             {"kind": "train", "step": 1, "loss": "NaN"},
             {"kind": "eval", "step": 1, "suite": "loss", "loss": "Infinity"},
         ]
-        ledger.writelines(json.dumps(line | {"time": "2026-01-01T00:00:00Z", "attempt": 0}) + "\n" for line in lines)
+        ledger.writelines(
+            json.dumps(line | {"time": "2026-01-01T00:00:00Z", "attempt": 0}) + "\n"
+            for line in lines
+        )
     out = export(run, tmp_path / "out")
     for file in out.iterdir():
         data = file.read_bytes()

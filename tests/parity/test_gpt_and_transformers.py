@@ -30,16 +30,34 @@ MODERN = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu"}
 LLAMA: dict[str, dict[str, Any]] = {
     "LLaMA itself": {**MODERN, "attn_bias": False, "ff_bias": False, "tie_head": False},
     "grouped queries, tied": {**MODERN, "attn_bias": False, "ff_bias": False, "kv_heads": 2},
-    "one key head, biases, another theta": {**MODERN, "kv_heads": 1, "tie_head": False, "rope_theta": 5e5},
+    "one key head, biases, another theta": {
+        **MODERN,
+        "kv_heads": 1,
+        "tie_head": False,
+        "rope_theta": 5e5,
+    },
 }
 QUICKSTART = {"activation": "relu2", "attn_bias": False, "ff_bias": False, "qk_norm": True}
 OTHERS: dict[str, dict[str, Any]] = {
     "Qwen3": {**MODERN, "qk_norm": True, "ff_bias": False, "kv_heads": 2, "tie_head": False},
     "Arcee, biased": {**MODERN, "activation": "relu2"},
-    "Arcee, GELU": {**MODERN, "activation": "gelu", "attn_bias": False, "ff_bias": False, "kv_heads": 1},
+    "Arcee, GELU": {
+        **MODERN,
+        "activation": "gelu",
+        "attn_bias": False,
+        "ff_bias": False,
+        "kv_heads": 1,
+    },
     "Apertus, as quickstart": {**MODERN, **QUICKSTART},
-    "Apertus, untied": {**MODERN, **QUICKSTART, "activation": "gelu_tanh", "attn_bias": True, "kv_heads": 2, "tie_head": False},
-}  # fmt: skip
+    "Apertus, untied": {
+        **MODERN,
+        **QUICKSTART,
+        "activation": "gelu_tanh",
+        "attn_bias": True,
+        "kv_heads": 2,
+        "tie_head": False,
+    },
+}
 MODELS = {**GPT2, **LLAMA, **OTHERS}
 
 
@@ -74,8 +92,12 @@ def weights_of(model: GPT) -> dict[str, Tensor]:
 def write(folder: Path, model: GPT, weights: dict[str, Tensor], **changes: Any) -> Path:
     """A directory as another program may have written it."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(convert.config(model.settings, VOCAB, None) | changes))
-    save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(
+        json.dumps(convert.config(model.settings, VOCAB, None) | changes)
+    )
+    save_file(
+        {name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors"
+    )
     return folder
 
 
@@ -103,7 +125,10 @@ def test_logits_loss_and_gradients(name: str) -> None:
     labels[:, -1] = -100
     labels[0, 20:30] = -100
     counted = int((labels != -100).sum())
-    loss, expected = model(tokens, labels) / counted, other(tokens, labels=tokens, shift_labels=labels).loss
+    loss, expected = (
+        model(tokens, labels) / counted,
+        other(tokens, labels=tokens, shift_labels=labels).loss,
+    )
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
     loss.backward()
     expected.backward()
@@ -116,7 +141,10 @@ def test_there_and_back_whatever_names_a_file_has(name: str, tmp_path: Path) -> 
     model = ours(MODELS[name])
     reference_of(model).save_pretrained(tmp_path / "whole")
     weights = load_file(tmp_path / "whole" / "model.safetensors")
-    bare = {name.removeprefix("transformer.").removeprefix("model."): value for name, value in weights.items()}
+    bare = {
+        name.removeprefix("transformer.").removeprefix("model."): value
+        for name, value in weights.items()
+    }
     mine = write(tmp_path / "mine", model, weights_of(model))
     for folder in (mine, tmp_path / "whole", write(tmp_path / "bare", model, bare)):
         back = read(folder, model.settings)
@@ -135,14 +163,17 @@ def test_a_shorter_context_and_a_padded_vocabulary(tmp_path: Path) -> None:
     torch.testing.assert_close(small(tokens)[..., :VOCAB], model(tokens), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"n_layer": 2}, ["model.layers = 2", "it is 3"]),
-    ({"layer_norm_epsilon": 1e-6}, ["model.norm_eps = 1e-06"]),
-    ({"activation_function": "gelu"}, ['model.activation = "gelu"', '"gelu_tanh"']),
-    ({"tie_word_embeddings": False}, ["model.tie_head = false"]),
-    ({"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
-    ({"model_type": "opt"}, ["opt"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n_layer": 2}, ["model.layers = 2", "it is 3"]),
+        ({"layer_norm_epsilon": 1e-6}, ["model.norm_eps = 1e-06"]),
+        ({"activation_function": "gelu"}, ['model.activation = "gelu"', '"gelu_tanh"']),
+        ({"tie_word_embeddings": False}, ["model.tie_head = false"]),
+        ({"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
+        ({"model_type": "opt"}, ["opt"]),
+    ],
+)
 def test_another_model_is_refused(change: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     model = ours(GPT2["GPT-2 itself"])
     folder = write(tmp_path, model, weights_of(model), **change)

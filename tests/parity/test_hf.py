@@ -34,7 +34,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def recipe(directory: Path, **model: Any) -> Recipe:
-    return Recipe.model_validate({"model": {"kind": "hf", "name": str(directory), "context": 64, **model}})
+    return Recipe.model_validate(
+        {"model": {"kind": "hf", "name": str(directory), "context": 64, **model}}
+    )
 
 
 def built(directory: Path, seed: int = 1, **model: Any) -> HfModel:
@@ -60,9 +62,15 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES["cpu"], 4 * hf_fixtures.VOCAB * 7])
-def test_numbers_are_those_of_transformers(kind: str, chunk_bytes: int, directories: Any, monkeypatch: Any) -> None:
+def test_numbers_are_those_of_transformers(
+    kind: str, chunk_bytes: int, directories: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_bytes)
-    ours, reference, (tokens, labels) = built(directories[kind]), reference_of(directories[kind]), batch()
+    ours, reference, (tokens, labels) = (
+        built(directories[kind]),
+        reference_of(directories[kind]),
+        batch(),
+    )
     assert ours.vocab == hf_fixtures.VOCAB and has_plain_head(ours.model) == (kind != "gemma2")
     logits = reference(input_ids=tokens).logits
     assert (ours(tokens) - logits).abs().max() < 1e-5
@@ -84,8 +92,13 @@ def test_greedy_text_is_that_of_transformers(kind: str, directories: dict[str, P
     texts = generate(ours, PROMPTS, Sampling(max_tokens=12, temperature=0))
     for prompt, text in zip(PROMPTS, texts, strict=True):
         expected = reference.generate(
-            torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
-        )  # fmt: skip
+            torch.tensor([prompt]),
+            max_new_tokens=12,
+            min_new_tokens=12,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
         assert [*prompt, *text] == expected[0].tolist()
 
 
@@ -95,20 +108,34 @@ def test_an_empty_prompt_begins_with_the_bos_of_the_models_configuration(tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(directory)
     hf_fixtures.save("llama", directory, bos_token_id=5, eos_token_id=0, vocab_size=len(tokenizer))
     assert tokenizer("x").input_ids[0] not in (0, 5) and tokenizer.eos_token_id == 0
-    reference, how = reference_of(directory), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    expected, other = (reference.generate(torch.tensor([[first]]), **how)[0, 1:] for first in (5, 0))
-    text = "".join(piece for _, piece in sample(directory, "", max_tokens=12, temperature=0, device="cpu"))
-    assert text == tokenizer.decode(expected).removesuffix("<|endoftext|>") != tokenizer.decode(other)
+    reference, how = (
+        reference_of(directory),
+        {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0},
+    )
+    expected, other = (
+        reference.generate(torch.tensor([[first]]), **how)[0, 1:] for first in (5, 0)
+    )
+    text = "".join(
+        piece for _, piece in sample(directory, "", max_tokens=12, temperature=0, device="cpu")
+    )
+    assert (
+        text == tokenizer.decode(expected).removesuffix("<|endoftext|>") != tokenizer.decode(other)
+    )
     fresh = built(directory, from_scratch=True)
     scratch = {"kind": "hf", "name": str(directory), "from_scratch": True}
-    own = load_tokenizer(Recipe.model_validate({"model": scratch, "data": {"tokenizer": f"hf:{directory}"}}))
+    own = load_tokenizer(
+        Recipe.model_validate({"model": scratch, "data": {"tokenizer": f"hf:{directory}"}})
+    )
     assert prompt_ids(fresh, own, "") == [0]  # from scratch it has not learned one
 
 
 def by_cache(ours: HfModel, tokens: Tensor) -> tuple[Tensor, Any]:
     """The logits of tokens [B, 20] from the fourth on, the first four read at once and the others one by one; and the cache."""
     cache = ours.new_cache(3, 20)
-    parts = [ours(tokens[:, :4], cache=cache), *(ours(tokens[:, i : i + 1], cache=cache) for i in range(4, 20))]
+    parts = [
+        ours(tokens[:, :4], cache=cache),
+        *(ours(tokens[:, i : i + 1], cache=cache) for i in range(4, 20)),
+    ]
     return torch.cat(parts, 1), cache
 
 
@@ -119,8 +146,12 @@ def test_text_is_the_same_with_and_without_a_cache(kind: str, tmp_path: Path) ->
     ours, (tokens, _) = built(hf_fixtures.save(kind, tmp_path)), batch()
     logits, cache = by_cache(ours, tokens)
     assert (logits - ours(tokens)[:, 3:]).abs().max() < 1e-5
-    assert (cache.cache is None) == (kind == "rwkv")  # it takes its state under a name of its own: read again
-    for prompt, text in zip(PROMPTS, generate(ours, PROMPTS, Sampling(max_tokens=12, temperature=0)), strict=True):
+    assert (cache.cache is None) == (
+        kind == "rwkv"
+    )  # it takes its state under a name of its own: read again
+    for prompt, text in zip(
+        PROMPTS, generate(ours, PROMPTS, Sampling(max_tokens=12, temperature=0)), strict=True
+    ):
         whole = list(prompt)
         for token in text:
             assert token == int(ours(torch.tensor([whole]))[0, -1].argmax())
@@ -131,17 +162,25 @@ def test_text_is_the_same_with_and_without_a_cache(kind: str, tmp_path: Path) ->
 def test_buffers_that_are_saved_are_read_and_missing_ones_refused(tmp_path: Path) -> None:
     directory = hf_fixtures.save("glm4_moe", tmp_path)
     ours, reference, (tokens, _) = built(directory), reference_of(directory), batch()
-    mine = {name: b for name, b in ours.model.named_buffers() if name.endswith("e_score_correction_bias")}
+    mine = {
+        name: b
+        for name, b in ours.model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    }
     assert len(mine) == 2 and all(b.abs().max() > 0.1 for b in mine.values())
     assert (ours(tokens) - reference(input_ids=tokens).logits).abs().max() < 1e-5
-    llama = hf_fixtures.save("llama", tmp_path / "llama")  # a layout that needs no converting: read slice by slice
+    llama = hf_fixtures.save(
+        "llama", tmp_path / "llama"
+    )  # a layout that needs no converting: read slice by slice
     model = open_hf(llama)
     model.model.register_buffer("shift", torch.zeros(3))
     with pytest.raises(UserError, match="shift"):
         model.to_empty_parameters("cpu").fill_weights(1)
 
 
-def test_masters_are_fp32_and_names_may_lack_the_prefix(directories: dict[str, Path], tmp_path: Path) -> None:
+def test_masters_are_fp32_and_names_may_lack_the_prefix(
+    directories: dict[str, Path], tmp_path: Path
+) -> None:
     from transformers import AutoModel
 
     directory = hf_fixtures.save("bloom", tmp_path, dtype=torch.bfloat16)
@@ -150,7 +189,9 @@ def test_masters_are_fp32_and_names_may_lack_the_prefix(directories: dict[str, P
     assert {p.dtype for p in ours.parameters()} == {torch.float32}
     assert ours.model.lm_head.weight is ours.model.transformer.word_embeddings.weight
     for kind in ("bloom", "gpt2"):
-        AutoModel.from_pretrained(directories[kind], dtype=torch.float32).save_pretrained(tmp_path / kind)
+        AutoModel.from_pretrained(directories[kind], dtype=torch.float32).save_pretrained(
+            tmp_path / kind
+        )
     with torch.no_grad():
         assert (ours(tokens) - reference_of(directory)(input_ids=tokens).logits).abs().max() < 1e-5
         for kind in ("bloom", "gpt2"):
@@ -159,12 +200,16 @@ def test_masters_are_fp32_and_names_may_lack_the_prefix(directories: dict[str, P
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_from_scratch_with_a_seed_and_the_usual_spread(kind: str, directories: dict[str, Path]) -> None:
+def test_from_scratch_with_a_seed_and_the_usual_spread(
+    kind: str, directories: dict[str, Path]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     first, again, other = (built(directories[kind], seed, from_scratch=True) for seed in (1, 1, 2))
     reference = dict(AutoModelForCausalLM.from_config(hf_fixtures.config(kind)).named_parameters())
-    for (name, a), b, c in zip(first.model.named_parameters(), again.parameters(), other.parameters(), strict=True):
+    for (name, a), b, c in zip(
+        first.model.named_parameters(), again.parameters(), other.parameters(), strict=True
+    ):
         expected = reference[name]
         assert torch.equal(a, b), name
         if expected.std() == 0:
@@ -177,22 +222,38 @@ def test_from_scratch_with_a_seed_and_the_usual_spread(kind: str, directories: d
 
 
 @pytest.mark.parametrize("kind", ["bloom", "llama"])
-def test_lora_changes_nothing_at_first_and_only_adapters_learn(kind: str, directories: dict[str, Path]) -> None:
+def test_lora_changes_nothing_at_first_and_only_adapters_learn(
+    kind: str, directories: dict[str, Path]
+) -> None:
     tokens, labels = batch()
     plain, adapted, again = (built(directories[kind], lora={"rank": rank}) for rank in (0, 4, 4))
     with torch.no_grad():
         assert torch.equal(plain(tokens), adapted(tokens))
-    assert all(torch.equal(a, b) for a, b in zip(adapted.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(adapted.parameters(), again.parameters(), strict=True)
+    )
     trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
     adapted(tokens, labels).backward()
-    grads = {name for name, p in adapted.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
-    assert grads == {name for name in trained if ".lora_B." in name}  # B is zero, and so is A's first gradient
+    grads = {
+        name
+        for name, p in adapted.named_parameters()
+        if p.grad is not None and p.grad.abs().max() > 0
+    }
+    assert grads == {
+        name for name in trained if ".lora_B." in name
+    }  # B is zero, and so is A's first gradient
 
 
-@pytest.mark.parametrize(("kind", "without"), [
-    ("qwen3", {"lm_head"}), ("gpt2", {"lm_head"}), ("bloom", {"lm_head"}), ("mamba", {"lm_head", "out_proj"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "without"),
+    [
+        ("qwen3", {"lm_head"}),
+        ("gpt2", {"lm_head"}),
+        ("bloom", {"lm_head"}),
+        ("mamba", {"lm_head", "out_proj"}),
+    ],
+)
 def test_all_linear_layers_but_the_head_get_adapters_unless_some_are_named(
     kind: str, without: set[str], tmp_path: Path
 ) -> None:
@@ -200,7 +261,11 @@ def test_all_linear_layers_but_the_head_get_adapters_unless_some_are_named(
 
     def adapted(**lora: Any) -> set[str]:
         names = (name for name, _ in built(directory, lora={"rank": 2, **lora}).named_parameters())
-        return {name.partition(".lora_A.")[0].removeprefix("model.") for name in names if ".lora_A." in name}
+        return {
+            name.partition(".lora_A.")[0].removeprefix("model.")
+            for name in names
+            if ".lora_A." in name
+        }
 
     linear = {
         name.removeprefix("model.")
@@ -212,13 +277,19 @@ def test_all_linear_layers_but_the_head_get_adapters_unless_some_are_named(
     assert adapted(targets=[one]) == {name for name in linear if name.endswith(f".{one}")}
 
 
-@pytest.mark.parametrize(("model", "words"), [
-    ({"name": "./nowhere"}, ["model.name", "./nowhere"]),
-    ({"name": "some/model", "revision": "abc"}, ["some/model@abc", "local directory"]),
-    ({"name": "EMPTY"}, ["model.name", "no causal language model"]),
-    ({"name": "llama", "context": 300}, ["model.context = 300", "128"]),
-    ({"name": "bloom", "lora": {"rank": 2, "targets": ["wrong"]}}, ["model.lora.targets", "query_key_value"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"name": "./nowhere"}, ["model.name", "./nowhere"]),
+        ({"name": "some/model", "revision": "abc"}, ["some/model@abc", "local directory"]),
+        ({"name": "EMPTY"}, ["model.name", "no causal language model"]),
+        ({"name": "llama", "context": 300}, ["model.context = 300", "128"]),
+        (
+            {"name": "bloom", "lora": {"rank": 2, "targets": ["wrong"]}},
+            ["model.lora.targets", "query_key_value"],
+        ),
+    ],
+)
 def test_what_cannot_be_had_is_told_by_its_key(
     model: dict[str, Any], words: list[str], directories: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -228,7 +299,9 @@ def test_what_cannot_be_had_is_told_by_its_key(
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_bad_weights_and_large_vocabularies_are_refused(directories: dict[str, Path], tmp_path: Path) -> None:
+def test_bad_weights_and_large_vocabularies_are_refused(
+    directories: dict[str, Path], tmp_path: Path
+) -> None:
     name = str(directories["bloom"])
     other = recipe(directories["bloom"]).replace({"data.tokenizer": "gpt2"})
     own, scratch = recipe(directories["bloom"]), recipe(directories["bloom"], from_scratch=True)

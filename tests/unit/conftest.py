@@ -12,7 +12,11 @@ from windlass.reports.view import view
 @pytest.fixture(scope="session")
 def one(tmp_path_factory):
     """A run that was killed at step 263 of 400 and resumed from its checkpoint of step 200."""
-    return view(build_run(tmp_path_factory.mktemp("runs") / "one", f"run.notes={json.dumps(NASTY)}", killed_at=263))
+    return view(
+        build_run(
+            tmp_path_factory.mktemp("runs") / "one", f"run.notes={json.dumps(NASTY)}", killed_at=263
+        )
+    )
 
 
 @pytest.fixture(scope="session")

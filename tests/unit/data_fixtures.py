@@ -12,8 +12,21 @@ from windlass.recipe import Recipe
 def documents(count: int, seed: int = 0, longest: int = 400) -> list[str]:
     """Texts of very unequal length, some of them empty."""
     draw = random.Random(seed)
-    words = ["the", "cat", "sat", "on", "mat", "caf\u00e9", "\u4e2d\u6587", "42", "def f():\n\treturn", "\n\n"]
-    return [" ".join(draw.choices(words, k=draw.choice([0, 1, 5, 30, longest]))) for _ in range(count)]
+    words = [
+        "the",
+        "cat",
+        "sat",
+        "on",
+        "mat",
+        "caf\u00e9",
+        "\u4e2d\u6587",
+        "42",
+        "def f():\n\treturn",
+        "\n\n",
+    ]
+    return [
+        " ".join(draw.choices(words, k=draw.choice([0, 1, 5, 30, longest]))) for _ in range(count)
+    ]
 
 
 def jsonl(path: Path, texts: list[str]) -> Path:

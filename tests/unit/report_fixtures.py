@@ -20,7 +20,11 @@ NASTY = '</script><script>document.title="owned"</script><!-- <b>&amp; "quotes" 
 
 
 def stamp(seconds: float) -> str:
-    return (BEGIN + timedelta(seconds=seconds)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        (BEGIN + timedelta(seconds=seconds))
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
 
 
 def loss_at(step: int, seed: int, lr: float = 1e-3) -> float:
@@ -32,7 +36,9 @@ def loss_at(step: int, seed: int, lr: float = 1e-3) -> float:
 def add_lines(run: Run, *lines: dict[str, Any]) -> None:
     """Append lines to a ledger, at its end's time and of its first attempt unless they say otherwise."""
     with run.metrics_path.open("a") as file:
-        file.writelines(json.dumps({"time": stamp(99), "attempt": 0, **line}) + "\n" for line in lines)
+        file.writelines(
+            json.dumps({"time": stamp(99), "attempt": 0, **line}) + "\n" for line in lines
+        )
 
 
 def edit(run: Run, change: Any) -> None:
@@ -45,13 +51,27 @@ class Writer:
     """Writes a ledger and device files while a pretended clock runs."""
 
     def __init__(self, run: Path, ranks: int, seed: int, lr: float, steps: int, device: str):
-        self.run, self.ranks, self.seed, self.lr, self.steps, self.device = run, ranks, seed, lr, steps, device
+        self.run, self.ranks, self.seed, self.lr, self.steps, self.device = (
+            run,
+            ranks,
+            seed,
+            lr,
+            steps,
+            device,
+        )
         self.now, self.attempt, self.seconds = 0.0, 0, dict[str, float]()
         (run / "devices").mkdir(parents=True, exist_ok=True)
 
     def line(self, kind: str, step: int, **fields: Any) -> None:
         seconds = {} if kind in ("eval", "sample") else {"seconds": dict(self.seconds)}
-        line = {"kind": kind, "step": step, "time": stamp(self.now), "attempt": self.attempt, **seconds, **fields}
+        line = {
+            "kind": kind,
+            "step": step,
+            "time": stamp(self.now),
+            "attempt": self.attempt,
+            **seconds,
+            **fields,
+        }
         add_lines(Run(self.run), line)
 
     def devices(self, seconds: float, phase: str) -> None:
@@ -61,11 +81,21 @@ class Writer:
             with (self.run / "devices" / f"rank-{rank:05d}.jsonl").open("a") as file:
                 for second in range(math.ceil(seconds)):
                     wave = 2.5 * math.sin(0.7 * (self.now + second) + rank)
-                    sample = {"time": stamp(self.now + second), "phase": phase, "util_pct": busy + wave - rank}
-                    sample |= {"rss_mb": 2100.0 + 5 * rank} if self.device == "cpu" else {
-                        "power_w": 240 + 8 * wave, "mem_alloc_mb": 1480.0 + 60 * rank + 4 * wave,
-                        "mem_reserved_mb": 1900.0 + 60 * rank, "peak_alloc_mb": 1700.0 + 60 * rank,
-                    }  # fmt: skip
+                    sample = {
+                        "time": stamp(self.now + second),
+                        "phase": phase,
+                        "util_pct": busy + wave - rank,
+                    }
+                    sample |= (
+                        {"rss_mb": 2100.0 + 5 * rank}
+                        if self.device == "cpu"
+                        else {
+                            "power_w": 240 + 8 * wave,
+                            "mem_alloc_mb": 1480.0 + 60 * rank + 4 * wave,
+                            "mem_reserved_mb": 1900.0 + 60 * rank,
+                            "peak_alloc_mb": 1700.0 + 60 * rank,
+                        }
+                    )
                     file.write(json.dumps(sample) + "\n")
         self.now += seconds
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
@@ -79,14 +109,36 @@ class Writer:
         for step in range(first + 1, last + 1):
             if step % EVERY == 0:
                 self.devices(EVERY * STEP_SECONDS, "train")
-                rate = TOKENS_PER_STEP / STEP_SECONDS * (0.4 if step == EVERY else 1) * (1 + 0.03 * math.sin(step / 9))
-                loss, norm = loss_at(step, self.seed, self.lr), 0.4 + 2.2 * math.exp(-step / 40) + 0.05 * math.cos(step)
-                lr, ms = self.lr * min(1, step / 20) * (1 + math.cos(math.pi * step / self.steps)) / 2, 2_048_000 / rate
+                rate = (
+                    TOKENS_PER_STEP
+                    / STEP_SECONDS
+                    * (0.4 if step == EVERY else 1)
+                    * (1 + 0.03 * math.sin(step / 9))
+                )
+                loss, norm = (
+                    loss_at(step, self.seed, self.lr),
+                    0.4 + 2.2 * math.exp(-step / 40) + 0.05 * math.cos(step),
+                )
+                lr, ms = (
+                    self.lr * min(1, step / 20) * (1 + math.cos(math.pi * step / self.steps)) / 2,
+                    2_048_000 / rate,
+                )
                 self.line(
-                    "train", step, loss=loss, lr=lr, grad_norm=norm, tokens=step * TOKENS_PER_STEP, samples=step * 16,
-                    epoch=step / 250, step_ms=ms, forward_ms=0.31 * ms, backward_ms=0.58 * ms, tokens_per_s=rate,
-                    samples_per_s=rate / 128, mfu=rate / 10_000,
-                )  # fmt: skip
+                    "train",
+                    step,
+                    loss=loss,
+                    lr=lr,
+                    grad_norm=norm,
+                    tokens=step * TOKENS_PER_STEP,
+                    samples=step * 16,
+                    epoch=step / 250,
+                    step_ms=ms,
+                    forward_ms=0.31 * ms,
+                    backward_ms=0.58 * ms,
+                    tokens_per_s=rate,
+                    samples_per_s=rate / 128,
+                    mfu=rate / 10_000,
+                )
             if step % 50 == 0:
                 self.evaluate(step)
             if step % 100 == 0:
@@ -97,23 +149,52 @@ class Writer:
         self.devices(2.0, "eval")
         value = loss_at(step, self.seed, self.lr) + 0.06
         self.line(
-            "eval", step, suite="loss", loss=value, perplexity=math.exp(value), epoch=step * 16 / 4000,
-            samples_trained=step * 16, samples=512, tokens=65_536, runtime_s=2.0, samples_per_s=512 / 2.0,
-        )  # fmt: skip
-        self.line("eval", step, suite="hellaswag", acc=0.25 + step / 9000, acc_norm=0.26 + step / 8000, items=1000)
+            "eval",
+            step,
+            suite="loss",
+            loss=value,
+            perplexity=math.exp(value),
+            epoch=step * 16 / 4000,
+            samples_trained=step * 16,
+            samples=512,
+            tokens=65_536,
+            runtime_s=2.0,
+            samples_per_s=512 / 2.0,
+        )
+        self.line(
+            "eval",
+            step,
+            suite="hellaswag",
+            acc=0.25 + step / 9000,
+            acc_norm=0.26 + step / 8000,
+            items=1000,
+        )
         text = f"def step_{step}(self):\n    return '<b>bold</b>'  # {NASTY}"
         self.line("sample", step, index=0, prompt="def ", text=text)
 
 
 def build_run(
-    path: Path, *overrides: str, steps: int = 400, ranks: int = 2, seed: int = 1, lr: float = 1e-3, killed_at: int = 0,
-    finished: bool = True, device: str = "cuda",
-) -> Run:  # fmt: skip
+    path: Path,
+    *overrides: str,
+    steps: int = 400,
+    ranks: int = 2,
+    seed: int = 1,
+    lr: float = 1e-3,
+    killed_at: int = 0,
+    finished: bool = True,
+    device: str = "cuda",
+) -> Run:
     """A run directory; with `killed_at` the first attempt dies there with a torn line, and the second resumes."""
-    recipe = Recipe.load("quickstart", [f"train.steps={steps}", f"optim.lr={lr}", f"run.seed={seed}", *overrides])
+    recipe = Recipe.load(
+        "quickstart", [f"train.steps={steps}", f"optim.lr={lr}", f"run.seed={seed}", *overrides]
+    )
     path.mkdir(parents=True)
     (path / "recipe.toml").write_text(recipe.toml())
-    environment = {"python": "3.11.7", "hosts": ["node-a", "node-b"], "command": f"windlass train quickstart {NASTY}"}
+    environment = {
+        "python": "3.11.7",
+        "hosts": ["node-a", "node-b"],
+        "command": f"windlass train quickstart {NASTY}",
+    }
     (path / "environment.json").write_text(json.dumps(environment))
     writer = Writer(path, ranks, seed, lr, steps, device)
     writer.start("started", 0)
@@ -128,23 +209,41 @@ def build_run(
     writer.train(killed_at // 100 * 100, steps)
     if finished:
         writer.line(
-            "summary", steps, steps=steps, avg_gpu_util_pct=91.7, std_gpu_util_pct=4.2, avg_mem_alloc_mb=1510.0,
-            avg_mem_reserved_mb=1930.0, peak_mem_mb=1760.0, world=ranks, parameters=813_568,
-        )  # fmt: skip
+            "summary",
+            steps,
+            steps=steps,
+            avg_gpu_util_pct=91.7,
+            std_gpu_util_pct=4.2,
+            avg_mem_alloc_mb=1510.0,
+            avg_mem_reserved_mb=1930.0,
+            peak_mem_mb=1760.0,
+            world=ranks,
+            parameters=813_568,
+        )
         writer.line("event", steps, event="finished")
     return Run(path)
 
 
 def build_study(
-    path: Path, rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4), seeds: tuple[int, ...] = (1, 2), overrides: tuple[str, ...] = (),
-) -> Path:  # fmt: skip
+    path: Path,
+    rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4),
+    seeds: tuple[int, ...] = (1, 2),
+    overrides: tuple[str, ...] = (),
+) -> Path:
     """A study of learning rates, schedules and seeds: one cell failed, one waits, the others finished."""
     axes = {"optim.lr": rates, "optim.schedule.kind": ("cosine", "wsd"), "run.seed": seeds}
     study = Study.create(Recipe.load("quickstart", ["train.steps=200", *overrides]), axes, path)
     for number, cell in enumerate(study.cells[:-1]):  # the last one still waits
         lr, kind, seed = cell.assignment.values()
         settings = (f"optim.schedule.kind={kind}", *overrides)
-        options = {"steps": 200, "ranks": 1, "seed": seed, "lr": lr, "device": "cpu", "finished": number != 1}
+        options = {
+            "steps": 200,
+            "ranks": 1,
+            "seed": seed,
+            "lr": lr,
+            "device": "cpu",
+            "finished": number != 1,
+        }
         run = build_run(study.run_of(cell).path, *settings, **options)
         if number == 1:
             failed = {"kind": "event", "event": "failed", "step": 200}

@@ -17,22 +17,39 @@ from windlass.study.grid import REPEAT, WORLD, Assignment, Scaling, cells_of
 from windlass.study.study import Study
 
 SETTINGS = [
-    "model.layers=2", "model.width=64", "model.heads=2", "model.context=32", "train.steps=20", "train.global_batch=8",
-    "telemetry.every=5", "train.micro_batch=1",
-]  # fmt: skip
+    "model.layers=2",
+    "model.width=64",
+    "model.heads=2",
+    "model.context=32",
+    "train.steps=20",
+    "train.global_batch=8",
+    "telemetry.every=5",
+    "train.micro_batch=1",
+]
 VOCAB = 100
 Step = Callable[[dict[str, Any]], Mapping[str, float]]
 
 
 def write_run(
-    path: Path, recipe: Recipe, world: int, phases: Mapping[str, float], *, finished: bool = True, cores: int = 8,
-    hosts: int = 1, device: str = "CPU", peak_mb: float = 500.0, slow_start: float = 10.0,
-) -> None:  # fmt: skip
+    path: Path,
+    recipe: Recipe,
+    world: int,
+    phases: Mapping[str, float],
+    *,
+    finished: bool = True,
+    cores: int = 8,
+    hosts: int = 1,
+    device: str = "CPU",
+    peak_mb: float = 500.0,
+    slow_start: float = 10.0,
+) -> None:
     """A run whose steps take `phases` (`step_ms`, `data_ms`, ...) but for the first five, which take `slow_start` times that."""
     path.mkdir(parents=True)
     (path / "recipe.toml").write_text(recipe.toml())
     placed = [{"rank": r, "host": f"node-{r * hosts // world}", "threads": 2} for r in range(world)]
-    (path / "environment.json").write_text(json.dumps({"machine": {"cores": cores}, "ranks": placed}))
+    (path / "environment.json").write_text(
+        json.dumps({"machine": {"cores": cores}, "ranks": placed})
+    )
     size = count(recipe.model, VOCAB).total
     batch, context = recipe.train.global_batch, recipe.model.context
     seconds = {"startup": 3.0}
@@ -43,19 +60,38 @@ def write_run(
         lines.append({"kind": kind, "step": step, **spent, **fields})
 
     line(
-        "event", 0, event="started", world=world, strategy=recipe.strategy(world), precision="fp32", device=device,
-        parameters=size, trained=size, threads=2, steps=20, micro_batch=1, accumulation=batch // world,
-        global_batch=batch, samples_per_epoch=160, data={"vocab": VOCAB},
-    )  # fmt: skip
+        "event",
+        0,
+        event="started",
+        world=world,
+        strategy=recipe.strategy(world),
+        precision="fp32",
+        device=device,
+        parameters=size,
+        trained=size,
+        threads=2,
+        steps=20,
+        micro_batch=1,
+        accumulation=batch // world,
+        global_batch=batch,
+        samples_per_epoch=160,
+        data={"vocab": VOCAB},
+    )
     for step in (5, 10, 15, 20) if finished else (5,):
         own = {name: ms * (slow_start if step == 5 else 1) for name, ms in phases.items()}
         seconds["train"] = seconds.get("train", 0.0) + 5 * own["step_ms"] / 1e3
         rate = batch / own["step_ms"] * 1e3
         loss = 4 - step / 10
         line(
-            "train", step, loss=loss, tokens=step * batch * context, samples=step * batch, samples_per_s=rate,
-            tokens_per_s=rate * context, **own,
-        )  # fmt: skip
+            "train",
+            step,
+            loss=loss,
+            tokens=step * batch * context,
+            samples=step * batch,
+            samples_per_s=rate,
+            tokens_per_s=rate * context,
+            **own,
+        )
         if step == 5:
             line("event", step, event="first_step", startup_s=seconds["startup"])
     if finished:
@@ -64,18 +100,36 @@ def write_run(
         if "squad" in recipe.eval.suites:
             line("eval", 20, suite="squad", exact_match=12.5, f1=25.0, items=8)
         line(
-            "summary", 20, steps=20, world=world, parameters=size, peak_mem_mb=peak_mb, final_loss=loss, train_loss_mean=2.9,
-            runtime_s=total, samples_per_s_whole_run=20 * batch / (total - 3), wall_time={"compile": 0.0},
+            "summary",
+            20,
+            steps=20,
+            world=world,
+            parameters=size,
+            peak_mem_mb=peak_mb,
+            final_loss=loss,
+            train_loss_mean=2.9,
+            runtime_s=total,
+            samples_per_s_whole_run=20 * batch / (total - 3),
+            wall_time={"compile": 0.0},
             avg_cpu_util_pct=87.5,
-        )  # fmt: skip
+        )
         line("event", 20, event="finished")
     (path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
 
 
 def build_scaling(
-    path: Path, scaling: Scaling, cells: Sequence[Assignment], step: Step, *, probe: Step | None = None, settings: Sequence[str] = (),
-    rates: Mapping[str, Any] | None = None, waiting: Sequence[int] = (), failed: Sequence[int] = (), **rest: Any,
-) -> Study:  # fmt: skip
+    path: Path,
+    scaling: Scaling,
+    cells: Sequence[Assignment],
+    step: Step,
+    *,
+    probe: Step | None = None,
+    settings: Sequence[str] = (),
+    rates: Mapping[str, Any] | None = None,
+    waiting: Sequence[int] = (),
+    failed: Sequence[int] = (),
+    **rest: Any,
+) -> Study:
     """A study whose cells take the times that `step` gives for what they set; by number some wait, some failed."""
     base = Recipe.load("quickstart", [*SETTINGS, *settings])
     base, listed = base.replace(**base.flat()), []
@@ -101,7 +155,9 @@ def build_scaling(
         if probe and world > 1:
             for rank in range(world):
                 place = path / "probes" / Path(cell.directory).name / str(rank)
-                alone = cell.recipe.replace({"train.global_batch": cell.recipe.train.global_batch // world})
+                alone = cell.recipe.replace(
+                    {"train.global_batch": cell.recipe.train.global_batch // world}
+                )
                 write_run(place, alone, 1, dict(probe(cell.assignment)), slow_start=3.0)
             # the windows up to step 10 begin before all ranks of the probe are running
             together = timestamp(Run(place).lines("train")[0]) + 0.001
@@ -115,12 +171,17 @@ def build_scaling(
 def worlds(*ranks, repeats=1, **settings):
     each = [(n, r) for r in range(1, repeats + 1) for n in ranks]
     cells = [{WORLD: n, REPEAT: r} | {k: v(n) for k, v in settings.items()} for n, r in each]
-    return [{k.replace("__", "."): v for k, v in one.items() if repeats > 1 or k != REPEAT} for one in cells]
+    return [
+        {k.replace("__", "."): v for k, v in one.items() if repeats > 1 or k != REPEAT}
+        for one in cells
+    ]
 
 
 def phases(step, data=1.0):
     shares = {"forward": 0.3, "backward": 0.5, "optimizer": 0.1}
-    return {"step_ms": step, "data_ms": data} | {f"{name}_ms": share * step for name, share in shares.items()}
+    return {"step_ms": step, "data_ms": data} | {
+        f"{name}_ms": share * step for name, share in shares.items()
+    }
 
 
 def rates(*keys, tflops=0.1, busbw=(0.1, 1.0)):
@@ -130,4 +191,6 @@ def rates(*keys, tflops=0.1, busbw=(0.1, 1.0)):
         for s, b in sizes
         for name in ("all_reduce", "all_gather", "reduce_scatter")
     ]
-    return {key: {"cores": 8, "matrix_tflops": {"float32": tflops}, "collectives": sent} for key in keys}
+    return {
+        key: {"cores": 8, "matrix_tflops": {"float32": tflops}, "collectives": sent} for key in keys
+    }

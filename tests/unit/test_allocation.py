@@ -21,16 +21,23 @@ from windlass.launch.allocation import (
 )
 from windlass.variables import expand_counts, expand_hosts
 
-SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
+SLURM = {
+    "SLURM_JOB_ID": "9",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_NTASKS": "8",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+}
 
 
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("a,b-1,c", ["a", "b-1", "c"]), ("n[08-10,12],gpu07", ["n08", "n09", "n10", "n12", "gpu07"]),
-        ("r[1-2]n[01-02]x", ["r1n01x", "r1n02x", "r2n01x", "r2n02x"]), ("h[9-10].site.org", ["h9.site.org", "h10.site.org"]),
+        ("a,b-1,c", ["a", "b-1", "c"]),
+        ("n[08-10,12],gpu07", ["n08", "n09", "n10", "n12", "gpu07"]),
+        ("r[1-2]n[01-02]x", ["r1n01x", "r1n02x", "r2n01x", "r2n02x"]),
+        ("h[9-10].site.org", ["h9.site.org", "h10.site.org"]),
     ],
-)  # fmt: skip
+)
 def test_slurms_short_host_lists(text, hosts):
     assert expand_hosts(text) == hosts
 
@@ -50,12 +57,19 @@ def pbs(tmp_path):
 def test_allocations(pbs, tmp_path):
     """A host without a stated number of tasks has a rank for each GPU."""
     found = read_allocation(SLURM, 0)
-    assert (found.scheduler, found.job, found.hosts, found.per_host) == ("slurm", "9", ("n1", "n2"), (4, 4))
+    assert (found.scheduler, found.job, found.hosts, found.per_host) == (
+        "slurm",
+        "9",
+        ("n1", "n2"),
+        (4, 4),
+    )
     shell = {key: value for key, value in SLURM.items() if "TASKS" not in key}
     assert [read_allocation(shell, gpus).per_host for gpus in (0, 4)] == [(1, 1), (4, 4)]
     uneven = read_allocation(SLURM | {"SLURM_NTASKS": "5", "SLURM_TASKS_PER_NODE": "4,1"}, 0)
     assert uneven.per_host == (4, 1) and uneven.ranks == 5
-    assert read_allocation(pbs, 0) == Allocation("pbs", "7.server", ("x1", "x2"), (2, 2), pbs["PBS_NODEFILE"])
+    assert read_allocation(pbs, 0) == Allocation(
+        "pbs", "7.server", ("x1", "x2"), (2, 2), pbs["PBS_NODEFILE"]
+    )
     assert read_allocation({}, 3).ranks == 3
     with refused("SLURM_JOB_NODELIST"):
         read_allocation({"SLURM_JOB_ID": "9"}, 0)
@@ -69,14 +83,21 @@ def test_allocations(pbs, tmp_path):
 @pytest.mark.parametrize(
     ("flavor", "words"),
     [
-        ("pals", "mpiexec -n 8 -ppn 4 --hostfile F x"), ("mpich", "mpiexec -n 8 -ppn 4 --hostfile F x"),
-        ("openmpi", "mpiexec -n 8 --bind-to none --map-by ppr:4:node -x NCCL_DEBUG -x PATH --hostfile F x"),
+        ("pals", "mpiexec -n 8 -ppn 4 --hostfile F x"),
+        ("mpich", "mpiexec -n 8 -ppn 4 --hostfile F x"),
+        (
+            "openmpi",
+            "mpiexec -n 8 --bind-to none --map-by ppr:4:node -x NCCL_DEBUG -x PATH --hostfile F x",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mpiexec(flavor, words):
     """Open MPI alone passes no variables on to other hosts."""
     environ = {"PATH": "/bin", "NCCL_DEBUG": "WARN", "HOME": "/root", "PBS_JOBID": "7"}
-    assert launch_command(Allocation("pbs", "7", ("a", "b"), (4, 4), "F"), ["x"], flavor, environ) == words.split()
+    assert (
+        launch_command(Allocation("pbs", "7", ("a", "b"), (4, 4), "F"), ["x"], flavor, environ)
+        == words.split()
+    )
     uneven = launch_command(Allocation("pbs", "7", ("a", "b"), (4, 1), "F"), ["x"], flavor)
     assert [word for word in uneven if word not in ("--bind-to", "none")] == [
         "mpiexec",
@@ -97,22 +118,35 @@ def test_a_free_port_where_rank_0_is():
 
 def test_srun():
     words = launch_command(read_allocation(SLURM, 0), ["x", "-y"])
-    assert words[:5] == ["srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--kill-on-bad-exit=0"] and words[
-        -2:
-    ] == ["x", "-y"]
+    assert words[:5] == [
+        "srun",
+        "--nodes=2",
+        "--ntasks=8",
+        "--ntasks-per-node=4",
+        "--kill-on-bad-exit=0",
+    ] and words[-2:] == ["x", "-y"]
 
 
 def test_another_launcher():
     """torchrun on each host, with all cores of its ranks; mpiexec under SLURM, which it asks for the hosts."""
-    environ = {"SLURM_CPUS_PER_TASK": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "4711", "PATH": "/bin"}
+    environ = {
+        "SLURM_CPUS_PER_TASK": "3",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "4711",
+        "PATH": "/bin",
+    }
     words = launch_command(read_allocation(SLURM, 0), ["x"], environ=environ, launcher="torchrun")
     assert {"srun", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=12"} <= set(words)
-    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:4711"} <= set(words) and words[-2:] == [
-        "--no-python",
-        "x",
-    ]
-    words = launch_command(Allocation("pbs", "7", ("a", "b"), (4, 4), "F"), ["x"], launcher="torchrun")
-    assert words[:7] == ["mpiexec", "-n", "2", "-ppn", "1", "--hostfile", "F"] and "--rdzv-endpoint=a:29400" in words
+    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:4711"} <= set(words) and words[
+        -2:
+    ] == ["--no-python", "x"]
+    words = launch_command(
+        Allocation("pbs", "7", ("a", "b"), (4, 4), "F"), ["x"], launcher="torchrun"
+    )
+    assert (
+        words[:7] == ["mpiexec", "-n", "2", "-ppn", "1", "--hostfile", "F"]
+        and "--rdzv-endpoint=a:29400" in words
+    )
     assert launch_command(read_allocation(SLURM, 0), ["x"], launcher="mpiexec") == [
         "mpiexec",
         "-n",
@@ -167,7 +201,16 @@ def test_print_needs_no_mpiexec(pbs, tmp_path):
     words = ("launch", "-n", "4", "--launcher", "mpiexec")
     environ = pbs | {"PATH": str(tmp_path)}
     done = windlass(*words, "--print", "--", "train.py", env=environ)
-    assert done.stdout.split() == ["mpiexec", "-n", "4", "-ppn", "2", "--hostfile", pbs["PBS_NODEFILE"], "train.py"]
+    assert done.stdout.split() == [
+        "mpiexec",
+        "-n",
+        "4",
+        "-ppn",
+        "2",
+        "--hostfile",
+        pbs["PBS_NODEFILE"],
+        "train.py",
+    ]
     assert "mpiexec" in windlass(*words, "--", "train.py", env=environ, code=2).stderr
 
 
@@ -212,5 +255,6 @@ def test_the_printed_variables_are_shell(tmp_path, monkeypatch, pbs):
         monkeypatch.delenv(name)
     script = f'eval "$({" ".join(command)})"; echo "$PBS_JOBID $PBS_QUEUE"'
     assert (
-        subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout == "7.server a 'b'\n"
+        subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout
+        == "7.server a 'b'\n"
     )

@@ -23,10 +23,24 @@ from windlass.training.callbacks import Evaluated, Saved, Step
 
 
 def test_every_verb_is_a_documented_function() -> None:
-    for name in ["train", "plan", "prepare", "evaluate", "sample", "sweep", "report", "export", "track", "verify"]:
+    for name in [
+        "train",
+        "plan",
+        "prepare",
+        "evaluate",
+        "sample",
+        "sweep",
+        "report",
+        "export",
+        "track",
+        "verify",
+    ]:
         function = getattr(windlass, name)
         assert inspect.isfunction(function) and function.__doc__, name
-        assert inspect.signature(function).return_annotation not in (inspect.Signature.empty, "None"), name
+        assert inspect.signature(function).return_annotation not in (
+            inspect.Signature.empty,
+            "None",
+        ), name
     assert {"Run", "Recipe", "Study"} < set(dir(windlass))
     with pytest.raises(AttributeError, match="trane"):
         _ = windlass.trane
@@ -45,18 +59,31 @@ def test_importing_it_imports_no_torch_and_no_submodule_shadows_a_function() -> 
 @pytest.mark.parametrize(("given", "used"), [("", ":4096:8"), (":16:8", ":16:8")])
 def test_importing_it_sets_what_cublas_reads_at_its_first_product(given: str, used: str) -> None:
     """Deterministic training needs it, whatever the process computes before it trains."""
-    environ = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    environ = {
+        name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"
+    }
     code = "import os, sys, windlass; print(os.environ['CUBLAS_WORKSPACE_CONFIG'], 'torch' in sys.modules)"
     env = environ | ({"CUBLAS_WORKSPACE_CONFIG": given} if given else {})
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code],
+        env=env,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.stdout.split() == [used, "False"]
 
 
-def test_a_run_from_preparation_to_export(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_from_preparation_to_export(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    architecture = {"model__position": "learned", "model__norm": "layernorm", "model__activation": "gelu_tanh"}
+    architecture = {
+        "model__position": "learned",
+        "model__norm": "layernorm",
+        "model__activation": "gelu_tanh",
+    }
     biases = {"model__attn_bias": True, "model__ff_bias": True, "model__qk_norm": False}
     recipe = tiny_recipe(corpus, tmp_path / "run", eval__every=6, **architecture, **biases)
     prepared = windlass.prepare(recipe)
@@ -64,7 +91,9 @@ def test_a_run_from_preparation_to_export(tmp_path: Path, corpus: Path, monkeypa
     run = windlass.train(recipe)
     assert [step for step, *_ in curve(run)] == list(range(1, 13))
     measured = windlass.evaluate(run, ["loss"])
-    assert measured.results["loss"]["loss"] == pytest.approx(run.lines("eval")[-1]["loss"], rel=1e-5)
+    assert measured.results["loss"]["loss"] == pytest.approx(
+        run.lines("eval")[-1]["loss"], rel=1e-5
+    )
     pieces = list(windlass.sample(run, "the ", n=2, device="cpu", max_tokens=4))
     assert {number for number, _ in pieces} == {0, 1}
     assert windlass.report(run).page.read_text().startswith("<!doctype html>")
@@ -77,10 +106,20 @@ def test_a_recipe_takes_settings_as_a_dictionary(tmp_path: Path) -> None:
     typed = Recipe.load("quickstart", ["train.steps=5", "optim.lr=0.5", "data.source=a.txt"])
     changes = {"train.steps": np.int64(5), "optim": {"lr": 0.5}, "data.source": Path("a.txt")}
     assert Recipe.load("quickstart", changes) == typed
-    assert Recipe.load("quickstart").replace(changes) == Recipe.load("quickstart").replace(**changes) == typed
-    assert Recipe.from_dict({"extends": "quickstart", **changes}) == Recipe.from_dict(typed.flat()) == typed
     assert (
-        repr(typed) == str(typed) == "Recipe(quickstart: data.source=a.txt, train.steps=5, optim.lr=0.5, eval.prompt=)"
+        Recipe.load("quickstart").replace(changes)
+        == Recipe.load("quickstart").replace(**changes)
+        == typed
+    )
+    assert (
+        Recipe.from_dict({"extends": "quickstart", **changes})
+        == Recipe.from_dict(typed.flat())
+        == typed
+    )
+    assert (
+        repr(typed)
+        == str(typed)
+        == "Recipe(quickstart: data.source=a.txt, train.steps=5, optim.lr=0.5, eval.prompt=)"
     )
     assert repr(Recipe.load("quickstart")) == "Recipe(quickstart)"
     with refused("train.stepz", "train.steps?"):
@@ -100,14 +139,31 @@ def test_a_verb_takes_a_name_or_a_path_for_a_recipe(tmp_path: Path) -> None:
     ("message", "api", "typed"),
     [
         (f"{argument('fresh')} renames it", "fresh=True renames it", "--fresh renames it"),
-        (f"{argument('extend_to', 400)}, {argument('stop_at', 'STEP')}", "extend_to=400, stop_at=STEP", "--extend-to 400, --stop-at STEP"),
-        (f"{argument('suites', ['loss', 'squad'])}!", "suites=['loss', 'squad']!", "--suite loss,squad!"),
-        (f"{argument('past', 'RUN')} {argument('path', 'DIR')}", "past=RUN path=DIR", "--from RUN --dir DIR"),
+        (
+            f"{argument('extend_to', 400)}, {argument('stop_at', 'STEP')}",
+            "extend_to=400, stop_at=STEP",
+            "--extend-to 400, --stop-at STEP",
+        ),
+        (
+            f"{argument('suites', ['loss', 'squad'])}!",
+            "suites=['loss', 'squad']!",
+            "--suite loss,squad!",
+        ),
+        (
+            f"{argument('past', 'RUN')} {argument('path', 'DIR')}",
+            "past=RUN path=DIR",
+            "--from RUN --dir DIR",
+        ),
         (f"({argument('memory_bytes', 'GB*1e9')})", "(memory_bytes=GB*1e9)", "(--memory GB)"),
-        ("path=x, data.path=x, only=3 and fresh=True", *["path=x, data.path=x, only=3 and fresh=True"] * 2),  # a user's own
+        (
+            "path=x, data.path=x, only=3 and fresh=True",
+            *["path=x, data.path=x, only=3 and fresh=True"] * 2,
+        ),  # a user's own
     ],
-)  # fmt: skip
-def test_the_command_line_says_an_argument_as_its_option(message: str, api: str, typed: str) -> None:
+)
+def test_the_command_line_says_an_argument_as_its_option(
+    message: str, api: str, typed: str
+) -> None:
     for kind in (UserError, RunFailed, Stopped):
         assert (str(kind(message)), as_typed(kind(message).text)) == (api, typed)
 
@@ -116,9 +172,17 @@ def test_no_error_of_the_api_speaks_of_the_command_line() -> None:
     """Neither in what is raised nor in what it is put together of; `cli` and `launch` are the command line."""
     source = Path(windlass.__file__).parent
     for path in source.rglob("*.py"):
-        if path.parent.name not in ("cli", "launch") and path.name != "sweep.py":  # it submits the command itself
-            raised = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
-            text = " ".join(str(n.value) for r in raised for n in ast.walk(r) if isinstance(n, ast.Constant))
+        if (
+            path.parent.name not in ("cli", "launch") and path.name != "sweep.py"
+        ):  # it submits the command itself
+            raised = [
+                node
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Raise)
+            ]
+            text = " ".join(
+                str(n.value) for r in raised for n in ast.walk(r) if isinstance(n, ast.Constant)
+            )
             assert not re.search(r"--[a-z]{2}|windlass (?!init)[a-z]+ ", text), path
 
 
@@ -127,17 +191,28 @@ def test_a_run_as_a_data_frame_and_in_one_line(tmp_path: Path) -> None:
     run.path.mkdir()
     assert repr(run) == f"Run({run.path}: new)"
     write_ledger(
-        run, {"kind": "event", "event": "started", "steps": 9}, {"kind": "eval", "suite": "loss", "loss": 5.5},
-        {"kind": "train", "step": 3, "loss": 4.5, "lr": 0.1}, {"kind": "train", "step": 6, "loss": "NaN", "lr": 0.2},
-        {"kind": "eval", "step": 6, "suite": "loss", "loss": 4.0}, {"kind": "eval", "step": 6, "suite": "squad", "f1": 80},
+        run,
+        {"kind": "event", "event": "started", "steps": 9},
+        {"kind": "eval", "suite": "loss", "loss": 5.5},
+        {"kind": "train", "step": 3, "loss": 4.5, "lr": 0.1},
+        {"kind": "train", "step": 6, "loss": "NaN", "lr": 0.2},
+        {"kind": "eval", "step": 6, "suite": "loss", "loss": 4.0},
+        {"kind": "eval", "step": 6, "suite": "squad", "f1": 80},
         {"kind": "log", "step": 3, "log.loss": 7.0, "log.world": 5.0},
         {"kind": "event", "event": "stopped", "step": 6},
-    )  # fmt: skip
+    )
     frame = run.to_pandas()
-    assert list(frame.columns) == ["loss", "lr", "log.loss", "log.world", "eval_loss", "squad.f1"] and list(
-        frame.index
-    ) == [0, 3, 6]
-    assert frame["loss"].isna().tolist() == [True, False, True] and frame["eval_loss"].dropna().tolist() == [5.5, 4.0]
+    assert list(frame.columns) == [
+        "loss",
+        "lr",
+        "log.loss",
+        "log.world",
+        "eval_loss",
+        "squad.f1",
+    ] and list(frame.index) == [0, 3, 6]
+    assert frame["loss"].isna().tolist() == [True, False, True] and frame[
+        "eval_loss"
+    ].dropna().tolist() == [5.5, 4.0]
     assert frame["log.loss"].dropna().tolist() == [7.0]
     assert run.to_pandas("eval").loc[6, "suite"].tolist() == ["loss", "squad"]
     assert len(run.to_pandas("sample")) == 0
@@ -157,8 +232,14 @@ def test_a_plan_is_shown_as_the_verb_prints_it(capsys: pytest.CaptureFixture[str
 def test_a_callbacks_object_has_what_the_docs_say() -> None:
     page = Path(__file__).parents[2] / "docs" / "train.md"
     [sentences] = re.findall(
-        r"`on_step`[^\n]*`on_eval` .*?wait", page.read_text(encoding="utf-8").split("## From Python")[1], re.S
+        r"`on_step`[^\n]*`on_eval` .*?wait",
+        page.read_text(encoding="utf-8").split("## From Python")[1],
+        re.S,
     )
     names = {name for name in re.findall(r"`(\w+)`", sentences) if not name.startswith("on_")}
-    there = {name for kind in (Step, Evaluated, Saved) for name in [*kind.__dataclass_fields__, *vars(kind)]}
+    there = {
+        name
+        for kind in (Step, Evaluated, Saved)
+        for name in [*kind.__dataclass_fields__, *vars(kind)]
+    }
     assert {"loss", "results", "path"} <= names <= there

@@ -16,7 +16,15 @@ from helpers import refused, wait_for, windlass, write_ledger
 from windlass.errors import RunFailed
 from windlass.fileio import read_json
 from windlass.launch.batch import INDEX, Job, Site, render
-from windlass.launch.submit import Resources, cancel, find_scheduler, make_job, queued, read_site, submit_run
+from windlass.launch.submit import (
+    Resources,
+    cancel,
+    find_scheduler,
+    make_job,
+    queued,
+    read_site,
+    submit_run,
+)
 from windlass.model.size import checkpoint_bytes
 from windlass.recipe import Recipe
 from windlass.study.scale import create_study
@@ -25,9 +33,16 @@ from windlass.study.submit import submit_scaling, submit_study
 from windlass.training.start import resolve_start
 
 SITE = Site(
-    partition="gpu", account="lab", constraint="a100", mail="me@site.org", modules=["cuda/12.6"], time="01:00:00",
-    environment={"NCCL_IB_HCA": "mlx5 0"}, cpus_per_rank=8, directives=["--exclusive", "--job-name=mine"],
-)  # fmt: skip
+    partition="gpu",
+    account="lab",
+    constraint="a100",
+    mail="me@site.org",
+    modules=["cuda/12.6"],
+    time="01:00:00",
+    environment={"NCCL_IB_HCA": "mlx5 0"},
+    cpus_per_rank=8,
+    directives=["--exclusive", "--job-name=mine"],
+)
 
 
 def job_of(folder: Path, *command: str, **more) -> Job:
@@ -39,15 +54,36 @@ def header(script: str) -> list[str]:
 
 
 def test_the_header_for_slurm(tmp_path):
-    job = job_of(tmp_path, "train", nodes=2, ranks_per_node=4, gpus_per_node=4, memory_gb=40, array=[0, 2])
+    job = job_of(
+        tmp_path, "train", nodes=2, ranks_per_node=4, gpus_per_node=4, memory_gb=40, array=[0, 2]
+    )
     script = render(job, SITE, "slurm")
-    assert header(script) == [f"#SBATCH {x}" for x in (
-        "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=8", "--array=0,2", "--gpus-per-node=4", "--mem=40G", "--time=01:00:00",
-        "--partition=gpu", "--account=lab", "--constraint=a100", "--mail-user=me@site.org", "--mail-type=END,FAIL",
-        f"--output={tmp_path}/logs/%x_%A_%a.out", "--open-mode=append", "--requeue", "--signal=B:USR1@120",
-        "--exclusive", "--job-name=mine",
-    )]  # fmt: skip
-    assert {"module load cuda/12.6 || exit 1", "export NCCL_IB_HCA='mlx5 0'"} <= set(script.splitlines())
+    assert header(script) == [
+        f"#SBATCH {x}"
+        for x in (
+            "--nodes=2",
+            "--ntasks-per-node=4",
+            "--cpus-per-task=8",
+            "--array=0,2",
+            "--gpus-per-node=4",
+            "--mem=40G",
+            "--time=01:00:00",
+            "--partition=gpu",
+            "--account=lab",
+            "--constraint=a100",
+            "--mail-user=me@site.org",
+            "--mail-type=END,FAIL",
+            f"--output={tmp_path}/logs/%x_%A_%a.out",
+            "--open-mode=append",
+            "--requeue",
+            "--signal=B:USR1@120",
+            "--exclusive",
+            "--job-name=mine",
+        )
+    ]
+    assert {"module load cuda/12.6 || exit 1", "export NCCL_IB_HCA='mlx5 0'"} <= set(
+        script.splitlines()
+    )
 
 
 def test_the_header_for_pbs(tmp_path):
@@ -55,18 +91,42 @@ def test_the_header_for_pbs(tmp_path):
     site = SITE.model_copy(update={"directives": [], "constraint": "system=polaris"})
     many, one, none = (
         render(
-            job_of(tmp_path, "train", INDEX, nodes=2, ranks_per_node=4, gpus_per_node=4, memory_gb=40, array=array),
+            job_of(
+                tmp_path,
+                "train",
+                INDEX,
+                nodes=2,
+                ranks_per_node=4,
+                gpus_per_node=4,
+                memory_gb=40,
+                array=array,
+            ),
             site,
             "pbs",
         )
         for array in ([0, 2, 3], [3], [])
     )
-    assert header(none) == [f"#PBS {x}" for x in (
-        "-N run", "-l select=2:ncpus=32:ngpus=4:mem=40gb:mpiprocs=4:system=polaris", "-l place=scatter", "-l walltime=01:00:00", "-q gpu", "-A lab",
-        "-M me@site.org", "-m ae", "-r y", "-j oe", f"-o {tmp_path}/logs/",
-    )]  # fmt: skip
+    assert header(none) == [
+        f"#PBS {x}"
+        for x in (
+            "-N run",
+            "-l select=2:ncpus=32:ngpus=4:mem=40gb:mpiprocs=4:system=polaris",
+            "-l place=scatter",
+            "-l walltime=01:00:00",
+            "-q gpu",
+            "-A lab",
+            "-M me@site.org",
+            "-m ae",
+            "-r y",
+            "-j oe",
+            f"-o {tmp_path}/logs/",
+        )
+    ]
     assert set(header(many)) - set(header(none)) == {"#PBS -J 0-3"} and header(one) == header(none)
-    assert 'case "$task" in 1) exit 0' in many and "task=${WINDLASS_TASK:-${PBS_ARRAY_INDEX:-3}}" in one.splitlines()
+    assert (
+        'case "$task" in 1) exit 0' in many
+        and "task=${WINDLASS_TASK:-${PBS_ARRAY_INDEX:-3}}" in one.splitlines()
+    )
 
 
 def test_the_launcher_of_the_site_and_the_limit_of_an_array(tmp_path):
@@ -84,8 +144,12 @@ def test_cores_and_memory_that_a_site_leaves_open(tmp_path):
     """Four cores for a rank with a GPU, one without; and a site's own way of asking for memory replaces ours."""
     gpu = job_of(tmp_path, "x", ranks_per_node=2, gpus_per_node=2, memory_gb=20)
     cpu = header(render(job_of(tmp_path, "x", ranks_per_node=2), Site(), "slurm"))
-    assert {"#SBATCH --cpus-per-task=4", "#SBATCH --mem=20G"} <= set(header(render(gpu, Site(), "slurm")))
-    assert "#PBS -l select=1:ncpus=8:ngpus=2:mem=20gb:mpiprocs=2" in header(render(gpu, Site(), "pbs"))
+    assert {"#SBATCH --cpus-per-task=4", "#SBATCH --mem=20G"} <= set(
+        header(render(gpu, Site(), "slurm"))
+    )
+    assert "#PBS -l select=1:ncpus=8:ngpus=2:mem=20gb:mpiprocs=2" in header(
+        render(gpu, Site(), "pbs")
+    )
     assert "#SBATCH --cpus-per-task=1" in cpu and not any("--mem" in line for line in cpu)
     own = header(render(gpu, Site(directives=["--mem-per-cpu=3G"]), "slurm"))
     assert [line for line in own if "--mem" in line] == ["#SBATCH --mem-per-cpu=3G"]
@@ -117,7 +181,9 @@ def run_script(tmp_path, monkeypatch):
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "qsub").write_text(QSUB.replace("QUEUED", f"{tmp_path}/queued"))
-    (tools / "qrerun").write_text(f'#!/bin/sh\n[ -e {tmp_path}/operator ] && echo "rerun $@" >>{tmp_path}/queued\n')
+    (tools / "qrerun").write_text(
+        f'#!/bin/sh\n[ -e {tmp_path}/operator ] && echo "rerun $@" >>{tmp_path}/queued\n'
+    )
     for tool in tools.iterdir():
         tool.chmod(0o755)
     (tmp_path / "logs").mkdir()
@@ -127,7 +193,10 @@ def run_script(tmp_path, monkeypatch):
         job.script.write_text(render(job, Site(), "pbs"))
         environ = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "PBS_JOBID": "7.server"}
         if len(job.array) > 1:
-            environ |= {"PBS_JOBID": f"7[{job.array[-1]}].server", "PBS_ARRAY_INDEX": str(job.array[-1])}
+            environ |= {
+                "PBS_JOBID": f"7[{job.array[-1]}].server",
+                "PBS_ARRAY_INDEX": str(job.array[-1]),
+            }
         return subprocess.Popen(["bash", str(job.script)], env=environ, start_new_session=True)
 
     return start
@@ -136,7 +205,9 @@ def run_script(tmp_path, monkeypatch):
 SAVES = "trap 'sleep 0.3; exit 75' TERM; touch up; while :; do sleep 0.05; done"
 
 
-@pytest.mark.parametrize(("number", "queued"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0), (signal.SIGUSR2, 0)])
+@pytest.mark.parametrize(
+    ("number", "queued"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0), (signal.SIGUSR2, 0)]
+)
 def test_only_the_time_limit_puts_a_stopped_job_back(run_script, tmp_path, number, queued):
     process = run_script(SAVES)
     wait_for((tmp_path / "up").exists, 20)
@@ -153,7 +224,11 @@ def test_a_cancel_on_pbs_reaches_every_process_and_kills_none(run_script, tmp_pa
     process = run_script(SAVES.replace("exit 75", "touch saved; exit 75"))
     wait_for((tmp_path / "up").exists, 20)
     os.killpg(process.pid, signal.SIGUSR2)
-    assert process.wait(20) == 75 and (tmp_path / "saved").exists() and not (tmp_path / "queued").exists()
+    assert (
+        process.wait(20) == 75
+        and (tmp_path / "saved").exists()
+        and not (tmp_path / "queued").exists()
+    )
 
 
 def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
@@ -168,7 +243,10 @@ def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
     assert 0 < datetime.strptime(words[1], "%Y%m%d%H%M.%S").timestamp() - time.time() < 120
     assert not [line for line in script if line.startswith("#PBS -J")]
     assert read_json(tmp_path / "logs" / "job-3.json") == {"scheduler": "pbs", "job": "8.server"}
-    assert not (tmp_path / "logs" / "job.json").exists() and (tmp_path / "logs" / "run_7[3].out").exists()
+    assert (
+        not (tmp_path / "logs" / "job.json").exists()
+        and (tmp_path / "logs" / "run_7[3].out").exists()
+    )
 
 
 def test_the_limit_is_seen_by_the_script_itself(run_script, tmp_path):
@@ -181,7 +259,9 @@ def test_the_limit_is_seen_by_the_script_itself(run_script, tmp_path):
 @pytest.mark.parametrize("code", [0, 1, 2, 75])
 def test_any_other_end_is_an_end(run_script, tmp_path, code):
     assert run_script(f"exit {code}").wait(20) == code
-    assert not (tmp_path / "queued").exists() and (tmp_path / "logs" / ".exit").read_text().strip() == str(code)
+    assert not (tmp_path / "queued").exists() and (
+        tmp_path / "logs" / ".exit"
+    ).read_text().strip() == str(code)
 
 
 @pytest.mark.parametrize("operator", [False, True])
@@ -196,12 +276,20 @@ def test_a_lost_host_starts_the_job_again_so_often(run_script, tmp_path, operato
             (times, 0) if operator else (0, times)
         )
         followed = {} if operator else {"scheduler": "pbs", "job": "8.server"}
-        assert read_json(tmp_path / "logs" / "job.json") == followed, "--watch and --cancel find the job that follows"
-    assert run_script("exit 69", max_restarts=2).wait(20) == 69, "the count began anew after the job had ended"
-    process = run_script("trap 'exit 69' TERM; touch up; while :; do sleep 0.05; done", max_restarts=9)
+        assert read_json(tmp_path / "logs" / "job.json") == followed, (
+            "--watch and --cancel find the job that follows"
+        )
+    assert run_script("exit 69", max_restarts=2).wait(20) == 69, (
+        "the count began anew after the job had ended"
+    )
+    process = run_script(
+        "trap 'exit 69' TERM; touch up; while :; do sleep 0.05; done", max_restarts=9
+    )
     wait_for((tmp_path / "up").exists, 20)
     process.terminate()
-    assert process.wait(20) == 69 and (tmp_path / "queued").read_text().count("7.server") == 3, "ended by a person"
+    assert process.wait(20) == 69 and (tmp_path / "queued").read_text().count("7.server") == 3, (
+        "ended by a person"
+    )
 
 
 @pytest.fixture
@@ -211,17 +299,24 @@ def slurm_script(tmp_path):
     def start(body: str, requeues: bool, out: str = "", others: bool = True) -> subprocess.Popen:
         tools, job = tmp_path / "tools", job_of(tmp_path, "bash", "-c", body, array=[4])
         ends = {
-            "scontrol": f"exit {0 if requeues else 1}", "squeue": f"echo {out}",
+            "scontrol": f"exit {0 if requeues else 1}",
+            "squeue": f"echo {out}",
             "sbatch": f'[ "$1" != --test-only ] || exit {0 if others else 1}',
-        }  # fmt: skip
+        }
         for name, end in ends.items():
             tools.mkdir(exist_ok=True)
             (tools / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{tmp_path}/queued\n{end}\n')
             (tools / name).chmod(0o755)
         job.logs.mkdir()
         job.script.write_text(render(job, Site(), "slurm"))
-        environ = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "4"}
-        return subprocess.Popen(["bash", str(job.script)], env=os.environ | environ, start_new_session=True)
+        environ = {
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "9",
+            "SLURM_ARRAY_TASK_ID": "4",
+        }
+        return subprocess.Popen(
+            ["bash", str(job.script)], env=os.environ | environ, start_new_session=True
+        )
 
     return start
 
@@ -244,11 +339,20 @@ def test_slurm_without_requeueing_gets_a_dependent_job(slurm_script, tmp_path, r
 
 @pytest.mark.parametrize("requeues", [True, False])
 @pytest.mark.parametrize(("others", "left_out"), [(True, "x1,x7"), (False, "x1")])
-def test_a_lost_host_is_left_out_where_others_are_left(slurm_script, tmp_path, requeues, others, left_out):
+def test_a_lost_host_is_left_out_where_others_are_left(
+    slurm_script, tmp_path, requeues, others, left_out
+):
     """Beside those that were left out before; `windlass launch` names it in a file."""
-    assert slurm_script('printf x7 >"$WINDLASS_LOST_HOSTS"; exit 69', requeues, "x1", others).wait(20) == 69
+    assert (
+        slurm_script('printf x7 >"$WINDLASS_LOST_HOSTS"; exit 69', requeues, "x1", others).wait(20)
+        == 69
+    )
     how = f"scontrol update JobId=9 ExcNodeList={left_out}"
-    how = how if requeues else f"sbatch --parsable --dependency=afterany:9 --exclude={left_out} --array=4"
+    how = (
+        how
+        if requeues
+        else f"sbatch --parsable --dependency=afterany:9 --exclude={left_out} --array=4"
+    )
     assert asked_of_slurm(tmp_path) == ["scontrol requeue 9", how]
     assert "--test-only --exclude=x1,x7 --array=4" in (tmp_path / "queued").read_text()
     assert [path.name for path in (tmp_path / "logs").glob(".open*")] == [".open-4"]
@@ -257,7 +361,9 @@ def test_a_lost_host_is_left_out_where_others_are_left(slurm_script, tmp_path, r
 @pytest.mark.parametrize(("code", "done"), [(0, True), (1, True), (69, False), (75, False)])
 def test_commands_at_the_end_change_nothing(run_script, tmp_path, code, done):
     """As the synchronisation of offline trackers; not before the run has ended."""
-    assert run_script(f"exit {code}", after=[["bash", "-c", "touch after; exit 3"]]).wait(20) == code
+    assert (
+        run_script(f"exit {code}", after=[["bash", "-c", "touch after; exit 3"]]).wait(20) == code
+    )
     assert (tmp_path / "after").exists() == done
 
 
@@ -283,7 +389,12 @@ def test_a_check_that_fails_ends_the_job(run_script, tmp_path):
     assert run_script("touch trained", before=check).wait(20) == 46
     assert not (tmp_path / "trained").exists()
     log, rates = (tmp_path / "logs" / "run_7.out").read_text(), tmp_path / "logs" / "check_7.out"
-    assert "rates" in rates.read_text() and "rates" not in log and "TOO SLOW" in log and str(rates) in log
+    assert (
+        "rates" in rates.read_text()
+        and "rates" not in log
+        and "TOO SLOW" in log
+        and str(rates) in log
+    )
 
 
 def test_lost_hosts_restart_a_job_so_often(run_script, tmp_path):
@@ -304,13 +415,18 @@ def test_what_a_job_asks_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpu, site = Recipe.load("quickstart"), Site(gpus_per_node=4)
     script, job = submit_run(gpu, scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
-    assert {"#SBATCH --gpus-per-node=4", "#SBATCH --ntasks-per-node=4"} <= set(script.splitlines()) and not job
+    assert {"#SBATCH --gpus-per-node=4", "#SBATCH --ntasks-per-node=4"} <= set(
+        script.splitlines()
+    ) and not job
     cpu = Recipe.load("quickstart", ["parallel.device=cpu"])
     script, _ = submit_run(cpu, scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
     assert "gpu" not in script and "#SBATCH --ntasks-per-node=1" in script
     checked = Resources(2, min_busbw=5, max_size="64M")
     script, _ = submit_run(cpu, scheduler="slurm", site=site, asked=checked, dry_run=True)
-    check, train = (next(line for line in script.splitlines() if f" {verb} " in line) for verb in ("check", "train"))
+    check, train = (
+        next(line for line in script.splitlines() if f" {verb} " in line)
+        for verb in ("check", "train")
+    )
     recipe = train.partition(" train ")[2].removesuffix(" &")
     assert check.partition(" check ")[2].startswith(f"{recipe} --min-busbw 5 --max-size 64M >>")
     assert recipe.endswith("/submit.toml") and list(tmp_path.iterdir()) == []
@@ -351,11 +467,27 @@ def submitted(tmp_path, *words, code=0):
 def test_the_largest_message_of_a_check_is_given_with_the_bandwidth(tmp_path):
     """4 GiB are too much for some machines: `submit` and `scale` take the size and hand it on."""
     assert "--min-busbw" in submitted(tmp_path, "quickstart", "--max-size", "4M", code=2).stderr
-    assert "64M or 4G" in submitted(tmp_path, "quickstart", "--max-size", "4X", "--min-busbw", "1", code=2).stderr
+    assert (
+        "64M or 4G"
+        in submitted(tmp_path, "quickstart", "--max-size", "4X", "--min-busbw", "1", code=2).stderr
+    )
     done = submitted(tmp_path, "quickstart", "--max-size", "4M", "--min-busbw", "1", "--dry-run")
     assert "--min-busbw 1 --max-size 4M" in done.stdout
-    words = ["quickstart", "parallel.device=cpu", "--nodes", "2", "--min-busbw", "1", "--max-size", "4M", "--dry-run"]
-    assert "--min-busbw 1 --max-size 4M" in windlass("scale", *words, "--scheduler", "slurm", cwd=tmp_path).stdout
+    words = [
+        "quickstart",
+        "parallel.device=cpu",
+        "--nodes",
+        "2",
+        "--min-busbw",
+        "1",
+        "--max-size",
+        "4M",
+        "--dry-run",
+    ]
+    assert (
+        "--min-busbw 1 --max-size 4M"
+        in windlass("scale", *words, "--scheduler", "slurm", cwd=tmp_path).stdout
+    )
 
 
 def trained_recipe(script: str) -> Recipe:
@@ -376,7 +508,9 @@ def test_a_job_trains_the_recipe_as_it_was_when_it_was_submitted(tmp_path, monke
     assert recipe.run_dir == tmp_path / "run" and recipe.checkpoint.grace_seconds == 110
     for name in (".exit", ".open-run", "mine_7.out", "check_7.out", "7.server.OU", "job-0.json"):
         (tmp_path / "run" / name).touch()
-    assert not resolve_start(recipe).resuming, "what a job writes beside it does not keep a run from beginning"
+    assert not resolve_start(recipe).resuming, (
+        "what a job writes beside it does not keep a run from beginning"
+    )
     submitted(tmp_path, "mine.toml", "run.dir=run", "checkpoint.grace_seconds=60")
     recipe = trained_recipe((tmp_path / "run" / "submit.sh").read_text())
     assert (recipe.optim.lr, recipe.checkpoint.grace_seconds) == (0.9, 60)
@@ -397,7 +531,15 @@ def test_files_are_found_from_the_sites_scratch_directory(tmp_path, monkeypatch)
     (tmp_path / "book.txt").write_text("text")
     (tmp_path / "toks").mkdir()
     sources = 'data.source=["book.txt", "hf:name/set", "b*.txt"]'
-    words = ["quickstart", sources, "data.tokenizer=hf:toks", "data.dir=data", "run.dir=run", "--site", str(site)]
+    words = [
+        "quickstart",
+        sources,
+        "data.tokenizer=hf:toks",
+        "data.dir=data",
+        "run.dir=run",
+        "--site",
+        str(site),
+    ]
     submitted(tmp_path, *words)
     script = (scratch / "run" / "submit.sh").read_text()
     assert f"cd {scratch} || exit 1" in script
@@ -406,20 +548,40 @@ def test_files_are_found_from_the_sites_scratch_directory(tmp_path, monkeypatch)
     assert data.source == [f"{tmp_path}/book.txt", "hf:name/set", f"{tmp_path}/b*.txt"]
     assert (data.tokenizer, data.dir) == (f"hf:{tmp_path}/toks", "data")
     monkeypatch.chdir(tmp_path)
-    study = Study.create(Recipe.load("quickstart", ["data.source=book.txt"]), ["run.seed=1,2"], tmp_path / "study")
-    how = {"scheduler": "slurm", "site": Site(scratch=str(scratch), gpus_per_node=1), "dry_run": True}
-    assert f"cd {tmp_path} || exit 1" in submit_study(study.path, **how)[0], "its directory is where it is"
+    study = Study.create(
+        Recipe.load("quickstart", ["data.source=book.txt"]), ["run.seed=1,2"], tmp_path / "study"
+    )
+    how = {
+        "scheduler": "slurm",
+        "site": Site(scratch=str(scratch), gpus_per_node=1),
+        "dry_run": True,
+    }
+    assert f"cd {tmp_path} || exit 1" in submit_study(study.path, **how)[0], (
+        "its directory is where it is"
+    )
 
 
 def test_ranks_of_a_host_are_as_asked_inside_the_job_too(tmp_path, monkeypatch):
     """`--per-host 1` on hosts with 8 GPUs: the allocation alone would be read as one rank for each GPU."""
     monkeypatch.chdir(tmp_path)
-    how = {"scheduler": "slurm", "site": Site(), "asked": Resources(2, per_host=1, gpus_per_node=8), "dry_run": True}
+    how = {
+        "scheduler": "slurm",
+        "site": Site(),
+        "asked": Resources(2, per_host=1, gpus_per_node=8),
+        "dry_run": True,
+    }
     script, _ = submit_run(Recipe.load("quickstart"), **how)
     exported = dict(
-        line.removeprefix("export ").split("=", 1) for line in script.splitlines() if line.startswith("export ")
+        line.removeprefix("export ").split("=", 1)
+        for line in script.splitlines()
+        if line.startswith("export ")
     )
-    job = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    job = {
+        "SLURM_JOB_ID": "9",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_NTASKS": "2",
+        "SLURM_TASKS_PER_NODE": "1(x2)",
+    }
     job |= {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"} | exported
     printed = windlass("launch", "--print", "--", "train.py", cwd=tmp_path, env=job).stdout
     assert "--ntasks=2 --ntasks-per-node=1 " in printed
@@ -434,26 +596,40 @@ def test_a_job_trains_into_its_run_directory_whatever_the_path(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (Resources(), ["--gpus-per-node", "parallel.device=cpu"]), (Resources(time="4h", gpus_per_node=1), ["--time", "04:00:00"]),
+        (Resources(), ["--gpus-per-node", "parallel.device=cpu"]),
+        (Resources(time="4h", gpus_per_node=1), ["--time", "04:00:00"]),
         (Resources(gpus_per_node=3), ["global_batch"]),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(tmp_path, monkeypatch, asked, words):
     monkeypatch.chdir(tmp_path)
     with refused(*words):
-        submit_run(Recipe.load("quickstart"), scheduler="pbs", site=Site(), asked=asked, dry_run=True)
+        submit_run(
+            Recipe.load("quickstart"), scheduler="pbs", site=Site(), asked=asked, dry_run=True
+        )
     with refused("8", "4", "gpus_per_node"):
-        make_job("run", [], [Recipe.load("quickstart")], tmp_path, Site(gpus_per_node=4), Resources(gpus_per_node=8))
+        make_job(
+            "run",
+            [],
+            [Recipe.load("quickstart")],
+            tmp_path,
+            Site(gpus_per_node=4),
+            Resources(gpus_per_node=8),
+        )
 
 
 def test_the_site_file(tmp_path, monkeypatch):
     path = tmp_path / "site.toml"
     for text, words in (
-        ('queue = "x"', ["queue", "partition"]), ('time = "4h"', ["time", "HH:MM:SS"]), ("a =", ["site.toml"]),
-        ('environment = {WANDB_API_KEY = "x"}', ["WANDB_API_KEY", "netrc"]), ('scheduler = "lsf"', ["scheduler", "lsf"]),
-        ('launcher = "ssh"', ["launcher", "ssh", "mpiexec"]), ("modules = 'cuda'", ["modules", "list"]),
+        ('queue = "x"', ["queue", "partition"]),
+        ('time = "4h"', ["time", "HH:MM:SS"]),
+        ("a =", ["site.toml"]),
+        ('environment = {WANDB_API_KEY = "x"}', ["WANDB_API_KEY", "netrc"]),
+        ('scheduler = "lsf"', ["scheduler", "lsf"]),
+        ('launcher = "ssh"', ["launcher", "ssh", "mpiexec"]),
+        ("modules = 'cuda'", ["modules", "list"]),
         ("directives = ['#SBATCH -x a']", ["directives", "#SBATCH -x a"]),
-    ):  # fmt: skip
+    ):
         path.write_text(text)
         with refused(*words):
             read_site(path)
@@ -473,8 +649,14 @@ def test_the_site_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("state", "called"),
-    [("R", "qsig -s SIGUSR2 7.server"), ("S", "qsig -s SIGUSR2 7.server"), ("Q", "qdel 7.server"), ("H", "qdel 7.server"), ("", "")],
-)  # fmt: skip
+    [
+        ("R", "qsig -s SIGUSR2 7.server"),
+        ("S", "qsig -s SIGUSR2 7.server"),
+        ("Q", "qdel 7.server"),
+        ("H", "qdel 7.server"),
+        ("", ""),
+    ],
+)
 def test_cancel_on_pbs_leaves_time_for_a_save(tmp_path, monkeypatch, state, called):
     """`qdel` of a running job kills it after some seconds: its script gets a signal instead, which it passes on."""
     for tool in ("qsub", "qstat", "qsig", "qdel"):
@@ -558,11 +740,13 @@ def test_a_second_submission_does_not_lose_the_first_job(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("slurm", "state"),
     [
-        ("echo PENDING PartitionTimeLimit", "pending (PartitionTimeLimit)"), ("echo RUNNING None", "running"), ("true", ""),
+        ("echo PENDING PartitionTimeLimit", "pending (PartitionTimeLimit)"),
+        ("echo RUNNING None", "running"),
+        ("true", ""),
         ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", ""),
         ("echo Socket timed out >&2; exit 1", "unknown (Socket timed out)"),
     ],
-)  # fmt: skip
+)
 def test_the_state_of_a_job(tmp_path, monkeypatch, slurm, state):
     """Why it waits; and a scheduler that does not answer is no job that is over."""
     for tool, body in (("sbatch", ""), ("squeue", slurm)):
@@ -577,7 +761,15 @@ def test_the_state_of_a_job(tmp_path, monkeypatch, slurm, state):
 
 
 def test_dry_run_and_cancel_in_the_terminal(tmp_path):
-    done = windlass("submit", "quickstart", "parallel.device=cpu", "--scheduler", "pbs", "--dry-run", cwd=tmp_path)
+    done = windlass(
+        "submit",
+        "quickstart",
+        "parallel.device=cpu",
+        "--scheduler",
+        "pbs",
+        "--dry-run",
+        cwd=tmp_path,
+    )
     assert done.stdout.startswith("#!/bin/bash") and list(tmp_path.iterdir()) == []
     checked = subprocess.run(["bash", "-n"], input=done.stdout, text=True, capture_output=True)
     assert checked.returncode == 0, checked.stderr
@@ -586,22 +778,41 @@ def test_dry_run_and_cancel_in_the_terminal(tmp_path):
 def test_the_open_cells_of_a_study(tmp_path, monkeypatch):
     """Cells that are done, failed or running are left out; `parallel.world` as an axis gives each cell one host."""
     monkeypatch.chdir(tmp_path)
-    study = Study.create(Recipe.load("quickstart"), ["optim.lr=1e-2,1e-3", "run.seed=1,2"], tmp_path / "study")
+    study = Study.create(
+        Recipe.load("quickstart"), ["optim.lr=1e-2,1e-3", "run.seed=1,2"], tmp_path / "study"
+    )
     study.set_status(study.cells[1], "failed", "bad input")
     running = study.run_of(study.cells[2])
     write_ledger(running, {"kind": "event", "event": "started"})
     running.heartbeat_path.touch()
     messages, asked = list[str](), Resources(2, gpus_per_node=4)
-    how = {"scheduler": "slurm", "site": Site(), "asked": asked, "dry_run": True, "notify": messages.append}
+    how = {
+        "scheduler": "slurm",
+        "site": Site(),
+        "asked": asked,
+        "dry_run": True,
+        "notify": messages.append,
+    }
     script, _ = submit_study(study.path, **how)
-    assert {"#SBATCH --array=0,3", "#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4"} <= set(header(script))
+    assert {"#SBATCH --array=0,3", "#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4"} <= set(
+        header(script)
+    )
     assert f'sweep {study.path} --only "$task" --launch &' in script
     assert "cell 1;" in messages[0] and "--retry-failed" in messages[0] and "cell 2" in messages[1]
     script, _ = submit_study(study.path, **how, retry_failed=True)
-    assert "#SBATCH --array=0,1,3" in header(script) and '"$task" --launch --retry-failed &' in script
-    cpu = Study.create(Recipe.load("quickstart", ["parallel.device=cpu"]), ["parallel.world=1,2"], tmp_path / "cpu")
-    script, _ = submit_study(cpu.path, scheduler="pbs", site=Site(), asked=Resources(2), dry_run=True)
-    assert any(line.startswith("#PBS -l select=1:ncpus=2:") for line in header(script)) and "--launch" not in script
+    assert (
+        "#SBATCH --array=0,1,3" in header(script) and '"$task" --launch --retry-failed &' in script
+    )
+    cpu = Study.create(
+        Recipe.load("quickstart", ["parallel.device=cpu"]), ["parallel.world=1,2"], tmp_path / "cpu"
+    )
+    script, _ = submit_study(
+        cpu.path, scheduler="pbs", site=Site(), asked=Resources(2), dry_run=True
+    )
+    assert (
+        any(line.startswith("#PBS -l select=1:ncpus=2:") for line in header(script))
+        and "--launch" not in script
+    )
     assert "mpiprocs=2" in script
     for cell in cpu.cells:
         cpu.set_status(cell, "failed")

@@ -35,10 +35,18 @@ JINJA = (
 )
 WITH_EOS = Template(JINJA, (("eos_token", "<|endoftext|>"),))
 KINDS = list(tokenizer_fixtures.KINDS)
-ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "mistral": "</s>", "llama2": "</s>", "phi3": "<|end|>"}
+ENDS = {
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "mistral": "</s>",
+    "llama2": "</s>",
+    "phi3": "<|end|>",
+}
 
 
-def row(talk: list[dict[str, str]], template: Template, tokenizer: Tokenizer, context: int = 500) -> Any:
+def row(
+    talk: list[dict[str, str]], template: Template, tokenizer: Tokenizer, context: int = 500
+) -> Any:
     ids, marks, _ = chat.row(Conversation(talk), template, tokenizer, context)  # type: ignore[misc]
     return ids, marks, [i for i, mark in zip(ids, marks, strict=True) if mark]
 
@@ -47,15 +55,25 @@ def opened(kind: str, directory: Path) -> tuple[Tokenizer, Template, Any]:
     from transformers import AutoTokenizer
 
     place = tokenizer_fixtures.save(kind, directory)
-    return hf_tokenizer(str(place)), Template.of_directory(place), AutoTokenizer.from_pretrained(place)
+    return (
+        hf_tokenizer(str(place)),
+        Template.of_directory(place),
+        AutoTokenizer.from_pretrained(place),
+    )
 
 
-def test_only_the_answers_and_their_ends_count_and_a_row_is_cut_at_the_context_and_left_out_without_any() -> None:
+def test_only_the_answers_and_their_ends_count_and_a_row_is_cut_at_the_context_and_left_out_without_any() -> (
+    None
+):
     ids, _, counted = row(TALK, Template(), BYTES)
-    assert BYTES.decode(ids).startswith("System: Be kind.\n\nUser: Who are you?  é 中\n\nAssistant: I am a cat.<|endo")
+    assert BYTES.decode(ids).startswith(
+        "System: Be kind.\n\nUser: Who are you?  é 中\n\nAssistant: I am a cat.<|endo"
+    )
     assert BYTES.decode(counted) == " I am a cat.<|endoftext|> Good morning to you<|endoftext|>"
     ids, _, counted = row(TALK, WITH_EOS, BYTES)
-    assert BYTES.decode(ids).startswith("<system>Be kind.<|endoftext|><user>Who are you?  é 中<|endoftext|><assista")
+    assert BYTES.decode(ids).startswith(
+        "<system>Be kind.<|endoftext|><user>Who are you?  é 中<|endoftext|><assista"
+    )
     assert BYTES.decode(counted) == "I am a cat.<|endoftext|>Good morning to you<|endoftext|>"
     ids, marks, _ = row(TALK, Template(), BYTES, 70)
     assert len(ids) == 71 and any(marks)
@@ -63,16 +81,24 @@ def test_only_the_answers_and_their_ends_count_and_a_row_is_cut_at_the_context_a
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_their_end(kind: str, tmp_path: Path) -> None:
+def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_their_end(
+    kind: str, tmp_path: Path
+) -> None:
     ours, template, theirs = opened(kind, tmp_path)
     end = theirs.convert_tokens_to_ids(ENDS.get(kind, "<|im_end|>"))
     assert chat.stop_tokens(ours, template) == {end, theirs.eos_token_id}
     with_system = [TALK] if kind in ("chatml", "marked", "llama3") else []
     for talk in (*with_system, TALK[1:3], TALK[1:]):
         ids, marks, counted = row(talk, template, ours)
-        whole = theirs.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=kind == "marked")
-        assert ids == whole["input_ids"] and [*map(int, marks)] == whole.get("assistant_masks", [*map(int, marks)])
-        prompt = theirs.apply_chat_template(talk[:-1], tokenize=True, add_generation_prompt=True, return_dict=False)
+        whole = theirs.apply_chat_template(
+            talk, return_dict=True, return_assistant_tokens_mask=kind == "marked"
+        )
+        assert ids == whole["input_ids"] and [*map(int, marks)] == whole.get(
+            "assistant_masks", [*map(int, marks)]
+        )
+        prompt = theirs.apply_chat_template(
+            talk[:-1], tokenize=True, add_generation_prompt=True, return_dict=False
+        )
         assert chat.prompt_tokens(talk[:-1], template, ours) == prompt == ids[: len(prompt)]
         answers = [message["content"] for message in talk if message["role"] == "assistant"]
         assert all(marks[len(prompt) :][:3]) and any(marks[: len(prompt)]) == (len(answers) > 1)
@@ -83,7 +109,9 @@ def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_their_end(kin
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("role", [0, 1])
-def test_what_looks_like_a_special_token_in_a_message_is_text(kind: str, role: int, tmp_path: Path) -> None:
+def test_what_looks_like_a_special_token_in_a_message_is_text(
+    kind: str, role: int, tmp_path: Path
+) -> None:
     ours, template, theirs = opened(kind, tmp_path)
     special = set(ours.special.values()) - {theirs.unk_token_id}
     plain = [i for i in row(TALK[1:3], template, ours)[0] if i in special]
@@ -94,7 +122,9 @@ def test_what_looks_like_a_special_token_in_a_message_is_text(kind: str, role: i
         assert [i for i in ids if i in special] == plain
         assert talk[role]["content"] in theirs.decode(ids)
         if role == 1:
-            assert theirs.decode(counted[:-1]).strip() == talk[1]["content"] and counted[-1] in special
+            assert (
+                theirs.decode(counted[:-1]).strip() == talk[1]["content"] and counted[-1] in special
+            )
 
 
 def test_templates_that_cannot_be_used_are_refused() -> None:
@@ -103,7 +133,10 @@ def test_templates_that_cannot_be_used_are_refused() -> None:
     assert Template(talk).pieces(TALK[1:3], BYTES) == pieces
     for source, words in [
         (talk, "one answer"),  # nothing closes the earlier answer
-        ("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", "one answer"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            "one answer",
+        ),
         ("{{ raise_exception('no system here') }}", "no system here"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),  # out of the sandbox
     ]:
@@ -112,15 +145,27 @@ def test_templates_that_cannot_be_used_are_refused() -> None:
 
 
 def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_path: Path) -> None:
-    config: dict[str, Any] = {"chat_template": "X", "eos_token": {"content": "</s>"}, "bos_token": "<s>"}
+    config: dict[str, Any] = {
+        "chat_template": "X",
+        "eos_token": {"content": "</s>"},
+        "bos_token": "<s>",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     template = Template.of_directory(tmp_path)
-    assert template.source == "X" and dict(template.special) == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert template.source == "X" and dict(template.special) == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
     template.save(tmp_path)
     assert Template.of_directory(tmp_path) == template
     (tmp_path / "chat_template.jinja").write_text("Y")
-    assert Template.of_directory(tmp_path).source == "Y" and Template.of_directory(tmp_path / "none") == Template()
-    dated = Template("{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    assert (
+        Template.of_directory(tmp_path).source == "Y"
+        and Template.of_directory(tmp_path / "none") == Template()
+    )
+    dated = Template(
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
     assert dated.render(TALK[:1], BYTES, ask=True) == "26 Jul 2024Be kind."  # on every day
 
 
@@ -128,7 +173,9 @@ def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_
 
 
 def talks(path: Path, answers: list[str]) -> Path:
-    lines = [{"messages": [TALK[1], {"role": "assistant", "content": answer}]} for answer in answers]
+    lines = [
+        {"messages": [TALK[1], {"role": "assistant", "content": answer}]} for answer in answers
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -143,11 +190,18 @@ def test_files_and_data_sets_become_training_and_validation_rows(tmp_path: Path)
     data = open_data(recipe(file, val_fraction=0.2, dir=str(tmp_path / "d")))
     assert (len(data.train), len(data.val or ())) == (8, 2) and data.template == Template()
     tokens, labels = data.train.read(np.array([0]))
-    assert BYTES.decode(label for label in labels[0] if label != -100).startswith(" Answer ") and tokens.shape[0] == 1
+    assert (
+        BYTES.decode(label for label in labels[0] if label != -100).startswith(" Answer ")
+        and tokens.shape[0] == 1
+    )
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     table = datasets.Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
-    datasets.DatasetDict({"train": table, "validation": table.select(range(3))}).save_to_disk(tmp_path / "set")
-    data = open_data(recipe(f"hf:{tmp_path / 'set'}", eval_split="validation", dir=str(tmp_path / "e")))
+    datasets.DatasetDict({"train": table, "validation": table.select(range(3))}).save_to_disk(
+        tmp_path / "set"
+    )
+    data = open_data(
+        recipe(f"hf:{tmp_path / 'set'}", eval_split="validation", dir=str(tmp_path / "e"))
+    )
     assert (len(data.train), len(data.val or ())) == (10, 3)
     datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(tmp_path / "other")
     with refused("has 'text'", "messages"):
@@ -155,7 +209,9 @@ def test_files_and_data_sets_become_training_and_validation_rows(tmp_path: Path)
 
 
 @pytest.mark.parametrize("changed", ["a.jsonl", "b.jsonl"])
-def test_a_change_in_any_file_of_a_corpus_is_noticed(changed: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_change_in_any_file_of_a_corpus_is_noticed(
+    changed: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
         talks(tmp_path / name, [f"Answer {i} of {name}." for i in range(3)])
@@ -168,11 +224,15 @@ def test_a_change_in_any_file_of_a_corpus_is_noticed(changed: str, tmp_path: Pat
         open_data(kept)
 
 
-def test_rows_of_another_template_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_template_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     template = tokenizer_fixtures.save("chatml", tmp_path / "tok") / "chat_template.jinja"
     talks(tmp_path / "talk.jsonl", ["I am a cat."])
-    first, second = (recipe("talk.jsonl", tokenizer="hf:tok", dir=directory) for directory in ("first", "second"))
+    first, second = (
+        recipe("talk.jsonl", tokenizer="hf:tok", dir=directory) for directory in ("first", "second")
+    )
     before = open_data(first).fingerprint
     template.write_text(tokenizer_fixtures.CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'"))
     with refused("tokenizer_files", "tok/chat_template.jinja", "data.dir"):
@@ -180,12 +240,16 @@ def test_rows_of_another_template_are_not_taken(tmp_path: Path, monkeypatch: pyt
     assert open_data(second).fingerprint != before
 
 
-@pytest.mark.parametrize(("line", "words"), [
-    ("{", "write"), ('{"messages": [{"role": "user"}]}', "'content'"),
-    ('{"messages": [{"role": "robot", "content": "x"}]}', "role"),
-    ('{"messages": [{"role": "user", "content": 3}]}', "content"),
-    ('{"messages": [{"role": "user", "content": "x"}]}', "assistant"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "write"),
+        ('{"messages": [{"role": "user"}]}', "'content'"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "role"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "content"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "assistant"),
+    ],
+)
 def test_bad_lines_are_named(line: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + line + "\n")
     with refused("talk.jsonl, line 2", words):
@@ -198,8 +262,23 @@ def test_bad_lines_are_named(line: str, words: str, tmp_path: Path) -> None:
 def test_texts_are_shown_one_after_the_other_as_soon_as_their_characters_are_whole() -> None:
     events = [(0, token) for token in [*BYTES.encode("aé🙂b").tolist(), 0xC3, None]]
     assert [piece for _, piece in in_order(events, BYTES, 1)] == ["a", "é", "🙂", "b", "\ufffd"]
-    events = [(0, 97), (1, 98), (2, 99), (1, None), (0, 100), (2, 101), (0, None), (3, None), (2, None)]
+    events = [
+        (0, 97),
+        (1, 98),
+        (2, 99),
+        (1, None),
+        (0, 100),
+        (2, 101),
+        (0, None),
+        (3, None),
+        (2, None),
+    ]
     shown = list(in_order(iter(events), BYTES, 4))
     assert [index for index, _ in shown] == sorted(index for index, _ in shown)
-    assert ["".join(piece for i, piece in shown if i == text) for text in range(4)] == ["ad", "b", "ce", ""]
+    assert ["".join(piece for i, piece in shown if i == text) for text in range(4)] == [
+        "ad",
+        "b",
+        "ce",
+        "",
+    ]
     assert shown[-1] == (3, "")  # a text without a token is told too

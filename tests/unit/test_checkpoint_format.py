@@ -105,7 +105,10 @@ def test_ranks_together_verify_every_file_and_each_about_as_much(checkpoint: Pat
     files = {}
     for i, size in enumerate([40, 30, 20, 20, 10]):
         (checkpoint / f"rank-{i:05d}.safetensors").write_bytes(data := bytes([i]) * size)
-        files[f"rank-{i:05d}.safetensors"] = {"size": size, "sha256": hashlib.sha256(data).hexdigest()}
+        files[f"rank-{i:05d}.safetensors"] = {
+            "size": size,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
     tree = json.loads((checkpoint / "manifest.json").read_text()) | {"tensors": {}, "aliases": {}}
     manifest = format_.parse(json.dumps(tree | {"files": {**tree["files"], **files}}).encode())
     load = [0, 0, 0]
@@ -132,10 +135,13 @@ class Canary:
 
 @pytest.mark.parametrize("kind", ["pickle", "torch", "zip"])
 @pytest.mark.parametrize(
-    "name", ["rank-00000.safetensors", "state.json", "manifest.json", "manifest.sha256", ".metadata"]
+    "name",
+    ["rank-00000.safetensors", "state.json", "manifest.json", "manifest.sha256", ".metadata"],
 )
 @pytest.mark.parametrize("sealed", [False, True])
-def test_no_file_is_ever_run(checkpoint: Path, tmp_path: Path, name: str, kind: str, sealed: bool) -> None:
+def test_no_file_is_ever_run(
+    checkpoint: Path, tmp_path: Path, name: str, kind: str, sealed: bool
+) -> None:
     """Not even where an attacker has fitted size and digest."""
     executed, file = tmp_path / "executed", io.BytesIO()
     if kind == "torch":
@@ -146,7 +152,10 @@ def test_no_file_is_ever_run(checkpoint: Path, tmp_path: Path, name: str, kind: 
     data = file.getvalue() or pickle.dumps(Canary(executed))
     (checkpoint / name).write_bytes(data)
     if sealed and name in ("rank-00000.safetensors", "state.json"):
-        rewrite(checkpoint, put("files", name, {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}))
+        rewrite(
+            checkpoint,
+            put("files", name, {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}),
+        )
         if name == "rank-00000.safetensors":
             rewrite(checkpoint, chunk(1, 0))
     elif sealed and name == "manifest.json":

@@ -41,7 +41,9 @@ def damage(checkpoint: Path) -> None:
 
 
 def write_ledger(run: Path, *lines: dict[str, Any]) -> None:
-    (run / "metrics.jsonl").write_text("".join(json.dumps({"kind": "eval", **line}) + "\n" for line in lines))
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps({"kind": "eval", **line}) + "\n" for line in lines)
+    )
 
 
 def back_to(run: Path, step: int) -> Lineage:
@@ -61,12 +63,23 @@ def test_what_resume_means(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert choose(run) is None and choose(run, "never") is None
     saved(run, 5, 10, 20, 15)
-    losses = [{"step": s, "suite": "loss", "loss": loss} for s, loss in ((5, 1.0), (10, 2.0), (20, float("nan")))]
-    write_ledger(run, *losses, *({"step": s, "suite": "hellaswag", "acc": a} for s, a in ((5, 0.2), (10, 0.9))))
+    losses = [
+        {"step": s, "suite": "loss", "loss": loss}
+        for s, loss in ((5, 1.0), (10, 2.0), (20, float("nan")))
+    ]
+    write_ledger(
+        run,
+        *losses,
+        *({"step": s, "suite": "hellaswag", "acc": a} for s, a in ((5, 0.2), (10, 0.9))),
+    )
     assert chosen(run) == 15, "the newest commit, not the highest step"
     assert chosen(run, "best") == 5 and chosen(run, "best", measure="hellaswag.acc") == 10
     assert chosen(run, "5") == 5 == chosen(run, str(at(run, 5))) and chosen(run, up_to=12) == 10
-    for wrong, remedy in (("7", "5, 10, 15, 20"), ("never", "fresh=True"), ("newest", "latest, best, a step")):
+    for wrong, remedy in (
+        ("7", "5, 10, 15, 20"),
+        ("never", "fresh=True"),
+        ("newest", "latest, best, a step"),
+    ):
         with pytest.raises(UserError) as error:
             choose(run, wrong)
         assert remedy in str(error.value)
@@ -81,7 +94,9 @@ def test_what_resume_means(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("deleted", [(), (6, 9)], ids=["", "newer ones deleted by hand"])
-def test_only_later_commits_or_the_one_it_started_from(tmp_path: Path, deleted: tuple[int, ...]) -> None:
+def test_only_later_commits_or_the_one_it_started_from(
+    tmp_path: Path, deleted: tuple[int, ...]
+) -> None:
     run = saved(tmp_path, 3, 6, 9)
     lineage = back_to(run, 3)
     assert (lineage.checkpoint, lineage.step, lineage.serial) == ("checkpoints/step-00000003", 3, 3)
@@ -90,7 +105,9 @@ def test_only_later_commits_or_the_one_it_started_from(tmp_path: Path, deleted: 
         shutil.rmtree(at(run, step))
     saved(run, 4, 5)
     write_ledger(run, *({"step": step, "loss": 10.0 - step} for step in (3, 4, 6)))
-    assert find(f"{run}@best").step == 4, "the checkpoint of step 6 is not the model that has this score"
+    assert find(f"{run}@best").step == 4, (
+        "the checkpoint of step 6 is not the model that has this score"
+    )
     saved(run, 6)
     assert (chosen(run), chosen(run, up_to=5), chosen(run, up_to=3)) == (6, 5, 3)
     assert choose(run, up_to=2) is None
@@ -101,7 +118,11 @@ def test_where_all_of_a_lineage_is_damaged_the_one_it_started_from_is_left(tmp_p
     back_to(run, 3)
     damage(at(saved(run, 4), 4))
     choice = choose(run)
-    assert choice is not None and (choice.step, choice.damaged) == (3, [at(run, 4)]) and "step 4" in choice.notes[0]
+    assert (
+        choice is not None
+        and (choice.step, choice.damaged) == (3, [at(run, 4)])
+        and "step 4" in choice.notes[0]
+    )
     shutil.rmtree(at(run, 3))
     shutil.rmtree(at(run, 4))
     with pytest.raises(UserError) as error:
@@ -124,10 +145,20 @@ def test_a_lineage_that_cannot_be_read_is_not_guessed(tmp_path: Path, text: str)
 def run(tmp_path: Path) -> Path:
     """A run with three checkpoints, without the training."""
     run = saved(tmp_path / "run", 10, 20, 30)
-    recipe = Recipe.load("quickstart", ["checkpoint.keep_every=20", "checkpoint.keep_last=1", "train.global_batch=4"])
+    recipe = Recipe.load(
+        "quickstart", ["checkpoint.keep_every=20", "checkpoint.keep_last=1", "train.global_batch=4"]
+    )
     (run / "recipe.toml").write_text(recipe.toml(), encoding="utf-8")
-    started = {"kind": "event", "event": "started", "step": 0, "steps": 40, "samples_per_epoch": 100}
-    write_ledger(run, started, *({"step": s, "loss": loss} for s, loss in ((10, 2.0), (20, 3.0), (25, 1.0))))
+    started = {
+        "kind": "event",
+        "event": "started",
+        "step": 0,
+        "steps": 40,
+        "samples_per_epoch": 100,
+    }
+    write_ledger(
+        run, started, *({"step": s, "loss": loss} for s, loss in ((10, 2.0), (20, 3.0), (25, 1.0)))
+    )
     return run
 
 
@@ -136,15 +167,31 @@ def test_the_list_says_why_each_is_kept_and_verify_what_is_damaged(run: Path, ca
     damage(at(run, 20))
     code, text = invoke(capsys, run)
     lines = text.splitlines()
-    assert code == 0 and lines[0].split() == ["step", "saved", "(UTC)", "size", "loss", "kept", "because", "state"]
+    assert code == 0 and lines[0].split() == [
+        "step",
+        "saved",
+        "(UTC)",
+        "size",
+        "loss",
+        "kept",
+        "because",
+        "state",
+    ]
     assert [line.split()[0] for line in lines[1:4]] == ["10", "20", "30"]
-    assert "2.0000" in lines[1] and "best" in lines[1] and "whole" in lines[1] and "--verify" in lines[4]
+    assert (
+        "2.0000" in lines[1]
+        and "best" in lines[1]
+        and "whole" in lines[1]
+        and "--verify" in lines[4]
+    )
     code, text = invoke(capsys, run, "--verify")
     assert code == 1 and "BAD" in text and text.count("every byte good") == 2
     code, text = invoke(capsys, run, "--verify", "--json")
     rows = json.loads(text)["checkpoints"]
     assert code == 1 and [bool(row["problem"]) for row in rows] == [False, True, False]
-    assert rows[2]["bytes"] > 0 and rows[2]["kept"] == ["last"] and rows[0]["scores"] == {"loss": 2.0}
+    assert (
+        rows[2]["bytes"] > 0 and rows[2]["kept"] == ["last"] and rows[0]["scores"] == {"loss": 2.0}
+    )
     assert rows[2]["scores"] == {"loss": None}, "of step 30 there is no evaluation"
 
 
@@ -154,9 +201,15 @@ def test_temporary_directories_are_listed_and_do_not_count(run: Path, capsys: An
     (run / "checkpoints" / "bad-step-00000005").mkdir()
     listed = list_checkpoints(run)
     assert [row.step for row in listed.checkpoints] == [10, 20]
-    assert listed.temporary == [".saving-00000040-a-1", "step-00000030"] and listed.set_aside == ["bad-step-00000005"]
+    assert listed.temporary == [".saving-00000040-a-1", "step-00000030"] and listed.set_aside == [
+        "bad-step-00000005"
+    ]
     code, text = invoke(capsys, run)
-    assert code == 0 and "step-00000030 is being written or removed" in text and "2 checkpoints" in text
+    assert (
+        code == 0
+        and "step-00000030 is being written or removed" in text
+        and "2 checkpoints" in text
+    )
     assert invoke(capsys, run.parent / "nothing")[0] == 2
     shutil.rmtree(run / "checkpoints")
     code, text = invoke(capsys, run)

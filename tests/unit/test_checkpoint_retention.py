@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.checkpoint import retention
-from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC, Lineage, Policy, Saved, best, retain
+from windlass.checkpoint.retention import (
+    EMERGENCY,
+    FINAL,
+    PERIODIC,
+    Lineage,
+    Policy,
+    Saved,
+    best,
+    retain,
+)
 from windlass.recipe import Horizon
 from windlass.recipe.settings import CheckpointSettings
 
@@ -22,49 +31,88 @@ BEST = {10: 3.0, 20: 2.0, 30: 2.5, 25: 0.1, 40: 2.0}  # there is no checkpoint o
 FOREVER = Policy(last=1, keep_forever=lambda step: step % 20 == 0, start=10)
 
 
-@pytest.mark.parametrize(("checkpoints", "policy", "scores", "expected"), [
-    (row(10, 20, 30, 40), Policy(last=2), {}, {40: "last", 30: "last"}),
-    # The best stays however old, and the first of equal ones.
-    (row(10, 20, 30, 40, 50), Policy(last=1), BEST, {50: "last", 20: "best"}),
-    (row(10, 20, 30, 40, 50), Policy(last=1, best=False), BEST, {50: "last"}),
-    (row(10, 20, 30), Policy(last=1, measure="squad.f1"), {10: 20.0, 20: 80.0}, {30: "last", 20: "best"}),
-    (row(10, 20, 30, 40, 50), FOREVER, {}, {50: "last", 40: "every", 20: "every", 10: "start"}),
-    # Preemptions do not push out regular ones.
-    (row(10, 20, 23, 27, s23=EMERGENCY, s27=EMERGENCY), Policy(last=2), {}, {27: "last", 20: "last", 10: "last"}),
-    (row(10, 20, 23, 27, 30, s23=EMERGENCY, s27=EMERGENCY), Policy(last=2), {}, {30: "last", 20: "last"}),
-    # ... unless some are asked for: those are the newest of them, beside the regular ones.
-    (row(10, 20, 23, 27, 29, 30, s23=EMERGENCY, s27=EMERGENCY, s29=EMERGENCY), Policy(last=2, signal=2), {},
-     {30: "last", 20: "last", 29: "signal", 27: "signal"}),
-    # The end of a run stays when it is extended.
-    (row(10, 20, 30, 40, s20=FINAL), Policy(last=1), {}, {40: "last", 20: "final"}),
-    # The newest is the last commit, not the highest step.
-    (row(20, 40, 60, 30), Policy(last=2), {}, {30: "last", 60: "last"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("checkpoints", "policy", "scores", "expected"),
+    [
+        (row(10, 20, 30, 40), Policy(last=2), {}, {40: "last", 30: "last"}),
+        # The best stays however old, and the first of equal ones.
+        (row(10, 20, 30, 40, 50), Policy(last=1), BEST, {50: "last", 20: "best"}),
+        (row(10, 20, 30, 40, 50), Policy(last=1, best=False), BEST, {50: "last"}),
+        (
+            row(10, 20, 30),
+            Policy(last=1, measure="squad.f1"),
+            {10: 20.0, 20: 80.0},
+            {30: "last", 20: "best"},
+        ),
+        (row(10, 20, 30, 40, 50), FOREVER, {}, {50: "last", 40: "every", 20: "every", 10: "start"}),
+        # Preemptions do not push out regular ones.
+        (
+            row(10, 20, 23, 27, s23=EMERGENCY, s27=EMERGENCY),
+            Policy(last=2),
+            {},
+            {27: "last", 20: "last", 10: "last"},
+        ),
+        (
+            row(10, 20, 23, 27, 30, s23=EMERGENCY, s27=EMERGENCY),
+            Policy(last=2),
+            {},
+            {30: "last", 20: "last"},
+        ),
+        # ... unless some are asked for: those are the newest of them, beside the regular ones.
+        (
+            row(10, 20, 23, 27, 29, 30, s23=EMERGENCY, s27=EMERGENCY, s29=EMERGENCY),
+            Policy(last=2, signal=2),
+            {},
+            {30: "last", 20: "last", 29: "signal", 27: "signal"},
+        ),
+        # The end of a run stays when it is extended.
+        (row(10, 20, 30, 40, s20=FINAL), Policy(last=1), {}, {40: "last", 20: "final"}),
+        # The newest is the last commit, not the highest step.
+        (row(20, 40, 60, 30), Policy(last=2), {}, {30: "last", 60: "last"}),
+    ],
+)
 def test_what_stays_and_why(checkpoints, policy, scores, expected) -> None:
     steps = {c.serial: c.step for c in checkpoints}
-    why = {steps[serial]: reasons for serial, reasons in retain(checkpoints, policy, scores).items() if reasons}
+    why = {
+        steps[serial]: reasons
+        for serial, reasons in retain(checkpoints, policy, scores).items()
+        if reasons
+    }
     assert why == {step: [reason] for step, reason in expected.items()}
 
 
 def test_scores_are_the_finite_values_in_the_ledger() -> None:
     lines = [
-        {"kind": "eval", "step": 1, "suite": "loss", "loss": 3.0}, {"kind": "eval", "step": 2, "loss": NAN},
-        {"kind": "eval", "step": 1, "suite": "squad", "f1": 10.0, "loss": 9.0}, {"kind": "train", "step": 3, "loss": 1.0},
-    ]  # fmt: skip
+        {"kind": "eval", "step": 1, "suite": "loss", "loss": 3.0},
+        {"kind": "eval", "step": 2, "loss": NAN},
+        {"kind": "eval", "step": 1, "suite": "squad", "f1": 10.0, "loss": 9.0},
+        {"kind": "train", "step": 3, "loss": 1.0},
+    ]
     wanted = {"loss": {1: 3.0}, "squad.f1": {1: 10.0}, "hellaswag.acc": {}}
     assert {measure: retention.scores_by_step(lines, measure) for measure in wanted} == wanted
     assert best({}, "loss") is None and best({2: 1.0, 1: 1.0, 0: NAN}, "loss") == 1
     assert best({1: 1.3, 2: 1.2}, "loss.bits_per_byte") == 2, "less is better, too"
-    assert best({1: 3.0, 2: 2.0, 3: INF}, "squad.f1") == 1 and best({1: 3.0, 2: 2.0, 3: -INF}, "loss") == 2
+    assert (
+        best({1: 3.0, 2: 2.0, 3: INF}, "squad.f1") == 1
+        and best({1: 3.0, 2: 2.0, 3: -INF}, "loss") == 2
+    )
 
 
-saved = st.builds(Saved, st.integers(1, 50), st.integers(0, 9), st.sampled_from([PERIODIC, EMERGENCY, FINAL, "best"]))
+saved = st.builds(
+    Saved,
+    st.integers(1, 50),
+    st.integers(0, 9),
+    st.sampled_from([PERIODIC, EMERGENCY, FINAL, "best"]),
+)
 
 
 @given(
-    st.lists(saved, unique_by=lambda c: c.serial), st.dictionaries(st.integers(0, 9), st.floats(-9, 9)),
-    st.integers(1, 5), st.booleans(), st.integers(0, 3),
-)  # fmt: skip
+    st.lists(saved, unique_by=lambda c: c.serial),
+    st.dictionaries(st.integers(0, 9), st.floats(-9, 9)),
+    st.integers(1, 5),
+    st.booleans(),
+    st.integers(0, 3),
+)
 def test_properties(
     checkpoints: list[Saved], scores: dict[int, float], last: int, keep_best: bool, signal: int
 ) -> None:
@@ -74,7 +122,9 @@ def test_properties(
     staying = [c for c in checkpoints if why[c.serial]]
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
     assert all(c in staying for c in newest_first[:1])
-    assert all(c in staying for c in [c for c in newest_first if c.reason in (PERIODIC, FINAL)][:last])
+    assert all(
+        c in staying for c in [c for c in newest_first if c.reason in (PERIODIC, FINAL)][:last]
+    )
     stops = [c for c in newest_first if c.reason == EMERGENCY]
     assert all(c in staying for c in stops[:signal])
     measured = {c.step: scores[c.step] for c in checkpoints if c.step in scores}
@@ -84,7 +134,13 @@ def test_properties(
 
 
 def test_a_policy_with_two_horizons_keeps_what_either_wants() -> None:
-    settings, start = CheckpointSettings(keep_every=0.5, keep_last=3), Lineage(checkpoint="checkpoints/x", step=4)
+    settings, start = (
+        CheckpointSettings(keep_every=0.5, keep_last=3),
+        Lineage(checkpoint="checkpoints/x", step=4),
+    )
     policy = retention.policy_of(settings, [Horizon(16, 100, 1), Horizon(12, 100, 1)], start)
-    assert [s for s in range(17) if policy.keep_forever(s)] == [6, 8, 12, 16] and (policy.last, policy.start) == (3, 4)
+    assert [s for s in range(17) if policy.keep_forever(s)] == [6, 8, 12, 16] and (
+        policy.last,
+        policy.start,
+    ) == (3, 4)
     assert retention.policy_of(settings, [], Lineage(checkpoint="/elsewhere", step=4)).start is None

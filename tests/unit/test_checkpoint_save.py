@@ -68,7 +68,11 @@ def save(run: Path, model: nn.Module, optimizer: Any = None) -> Checkpoint:
 
 
 def plain(tensors: dict[str, torch.Tensor]) -> State:
-    return State({n: Slice(t, tuple(t.shape)) for n, t in tensors.items()}, {}, sum(t.nbytes for t in tensors.values()))
+    return State(
+        {n: Slice(t, tuple(t.shape)) for n, t in tensors.items()},
+        {},
+        sum(t.nbytes for t in tensors.values()),
+    )
 
 
 # -- what is written and read -----------------------------------------------------------------------------------------
@@ -80,25 +84,34 @@ def test_the_files_are_safetensors_and_tied_weights_are_written_once(tmp_path: P
     file = checkpoint.path / "rank-00000.safetensors"
     saved = load_file(file)
     assert torch.equal(saved["model/embedding.weight"], model.embedding.weight)
-    assert torch.equal(saved["optim/embedding.weight/exp_avg"], optimizer.state[model.embedding.weight]["exp_avg"])
+    assert torch.equal(
+        saved["optim/embedding.weight/exp_avg"], optimizer.state[model.embedding.weight]["exp_avg"]
+    )
     with safe_open(file, "pt") as opened:
         assert opened.metadata()["format"] == "pt"
     assert checkpoint.counters == {"step": 3} and "model/head.weight" not in checkpoint.names()
     assert torch.equal(checkpoint.tensor("model/head.weight"), model.embedding.weight)
     untied = Net(tied=False)
     restore(checkpoint, untied)
-    assert torch.equal(untied.head.weight, model.head.weight) and untied.head.weight is not untied.embedding.weight
+    assert (
+        torch.equal(untied.head.weight, model.head.weight)
+        and untied.head.weight is not untied.embedding.weight
+    )
 
 
 @pytest.mark.parametrize("key", DTYPES)
 def test_every_dtype_bit_for_bit(tmp_path: Path, key: str) -> None:
     dtype = getattr(torch, DTYPES[key][0])
     assert dtype.itemsize == DTYPES[key][1]
-    raw = torch.randint(0, 2 if dtype == torch.bool else 255, (5, 3, dtype.itemsize), dtype=torch.uint8)
+    raw = torch.randint(
+        0, 2 if dtype == torch.bool else 255, (5, 3, dtype.itemsize), dtype=torch.uint8
+    )
     tensor = raw.view(dtype).reshape(5, 3)
     state = plain({"x": tensor.t(), "s": tensor[0, 0], "odd": raw[:1, 0, 0]})
     checkpoint = open_checkpoint(commit(Saver(tmp_path / "checkpoints"), 1, state))
-    assert torch.equal(checkpoint.tensor("x").view(torch.uint8), tensor.t().contiguous().view(torch.uint8))
+    assert torch.equal(
+        checkpoint.tensor("x").view(torch.uint8), tensor.t().contiguous().view(torch.uint8)
+    )
     assert torch.equal(checkpoint.tensor("s").view(-1).view(torch.uint8), raw[0, 0])
 
 
@@ -122,7 +135,11 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path
     for other, optim, named in (
         (Net(width=8), None, ["embedding.weight is [11, 6] there and [11, 8] here", "norm.weight"]),
         (Net().double(), None, ["torch.float32 there and torch.float64 here"]),
-        (nn.Sequential(nn.Linear(6, 11)), None, ["0.weight is missing", "embedding.weight is not in this model"]),
+        (
+            nn.Sequential(nn.Linear(6, 11)),
+            None,
+            ["0.weight is missing", "embedding.weight is not in this model"],
+        ),
         (frozen, adam, ["embedding.weight"]),
     ):
         with pytest.raises(UserError) as error:
@@ -145,7 +162,9 @@ class Gate(Files):
             assert self.open.wait(30)
 
 
-def test_the_step_does_not_wait_for_the_disk_and_may_change_the_state_but_the_next_save_waits(tmp_path: Path) -> None:
+def test_the_step_does_not_wait_for_the_disk_and_may_change_the_state_but_the_next_save_waits(
+    tmp_path: Path,
+) -> None:
     gate, waited = Gate(), []
     saver = Saver(tmp_path / "checkpoints", files=gate)
     model, optimizer = trained()
@@ -154,7 +173,9 @@ def test_the_step_does_not_wait_for_the_disk_and_may_change_the_state_but_the_ne
     assert gate.reached.wait(30) and saver.busy and saver.poll() == []
     assert saver.wait(timeout=0.01) == [] and saver.busy
     train(model, optimizer, 1)
-    saver.save(4, gather_state(model), {}, while_waiting=lambda: (waited.append(1), gate.open.set()))
+    saver.save(
+        4, gather_state(model), {}, while_waiting=lambda: (waited.append(1), gate.open.set())
+    )
     first, second = saver.wait()
     assert waited and second.waited_s > 0 and not (first.error or second.error or saver.busy)
     assert torch.equal(open_checkpoint(first.path).tensor("model/embedding.weight"), before)
@@ -190,7 +211,11 @@ def test_without_page_locked_memory_saves_work_and_say_so_once(cudart: Cudart) -
     cudart.code = 2
     buffer = HostBuffer()
     buffer.reserve(10_000, torch.device("cuda", 0))
-    assert buffer._bytes.numel() >= 10_000 and "error 2" in buffer.warning and "page-locked" in buffer.warning
+    assert (
+        buffer._bytes.numel() >= 10_000
+        and "error 2" in buffer.warning
+        and "page-locked" in buffer.warning
+    )
     buffer.warning = ""
     buffer.reserve(100_000, torch.device("cuda", 0))
     assert buffer._bytes.numel() >= 100_000 and not buffer.warning
@@ -212,7 +237,12 @@ def test_page_locked_memory_has_the_size_of_the_state_and_is_given_back(cudart: 
 
 def test_the_first_save_allocates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is reserved in the background, also where a save comes before it is there."""
-    state, saver, go_on, real = gather_state(*trained()), Saver(tmp_path / "checkpoints"), threading.Event(), mmap.mmap
+    state, saver, go_on, real = (
+        gather_state(*trained()),
+        Saver(tmp_path / "checkpoints"),
+        threading.Event(),
+        mmap.mmap,
+    )
     sizes: list[int] = []
 
     def late(*args: Any) -> mmap.mmap:
@@ -231,16 +261,22 @@ def test_the_first_save_allocates_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(sizes) == 1
 
 
-def test_the_writer_uses_the_device_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_uses_the_device_of_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Defect 18: a new thread's CUDA device is 0, whatever the rank's is."""
     calls: list[tuple[str, torch.device]] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda d: calls.append((threading.current_thread().name, d)))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda d: calls.append((threading.current_thread().name, d))
+    )
     commit(Saver(tmp_path / "checkpoints", device=torch.device("cuda", 3)))
     assert calls == [("checkpoint-writer", torch.device("cuda", 3))]
 
 
 @pytest.mark.parametrize("where", ["format.parse", "save.HostBuffer.fill"])
-def test_an_error_in_the_writer_or_the_copy_is_an_outcome(tmp_path: Path, monkeypatch: Any, where: str) -> None:
+def test_an_error_in_the_writer_or_the_copy_is_an_outcome(
+    tmp_path: Path, monkeypatch: Any, where: str
+) -> None:
     saver = Saver(tmp_path / "checkpoints")
     with monkeypatch.context() as patch:
         patch.setattr(f"windlass.checkpoint.{where}", Mock(side_effect=MemoryError("oops")))
@@ -251,7 +287,9 @@ def test_an_error_in_the_writer_or_the_copy_is_an_outcome(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 70_001])
-def test_written_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_written_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     """With an end that is no whole page."""
     monkeypatch.setattr("windlass.checkpoint.commit.DIRECT_BYTES", 0)
     numbers = torch.randint(0, 255, (size + 3,), dtype=torch.uint8)
@@ -260,7 +298,9 @@ def test_written_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
-def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_file_system_without_direct_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     """Defect 28: only EINVAL was taken as a refusal of O_DIRECT; other file systems answer otherwise."""
     real = os.write
 
@@ -276,7 +316,9 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "x").read_bytes() == bytes(range(256)) * 40
 
 
-def test_each_manifest_is_read_once_in_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_manifest_is_read_once_in_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Defect 24: a cache of manifests, shared by the module, was changed by two threads."""
     read: list[str] = []
     counted = lambda path: (read.append(path.name), read_manifest(path))[1]  # noqa: E731

@@ -29,12 +29,23 @@ NANOGPT = {
 
 def test_a_finished_run_stays_finished_where_its_report_fails(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "broken" / "matplotlib").mkdir(parents=True)
-    (tmp_path / "broken" / "matplotlib" / "__init__.py").write_text("raise RuntimeError('no fonts here')")
-    path = os.pathsep.join([str(tmp_path / "broken"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    settings = {**TINY, "train.steps": 2, "data.source": str(corpus), "data.dir": str(tmp_path / "data")}
+    (tmp_path / "broken" / "matplotlib" / "__init__.py").write_text(
+        "raise RuntimeError('no fonts here')"
+    )
+    path = os.pathsep.join(
+        [str(tmp_path / "broken"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    settings = {
+        **TINY,
+        "train.steps": 2,
+        "data.source": str(corpus),
+        "data.dir": str(tmp_path / "data"),
+    }
     call = ["train", "quickstart", *overrides(settings), f"run.dir={tmp_path / 'run'}"]
     done = windlass(*call, env={"PYTHONPATH": path})
-    assert "no report: RuntimeError: no fonts here" in done.stderr and "windlass report" in done.stderr
+    assert (
+        "no report: RuntimeError: no fonts here" in done.stderr and "windlass report" in done.stderr
+    )
 
 
 def test_the_command_line_leaves_what_the_user_wrote(tmp_path: Path) -> None:
@@ -44,7 +55,10 @@ def test_the_command_line_leaves_what_the_user_wrote(tmp_path: Path) -> None:
     file = tmp_path / "only=3, a book.txt"
     file.write_text("text")
     error = windlass("recipe", file, code=2).stderr
-    assert error.startswith(f"windlass: {file}:") and f"windlass train quickstart 'data.source={file}'" in error
+    assert (
+        error.startswith(f"windlass: {file}:")
+        and f"windlass train quickstart 'data.source={file}'" in error
+    )
 
 
 def test_numbers_that_are_not_finite_are_valid_json(
@@ -53,7 +67,9 @@ def test_numbers_that_are_not_finite_are_valid_json(
     scores = {"loss": {"loss": math.nan, "perplexity": math.inf, "items": 3}}
     result = write(Evaluation("a-model", 7, scores, {"loss": {}}), tmp_path)
     monkeypatch.setattr("windlass.evaluate", lambda *_: result)
-    monkeypatch.setattr("windlass.evaluation.source.find_source", lambda *_: SimpleNamespace(title="a model"))
+    monkeypatch.setattr(
+        "windlass.evaluation.source.find_source", lambda *_: SimpleNamespace(title="a model")
+    )
     with pytest.raises(SystemExit, match="0"):
         main(["eval", "a-model", "--json"])
 
@@ -75,7 +91,8 @@ def test_numbers_that_are_not_finite_are_valid_json(
 )
 def test_verify_says_proved_only_of_what_was_tried(passed, code, last, monkeypatch, capsys):
     proofs = [
-        verification.Proof(name, "a claim", one, "so") for name, one in zip(("resume", "export"), passed, strict=True)
+        verification.Proof(name, "a claim", one, "so")
+        for name, one in zip(("resume", "export"), passed, strict=True)
     ]
     monkeypatch.setattr(verification, "verify", lambda *_: proofs)
     assert train_verbs.verify(overrides=[], world=0, kills=1, json_=False, keep="") == code
@@ -92,18 +109,29 @@ def test_the_help_fits_80_columns_with_a_whole_sentence_for_each_verb() -> None:
 
 def piped(command: str) -> tuple[str, list[str]]:
     """What the last command of a pipe prints, and the exit codes of all."""
-    words = ["bash", "-c", f'windlass() {{ {sys.executable} -m windlass "$@"; }}; {command}; echo ${{PIPESTATUS[@]}}']
+    words = [
+        "bash",
+        "-c",
+        f'windlass() {{ {sys.executable} -m windlass "$@"; }}; {command}; echo ${{PIPESTATUS[@]}}',
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     return done.stdout, done.stdout.splitlines()[-1].split()
 
 
 def test_a_training_goes_on_where_its_reader_ends(tmp_path: Path, corpus: Path) -> None:
-    settings = {**TINY, "train.steps": 2, "data.source": str(corpus), "data.dir": str(tmp_path / "data")}
+    settings = {
+        **TINY,
+        "train.steps": 2,
+        "data.source": str(corpus),
+        "data.dir": str(tmp_path / "data"),
+    }
     words = " ".join([*overrides(settings), f"run.dir={tmp_path / 'run'}"])
     shown, codes = piped(f"windlass train quickstart {words} 2>&1 | head -n 1")
     assert codes == ["0", "0"] and len(shown.splitlines()) == 2
-    assert (tmp_path / "run" / "report" / "index.html").is_file() and "finished" in Run(tmp_path / "run").state
+    assert (tmp_path / "run" / "report" / "index.html").is_file() and "finished" in Run(
+        tmp_path / "run"
+    ).state
     assert "step 2/2 | loss" in (tmp_path / "run" / "log.txt").read_text()
     shown, codes = piped(f"windlass recipe {tmp_path / 'run'} | head -n 1")
     assert codes == ["0", "0"]
@@ -122,17 +150,25 @@ def test_a_training_goes_on_where_its_reader_ends(tmp_path: Path, corpus: Path) 
 def test_help_and_version_import_no_torch() -> None:
     code = "import sys; from windlass.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\nprint({'torch', 'numpy'} & {*sys.modules})"
     for call in (["--help"], ["recipe", "quickstart"], ["recipe", "--list"]):
-        done = subprocess.run([sys.executable, "-c", code, *call], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *call], capture_output=True, text=True, timeout=60
+        )
         assert done.stdout.splitlines()[-1] == "set()"
 
 
 def complete(*words: str, cwd: Path, shell: str = "bash") -> list[str]:
     """What the shell offers for the last of the words, in a process that prints the heavy modules it imported."""
     code = "import sys; from windlass.cli import main\ntry: main()\nexcept SystemExit: print({'torch', 'numpy'} & {*sys.modules})"
-    env = {"_WINDLASS_COMPLETE": f"complete_{shell}", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    env = {
+        "_WINDLASS_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": " ".join(words),
+        "COMP_CWORD": str(len(words) - 1),
+    }
     env |= {"_TYPER_COMPLETE_ARGS": " ".join(words)}
     process = [sys.executable, "-c", code]
-    done = subprocess.run(process, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        process, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60
+    )
     *offers, imported = done.stdout.splitlines()
     assert imported == "set()", done.stderr
     return offers
@@ -145,30 +181,48 @@ def test_a_shell_completes_verbs_recipes_settings_and_runs(tmp_path: Path) -> No
     (tmp_path / "quick.toml").touch()
     assert complete("windlass", "pl", cwd=tmp_path) == ["plan"]
     assert complete("windlass", "train", "qui", cwd=tmp_path) == ["quickstart", "quick.toml"]
-    assert complete("windlass", "train", "quickstart", "optim.l", cwd=tmp_path) == ["optim.lr=", "optim.lr=0.003"]
+    assert complete("windlass", "train", "quickstart", "optim.l", cwd=tmp_path) == [
+        "optim.lr=",
+        "optim.lr=0.003",
+    ]
     # bash takes the key, the = and the value for three words, zsh for one
     assert complete("windlass", "train", "quickstart", "optim.lr", "=", cwd=tmp_path) == ["0.003"]
     zsh = complete("windlass", "train", "quickstart", "model.norm=", cwd=tmp_path, shell="zsh")
-    assert [word in " ".join(zsh) for word in ("model.norm=rmsnorm", "model.norm=layernorm")] == [True, True]
+    assert [word in " ".join(zsh) for word in ("model.norm=rmsnorm", "model.norm=layernorm")] == [
+        True,
+        True,
+    ]
     assert complete("windlass", "report", "runs/", cwd=tmp_path) == ["runs/one", "runs/two"]
     assert complete("windlass", "sample", "else", cwd=tmp_path) == ["elsewhere/three"]
 
 
 def test_completion_is_installed_under_the_commands_own_name(tmp_path: Path) -> None:
     windlass(
-        "--install-completion", "bash", env={"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+        "--install-completion",
+        "bash",
+        env={"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
     )
-    assert "-F _windlass_completion windlass" in (tmp_path / ".bash_completions" / "windlass.sh").read_text()
+    assert (
+        "-F _windlass_completion windlass"
+        in (tmp_path / ".bash_completions" / "windlass.sh").read_text()
+    )
 
 
-def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path: Path, corpus: Path) -> None:
+def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(
+    tmp_path: Path, corpus: Path
+) -> None:
     windlass("init", "mine.toml", "--data", corpus, cwd=tmp_path)
     text = (tmp_path / "mine.toml").read_text()
     keys = [line for line in text.splitlines() if " = " in line and not line.startswith("#")]
     assert len(keys) <= 16 and all(" # " in line for line in keys)
     recipe = Recipe.load(tmp_path / "mine.toml")
     assert (recipe.data.source, recipe.model.vocab, recipe.name[:5]) == (str(corpus), 0, "mine-")
-    train(Recipe.load(tmp_path / "mine.toml", overrides(TINY | {"run.dir": str(tmp_path / "run"), "train.steps": 1})))
+    train(
+        Recipe.load(
+            tmp_path / "mine.toml",
+            overrides(TINY | {"run.dir": str(tmp_path / "run"), "train.steps": 1}),
+        )
+    )
     again = windlass("init", "mine.toml", code=2, cwd=tmp_path)
     assert "mine.toml" in again.stderr and (tmp_path / "mine.toml").read_text() == text
     assert recipe.eval.prompt == "" and Recipe.load("quickstart").eval.prompt == "def "
@@ -177,7 +231,11 @@ def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path: Path,
     (tmp_path / "talk.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     windlass("init", "tune.toml", "--model", "org/name", "--data", "talk.jsonl", cwd=tmp_path)
     tuned = Recipe.load(tmp_path / "tune.toml")
-    assert (tuned.model.name, tuned.data.source, tuned.data.format) == ("org/name", "talk.jsonl", "chat")
+    assert (tuned.model.name, tuned.data.source, tuned.data.format) == (
+        "org/name",
+        "talk.jsonl",
+        "chat",
+    )
     (tmp_path / "small").mkdir()
     for limits, context in (
         ({"n_positions": 128}, 128),
@@ -211,12 +269,20 @@ def test_init_takes_a_list_of_sources_and_refuses_a_missing_file(tmp_path: Path)
 
 def test_a_presets_prompt_is_for_its_own_texts(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('extends = "quickstart"\n[data]\nsource = "b.txt"\n')
-    (tmp_path / "said.toml").write_text('extends = "quickstart"\n[data]\nsource = "b.txt"\n[eval]\nprompt = "It"\n')
+    (tmp_path / "said.toml").write_text(
+        'extends = "quickstart"\n[data]\nsource = "b.txt"\n[eval]\nprompt = "It"\n'
+    )
     assert Recipe.load("quickstart", {"data.source": "b.txt"}).eval.prompt == ""
-    assert Recipe.load("quickstart", {"data.source": "b.txt", "eval.prompt": "def "}).eval.prompt == "def "
+    assert (
+        Recipe.load("quickstart", {"data.source": "b.txt", "eval.prompt": "def "}).eval.prompt
+        == "def "
+    )
     assert Recipe.load(tmp_path / "mine.toml").eval.prompt == ""
     assert Recipe.load(tmp_path / "said.toml", {"data.source": "c.txt"}).eval.prompt == "It"
-    assert Recipe.load("quickstart", {"data.max_tokens": 5, "data.source": "stdlib"}).eval.prompt == "def "
+    assert (
+        Recipe.load("quickstart", {"data.max_tokens": 5, "data.source": "stdlib"}).eval.prompt
+        == "def "
+    )
 
 
 def test_a_directory_that_cannot_be_written_is_one_message(tmp_path: Path, corpus: Path) -> None:
@@ -244,7 +310,11 @@ def test_an_unknown_device_is_answered_with_the_table(tmp_path: Path) -> None:
 
 
 def test_a_setting_written_as_an_option_is_answered_with_its_key() -> None:
-    for option, key in (("--lr", "write optim.lr"), ("--batch-size", "train.global_batch"), ("--steps", "train.steps")):
+    for option, key in (
+        ("--lr", "write optim.lr"),
+        ("--batch-size", "train.global_batch"),
+        ("--steps", "train.steps"),
+    ):
         error = windlass("train", "quickstart", option, "5", code=2).stderr
         assert option in error and "KEY=VALUE" in error and key in error
     error = windlass("train", "quickstart", "--zorb", code=2).stderr
@@ -253,7 +323,14 @@ def test_a_setting_written_as_an_option_is_answered_with_its_key() -> None:
 
 
 def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
-    for call in ("train quikstart", "train quickstart optim.lrr=1", "report none", "trian", "recipe --nope", "recipe"):
+    for call in (
+        "train quikstart",
+        "train quickstart optim.lrr=1",
+        "report none",
+        "trian",
+        "recipe --nope",
+        "recipe",
+    ):
         done = windlass(*call.split(), code=2, cwd=tmp_path)
         assert done.stderr.strip() and "Traceback" not in done.stderr
 

@@ -56,12 +56,19 @@ def call(*arguments):
 
 
 def test_a_row_for_every_run_in_strict_json(top):
-    edit(Run(top / "stopped"), lambda line: line | ({"loss": "Infinity"} if line["kind"] == "train" else {}))
+    edit(
+        Run(top / "stopped"),
+        lambda line: line | ({"loss": "Infinity"} if line["kind"] == "train" else {}),
+    )
     rows = json.loads(call("runs", "--json").stdout, parse_constant=lambda word: pytest.fail(word))
-    assert [(row["run"], row["state"], row["step"], row["steps"], row["best_loss"]) for row in rows] == [
-        ("done", "finished", 100, 100, 3.25), ("killed", "failed", 30, 70, None), ("stopped", "preempted", 40, 100, 3.75),
+    assert [
+        (row["run"], row["state"], row["step"], row["steps"], row["best_loss"]) for row in rows
+    ] == [
+        ("done", "finished", 100, 100, 3.25),
+        ("killed", "failed", 30, 70, None),
+        ("stopped", "preempted", 40, 100, 3.75),
         ("study/cells/a", "running", 20, 50, None),
-    ]  # fmt: skip
+    ]
     assert (rows[0]["loss"], rows[0]["left_s"], rows[2]["loss"]) == (3.0, None, "Infinity")
     assert rows[0]["tokens_per_s"] == pytest.approx(99e6 / 5049)
 
@@ -69,10 +76,12 @@ def test_a_row_for_every_run_in_strict_json(top):
 @pytest.mark.parametrize(
     ("key", "order"),
     [
-        ("name", ["done", "killed", "stopped", "study/cells/a"]), ("best", ["done", "stopped", "killed", "study/cells/a"]),
-        ("speed", ["study/cells/a", "killed", "stopped", "done"]), ("step", ["done", "stopped", "killed", "study/cells/a"]),
+        ("name", ["done", "killed", "stopped", "study/cells/a"]),
+        ("best", ["done", "stopped", "killed", "study/cells/a"]),
+        ("speed", ["study/cells/a", "killed", "stopped", "done"]),
+        ("step", ["done", "stopped", "killed", "study/cells/a"]),
     ],
-)  # fmt: skip
+)
 def test_the_table_and_its_order(top, key, order):
     text = call("runs", "--sort", key).stdout
     assert [line.split()[0] for line in text.splitlines()[1:]] == order
@@ -88,7 +97,9 @@ def test_where_runs_are_and_are_not_looked_for(top):
     (top / "new").mkdir()  # only begun, and with the recipe of another version
     (top / "new" / "recipe.toml").write_text("[unheard]\nof = 1\n")
     (row,) = overview(top / "new")
-    assert (row.state, row.step, row.steps, row.loss) == ("new", 0, None, None) and "new" in call(top / "new").stdout
+    assert (row.state, row.step, row.steps, row.loss) == ("new", 0, None, None) and "new" in call(
+        top / "new"
+    ).stdout
     assert "no runs here" in call(top / "no-run").stdout
     for arguments, word in ((["nowhere"], "no directory"), (["runs", "--sort", "x"], "speed")):
         error = call(*arguments).exception
@@ -96,13 +107,21 @@ def test_where_runs_are_and_are_not_looked_for(top):
 
 
 def test_a_study_is_one_row(top):
-    study = Study.create(Recipe.load("quickstart", ["train.steps=70"]), ["run.seed=1,2,3"], top / "sweeps" / "seeds")
+    study = Study.create(
+        Recipe.load("quickstart", ["train.steps=70"]), ["run.seed=1,2,3"], top / "sweeps" / "seeds"
+    )
     (row,) = [row for row in overview(top) if row.cells]
     assert (row.run, row.state, row.cells, row.cells_done) == ("sweeps/seeds", "new", 3, 0)
     make(study.run_of(study.cells[0]).path, 70, 70, "finished", [(70, 3.5)])
     make(study.run_of(study.cells[1]).path, 70, 20, "preempted", [(20, 3.75)])
     (row,) = [row for row in overview(top) if row.cells]
-    assert (row.run, row.state, row.step, row.steps, row.best_loss) == ("sweeps/seeds", "interrupted", 90, 210, 3.5)
+    assert (row.run, row.state, row.step, row.steps, row.best_loss) == (
+        "sweeps/seeds",
+        "interrupted",
+        90,
+        210,
+        3.5,
+    )
     (line,) = [line for line in call("runs").stdout.splitlines() if line.startswith("sweeps")]
     assert line.split() == ["sweeps/seeds", "interrupted", "1/3", "90/210", "3.5000"]
     assert [row.run for row in overview(study.path)] == [cell.directory for cell in study.cells[:2]]
@@ -123,21 +142,35 @@ def test_hours_of_runs_and_studies_and_their_sum_in_one_line(tmp_path, monkeypat
     rows = {row["run"]: row for row in json.loads(call("runs", "--json").stdout)}
 
     def seconds(run):  # by hand: the last stamp of each attempt
-        lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines() if x.endswith("}")]
+        lines = [
+            json.loads(x)
+            for x in (run / "metrics.jsonl").read_text().splitlines()
+            if x.endswith("}")
+        ]
         last = {x["attempt"]: sum(x["seconds"].values()) for x in lines if "seconds" in x}
         return sum(last.values())
 
     cell = seconds(study.run_of(study.cells[0]).path)
     expected = {
-        "killed": 2 * seconds(Path("runs/killed")) / 3600, "plain": seconds(Path("runs/plain")) / 3600,
+        "killed": 2 * seconds(Path("runs/killed")) / 3600,
+        "plain": seconds(Path("runs/plain")) / 3600,
         "study": 2 * 4 * cell / 3600,
-    }  # fmt: skip
+    }
     assert {name: row["device_hours"] for name, row in rows.items()} == pytest.approx(expected)
-    assert [rows[name]["gpu_hours"] for name in expected] == [None, None, pytest.approx(expected["study"])]
+    assert [rows[name]["gpu_hours"] for name in expected] == [
+        None,
+        None,
+        pytest.approx(expected["study"]),
+    ]
     table = call("runs", "--sort", "hours").stdout.splitlines()
-    assert [line.split()[0] for line in table[1:4]] == sorted(expected, key=lambda name: -expected[name])
+    assert [line.split()[0] for line in table[1:4]] == sorted(
+        expected, key=lambda name: -expected[name]
+    )
     cpus = expected["killed"] + expected["plain"]
-    assert table[-1] == f"all of these: {expected['study']:.3f} GPU hours and {cpus:.3f} device-hours on CPUs"
+    assert (
+        table[-1]
+        == f"all of these: {expected['study']:.3f} GPU hours and {cpus:.3f} device-hours on CPUs"
+    )
 
 
 @pytest.mark.parametrize("width", [60, 80])
@@ -145,7 +178,10 @@ def test_no_line_is_wider_than_the_terminal(top, width):
     terminal, inner = pty.openpty()
     command = [sys.executable, "-m", "windlass", "runs"]
     done = subprocess.Popen(
-        command, stdout=inner, cwd=top.parent, env={**os.environ, "COLUMNS": str(width), "TERM": "xterm"}
+        command,
+        stdout=inner,
+        cwd=top.parent,
+        env={**os.environ, "COLUMNS": str(width), "TERM": "xterm"},
     )
     os.close(inner)
     shown = b""
@@ -154,4 +190,6 @@ def test_no_line_is_wider_than_the_terminal(top, width):
             shown += part
     assert done.wait(30) == 0
     lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
-    assert max(map(len, lines)) <= width and "100/100" in "".join(lines) and "3.2500" in "".join(lines)
+    assert (
+        max(map(len, lines)) <= width and "100/100" in "".join(lines) and "3.2500" in "".join(lines)
+    )

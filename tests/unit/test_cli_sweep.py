@@ -17,14 +17,23 @@ from windlass.study.study import Study
 
 @pytest.fixture
 def study(tmp_path):
-    return Study.create(Recipe.load("quickstart"), ["optim.lr=1e-2,1e-3", "run.seed=1,2"], tmp_path / "study")
+    return Study.create(
+        Recipe.load("quickstart"), ["optim.lr=1e-2,1e-3", "run.seed=1,2"], tmp_path / "study"
+    )
 
 
 def finish(study, number, loss):
     write_ledger(
         study.run_of(study.cells[number]),
         {"kind": "event", "event": "started", "steps": 400},
-        {"kind": "train", "step": 400, "loss": loss, "tokens": 819_200, "step_ms": 9.0, "tokens_per_s": 123_456.7},
+        {
+            "kind": "train",
+            "step": 400,
+            "loss": loss,
+            "tokens": 819_200,
+            "step_ms": 9.0,
+            "tokens_per_s": 123_456.7,
+        },
         {"kind": "eval", "step": 400, "suite": "loss", "loss": loss},
         {"kind": "summary", "step": 400, "device_hours": 0.01234},
         {"kind": "event", "step": 400, "event": "finished"},
@@ -33,20 +42,38 @@ def finish(study, number, loss):
 
 def drawn(study, width=110):
     out = io.StringIO()
-    Console(file=out, width=width, highlight=False).print(cells_table(study, study.results(), width))
+    Console(file=out, width=width, highlight=False).print(
+        cells_table(study, study.results(), width)
+    )
     return out.getvalue()
 
 
 def test_the_table(study):
     finish(study, 0, 2.5)
     row = next(line for line in drawn(study).splitlines() if "finished" in line)
-    assert row.split() == ["1", "0.01", "1", "finished", "400/400", "2.5000", "2.5000", "2.5000", "123k", "0.0123"]
+    assert row.split() == [
+        "1",
+        "0.01",
+        "1",
+        "finished",
+        "400/400",
+        "2.5000",
+        "2.5000",
+        "2.5000",
+        "123k",
+        "0.0123",
+    ]
 
 
 def test_a_cell_that_trains_shows_its_step_and_time_left(study):
     run = study.run_of(study.cells[0])
-    lines = ({"kind": "train", "step": step, "loss": 2.0, "tokens": step, "step_ms": 9.0} for step in (100, 200, 300))
-    write_ledger(run, {"kind": "event", "event": "started", "steps": 400}, *lines)  # a second between two lines
+    lines = (
+        {"kind": "train", "step": step, "loss": 2.0, "tokens": step, "step_ms": 9.0}
+        for step in (100, 200, 300)
+    )
+    write_ledger(
+        run, {"kind": "event", "event": "started", "steps": 400}, *lines
+    )  # a second between two lines
     run.heartbeat_path.touch()
     row = next(line for line in drawn(study).splitlines() if "running" in line)
     assert row.split()[3:6] == ["running", "300/400", "1s"]
@@ -76,7 +103,17 @@ def test_the_end_names_the_command_that_trains_the_winner_in_full(tmp_path, caps
     study = Study.create(Recipe.load("quickstart", ["train.steps=10"]), axes, folder)
     for number in range(4):
         finish(study, number, 3.0 - number / 10)
-    call = ["sweep", "quickstart", *axes, "--set", "train.steps=10", "--dir", str(folder), "--world", "2"]
+    call = [
+        "sweep",
+        "quickstart",
+        *axes,
+        "--set",
+        "train.steps=10",
+        "--dir",
+        str(folder),
+        "--world",
+        "2",
+    ]
     out, _ = output_of(capsys, *call)
     assert "\nbest: " in out
     assert "  windlass train quickstart optim.lr=0.001 'optim.betas=[0.9, 0.99]' --world 2\n" in out

@@ -19,29 +19,54 @@ from windlass.data.prepare import open_data
 from windlass.data.vocabulary import byte_tokenizer, hf_tokenizer
 
 TALK = [
-    {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Who are you?"},
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Who are you?"},
     {"role": "assistant", "content": "A cat."},
-]  # fmt: skip
-PARTS = [{**TALK[0], "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]}, *TALK[1:]]
+]
+PARTS = [
+    {**TALK[0], "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]},
+    *TALK[1:],
+]
 SHAREGPT = [
     {"from": "system", "value": "Be kind."},
     {"from": "human", "value": "Who are you?"},
     {"from": "gpt", "value": "A cat."},
 ]
 SAME: dict[str, Any] = {
-    "messages": {"messages": TALK}, "parts": {"messages": PARTS}, "sharegpt": {"id": "7", "conversations": SHAREGPT},
-    "sharegpt-roles": {"conversations": TALK}, "developer": {"messages": [{**TALK[0], "role": "developer"}, *TALK[1:]]},
-    "alpaca": {"system": "Be kind.", "instruction": "Who are you?", "input": "", "output": "A cat."},
+    "messages": {"messages": TALK},
+    "parts": {"messages": PARTS},
+    "sharegpt": {"id": "7", "conversations": SHAREGPT},
+    "sharegpt-roles": {"conversations": TALK},
+    "developer": {"messages": [{**TALK[0], "role": "developer"}, *TALK[1:]]},
+    "alpaca": {
+        "system": "Be kind.",
+        "instruction": "Who are you?",
+        "input": "",
+        "output": "A cat.",
+    },
     "trl": {"prompt": TALK[:2], "completion": TALK[2:]},
-}  # fmt: skip
+}
 TOOL_TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "Say hello <|im_end|>"},
-    {"role": "assistant", "content": None, "tool_calls": [
-        {"type": "function", "function": {"name": "hello", "arguments": {"say": "a cat <|im_end|>"}}}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "type": "function",
+                "function": {"name": "hello", "arguments": {"say": "a cat <|im_end|>"}},
+            }
+        ],
+    },
     {"role": "tool", "name": "hello", "content": "hello cat"},
     {"role": "assistant", "content": "I said hello."},
-]  # fmt: skip
-TOOLS = [{"type": "function", "function": {"name": "hello", "parameters": {"type": "object", "properties": {}}}}]
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "hello", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 TOOL_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content %}{{ m.content }}{% endif %}"
@@ -54,24 +79,43 @@ TOOL_TEMPLATE = (
 @pytest.mark.parametrize("shape", SAME)
 def test_every_shape_gives_the_same_messages(shape: str, ending: str, tmp_path: Path) -> None:
     path, items = tmp_path / f"talk.{ending}", [SAME[shape]] * 3
-    text = json.dumps(items, indent=1) if ending == "json" else "".join(json.dumps(item) + "\r\n" for item in items)
-    path.write_bytes(gzip.compress(text.encode()) if ending.endswith("gz") else b"\xef\xbb\xbf" + text.encode())
+    text = (
+        json.dumps(items, indent=1)
+        if ending == "json"
+        else "".join(json.dumps(item) + "\r\n" for item in items)
+    )
+    path.write_bytes(
+        gzip.compress(text.encode()) if ending.endswith("gz") else b"\xef\xbb\xbf" + text.encode()
+    )
     said: list[str] = []
     found = read([str(path)], notify=said.append)
     assert [item.messages for item in found] == [TALK] * 3
     names = {"alpaca": "Alpaca", "trl": "prompt and completion"}
-    assert names.get(shape, "ShareGPT" if "share" in shape else "messages") in said[0] and "3 conversations" in said[0]
+    assert (
+        names.get(shape, "ShareGPT" if "share" in shape else "messages") in said[0]
+        and "3 conversations" in said[0]
+    )
 
 
-def test_an_alpaca_input_follows_its_instruction_and_a_prompt_and_its_completion_are_no_turns(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([{"instruction": "Add.", "input": "1 2", "output": "3"}]))
-    assert read([str(tmp_path / "a.json")])[0].messages[0] == {"role": "user", "content": "Add.\n\n1 2"}
+def test_an_alpaca_input_follows_its_instruction_and_a_prompt_and_its_completion_are_no_turns(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.json").write_text(
+        json.dumps([{"instruction": "Add.", "input": "1 2", "output": "3"}])
+    )
+    assert read([str(tmp_path / "a.json")])[0].messages[0] == {
+        "role": "user",
+        "content": "Add.\n\n1 2",
+    }
     (tmp_path / "p.jsonl").write_text('{"prompt": "The sky is", "completion": " blue."}\n')
     [item] = read([str(tmp_path / "p.jsonl")])
     tokenizer = byte_tokenizer()
     row = chat.row(item, chat.Template(), tokenizer, 100)
     assert row is not None and tokenizer.decode(row.tokens) == "The sky is blue.<|endoftext|>"
-    assert tokenizer.decode(i for i, mark in zip(row.tokens, row.marks, strict=True) if mark) == " blue.<|endoftext|>"
+    assert (
+        tokenizer.decode(i for i, mark in zip(row.tokens, row.marks, strict=True) if mark)
+        == " blue.<|endoftext|>"
+    )
 
 
 def test_several_files_and_shapes_are_one_data_set_and_the_log_names_them(
@@ -90,19 +134,34 @@ def test_several_files_and_shapes_are_one_data_set_and_the_log_names_them(
     assert "in 3 files: alpaca.jsonl, messages.jsonl, sharegpt.jsonl" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("item", "words"), [
-    ({"conversations": [SHAREGPT[1], {"frm": "gpt", "value": "x"}]}, ("turn 2 has no", "'frm', 'value'", '{"from": "human"')),
-    ({"conversations": [{"from": "robot", "value": "x"}]}, ("'robot'", "human", "gpt")),
-    ({"conversations": [{"from": "bot", "value": "x"}]}, ("turn 1", "'bot'", "assistant")),
-    ({"conversations": [{**SHAREGPT[1], "train": True}, SHAREGPT[2]]}, ("turn 1", "user", "train")),
-    ({"conversations": [SHAREGPT[1], {**SHAREGPT[2], "weight": 0.5}]}, ("turn 2", "0.5", "0 or 1")),
-    ({"conversations": [SHAREGPT[1], {**SHAREGPT[2], "train": "no"}]}, ("turn 2", "'no'", "true or false")),
-    ({"conversations": SHAREGPT[:2]}, ("no answer",)),
-    ({"messages": TALK}, ("'conversations'", "is missing", "ShareGPT")),
-    ({"conversations": "text"}, ("a list of turns, not text",)),
-    ({"conversations": ["text"]}, ("turn 1 is text",)),
-    ([1], ("ShareGPT",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        (
+            {"conversations": [SHAREGPT[1], {"frm": "gpt", "value": "x"}]},
+            ("turn 2 has no", "'frm', 'value'", '{"from": "human"'),
+        ),
+        ({"conversations": [{"from": "robot", "value": "x"}]}, ("'robot'", "human", "gpt")),
+        ({"conversations": [{"from": "bot", "value": "x"}]}, ("turn 1", "'bot'", "assistant")),
+        (
+            {"conversations": [{**SHAREGPT[1], "train": True}, SHAREGPT[2]]},
+            ("turn 1", "user", "train"),
+        ),
+        (
+            {"conversations": [SHAREGPT[1], {**SHAREGPT[2], "weight": 0.5}]},
+            ("turn 2", "0.5", "0 or 1"),
+        ),
+        (
+            {"conversations": [SHAREGPT[1], {**SHAREGPT[2], "train": "no"}]},
+            ("turn 2", "'no'", "true or false"),
+        ),
+        ({"conversations": SHAREGPT[:2]}, ("no answer",)),
+        ({"messages": TALK}, ("'conversations'", "is missing", "ShareGPT")),
+        ({"conversations": "text"}, ("a list of turns, not text",)),
+        ({"conversations": ["text"]}, ("turn 1 is text",)),
+        ([1], ("ShareGPT",)),
+    ],
+)
 def test_a_bad_item_is_named_with_its_line_and_what_is_expected(
     item: Any, words: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -115,10 +174,12 @@ def test_a_bad_item_is_named_with_its_line_and_what_is_expected(
 def test_files_that_hold_no_conversations(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     for content, words in (
-        (b"", ("no conversation",)), (b'{"text": "x"}', ("line 1", "'text'", "messages", "instruction", "completion")),
-        (b'{"messages": 1}\n{', ("line 1", "a list of turns, not a number")), (b"\n\n{", ("line 3", "no JSON", ".jsonl")),
+        (b"", ("no conversation",)),
+        (b'{"text": "x"}', ("line 1", "'text'", "messages", "instruction", "completion")),
+        (b'{"messages": 1}\n{', ("line 1", "a list of turns, not a number")),
+        (b"\n\n{", ("line 3", "no JSON", ".jsonl")),
         ('{"é": 1}'.encode("latin1"), ("line 1", "UTF-8", "iconv")),
-    ):  # fmt: skip
+    ):
         path.write_bytes(content)
         with refused("x.jsonl", *words):
             read([str(path)])
@@ -137,7 +198,9 @@ def test_tools_are_written_as_transformers_writes_them(tmp_path: Path) -> None:
     inner["added_tokens"].append({**inner["added_tokens"][0], "id": 480, "content": "<|call|>"})
     (place / "tokenizer.json").write_text(json.dumps(inner))
     config = json.loads((place / "tokenizer_config.json").read_text())
-    (place / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TOOL_TEMPLATE}))
+    (place / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": TOOL_TEMPLATE})
+    )
     (place / "chat_template.jinja").unlink(missing_ok=True)
     as_openai = json.loads(json.dumps(TOOL_TALK))  # arguments are JSON in a string there
     function = as_openai[1]["tool_calls"][0]["function"]
@@ -155,34 +218,47 @@ def test_tools_are_written_as_transformers_writes_them(tmp_path: Path) -> None:
     same = chat.row(Conversation(plain, tools=TOOLS), template, ours, 900)
     assert same is not None and same.tokens == expected
     counted = ours.inner.decode(
-        [i for i, mark in zip(row.tokens, row.marks, strict=True) if mark], skip_special_tokens=False
+        [i for i, mark in zip(row.tokens, row.marks, strict=True) if mark],
+        skip_special_tokens=False,
     )
     call = json.dumps({"name": "hello", "arguments": {"say": "a cat <|im_end|>"}})
     assert counted == f"<|call|>{call}<|call|><|im_end|>I said hello.<|im_end|>"
-    assert sum(i == ours.special["<|im_end|>"] for i in row.tokens) == 5  # the system's, the user's, ...: one a turn
+    assert (
+        sum(i == ours.special["<|im_end|>"] for i in row.tokens) == 5
+    )  # the system's, the user's, ...: one a turn
     with refused("tools.jsonl, line 1", "data.tokenizer"):
         chat.row(item, chat.Template(), byte_tokenizer(), 900)
 
 
 TWO = [
-    {"role": "user", "content": "one?"}, {"role": "assistant", "content": "a wrong answer"},
-    {"role": "user", "content": "two?"}, {"role": "assistant", "content": "a right answer"},
-]  # fmt: skip
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "a wrong answer"},
+    {"role": "user", "content": "two?"},
+    {"role": "assistant", "content": "a right answer"},
+]
 
 
 def counted(item: Conversation, template: chat.Template, tokenizer: Any) -> str | None:
     row = chat.row(item, template, tokenizer, 500)
-    return row and tokenizer.decode(i for i, mark in zip(row.tokens, row.marks, strict=True) if mark)
+    return row and tokenizer.decode(
+        i for i, mark in zip(row.tokens, row.marks, strict=True) if mark
+    )
 
 
 @pytest.mark.parametrize("kind", ["plain", "chatml", "marked"])
 @pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}])
-def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(kind: str, key: dict[str, Any], tmp_path: Path) -> None:
+def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(
+    kind: str, key: dict[str, Any], tmp_path: Path
+) -> None:
     """With the templates that mark answers, and with those whose answers are looked for."""
     template, tokenizer, end = chat.Template(), byte_tokenizer(), "<|endoftext|>"
     if kind != "plain":
         place = tokenizer_fixtures.save(kind, tmp_path / "tok")
-        template, tokenizer, end = chat.Template.of_directory(place), hf_tokenizer(str(place)), "<|im_end|>"
+        template, tokenizer, end = (
+            chat.Template.of_directory(place),
+            hf_tokenizer(str(place)),
+            "<|im_end|>",
+        )
     path = tmp_path / "talk.jsonl"
     first, last = [*TWO[:1], {**TWO[1], **key}, *TWO[2:]], [*TWO[:3], {**TWO[3], **key}]
     empty = [*TWO[:3], {**TWO[3], "content": " "}]
@@ -194,23 +270,43 @@ def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(kind: str, key: di
     assert one is not None and one.count(end) == 1 and "wrong" not in one and "right" in one
     assert other is not None and other == without and "right" not in other and nothing is None
     whole = [chat.row(items[i], template, tokenizer, 500) for i in (0, 1)]
-    assert whole[0] and whole[1] and whole[0].tokens == whole[1].tokens  # the template does not see the key
-    assert [item.remarks for item in items[:3]] == [[]] * 3 and "talk.jsonl, line 4, turn 4" in items[3].remarks[0]
+    assert (
+        whole[0] and whole[1] and whole[0].tokens == whole[1].tokens
+    )  # the template does not see the key
+    assert [item.remarks for item in items[:3]] == [
+        []
+    ] * 3 and "talk.jsonl, line 4, turn 4" in items[3].remarks[0]
 
 
-def test_items_that_are_cut_or_left_out_are_named_with_their_lines(tmp_path: Path, capsys: Any) -> None:
-    talks = [TALK[1:], [TALK[1], {**TALK[2], "content": "A cat. " * 30}], [TALK[1], {**TALK[2], "content": ""}]]
+def test_items_that_are_cut_or_left_out_are_named_with_their_lines(
+    tmp_path: Path, capsys: Any
+) -> None:
+    talks = [
+        TALK[1:],
+        [TALK[1], {**TALK[2], "content": "A cat. " * 30}],
+        [TALK[1], {**TALK[2], "content": ""}],
+    ]
     texts = [json.dumps({"messages": talk}) for talk in [*talks, *[TALK[1:]] * 20]]
     (tmp_path / "talk.jsonl").write_text("\n".join(texts) + "\n")
     (tmp_path / "pair.jsonl").write_text('{"prompt": "a", "completion": " "}\n')
     recipe = recipe_for("x", tmp_path / "data", format="chat", context=60, val_fraction=0.1)
-    open_data(recipe.replace({"data.source": [str(tmp_path / "talk.jsonl"), str(tmp_path / "pair.jsonl")]}))
+    open_data(
+        recipe.replace(
+            {"data.source": [str(tmp_path / "talk.jsonl"), str(tmp_path / "pair.jsonl")]}
+        )
+    )
     remarks = (tmp_path / "data" / "remarks.txt").read_text().splitlines()
     err = capsys.readouterr().err
     assert len(remarks) == 4 and all(remark in err for remark in remarks)
     by_place = {remark.rpartition("/")[2].split(":")[0]: remark for remark in remarks}
-    assert "tokens lost" in by_place["talk.jsonl, line 2"] and "model.context = 60" in by_place["talk.jsonl, line 2"]
-    assert "left out" in by_place["talk.jsonl, line 3"] and "empty" in by_place["talk.jsonl, line 3, turn 2"]
+    assert (
+        "tokens lost" in by_place["talk.jsonl, line 2"]
+        and "model.context = 60" in by_place["talk.jsonl, line 2"]
+    )
+    assert (
+        "left out" in by_place["talk.jsonl, line 3"]
+        and "empty" in by_place["talk.jsonl, line 3, turn 2"]
+    )
     assert "left out" in by_place["pair.jsonl, line 1"]
 
 
@@ -221,12 +317,16 @@ def test_the_template_is_named_and_a_makeshift_is_a_warning(tmp_path: Path) -> N
     bare = tokenizer_fixtures.save("chatml", tmp_path / "bare")
     (bare / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((bare / "tokenizer_config.json").read_text())
-    (bare / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "chat_template"}))
+    (bare / "tokenizer_config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k != "chat_template"})
+    )
 
     def facts(name: str, tokenizer: str) -> Any:
         source = tmp_path / f"{name}.jsonl"
         directory = tmp_path / f"{name}-{Path(tokenizer).name}"
-        return describe(open_data(recipe_for(source, directory, format="chat", context=99, tokenizer=tokenizer)))
+        return describe(
+            open_data(recipe_for(source, directory, format="chat", context=99, tokenizer=tokenizer))
+        )
 
     own, other = facts("talk", f"hf:{place}"), facts("talk", f"hf:{bare}")
     assert str(place) in lines(own, 99)["template"] and warnings(own) == []
@@ -246,4 +346,6 @@ def test_prepare_shows_a_row_with_what_counts_marked(tmp_path: Path) -> None:
         "data.max_tokens=0",
     ]
     printed = windlass("prepare", "quickstart", *settings).stdout
-    assert "User: Who are you?" in printed and "Assistant:\u27e6 A cat.<|endoftext|>\u27e7" in printed
+    assert (
+        "User: Who are you?" in printed and "Assistant:\u27e6 A cat.<|endoftext|>\u27e7" in printed
+    )

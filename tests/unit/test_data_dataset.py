@@ -77,9 +77,15 @@ def test_one_document_a_row(tmp_path_factory, lengths, shard_tokens, context):
     folder = tmp_path_factory.mktemp("x")
     stream, _ = stream_of(folder, pieces, shard_tokens)
     first = len(pieces) // 3
-    split = Split(ranges=[Range(stream="shard", start=sum(map(len, pieces[:first])), stop=len(stream))])
+    split = Split(
+        ranges=[Range(stream="shard", start=sum(map(len, pieces[:first])), stop=len(stream))]
+    )
     index = Index(
-        settings={}, source={}, tokenizer=TOKENIZER, streams={"shard": stream.shards}, splits={"train": split}
+        settings={},
+        source={},
+        tokenizer=TOKENIZER,
+        streams={"shard": stream.shards},
+        splits={"train": split},
     )
     part, starts = split_stream(folder, index, split), split_documents(folder, index, split)
     samples = DocumentSamples(part, starts, context, eot)
@@ -121,7 +127,11 @@ def test_checksums_are_read_once_for_each_state_of_a_file(prepared, monkeypatch)
     (data.directory / "verified.json").write_text("[1, 2")
     for _ in range(2):
         open_data(recipe)
-    files = [file for shard in Index.load(data.directory).shards for file in (shard.file, shard.table_file)]
+    files = [
+        file
+        for shard in Index.load(data.directory).shards
+        for file in (shard.file, shard.table_file)
+    ]
     assert sorted(read) == sorted(files)
     os.utime(data.directory / "shard-00001.bin")
     open_data(recipe)
@@ -132,7 +142,11 @@ class Pair:
     """Two ranks of a host as threads."""
 
     def __init__(self, rank, exchanged, barrier):
-        self.rank, self.world, self.env = rank, 2, DistEnv(rank=rank, world=2, local_rank=rank, local_world=2)
+        self.rank, self.world, self.env = (
+            rank,
+            2,
+            DistEnv(rank=rank, world=2, local_rank=rank, local_world=2),
+        )
         self.exchanged, self.barrier = exchanged, barrier
 
     def all_gather_object(self, name, value):
@@ -155,25 +169,33 @@ def open_on_two_ranks(recipe):
         return list(pool.map(one, range(2)))
 
 
-def test_the_ranks_of_a_host_divide_the_files_of_a_directory_that_cannot_be_written(prepared, monkeypatch):
+def test_the_ranks_of_a_host_divide_the_files_of_a_directory_that_cannot_be_written(
+    prepared, monkeypatch
+):
     recipe, data = prepared
     read, real = [], shards.sha256_of
     (data.directory / "verified.json").unlink()
     monkeypatch.setattr(shards, "remember", lambda directory, states: None)
     monkeypatch.setattr(shards, "sha256_of", lambda path: read.append(path.name) or real(path))
     assert [one.fingerprint for one in open_on_two_ranks(recipe)] == [data.fingerprint] * 2
-    files = [path.name for pattern in ("*.bin", "*.documents") for path in data.directory.glob(pattern)]
+    files = [
+        path.name for pattern in ("*.bin", "*.documents") for path in data.directory.glob(pattern)
+    ]
     assert len(files) > 4 and sorted(read) == sorted(files)
     path = data.directory / "shard-00001.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    assert ["shard-00001.bin is damaged" in str(error) for error in open_on_two_ranks(recipe)] == [True] * 2
+    assert ["shard-00001.bin is damaged" in str(error) for error in open_on_two_ranks(recipe)] == [
+        True
+    ] * 2
 
 
 def test_rows_of_documents_are_opened_without_reading_a_shard(prepared, monkeypatch):
     recipe, _ = prepared
     opened, real = [], np.fromfile
     monkeypatch.setattr(
-        np, "fromfile", lambda path, *how, **more: opened.append(path.suffix) or real(path, *how, **more)
+        np,
+        "fromfile",
+        lambda path, *how, **more: opened.append(path.suffix) or real(path, *how, **more),
     )
     monkeypatch.setattr("windlass.data.shards.os.pread", None)
     rows = open_data(recipe.replace("data.packing=documents"))
@@ -193,7 +215,9 @@ def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):
     with refused("tokenizer_files", str(file), "data.dir"):
         open_data(recipe)
     file.unlink()
-    assert open_data(recipe).fingerprint == first.fingerprint  # what was saved beside the shards is enough
+    assert (
+        open_data(recipe).fingerprint == first.fingerprint
+    )  # what was saved beside the shards is enough
 
 
 def test_a_source_that_changed_is_noted(prepared, tmp_path, capsys):
@@ -208,7 +232,9 @@ def test_a_source_that_changed_is_noted(prepared, tmp_path, capsys):
 
 
 def test_too_small_a_vocabulary_and_too_few_tokens_are_refused(tmp_path):
-    recipe = recipe_for(jsonl(tmp_path / "x.jsonl", documents(30)), tmp_path / "data", tokenizer="char")
+    recipe = recipe_for(
+        jsonl(tmp_path / "x.jsonl", documents(30)), tmp_path / "data", tokenizer="char"
+    )
     with refused("model.vocab = 5", "write that"):
         open_data(recipe.replace("model.vocab=5"))
     source = jsonl(tmp_path / "short.jsonl", ["short", "texts", "only"])
@@ -221,7 +247,9 @@ def test_documents_as_rows(tmp_path):
     source = jsonl(tmp_path / "x.jsonl", texts)
     data = open_data(recipe_for(source, tmp_path / "data", packing="documents", context=32))
     assert len(data.train) + len(data.val) == len(texts)
-    assert data.tokenizer.decode(data.train.read(np.array([2]))[0][0]).startswith("<|endoftext|>" + texts[2][:10])
+    assert data.tokenizer.decode(data.train.read(np.array([2]))[0][0]).startswith(
+        "<|endoftext|>" + texts[2][:10]
+    )
     (tmp_path / "one.txt").write_text("one text " * 99)
     with refused("data.packing", '"packed"'):
         open_data(recipe_for(tmp_path / "one.txt", tmp_path / "one", packing="documents"))
@@ -255,10 +283,15 @@ def test_shards_of_others_are_read_as_they_are(tmp_path, kind):
     for name, part in zip(("train_000000", "train_000001", "val_000000"), parts, strict=True):
         WRITERS[kind](tmp_path / f"x_{name}.{ending}", part)
     before = {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
-    data = open_data(recipe_for(f"shards:{tmp_path}/*.{ending}", tmp_path / "data", order="shards-shuffled"))
+    data = open_data(
+        recipe_for(f"shards:{tmp_path}/*.{ending}", tmp_path / "data", order="shards-shuffled")
+    )
     train, val = parts[0] + parts[1], parts[2]
     x, y = data.train.read(np.arange(len(data.train)))
-    assert x.reshape(-1).tolist() == train[: x.size] and y.reshape(-1).tolist() == train[1 : x.size + 1]
+    assert (
+        x.reshape(-1).tolist() == train[: x.size]
+        and y.reshape(-1).tolist() == train[1 : x.size + 1]
+    )
     assert data.val.valid_tokens == len(val) - 1
     assert data.val.read(np.array([0]))[0][0].tolist() == val[:16]
     assert sum(data.train.shard_samples) == len(data.train) and len(data.train.shard_samples) == 2
@@ -292,11 +325,18 @@ def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
         ("c.bin", whole["llmc.bin"][:-2], "200 tokens"),
         ("d.npy", whole["build.npy"][:-2], "no whole .npy file"),
         ("f.txt", whole["nanogpt.bin"], "neither .npy nor .bin"),
-        ("h.bin", whole["nanogpt.bin"] + np.array([257, 5], np.uint16).tobytes(), "token id 257 at place 200"),
+        (
+            "h.bin",
+            whole["nanogpt.bin"] + np.array([257, 5], np.uint16).tobytes(),
+            "token id 257 at place 200",
+        ),
     ]
     for array, words in (
         (np.zeros(9, np.float32), "holds float32"),
-        (np.array([{}], dtype=object), "no whole .npy file"),  # a pickle, which could run code, is not opened
+        (
+            np.array([{}], dtype=object),
+            "no whole .npy file",
+        ),  # a pickle, which could run code, is not opened
         (np.zeros((3, 3), np.uint16), "of shape"),
     ):
         np.save(tmp_path / "y.npy", array)

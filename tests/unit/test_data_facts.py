@@ -25,9 +25,13 @@ def books(folder: Path, *sizes: int) -> Path:
 
 
 @pytest.mark.parametrize("packing", ["packed", "documents"])
-@pytest.mark.parametrize(("sizes", "inside"), [((500, 700, 600, 4000), True), ((4000, 3000, 2200, 1000), False)])
+@pytest.mark.parametrize(
+    ("sizes", "inside"), [((500, 700, 600, 4000), True), ((4000, 3000, 2200, 1000), False)]
+)
 def test_few_documents_are_split_by_their_tokens(sizes, inside, packing, tmp_path, capsys) -> None:
-    recipe = recipe_for(books(tmp_path / "books", *sizes), tmp_path / "data", packing=packing, val_fraction=0.1)
+    recipe = recipe_for(
+        books(tmp_path / "books", *sizes), tmp_path / "data", packing=packing, val_fraction=0.1
+    )
     data = open_data(recipe)
     assert data.index is not None
     train, val = data.index.splits["train"], data.index.splits["val"]
@@ -41,7 +45,9 @@ def test_few_documents_are_split_by_their_tokens(sizes, inside, packing, tmp_pat
     text = (tmp_path / "books" / "book-3.txt").read_text()
     row = data.train.read(np.array([len(data.train) - 1]))
     last = data.val.read(np.array([0]))[0][0] if data.val else []
-    if packing == "documents" and inside:  # nothing of the held-out part is trained on, and all of it is there
+    if (
+        packing == "documents" and inside
+    ):  # nothing of the held-out part is trained on, and all of it is there
         assert data.tokenizer.decode(last) == text[-580:][:16]
         assert (row[1] != -100).sum() == 16
     assert "held out" not in capsys.readouterr().err
@@ -52,11 +58,17 @@ def test_a_split_far_from_what_was_asked_is_said(tmp_path, capsys) -> None:
     recipe = recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data", val_fraction=0.1)
     open_data(recipe)
     err = capsys.readouterr().err
-    assert "data.val_fraction = 0.1" in err and "% of the text are held out" in err and "data.eval_source" in err
+    assert (
+        "data.val_fraction = 0.1" in err
+        and "% of the text are held out" in err
+        and "data.eval_source" in err
+    )
     open_data(recipe.replace("data.max_tokens=500", f"data.dir={tmp_path / 'less'}"))
     assert "data.max_tokens = 500" not in capsys.readouterr().err
     whole = recipe_for(books(tmp_path / "books", 3000, 3000), tmp_path / "long", max_tokens=1000)
-    assert len(open_data(whole).train) > 100 and "data.max_tokens = 1,000" in capsys.readouterr().err
+    assert (
+        len(open_data(whole).train) > 100 and "data.max_tokens = 1,000" in capsys.readouterr().err
+    )
 
 
 def test_facts_of_texts(tmp_path) -> None:
@@ -67,23 +79,46 @@ def test_facts_of_texts(tmp_path) -> None:
     assert facts["train"]["tokens"] + facts["val"]["tokens"] == total
     assert facts["train"]["items"] + facts["val"]["items"] == len(texts)
     assert {k: facts[k] for k in ("source", "files", "items", "tokenizer", "vocab")} == {
-        "source": str(source), "files": 1, "items": "documents", "tokenizer": "byte", "vocab": 257,
-    }  # fmt: skip
+        "source": str(source),
+        "files": 1,
+        "items": "documents",
+        "tokenizer": "byte",
+        "vocab": 257,
+    }
     assert json.loads(json.dumps(facts)) == facts
-    rows = describe(open_data(recipe_for(source, tmp_path / "data", val_fraction=0.2, packing="documents", context=64)))
+    rows = describe(
+        open_data(
+            recipe_for(source, tmp_path / "data", val_fraction=0.2, packing="documents", context=64)
+        )
+    )
     sizes = [len(text.encode()) + 1 for text in texts[: facts["train"]["items"]]]
     train = rows["train"]
     assert train["cut"] == sum(size > 64 for size in sizes)
     assert train["cut_tokens"] == sum(max(0, size - 64) for size in sizes)
     assert train["tokens"] == sum(min(size, 64) for size in sizes)
-    assert train["lengths"]["max"] == max(sizes) and train["lengths"]["50"] == sorted(sizes)[(len(sizes) - 1) // 2]
+    assert (
+        train["lengths"]["max"] == max(sizes)
+        and train["lengths"]["50"] == sorted(sizes)[(len(sizes) - 1) // 2]
+    )
 
 
 def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
     talks = [
-        {"messages": [{"role": "user", "content": "q" * 10}, {"role": "assistant", "content": "a" * size}]}
+        {
+            "messages": [
+                {"role": "user", "content": "q" * 10},
+                {"role": "assistant", "content": "a" * size},
+            ]
+        }
         for size in (5, 5, 5, 100, 5)
-    ] + [{"messages": [{"role": "user", "content": "q" * 90}, {"role": "assistant", "content": "never read"}]}]
+    ] + [
+        {
+            "messages": [
+                {"role": "user", "content": "q" * 90},
+                {"role": "assistant", "content": "never read"},
+            ]
+        }
+    ]
     source = tmp_path / "talk.jsonl"
     source.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     recipe = recipe_for(source, tmp_path / "data", format="chat", val_fraction=0, context=60)
@@ -91,7 +126,12 @@ def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
     train = describe(data)["train"]
     assert train["label_tokens"] == int((data.train.read(np.arange(5))[1] != -100).sum())
     # "User: qqqqqqqqqq\n\nAssistant: aaaaa", the token that ends it, and two lines; the last is predicted and not read
-    assert (train["tokens"], train["lengths"]["50"], train["items"], train["left_out"]) == (4 * 36 + 60, 37, 5, 1)
+    assert (train["tokens"], train["lengths"]["50"], train["items"], train["left_out"]) == (
+        4 * 36 + 60,
+        37,
+        5,
+        1,
+    )
     assert (train["cut"], train["cut_tokens"]) == (1, 132 - 61)
     settings = [
         f"data.source={source}",
@@ -103,20 +143,31 @@ def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
     printed = windlass("prepare", "quickstart", *settings, f"data.dir={tmp_path / 'data'}").stdout
     for text in lines(describe(data), 60).values():
         assert text in printed
-    assert "1 of 5 conversations cut, 71 tokens lost" in printed and "1 conversation left out" in printed
+    assert (
+        "1 of 5 conversations cut, 71 tokens lost" in printed
+        and "1 conversation left out" in printed
+    )
 
 
 def test_a_character_tokenizer_names_its_symbols(data_files, tmp_path) -> None:
     """As nanoGPT's data/shakespeare_char/prepare.py prints them; with documents the token between them is not counted."""
     text = (data_files / "tinyshakespeare" / "input.txt").read_text()
     (tmp_path / "x.txt").write_text(text[:30_000])
-    shown = lines(describe(open_data(recipe_for(tmp_path / "x.txt", tmp_path / "a", tokenizer="char"))), 16)
-    assert shown["characters"] == "30,000" and shown["symbols"] == repr("".join(sorted(set(text[:30_000]))))
+    shown = lines(
+        describe(open_data(recipe_for(tmp_path / "x.txt", tmp_path / "a", tokenizer="char"))), 16
+    )
+    assert shown["characters"] == "30,000" and shown["symbols"] == repr(
+        "".join(sorted(set(text[:30_000])))
+    )
     texts = [text for text in documents(40) if text]
-    data = open_data(recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "b", tokenizer="char"))
+    data = open_data(
+        recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "b", tokenizer="char")
+    )
     assert lines(describe(data), 16)["characters"] == f"{len(''.join(texts)):,}"
     assert describe(data)["symbols"] == "".join(sorted(set("".join(texts))))
-    assert "symbols" not in lines(describe(open_data(recipe_for(tmp_path / "x.txt", tmp_path / "c"))), 16)
+    assert "symbols" not in lines(
+        describe(open_data(recipe_for(tmp_path / "x.txt", tmp_path / "c"))), 16
+    )
 
 
 def test_facts_of_data_of_ones_own() -> None:
@@ -137,4 +188,8 @@ def test_facts_of_data_of_ones_own() -> None:
     assert facts == {"vocab": 100, "train": {"samples": 7, "tokens_per_sample": 4.0}}
     longer = describe(Data(WithLengths(), None, None, "x", 100))  # type: ignore[arg-type]
     assert longer["train"]["tokens_per_sample"] == 5.0
-    assert lines(facts, 8) == {"training": "7 samples", "validation": "none", "tokenizer": "100 ids"}
+    assert lines(facts, 8) == {
+        "training": "7 samples",
+        "validation": "none",
+        "tokenizer": "100 ids",
+    }

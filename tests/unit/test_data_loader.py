@@ -67,9 +67,12 @@ def flat(lists):
 
 
 @given(
-    st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 0]), st.sampled_from([0, 1, 3]), st.integers(1, 40),
+    st.sampled_from([1, 2, 3, 4, 6, 12]),
+    st.sampled_from([1, 0]),
+    st.sampled_from([0, 1, 3]),
+    st.integers(1, 40),
     st.sampled_from(["shuffled", "shards-shuffled", "sequential"]),
-)  # fmt: skip
+)
 def test_the_sequence_is_global(world, micro, prefetch, n, kind):
     """Also where an epoch is shorter than a step, and across the epochs' edges."""
     shards = [n // 3, n - n // 3 - n // 4, n // 4]
@@ -79,7 +82,9 @@ def test_the_sequence_is_global(world, micro, prefetch, n, kind):
 
 def test_a_resume_is_the_rest_and_skipped_samples_are_left_out():
     whole = run(Numbers(50), 12)
-    assert run(Numbers(50), 5, first_step=7) == run(Numbers(50), 5, first_step=7, world=4) == whole[7:]
+    assert (
+        run(Numbers(50), 5, first_step=7) == run(Numbers(50), 5, first_step=7, world=4) == whole[7:]
+    )
     numbers = flat(whole)
     assert flat(run(Numbers(50), 6, skipped=[(24, 36)])) == (numbers[:24] + numbers[36:])[:72]
 
@@ -157,7 +162,12 @@ def test_a_poll_does_not_wait_and_close_abandons_a_slow_source_or_with_patience_
     assert not alive() and source.reads == 1
 
 
-@given(st.integers(0, 40), st.sampled_from([1, 2, 3, 4, 7]), st.sampled_from([1, 2, 5]), st.integers(0, 45))
+@given(
+    st.integers(0, 40),
+    st.sampled_from([1, 2, 3, 4, 7]),
+    st.sampled_from([1, 2, 5]),
+    st.integers(0, 45),
+)
 def test_evaluation_counts_every_sample_once_in_equally_many_batches(n, world, micro, limit):
     batches = [list(eval_batches(Numbers(n), rank, world, micro, limit)) for rank in range(world)]
     assert len({len(b) for b in batches}) == 1
@@ -166,4 +176,7 @@ def test_evaluation_counts_every_sample_once_in_equally_many_batches(n, world, m
     assert all(batch.tokens.shape == batch.labels.shape == (micro, T) for batch in everyone)
     seen = [i for b in everyone for i in b.tokens[(b.labels != -100).any(dim=1)][:, 0].tolist()]
     assert sorted(seen) == list(range(wanted))
-    assert sorted(b.k for b in everyone) == list(range(len(everyone))) and len(everyone) < wanted / micro + world
+    assert (
+        sorted(b.k for b in everyone) == list(range(len(everyone)))
+        and len(everyone) < wanted / micro + world
+    )

@@ -44,16 +44,34 @@ def test_shards_are_shuffled_whole(shards, seed, epoch):
     if epoch == 0:
         assert np.array_equal(found, np.arange(n))
     elif len(blocks) > 10:  # past the first epoch in another order each
-        assert found.tolist() != whole(Order("shards-shuffled", seed, epoch + 1, n, shards)).tolist()
+        assert (
+            found.tolist() != whole(Order("shards-shuffled", seed, epoch + 1, n, shards)).tolist()
+        )
 
 
 def test_golden_values():
     """What these are does not matter; that they never change does: a run that is resumed must see the same samples."""
     assert whole(Order("shuffled", 1337, 0, 10)).tolist() == [0, 4, 2, 3, 5, 6, 8, 7, 1, 9]
     far = Order("shuffled", 2**62 + 11, 41, 10**12 + 7)
-    assert [far[i] for i in (0, 1, 2, 10**12)] == [471284411133, 639317816320, 605518888166, 553716825541]
+    assert [far[i] for i in (0, 1, 2, 10**12)] == [
+        471284411133,
+        639317816320,
+        605518888166,
+        553716825541,
+    ]
     assert whole(Order("sequential", 1, 9, 10)).tolist() == list(range(10))
-    assert whole(Order("shards-shuffled", 1337, 3, 10, [2, 3, 0, 4, 1])).tolist() == [0, 1, 5, 6, 7, 8, 2, 3, 4, 9]
+    assert whole(Order("shards-shuffled", 1337, 3, 10, [2, 3, 0, 4, 1])).tolist() == [
+        0,
+        1,
+        5,
+        6,
+        7,
+        8,
+        2,
+        3,
+        4,
+        9,
+    ]
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 16])
@@ -68,7 +86,10 @@ def test_every_sample_comes_at_every_place_equally_often(n):
     assert chi < freedom + 6 * np.sqrt(2 * freedom) + 12
 
 
-RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda r: (r[0], r[0] + r[1])), max_size=5)
+RANGES = st.lists(
+    st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda r: (r[0], r[0] + r[1])),
+    max_size=5,
+)
 
 
 @given(st.integers(1, 16), RANGES)
@@ -86,5 +107,9 @@ def test_the_order_of_an_epoch_in_words():
         "in file order",
         "in file order",
     ]
-    later = ["samples shuffled anew, seed 7", "shards shuffled for this epoch, seed 7", "in file order"]
+    later = [
+        "samples shuffled anew, seed 7",
+        "shards shuffled for this epoch, seed 7",
+        "in file order",
+    ]
     assert [describe_order(kind, 7, 2) for kind in kinds] == later

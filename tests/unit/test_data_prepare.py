@@ -42,8 +42,16 @@ def split_tokens(directory, index, name):
 
 def files_of(directory: Path):
     """The content of every file that matters."""
-    skipped = (".lock", "verified.json", "progress.json")  # a kill after the index leaves the last one behind
-    return {p.name: p.read_bytes() for p in directory.rglob("*") if p.is_file() and p.name not in skipped}
+    skipped = (
+        ".lock",
+        "verified.json",
+        "progress.json",
+    )  # a kill after the index leaves the last one behind
+    return {
+        p.name: p.read_bytes()
+        for p in directory.rglob("*")
+        if p.is_file() and p.name not in skipped
+    }
 
 
 def packed(texts, tokenizer):
@@ -53,7 +61,9 @@ def packed(texts, tokenizer):
 
 def test_shakespeare_as_nanogpt_splits_and_counts_it(data_files, tmp_path):
     file = data_files / "tinyshakespeare" / "input.txt"
-    directory, index = run(recipe_for(file, tmp_path / "data", tokenizer="char", shard_tokens=300_000))
+    directory, index = run(
+        recipe_for(file, tmp_path / "data", tokenizer="char", shard_tokens=300_000)
+    )
     text = file.read_text(encoding="utf-8")
     numbers = {c: i for i, c in enumerate(sorted(set(text)))}
     train, val = split_tokens(directory, index, "train"), split_tokens(directory, index, "val")
@@ -61,15 +71,22 @@ def test_shakespeare_as_nanogpt_splits_and_counts_it(data_files, tmp_path):
     assert np.array_equal(np.concatenate([train, val]), [numbers[c] for c in text])
     assert (index.tokenizer.vocab, index.tokenizer.eot) == (65, None)
     assert {s.dtype for s in index.shards} == {"uint16"}
-    gpt2 = recipe_for(file, tmp_path / "gpt2", tokenizer=f"gpt2:{data_files / 'gpt2'}", shard_tokens=100_000)
+    gpt2 = recipe_for(
+        file, tmp_path / "gpt2", tokenizer=f"gpt2:{data_files / 'gpt2'}", shard_tokens=100_000
+    )
     directory, index = run(gpt2)  # 301,966 and 36,059 tokens, as nanoGPT's data/shakespeare says
-    assert [len(split_tokens(directory, index, name)) for name in ("train", "val")] == [301_966, 36_059]
+    assert [len(split_tokens(directory, index, name)) for name in ("train", "val")] == [
+        301_966,
+        36_059,
+    ]
 
 
 def test_a_large_vocabulary_lies_in_32_bits_and_a_single_text_ends_at_its_limit(tmp_path):
     text = "".join(chr(c) for c in range(0x3400, 0x3400 + 75_000) if not 0xD800 <= c < 0xE000)
     (tmp_path / "x.txt").write_text(text, encoding="utf-8")
-    directory, index = run(recipe_for(tmp_path / "x.txt", tmp_path / "data", tokenizer="char", val_fraction=0))
+    directory, index = run(
+        recipe_for(tmp_path / "x.txt", tmp_path / "data", tokenizer="char", val_fraction=0)
+    )
     assert index.tokenizer.vocab == len(text) > 65536
     assert {s.dtype for s in index.shards} == {"uint32"} and "val" not in index.splits
     assert split_tokens(directory, index, "train").tolist() == list(range(len(text)))
@@ -80,12 +97,18 @@ def test_a_large_vocabulary_lies_in_32_bits_and_a_single_text_ends_at_its_limit(
 
 def test_documents_lie_end_to_end(tmp_path):
     texts = documents(60)
-    directory, index = run(recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data", val_fraction=0.25))
+    directory, index = run(
+        recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data", val_fraction=0.25)
+    )
     tokenizer = load_tokenizer(recipe_for("x"), directory)
     tokens, stream = packed(texts, tokenizer), Stream(directory, index.streams["shard"])
     assert stream.read(0, len(stream)).tolist() == tokens
-    assert stream.documents()["start"].tolist() == [i for i, t in enumerate(tokens) if t == tokenizer.eot]
-    assert [s.tokens for s in index.shards[:-1]] == [1024] * (len(index.shards) - 1) and len(index.shards) > 3
+    assert stream.documents()["start"].tolist() == [
+        i for i, t in enumerate(tokens) if t == tokenizer.eot
+    ]
+    assert [s.tokens for s in index.shards[:-1]] == [1024] * (len(index.shards) - 1) and len(
+        index.shards
+    ) > 3
     nonempty = [t for t in texts if t]
     held = round(len(nonempty) / 4)
     assert split_tokens(directory, index, "train").tolist() == packed(nonempty[:-held], tokenizer)
@@ -95,8 +118,14 @@ def test_documents_lie_end_to_end(tmp_path):
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe"])
 def test_workers_change_no_byte(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("windlass.data.documents.BATCH_CHARACTERS", 300)
-    source, changes = jsonl(tmp_path / "x.jsonl", documents(80)), {"tokenizer": tokenizer, "tokenizer_vocab": 270}
-    one, five = (files_of(run(recipe_for(source, tmp_path / f"{n}", workers=n, **changes))[0]) for n in (1, 5))
+    source, changes = (
+        jsonl(tmp_path / "x.jsonl", documents(80)),
+        {"tokenizer": tokenizer, "tokenizer_vocab": 270},
+    )
+    one, five = (
+        files_of(run(recipe_for(source, tmp_path / f"{n}", workers=n, **changes))[0])
+        for n in (1, 5)
+    )
     assert one == five
 
 
@@ -132,7 +161,10 @@ def test_interrupted_anywhere_it_resumes_to_the_same_bytes(tmp_path, kind, token
     """Many documents, some over several shards, with a validation corpus; one text in many stretches over many shards."""
     texts = [*documents(20), "a very long one " * 300, *documents(20, seed=1)]
     if kind == "documents":
-        source, held = jsonl(tmp_path / "x.jsonl", texts), jsonl(tmp_path / "v.jsonl", documents(12, 2))
+        source, held = (
+            jsonl(tmp_path / "x.jsonl", texts),
+            jsonl(tmp_path / "v.jsonl", documents(12, 2)),
+        )
         changes = {"tokenizer": tokenizer, "eval_source": str(held), "max_tokens": 9000}
     else:
         monkeypatch.setattr("windlass.data.tokenizer.STRETCH", 700)
@@ -140,11 +172,19 @@ def test_interrupted_anywhere_it_resumes_to_the_same_bytes(tmp_path, kind, token
         source.write_text("".join(texts)[:12_000], encoding="utf-8")
     monkeypatch.setattr("windlass.data.documents.BATCH_CHARACTERS", 500)
     directory, whole = run(recipe_for(source, tmp_path / "whole", **changes))
-    index, deaths = killed_until_done(recipe_for(source, tmp_path / "broken", **changes), monkeypatch)
+    index, deaths = killed_until_done(
+        recipe_for(source, tmp_path / "broken", **changes), monkeypatch
+    )
     assert deaths > 8 and len(whole.shards) > 8
-    assert files_of(tmp_path / "broken") == files_of(directory) and index.fingerprint == whole.fingerprint
+    assert (
+        files_of(tmp_path / "broken") == files_of(directory)
+        and index.fingerprint == whole.fingerprint
+    )
     if kind == "single":
-        loaded, text = load_tokenizer(recipe_for("x", tokenizer=tokenizer), directory), "".join(texts)[:12_000]
+        loaded, text = (
+            load_tokenizer(recipe_for("x", tokenizer=tokenizer), directory),
+            "".join(texts)[:12_000],
+        )
         parts = [loaded.decode(split_tokens(directory, whole, name)) for name in ("train", "val")]
         assert parts == [text[:9600], text[9600:]]
 
@@ -165,7 +205,10 @@ def failing(file, error, monkeypatch):
 def test_what_was_committed_is_not_done_again(tmp_path, monkeypatch, capsys):
     recipe = recipe_for(jsonl(tmp_path / "x.jsonl", documents(60)), tmp_path / "data")
     full = OSError(errno.ENOSPC, "No space left on device")
-    with failing("shard-00002.bin", full, monkeypatch), pytest.raises(RunFailed, match="No space left"):
+    with (
+        failing("shard-00002.bin", full, monkeypatch),
+        pytest.raises(RunFailed, match="No space left"),
+    ):
         prepare(recipe)
     first = (tmp_path / "data" / "shard-00000.bin").stat().st_mtime_ns
     run(recipe)
@@ -173,7 +216,9 @@ def test_what_was_committed_is_not_done_again(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "data" / "shard-00000.bin").stat().st_mtime_ns == first
 
 
-def test_a_corpus_that_changed_or_a_shard_that_was_damaged_in_between_is_noticed(tmp_path, monkeypatch):
+def test_a_corpus_that_changed_or_a_shard_that_was_damaged_in_between_is_noticed(
+    tmp_path, monkeypatch
+):
     source = jsonl(tmp_path / "x.jsonl", documents(60))
     for name in ("damaged", "other"):
         with failing("index.json", Killed(), monkeypatch), pytest.raises(Killed):
@@ -184,7 +229,9 @@ def test_a_corpus_that_changed_or_a_shard_that_was_damaged_in_between_is_noticed
         open_data(recipe_for(source, tmp_path / "damaged"))
     jsonl(source, documents(6, seed=9))
     other, fresh = (run(recipe_for(source, tmp_path / name)) for name in ("other", "fresh"))
-    assert other[1].fingerprint == fresh[1].fingerprint and sorted(files_of(other[0])) == sorted(files_of(fresh[0]))
+    assert other[1].fingerprint == fresh[1].fingerprint and sorted(files_of(other[0])) == sorted(
+        files_of(fresh[0])
+    )
 
 
 @given(st.integers(1, 6000), st.sampled_from([0.0, 0.1, 0.5]), st.integers(0, 2))
@@ -192,7 +239,9 @@ def test_a_corpus_that_changed_or_a_shard_that_was_damaged_in_between_is_noticed
 def test_max_tokens_stops_at_a_documents_end(tmp_path_factory, most, fraction, shards):
     folder, texts = tmp_path_factory.mktemp("x"), documents(60)
     source = jsonl(folder / "x.jsonl", texts)
-    recipe = recipe_for(source, folder / "data", max_tokens=most, val_fraction=fraction, val_shards=shards)
+    recipe = recipe_for(
+        source, folder / "data", max_tokens=most, val_fraction=fraction, val_shards=shards
+    )
     try:
         directory, index = run(recipe)
     except UserError as error:
@@ -200,7 +249,11 @@ def test_max_tokens_stops_at_a_documents_end(tmp_path_factory, most, fraction, s
         return
     tokenizer = load_tokenizer(recipe, directory)
     sizes = np.cumsum([1 + len(tokenizer.encode(t)) for t in texts if t])
-    total, held, share = sum(s.tokens for s in index.shards), shards * 1024, 1 if shards else 1 - fraction
+    total, held, share = (
+        sum(s.tokens for s in index.shards),
+        shards * 1024,
+        1 if shards else 1 - fraction,
+    )
     assert total in sizes
     earlier = sizes[np.flatnonzero(sizes == total)[0] - 1] if total > sizes[0] else 0
     assert total == sizes[-1] or (total - held) * share >= most - 1e-9
@@ -211,7 +264,9 @@ def test_a_file_has_no_splits_and_is_not_validated_on_its_training_text(tmp_path
     """As where a preset that validates on a split of the Hub is given a file."""
     path = tmp_path / "text.txt"
     path.write_text("ab" * 500)
-    directory, index = run(recipe_for(path, tmp_path / "out", eval_split="validation", val_fraction=0.1))
+    directory, index = run(
+        recipe_for(path, tmp_path / "out", eval_split="validation", val_fraction=0.1)
+    )
     lengths = [len(split_tokens(directory, index, name)) for name in ("train", "val")]
     assert lengths == [900, 100]
 
@@ -223,7 +278,11 @@ def test_a_validation_source_of_its_own(tmp_path):
     tokenizer = load_tokenizer(recipe_for("x"), directory)
     assert split_tokens(directory, index, "train").tolist() == packed(texts, tokenizer)
     assert split_tokens(directory, index, "val").tolist() == packed(held, tokenizer)
-    _, few = run(recipe_for(source, tmp_path / "few", eval_source=str(other), max_documents=20, val_fraction=0.25))
+    _, few = run(
+        recipe_for(
+            source, tmp_path / "few", eval_source=str(other), max_documents=20, val_fraction=0.25
+        )
+    )
     wanted = [sum(map(bool, texts[:20])), sum(map(bool, held[:5]))]
     assert [sum(s.documents for s in shards) for shards in few.streams.values()] == wanted
 
@@ -239,13 +298,21 @@ def test_too_little_text_and_directories_that_are_not_ours(tmp_path):
 
 def test_data_that_were_prepared_otherwise(tmp_path):
     source = jsonl(tmp_path / "x.jsonl", documents(20))
-    assert find_prepared(recipe_for(source, tmp_path / "data")) is None and not (tmp_path / "data").exists()
+    assert (
+        find_prepared(recipe_for(source, tmp_path / "data")) is None
+        and not (tmp_path / "data").exists()
+    )
     run(recipe_for(source, tmp_path / "data"))
-    changes = "data.tokenizer: prepared with 'byte', the recipe says 'char'", "data.val_fraction: prepared with 0.1"
+    changes = (
+        "data.tokenizer: prepared with 'byte', the recipe says 'char'",
+        "data.val_fraction: prepared with 0.1",
+    )
     with refused("data.dir", *changes):
         prepare(recipe_for(source, tmp_path / "data", tokenizer="char", val_fraction=0.2))
     first = data_dir(recipe_for(source))
-    assert first == data_dir(recipe_for(source, packing="documents", order="sequential", workers=7, context=99))
+    assert first == data_dir(
+        recipe_for(source, packing="documents", order="sequential", workers=7, context=99)
+    )
     assert first != data_dir(recipe_for(source, tokenizer="char")) and first.parent == Path("data")
 
 
@@ -254,7 +321,12 @@ def test_a_damaged_index(tmp_path):
     path = run(recipe)[0] / "index.json"
     whole = json.loads(path.read_text())
     changed = {**whole, "streams": {"shard": [{**whole["streams"]["shard"][0], "tokens": 9}]}}
-    for tree in ("{", {**whole, "format": 99}, changed, {k: v for k, v in whole.items() if k != "tokenizer"}):
+    for tree in (
+        "{",
+        {**whole, "format": 99},
+        changed,
+        {k: v for k, v in whole.items() if k != "tokenizer"},
+    ):
         path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
         with refused("index.json", "prepare the data again"):
             prepare(recipe)
@@ -266,7 +338,8 @@ def test_a_damaged_index(tmp_path):
 def table(data):
     """What was read of each source: documents, tokens, tokens trained on and held out."""
     return {
-        Path(r["source"]).name: (r["documents"], r["tokens"], r["train"], r["val"]) for r in describe(data)["sources"]
+        Path(r["source"]).name: (r["documents"], r["tokens"], r["train"], r["val"])
+        for r in describe(data)["sources"]
     }
 
 
@@ -289,7 +362,11 @@ def test_of_each_source_a_share_is_held_out_and_the_rest_trained_on(tmp_path):
     text = data.tokenizer.decode(data.val.stream.read(0, data.val.tokens))
     assert "something else" in text and "document number 199" in text and "short 11" in text
     trained = data.tokenizer.decode(data.train.stream.read(0, data.train.tokens))
-    assert "document number 179," in trained and "document number 180," not in trained and "short 11" not in trained
+    assert (
+        "document number 179," in trained
+        and "document number 180," not in trained
+        and "short 11" not in trained
+    )
     shown = lines(describe(data), 16)["sources"].split("\n")
     assert (
         len(shown) == 4
@@ -313,7 +390,14 @@ def test_max_tokens_takes_a_share_of_every_source_and_an_empty_one_is_a_warning(
     (warning,) = warnings(describe(data))
     assert "none.jsonl" in warning and "data.source" in warning
     assert (
-        warnings(describe(open_data(recipe.replace({"data.source": sources, "data.dir": str(tmp_path / "two")})))) == []
+        warnings(
+            describe(
+                open_data(
+                    recipe.replace({"data.source": sources, "data.dir": str(tmp_path / "two")})
+                )
+            )
+        )
+        == []
     )
 
 
@@ -322,13 +406,18 @@ def test_max_tokens_takes_a_share_of_every_source_and_an_empty_one_is_a_warning(
 def test_the_validation_text_does_not_depend_on_the_tokenizer(tmp_path, most, count):
     """With `max_tokens` too, and where one document is divided; nothing of it is trained on."""
     sizes = [1 + n % 4 + 300 // count for n in range(count)]
-    texts = [" ".join(f"the cat {n}-{k} sat on the mat." for k in range(size)) for n, size in enumerate(sizes)]
+    texts = [
+        " ".join(f"the cat {n}-{k} sat on the mat." for k in range(size))
+        for n, size in enumerate(sizes)
+    ]
     source, found = jsonl(tmp_path / "x.jsonl", texts), {}
     for name, more in {"byte": {}, "char": {}, "bpe": {"tokenizer_vocab": 300}}.items():
         recipe = recipe_for(source, tmp_path / name, tokenizer=name, max_tokens=most, **more)
         directory, index = run(recipe)
         tokenizer = load_tokenizer(recipe, directory)
-        train, val = (tokenizer.decode(split_tokens(directory, index, split)) for split in ("train", "val"))
+        train, val = (
+            tokenizer.decode(split_tokens(directory, index, split)) for split in ("train", "val")
+        )
         found[name] = val, index.splits["val"].text
         assert not {*re.findall(r" \d+-\d+ ", val)} & {*re.findall(r" \d+-\d+ ", train)}
     assert len(set(found.values())) == 1 and found["byte"][0] and found["byte"][1]
@@ -337,13 +426,17 @@ def test_the_validation_text_does_not_depend_on_the_tokenizer(tmp_path, most, co
 
 
 def test_a_validation_source_is_read_up_to_as_many_bytes_by_every_tokenizer(tmp_path):
-    source, held = jsonl(tmp_path / "x.jsonl", documents(60)), jsonl(tmp_path / "v.jsonl", documents(60, seed=4))
+    source, held = (
+        jsonl(tmp_path / "x.jsonl", documents(60)),
+        jsonl(tmp_path / "v.jsonl", documents(60, seed=4)),
+    )
     single = tmp_path / "one.txt"
     single.write_text("a text that is validated on, " * 99)
     for other in (held, single):
         options = {"eval_source": str(other), "max_tokens": 4000, "tokenizer_vocab": 300}
         indices = [
-            run(recipe_for(source, tmp_path / f"{other.stem}-{t}", tokenizer=t, **options))[1] for t in ("byte", "bpe")
+            run(recipe_for(source, tmp_path / f"{other.stem}-{t}", tokenizer=t, **options))[1]
+            for t in ("byte", "bpe")
         ]
         assert indices[0].splits["val"].text == indices[1].splits["val"].text != ""
         assert indices[0].splits["val"].tokens > indices[1].splits["val"].tokens
@@ -351,12 +444,18 @@ def test_a_validation_source_is_read_up_to_as_many_bytes_by_every_tokenizer(tmp_
 
 def test_several_sources_are_resumed_where_they_were_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("windlass.data.documents.BATCH_CHARACTERS", 500)
-    sources, options = three_sources(tmp_path), {"max_tokens": 9000, "tokenizer": "bpe", "tokenizer_vocab": 300}
+    sources, options = (
+        three_sources(tmp_path),
+        {"max_tokens": 9000, "tokenizer": "bpe", "tokenizer_vocab": 300},
+    )
     recipes = [
-        recipe_for("x", tmp_path / name, **options).replace({"data.source": sources}) for name in ("whole", "broken")
+        recipe_for("x", tmp_path / name, **options).replace({"data.source": sources})
+        for name in ("whole", "broken")
     ]
     directory, whole = run(recipes[0])
     index, deaths = killed_until_done(recipes[1], monkeypatch)
     assert (
-        deaths > 3 and files_of(tmp_path / "broken") == files_of(directory) and index.fingerprint == whole.fingerprint
+        deaths > 3
+        and files_of(tmp_path / "broken") == files_of(directory)
+        and index.fingerprint == whole.fingerprint
     )

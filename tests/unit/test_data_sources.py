@@ -26,7 +26,9 @@ def lines(texts, key="text"):
 
 def zst(raw, frames=3):
     size = max(1, -(-len(raw) // frames))
-    return b"".join(pa.compress(raw[i : i + size], "zstd", asbytes=True) for i in range(0, len(raw) or 1, size))
+    return b"".join(
+        pa.compress(raw[i : i + size], "zstd", asbytes=True) for i in range(0, len(raw) or 1, size)
+    )
 
 
 def parquet(path, texts, key="text"):
@@ -52,7 +54,16 @@ def write_all(folder):
     parquet(half / "b.parquet", TEXTS[9:12])
     (half / "c.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS[12:])))
     (half / "notes.md").write_text("not a part of it")
-    names = ["*.txt", "*.txt.gz", "*.md.zst", "all.jsonl", "all.jsonl.gz", "all.jsonl.zst", "all.parquet", "halves"]
+    names = [
+        "*.txt",
+        "*.txt.gz",
+        "*.md.zst",
+        "all.jsonl",
+        "all.jsonl.gz",
+        "all.jsonl.zst",
+        "all.parquet",
+        "halves",
+    ]
     return [str(folder / name) for name in names]
 
 
@@ -81,7 +92,11 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
         ("a.txt", b"abc\xff\xfe", ["0xff", "position 3", "UTF-8"]),
         ("b.jsonl", raw[:60] + b"\n{oops\n", ["line 2"]),
         ("talk.jsonl", b'{"messages": []}\n', ["'messages'", 'data.format="chat"']),
-        ("c.jsonl", b'{"text": "a"}\n{"content": "b"}\n', ["line 2", "'text'", "'content'", "data.text_key"]),
+        (
+            "c.jsonl",
+            b'{"text": "a"}\n{"content": "b"}\n',
+            ["line 2", "'text'", "'content'", "data.text_key"],
+        ),
         ("d.jsonl", b'{"text": 3}\n', ["line 1", "'text' holds int"]),
         ("f.jsonl", b'{"text": "\xff"}\n', ["line 1", "0xff"]),
         ("g.jsonl.gz", gzip.compress(raw)[:-20], ["cut short"]),
@@ -95,7 +110,10 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
             read(str(tmp_path / name))
     parquet(tmp_path / "x.parquet", ["a", None, "b"], key="content")
     assert read(str(tmp_path / "x.parquet"), text_key="content") == ["a", "", "b"]
-    for key, words in (("text", ["'text'", "'id', 'content'", "data.text_key"]), ("id", ["'id' holds int"])):
+    for key, words in (
+        ("text", ["'text'", "'id', 'content'", "data.text_key"]),
+        ("id", ["'id' holds int"]),
+    ):
         with refused(*words):
             read(str(tmp_path / "x.parquet"), text_key=key)
 
@@ -155,12 +173,17 @@ def test_a_download_is_made_once_and_checked(web, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     good, notes = hashlib.sha256(Handler.content).hexdigest(), []
     for _ in range(2):
-        corpus = open_corpus(DataSettings(), f"{web}/a/input.txt?x=1", sha256=good, notify=notes.append)
+        corpus = open_corpus(
+            DataSettings(), f"{web}/a/input.txt?x=1", sha256=good, notify=notes.append
+        )
         assert corpus.single_text and next(corpus.documents()) == Handler.content.decode()
     assert Handler.asked == 1 and len(notes) == 1
     (target,) = (tmp_path / "data" / "downloads").iterdir()
     target.write_bytes(b"damaged")
-    assert next(open_corpus(DataSettings(), f"{web}/a/input.txt", sha256=good).documents()) == Handler.content.decode()
+    assert (
+        next(open_corpus(DataSettings(), f"{web}/a/input.txt", sha256=good).documents())
+        == Handler.content.decode()
+    )
     assert Handler.asked == 2
 
 
@@ -182,7 +205,9 @@ def test_datasets(streaming, tmp_path):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     table = datasets.Dataset.from_dict({"id": list(range(len(TEXTS))), "text": TEXTS})
     table.save_to_disk(tmp_path / "table")
-    datasets.DatasetDict({"train": table, "validation": table.select(range(3))}).save_to_disk(tmp_path / "splits")
+    datasets.DatasetDict({"train": table, "validation": table.select(range(3))}).save_to_disk(
+        tmp_path / "splits"
+    )
     for place in ("files", "bad"):
         (tmp_path / place).mkdir()
     parquet(tmp_path / "files" / "train.parquet", TEXTS)
@@ -210,11 +235,15 @@ def test_each_source_of_a_list_is_a_corpus_and_json_arrays_are_as_lines(tmp_path
     names = [str(array), "stdlib", f"{tmp_path}/all.jsonl"]
     several = open_corpora(DataSettings(), names, notify=lambda text: None)
     assert list(several[0].documents()) == TEXTS == list(several[2].documents())
-    assert [corpus.name for corpus in several] == names and not any(corpus.single_text for corpus in several)
+    assert [corpus.name for corpus in several] == names and not any(
+        corpus.single_text for corpus in several
+    )
     assert all(corpus.size > 0 for corpus in several)
     assert not has_changed(str(array), several[0].description)
     array.write_text("[]")
-    assert has_changed(names[0], several[0].description) and not has_changed(names[2], several[2].description)
+    assert has_changed(names[0], several[0].description) and not has_changed(
+        names[2], several[2].description
+    )
 
 
 def test_the_files_of_a_pattern_are_named_with_those_that_are_no_part_of_a_corpus(tmp_path):
@@ -222,7 +251,10 @@ def test_the_files_of_a_pattern_are_named_with_those_that_are_no_part_of_a_corpu
         (tmp_path / name).write_text("text")
     said: list[str] = []
     open_corpora(DataSettings(), [f"{tmp_path}/*"], notify=said.append)
-    assert "5 files (4 .txt, 1 without ending)" in said[0] and "with LICENSE, README.txt: narrow" in said[0]
+    assert (
+        "5 files (4 .txt, 1 without ending)" in said[0]
+        and "with LICENSE, README.txt: narrow" in said[0]
+    )
     open_corpora(DataSettings(), [f"{tmp_path}/?.txt"], notify=said.append)
     assert said[1].endswith("3 files: a.txt, b.txt, c.txt")
     open_corpora(DataSettings(), [f"{tmp_path}/a.txt"], notify=said.append)

@@ -14,12 +14,21 @@ from helpers import refused
 from windlass.data import tokenizer as tokenizer_module
 from windlass.data.chat import Template
 from windlass.data.tokenizer import END_OF_TEXT, cut_at_lines
-from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, load_tokenizer, named_tokenizer, train_bpe
+from windlass.data.vocabulary import (
+    byte_tokenizer,
+    char_tokenizer,
+    load_tokenizer,
+    named_tokenizer,
+    train_bpe,
+)
 from windlass.interop.export import save_tokenizer
 from windlass.recipe import Recipe
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=200)
-SAMPLE = "It's 3 o'clock.\n\n\tdef f(x):  return x**2   # \u00e4\u00f6\u00fc \u4e2d\u6587 \U0001f642\r\n" * 3
+SAMPLE = (
+    "It's 3 o'clock.\n\n\tdef f(x):  return x**2   # \u00e4\u00f6\u00fc \u4e2d\u6587 \U0001f642\r\n"
+    * 3
+)
 
 
 def load(setting, directory=None):
@@ -34,7 +43,11 @@ def gpt2(data_files):
 @given(TEXT.filter(bool))
 def test_bytes_and_characters_round_trip(text):
     ids = byte_tokenizer().encode(text)
-    assert ids.dtype == np.int64 and ids.tolist() == list(text.encode()) and byte_tokenizer().decode(ids) == text
+    assert (
+        ids.dtype == np.int64
+        and ids.tolist() == list(text.encode())
+        and byte_tokenizer().decode(ids) == text
+    )
     tokenizer = char_tokenizer(text, with_eot=False)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -43,8 +56,12 @@ def test_bytes_and_characters_round_trip(text):
 
 def test_an_empty_prompt_of_characters_is_in_the_vocabulary():
     """A line feed if the corpus has one, else its first character; the end-of-text token comes before both."""
-    prompts = [char_tokenizer(text, with_eot=False).encode_prompt("") for text in ("ba\nna", "banana")]
-    assert prompts == [[0], [0]] and char_tokenizer("\tb\n", with_eot=False).encode_prompt("") == [1]
+    prompts = [
+        char_tokenizer(text, with_eot=False).encode_prompt("") for text in ("ba\nna", "banana")
+    ]
+    assert prompts == [[0], [0]] and char_tokenizer("\tb\n", with_eot=False).encode_prompt("") == [
+        1
+    ]
     assert char_tokenizer("banana", with_eot=True).encode_prompt("") == [3]
 
 
@@ -52,9 +69,14 @@ def test_bytes_and_characters_are_numbered_by_code_point_and_unknown_ones_named(
     tokenizer = byte_tokenizer()
     assert (tokenizer.vocab, tokenizer.eot) == (257, 256)
     assert tokenizer.decode([65, 256, 66, 0xFF, 300]) == f"A{END_OF_TEXT}B\ufffd\ufffd"
-    assert tokenizer.encode("\ud800x").tolist() == list(b"?x")  # half a surrogate pair, as JSON can hold it
+    assert tokenizer.encode("\ud800x").tolist() == list(
+        b"?x"
+    )  # half a surrogate pair, as JSON can hold it
     tokenizer = char_tokenizer("banana", with_eot=True)
-    assert tokenizer.encode("nab").tolist() == [2, 0, 1] and (tokenizer.vocab, tokenizer.eot) == (4, 3)
+    assert tokenizer.encode("nab").tolist() == [2, 0, 1] and (tokenizer.vocab, tokenizer.eot) == (
+        4,
+        3,
+    )
     assert tokenizer.decode([0, 3, 9]) == f"a{END_OF_TEXT}\ufffd"
     with refused(repr("\U0001f642")):
         tokenizer.encode("ba\U0001f642")
@@ -67,18 +89,37 @@ def test_gpt2_has_its_published_ids_and_those_of_an_independent_tokenizer_file(g
     from tokenizers import Tokenizer
 
     assert (gpt2.vocab, gpt2.eot) == (50257, 50256)
-    assert gpt2.encode("Hello, I'm a language model,").tolist() == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert gpt2.encode("Hello, I'm a language model,").tolist() == [
+        15496,
+        11,
+        314,
+        1101,
+        257,
+        3303,
+        2746,
+        11,
+    ]
     assert gpt2.decode([15496, 11, 50256, 60000]) == f"Hello,{END_OF_TEXT}\ufffd"
-    assert int(gpt2.encode(f"a{END_OF_TEXT}b").max()) < 50256  # what looks like the end of a text in a text is text
+    assert (
+        int(gpt2.encode(f"a{END_OF_TEXT}b").max()) < 50256
+    )  # what looks like the end of a text in a text is text
     other = Tokenizer.from_file(str(data_files / "gpt2" / "gpt2-tokenizer.json"))
-    for text in (SAMPLE, (data_files / "gutenberg" / "1661.txt").read_text(encoding="utf-8")[:200_000], "  \n\n  x  "):
+    for text in (
+        SAMPLE,
+        (data_files / "gutenberg" / "1661.txt").read_text(encoding="utf-8")[:200_000],
+        "  \n\n  x  ",
+    ):
         assert gpt2.encode(text).tolist() == gpt2.inner.encode(text).ids == other.encode(text).ids
         assert gpt2.decode(gpt2.encode(text)) == text
     ours = named_tokenizer(f"hf:{data_files / 'gpt2' / 'gpt2-tokenizer.json'}")
     assert (ours.vocab, ours.eot, ours.fingerprint) == (50257, 50256, gpt2.fingerprint)
     text = f"{SAMPLE}{END_OF_TEXT} \ud800"
     assert ours.encode(text).tolist() == gpt2.encode(text).tolist()
-    for text in (" " * 1_500_000 + "x", "\n" * 1_200_000, "a b\n" * 300_000):  # long runs once overran the library
+    for text in (
+        " " * 1_500_000 + "x",
+        "\n" * 1_200_000,
+        "a b\n" * 300_000,
+    ):  # long runs once overran the library
         assert gpt2.decode(gpt2.encode(text)) == text
 
 
@@ -89,7 +130,9 @@ def test_cutting_a_long_text_changes_no_token(gpt2, text):
         parts, cut = list(cut_at_lines(text)), gpt2.encode(text).tolist()
     assert "".join(parts) == text
     places = np.cumsum([len(p) for p in parts])[:-1].tolist()
-    if all(text[p - 1] == "\n" and not text[p - 2].isspace() and not text[p].isspace() for p in places):
+    if all(
+        text[p - 1] == "\n" and not text[p - 2].isspace() and not text[p].isspace() for p in places
+    ):
         assert cut == gpt2.encode(text).tolist()
 
 
@@ -108,22 +151,34 @@ def test_bytes_of_each_token_add_up(kind, tmp_path):
         tokenizer = named_tokenizer(f"hf:{tmp_path}")
     ids, lengths = tokenizer.encode(text), tokenizer.byte_lengths()
     before = len(" ") if spec.get("pieces") == "prepend" else 0
-    assert lengths.shape == (tokenizer.vocab,) and not lengths[list(tokenizer.special.values())].any()
+    assert (
+        lengths.shape == (tokenizer.vocab,) and not lengths[list(tokenizer.special.values())].any()
+    )
     assert int(lengths[ids].sum()) == len(text.encode()) + before
     assert tokenizer.decode(ids) == (text[1:] if spec.get("pieces") == "first" else text)
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "gpt2", "bpe", "hf"])
 def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path, data_files):
-    settings = {"gpt2": f"gpt2:{data_files / 'gpt2'}", "hf": f"hf:{data_files / 'gpt2' / 'gpt2-tokenizer.json'}"}
+    settings = {
+        "gpt2": f"gpt2:{data_files / 'gpt2'}",
+        "hf": f"hf:{data_files / 'gpt2' / 'gpt2-tokenizer.json'}",
+    }
     made = {"char": lambda: char_tokenizer(SAMPLE, True), "bpe": lambda: train_bpe([SAMPLE], 300)}
     setting = settings.get(kind, kind)
     tokenizer = made[kind]() if kind in made else named_tokenizer(setting)
     tokenizer.save(tmp_path)
     loaded = load(setting, tmp_path)
-    assert (loaded.fingerprint, loaded.vocab, loaded.eot) == (tokenizer.fingerprint, tokenizer.vocab, tokenizer.eot)
+    assert (loaded.fingerprint, loaded.vocab, loaded.eot) == (
+        tokenizer.fingerprint,
+        tokenizer.vocab,
+        tokenizer.eot,
+    )
     assert loaded.encode(SAMPLE).tolist() == tokenizer.encode(SAMPLE).tolist()
-    description, file = tmp_path / "tokenizer" / "windlass.json", tmp_path / "tokenizer" / "tokenizer.json"
+    description, file = (
+        tmp_path / "tokenizer" / "windlass.json",
+        tmp_path / "tokenizer" / "tokenizer.json",
+    )
     whole, raw = description.read_text(), file.read_bytes()
     for text in (json.dumps({**json.loads(whole), "fingerprint": "0" * 64}), "{"):
         description.write_text(text)

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from windlass.estimate.devices import find_device
-from windlass.estimate.memory import CHUNK_BYTES, GATHER_BYTES, Layout, Step, memory, memory_rows, recommend, shard_size
+from windlass.estimate.memory import (
+    CHUNK_BYTES,
+    GATHER_BYTES,
+    Layout,
+    Step,
+    memory,
+    memory_rows,
+    recommend,
+    shard_size,
+)
 from windlass.estimate.plan import plan
 from windlass.model import loss
 from windlass.model.gpt import GPT, initialise
@@ -20,7 +29,13 @@ from windlass.parallel.parallelize import checkpoint_activations
 from windlass.recipe import ModelSettings, Recipe
 
 BASE = {"layers": 2, "heads": 4, "width": 64, "context": 128}
-MODERN = {"norm": "rmsnorm", "position": "rope", "qk_norm": True, "activation": "relu2", "attn_bias": False}
+MODERN = {
+    "norm": "rmsnorm",
+    "position": "rope",
+    "qk_norm": True,
+    "activation": "relu2",
+    "attn_bias": False,
+}
 VOCAB, BATCH = 1000, 2
 
 
@@ -46,14 +61,25 @@ def saved_bytes(settings: ModelSettings, precision: str) -> int:
 
 
 def predicted_bytes(settings: ModelSettings, precision: str, checkpointing: str = "none") -> int:
-    step = Step(settings, VOCAB, Layout("single", precision=precision, checkpointing=checkpointing, micro_batch=BATCH))
-    return step.saved(settings.layers) + settings.layers * step.copies + step.root_saved() + step.logits()[1]
+    step = Step(
+        settings,
+        VOCAB,
+        Layout("single", precision=precision, checkpointing=checkpointing, micro_batch=BATCH),
+    )
+    return (
+        step.saved(settings.layers)
+        + settings.layers * step.copies
+        + step.root_saved()
+        + step.logits()[1]
+    )
 
 
 def allocations(call) -> list[int]:
     """The allocator's bytes in use after each allocation and release of a call, on top of those before it."""
     gc.collect()  # or what earlier tests left is freed, and counted, in the middle of it
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         result = call()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     del result
@@ -61,19 +87,32 @@ def allocations(call) -> list[int]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("over", [
-    {}, MODERN, {**MODERN, "kv_heads": 2}, {"activation": "swiglu", "final_norm": False, "tie_head": False},
-    {"activation": "relu", "kv_heads": 1, "position": "none"}, {"dropout": 0.1}, {"qk_norm": True}, {"logit_cap": 15.0},
-    {"position": "rope", "norm": "rmsnorm", "ff_width": 100, "activation": "gelu_tanh"},
-    {**MODERN, "dropout": 0.1, "kv_heads": 2},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "over",
+    [
+        {},
+        MODERN,
+        {**MODERN, "kv_heads": 2},
+        {"activation": "swiglu", "final_norm": False, "tie_head": False},
+        {"activation": "relu", "kv_heads": 1, "position": "none"},
+        {"dropout": 0.1},
+        {"qk_norm": True},
+        {"logit_cap": 15.0},
+        {"position": "rope", "norm": "rmsnorm", "ff_width": 100, "activation": "gelu_tanh"},
+        {**MODERN, "dropout": 0.1, "kv_heads": 2},
+    ],
+)
 def test_what_autograd_saves(over, precision):
     settings = ModelSettings(**{**BASE, **over})
-    assert predicted_bytes(settings, precision) == pytest.approx(saved_bytes(settings, precision), rel=1e-4)
+    assert predicted_bytes(settings, precision) == pytest.approx(
+        saved_bytes(settings, precision), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
-@pytest.mark.parametrize("over", [{}, {"activation": "swiglu", **{k: MODERN[k] for k in ("norm", "position")}}])
+@pytest.mark.parametrize(
+    "over", [{}, {"activation": "swiglu", **{k: MODERN[k] for k in ("norm", "position")}}]
+)
 def test_checkpointed_blocks_save_less(how, over):
     """The memory that a checkpointed block releases comes back at the latest with its graph: count what stays."""
     settings = ModelSettings(**{**BASE, **over})
@@ -94,7 +133,9 @@ def test_the_peak_of_a_chunked_loss(over):
     weight = torch.zeros(vocab, settings.width, requires_grad=True)
     hidden = torch.zeros(4, settings.context, settings.width, requires_grad=True)
     labels = torch.zeros(4, settings.context, dtype=torch.int64)
-    peak = max(allocations(lambda: loss.cross_entropy_sum(hidden, weight, labels, cap=settings.logit_cap)))
+    peak = max(
+        allocations(lambda: loss.cross_entropy_sum(hidden, weight, labels, cap=settings.logit_cap))
+    )
     assert step.logits()[0] == pytest.approx(peak, rel=0.01)
 
 
@@ -118,10 +159,19 @@ def test_static_memory_by_hand():
     assert (zero1.parameters, zero1.optimizer) == (4 * n, n)
     assert gpt2_memory(strategy="hybrid_shard", world=8, shard=4).parameters == n
     offloaded = gpt2_memory(strategy="full_shard", world=8, shard=8, offload=True, device="cuda")
-    assert offloaded.parameters == offloaded.optimizer == 0 and offloaded.host == pytest.approx(2 * n, rel=1e-6)
-    sizes = CountedSizes(total=10**6, trained=10**5, vocab=1000)  # gradients and moments of what is trained
+    assert offloaded.parameters == offloaded.optimizer == 0 and offloaded.host == pytest.approx(
+        2 * n, rel=1e-6
+    )
+    sizes = CountedSizes(
+        total=10**6, trained=10**5, vocab=1000
+    )  # gradients and moments of what is trained
     whole = memory(sizes, 1000, Layout("ddp", 4))
-    assert (whole.parameters, whole.gradients, whole.optimizer, whole.activations) == (4e6, 4e5, 8e5, 0)
+    assert (whole.parameters, whole.gradients, whole.optimizer, whole.activations) == (
+        4e6,
+        4e5,
+        8e5,
+        0,
+    )
     zero1 = memory(sizes, 1000, Layout("shard_optim", 4, 4))
     assert (zero1.parameters, zero1.gradients, zero1.optimizer) == (4e6, 4e5, 2e5)
     assert memory(sizes, 1000, Layout("full_shard", 4, 4)).total == whole.total / 4
@@ -131,8 +181,13 @@ def test_static_memory_by_hand():
 @pytest.mark.parametrize("gigabytes", [1, 3, 6, 12, 80])
 def test_the_largest_micro_batch_is_the_largest(gigabytes):
     for row in memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(gigabytes * 1e9)):
-        layouts = [replace(row.layout, micro_batch=n, accumulation=64 // n) for n in (1, 2, 4, 8, 16, 32, 64)]
-        fits = [x.micro_batch for x in layouts if memory(GPT2.model, ROWS, x).total <= gigabytes * 1e9]
+        layouts = [
+            replace(row.layout, micro_batch=n, accumulation=64 // n)
+            for n in (1, 2, 4, 8, 16, 32, 64)
+        ]
+        fits = [
+            x.micro_batch for x in layouts if memory(GPT2.model, ROWS, x).total <= gigabytes * 1e9
+        ]
         assert row.largest_micro_batch == max(fits, default=0)
 
 
@@ -140,8 +195,10 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
     rows = memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(70e9))
     assert [row.layout for row in rows if row.chosen] == [BASE_LAYOUT]
     assert recommend(rows, 0)[0] == {
-        "parallel.strategy": "ddp", "parallel.activation_checkpointing": "none", "train.micro_batch": 64,
-    }  # fmt: skip
+        "parallel.strategy": "ddp",
+        "parallel.activation_checkpointing": "none",
+        "train.micro_batch": 64,
+    }
     strategies = set()
     for gigabytes in (6, 10, 16, 30):
         rows = memory_rows(LARGE, ROWS, "adamw", BASE_LAYOUT, int(gigabytes * 1e9))
@@ -151,21 +208,35 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
         assert settings.get("parallel.offload", False) == first.layout.offload
         strategies.add((first.layout.strategy, first.layout.checkpointing, first.layout.offload))
     assert len(strategies) > 2
-    rows = memory_rows(GPT2.model, ROWS, "adamw", replace(BASE_LAYOUT, micro_batch=64, accumulation=1), int(20e9))
+    rows = memory_rows(
+        GPT2.model, ROWS, "adamw", replace(BASE_LAYOUT, micro_batch=64, accumulation=1), int(20e9)
+    )
     settings, _ = recommend(rows, 64)  # the recipe's own micro-batch stays
-    assert settings["train.micro_batch"] == 64 and settings["parallel.activation_checkpointing"] != "none"
+    assert (
+        settings["train.micro_batch"] == 64
+        and settings["parallel.activation_checkpointing"] != "none"
+    )
     huge = GPT2.model.model_copy(update={"layers": 48, "width": 8192, "heads": 64})
     settings, advice = recommend(memory_rows(huge, ROWS, "adamw", BASE_LAYOUT, int(8e9)), 0)
-    assert settings == {} and all(word in advice for word in ("GB", "more ranks", "train.micro_batch", "model.context"))
+    assert settings == {} and all(
+        word in advice for word in ("GB", "more ranks", "train.micro_batch", "model.context")
+    )
 
 
 def test_a_sharding_group_divides_the_ranks_as_in_training():
-    assert {world: shard_size("hybrid_shard", world) for world in (4, 6, 9, 15)} == {4: 2, 6: 3, 9: 3, 15: 5}
+    assert {world: shard_size("hybrid_shard", world) for world in (4, 6, 9, 15)} == {
+        4: 2,
+        6: 3,
+        9: 3,
+        15: 5,
+    }
 
 
 def test_the_workspaces_of_cublas_are_counted():
     """Two threads of every GPU have 32 MiB each, which `import windlass` asks for; a CPU has none."""
-    bytes_of = {name: find_device(name).workspace_bytes for name in ("H100", "A100-80GB", "RTX-4090", "cpu")}
+    bytes_of = {
+        name: find_device(name).workspace_bytes for name in ("H100", "A100-80GB", "RTX-4090", "cpu")
+    }
     assert list(bytes_of.values()) == [2 * 2**25] * 3 + [0]
     row = next(row for row in plan("gpt2-124m", device="H100").memory if row.chosen)
     alone = memory(Recipe.load("gpt2-124m").model, 50304, replace(row.layout, workspace=0))

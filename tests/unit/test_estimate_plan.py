@@ -47,19 +47,30 @@ def test_steps_for_every_way_they_are_written():
     assert resolve_steps(epochs, samples_per_epoch=1000) == 5  # 2,500 samples at 512 a step
     assert resolve_steps(epochs, samples_per_epoch=1) == 1
     for overrides, remedy in [
-        (["train.steps=1 epoch"], "prepare"), (["model.vocab=0", "data.tokenizer=char"], "model.vocab"),
+        (["train.steps=1 epoch"], "prepare"),
+        (["model.vocab=0", "data.tokenizer=char"], "model.vocab"),
         (["model.kind=hf", "model.name=x", "data.tokenizer=hf:x"], "train.steps"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(UserError) as error:
             resolve_steps(C4.replace(*overrides))
         assert remedy in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "gib", "tflops"), [
-    ("NVIDIA A100 80GB PCIe", 80, 312), ("NVIDIA A100-PCIE-40GB", 40, 312), ("NVIDIA H200", 141, 989),
-    ("NVIDIA H100 80GB HBM3", 80, 989), ("NVIDIA H100 NVL", 94, 835), ("NVIDIA L4", 24, 121), ("NVIDIA L40S", 48, 362),
-    ("Tesla V100-PCIE-16GB", 16, 112), ("NVIDIA GeForce RTX 3090", 24, 71), ("AMD Instinct MI300X", 192, 1307.4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "gib", "tflops"),
+    [
+        ("NVIDIA A100 80GB PCIe", 80, 312),
+        ("NVIDIA A100-PCIE-40GB", 40, 312),
+        ("NVIDIA H200", 141, 989),
+        ("NVIDIA H100 80GB HBM3", 80, 989),
+        ("NVIDIA H100 NVL", 94, 835),
+        ("NVIDIA L4", 24, 121),
+        ("NVIDIA L40S", 48, 362),
+        ("Tesla V100-PCIE-16GB", 16, 112),
+        ("NVIDIA GeForce RTX 3090", 24, 71),
+        ("AMD Instinct MI300X", 192, 1307.4),
+    ],
+)
 def test_a_driver_s_name_is_in_the_table(name, gib, tflops):
     device = find_device(name)
     assert device.name == name and device.memory_bytes == gib * GIB
@@ -70,30 +81,47 @@ def test_a_driver_s_name_is_in_the_table(name, gib, tflops):
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_plan_of_every_preset(name, world):
     recipe = Recipe.load(name)
-    subject = Subject(recipe, world, find_device("A100-80GB"), "bf16", 65, 10_000, recipe.model.context)
+    subject = Subject(
+        recipe, world, find_device("A100-80GB"), "bf16", 65, 10_000, recipe.model.context
+    )
     result = assemble(subject, Speed(1e5, world, "measured", "", {"evaluation": 3.0}))
     assert json.loads(json.dumps(result.as_dict()))["speed"]["basis"] == "measured"
     assert result.milestones[-1].what == "end"
     assert result.milestones[-1].first_seconds == pytest.approx(result.seconds)
-    assert result.device_hours == pytest.approx(result.seconds * world / 3600) and "checkpoint" in result.not_counted
+    assert (
+        result.device_hours == pytest.approx(result.seconds * world / 3600)
+        and "checkpoint" in result.not_counted
+    )
     if recipe.model.kind == "gpt":
         assert result.size.parameters == sum(result.size.parts.values()) and result.unknown == {}
         assert result.recommended and sum(row.chosen for row in result.memory) == 1
     else:
-        assert result.size.checkpoint_bytes is result.flops is None and not result.memory and "size" in result.unknown
+        assert (
+            result.size.checkpoint_bytes is result.flops is None
+            and not result.memory
+            and "size" in result.unknown
+        )
 
 
 def test_what_is_not_known_is_none_and_has_a_reason():
     text = write_corpus(Path("mine.txt"), 200)
     own = ["data.source=mine.txt", "data.sha256=''", "train.steps=100"]
     chars = plan("shakespeare-char-cpu", own, device="A100-80GB")  # a tokenizer of characters
-    assert (chars.size.parameters, chars.size.vocab, chars.size.non_embedding) == (None, None, 787_584)
+    assert (chars.size.parameters, chars.size.vocab, chars.size.non_embedding) == (
+        None,
+        None,
+        787_584,
+    )
     assert chars.flops is chars.size.checkpoint_bytes is chars.speed is None and not chars.memory
     assert chars.steps == 100 and chars.milestones[-1].first == 100
     assert {"size", "time", "epochs"} <= set(chars.unknown) and "steps" not in chars.unknown
     epochs = plan("quickstart", [f"data.source={text}", "train.steps=3 epochs"], device="A100-80GB")
     assert epochs.size.parameters == 820_480 and epochs.memory and epochs.checkpoints is None
-    assert epochs.steps is epochs.seconds is None and epochs.milestones == [] and epochs.seconds_per_step > 0
+    assert (
+        epochs.steps is epochs.seconds is None
+        and epochs.milestones == []
+        and epochs.seconds_per_step > 0
+    )
     assert "prepare them first" in epochs.unknown["steps"]
 
 
@@ -104,28 +132,70 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     result = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
     n = result.size.parameters
     assert n == result.size.trained and result.size.parts == {} and result.speed.basis == "assumed"
-    assert result.optimal_tokens == 20 * n and result.steps == result.optimal_steps == 20 * n // (4 * 64)
+    assert result.optimal_tokens == 20 * n and result.steps == result.optimal_steps == 20 * n // (
+        4 * 64
+    )
     assert (result.size.flops_per_token, result.size.checkpoint_bytes) == (6 * n, 12 * n)
     memory = [row.memory for row in result.memory]
-    assert [m.parameters + m.gradients + m.optimizer for m in memory] == [20 * n, 12 * n, 16 * n, 8 * n]
+    assert [m.parameters + m.gradients + m.optimizer for m in memory] == [
+        20 * n,
+        12 * n,
+        16 * n,
+        8 * n,
+    ]
     assert all(m.activations > 0 and row.fits for m, row in zip(memory, result.memory, strict=True))
-    assert result.recommended["parallel.strategy"] == "ddp" and result.recommended["train.micro_batch"] == 1
-    assert result.speed.tokens_per_s == pytest.approx(2 * 0.4 * 312e12 / (6 * n)) and "?" not in repr(result)
-    monkeypatch.setattr(activations, "measure_peaks", lambda *_: 1 / 0)  # an operation that has no fake kernel
+    assert (
+        result.recommended["parallel.strategy"] == "ddp"
+        and result.recommended["train.micro_batch"] == 1
+    )
+    assert result.speed.tokens_per_s == pytest.approx(
+        2 * 0.4 * 312e12 / (6 * n)
+    ) and "?" not in repr(result)
+    monkeypatch.setattr(
+        activations, "measure_peaks", lambda *_: 1 / 0
+    )  # an operation that has no fake kernel
     unknown = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
     assert unknown.recommended == {} and "ZeroDivisionError" in unknown.unknown["activations"]
-    assert "activations are not" in repr(unknown) and all(row.memory.activations == 0 for row in unknown.memory)
+    assert "activations are not" in repr(unknown) and all(
+        row.memory.activations == 0 for row in unknown.memory
+    )
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # and out of reach, the rest of the plan
     own[0] = "model.name=nobody/nothing"
     assert "steps" in plan("bloom-560m-squad", own, device="A100-40GB").unknown
     result = plan("bloom-560m-squad", [own[0], "train.steps=10"], device="A100-40GB")
-    assert result.milestones and result.size.parameters is None and "nobody/nothing" in result.unknown["size"]
+    assert (
+        result.milestones
+        and result.size.parameters is None
+        and "nobody/nothing" in result.unknown["size"]
+    )
 
 
-CHAT = {"messages": [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "it is so, always"}]}
-SQUAD = {"data": [{"title": "t", "paragraphs": [{"context": "Ada wrote it in 1843.", "qas": [
-    {"id": str(i), "question": "Who wrote it?", "answers": [{"text": "Ada", "answer_start": 0}]} for i in range(12)
-]}]}]}  # fmt: skip
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "what is it?"},
+        {"role": "assistant", "content": "it is so, always"},
+    ]
+}
+SQUAD = {
+    "data": [
+        {
+            "title": "t",
+            "paragraphs": [
+                {
+                    "context": "Ada wrote it in 1843.",
+                    "qas": [
+                        {
+                            "id": str(i),
+                            "question": "Who wrote it?",
+                            "answers": [{"text": "Ada", "answer_start": 0}],
+                        }
+                        for i in range(12)
+                    ],
+                }
+            ],
+        }
+    ]
+}
 
 
 @pytest.mark.parametrize("kind", ["text", "chat", "squad"])
@@ -148,7 +218,10 @@ def test_after_preparing_everything_is_known(tmp_path, kind):
 
 
 def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
-    recipe = Recipe.load("quickstart", ["train.steps=300", "train.global_batch=8", "eval.every=30", "eval.at_end=all"])
+    recipe = Recipe.load(
+        "quickstart",
+        ["train.steps=300", "train.global_batch=8", "eval.every=30", "eval.at_end=all"],
+    )
     horizon = Horizon(300, 4000, 8)
     bounded = evaluations(recipe.replace("eval.batches=16"), horizon, 1000)
     assert (bounded.number, bounded.batches, bounded.last) == (11, 16, 125)
@@ -161,10 +234,15 @@ def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
     assert "eval.batches" in whole.warning
     train = evaluations(recipe.replace("eval.batches=16", "eval.train_batches=20"), horizon, 1000)
     work += 11 * 20 / 3
-    assert train.share == pytest.approx(work / (work + 300)) and "the last one 125, and 20 of training data" in str(
-        train
+    assert train.share == pytest.approx(
+        work / (work + 300)
+    ) and "the last one 125, and 20 of training data" in str(train)
+    end = max(
+        m.size
+        for m in milestones(
+            recipe.replace("eval.batches=16", "eval.train_batches=20"), horizon, 1000
+        )
     )
-    end = max(m.size for m in milestones(recipe.replace("eval.batches=16", "eval.train_batches=20"), horizon, 1000))
     assert end == (1000 + 160) / (128 + 160), "how many times as long the last evaluation is"
     few = evaluations(recipe.replace("eval.batches=1", "eval.every=0.5"), horizon, 8)
     assert few.warning == "" and "3 evaluations x 1 batches: 0.33 % of" in str(few)
@@ -173,11 +251,16 @@ def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
 
 
 @pytest.mark.parametrize(
-    ("at_end", "steps", "last"), [("auto", 300, 16), ("auto", 400, 125), ("all", 300, 125), ("batches", 400, 16)]
+    ("at_end", "steps", "last"),
+    [("auto", 300, 16), ("auto", 400, 125), ("all", 300, 125), ("batches", 400, 16)],
 )
-def test_all_validation_data_is_measured_at_the_end_if_that_is_a_tenth_of_the_work(at_end, steps, last):
+def test_all_validation_data_is_measured_at_the_end_if_that_is_a_tenth_of_the_work(
+    at_end, steps, last
+):
     """125 batches are 42 training steps."""
-    recipe = Recipe.load("quickstart", ["train.global_batch=8", "eval.batches=16", f"eval.at_end={at_end}"])
+    recipe = Recipe.load(
+        "quickstart", ["train.global_batch=8", "eval.batches=16", f"eval.at_end={at_end}"]
+    )
     horizon = Horizon(steps, 4000, 8)
     assert evaluations(recipe, horizon, 1000).last == last
     assert measures_all(recipe, horizon, 1000) == (last == 125)
@@ -186,7 +269,12 @@ def test_all_validation_data_is_measured_at_the_end_if_that_is_a_tenth_of_the_wo
 
 def test_a_live_run_says_what_is_left(tmp_path):
     result = plan(write_run(tmp_path / "runs" / "live", until=40).path)
-    assert (result.done, result.steps, result.device.kind, result.size.vocab) == (40, 100, "cpu", 257)
+    assert (result.done, result.steps, result.device.kind, result.size.vocab) == (
+        40,
+        100,
+        "cpu",
+        257,
+    )
     assert result.seconds == pytest.approx(6.0 + 3 * 2.0), "evaluations at 50, 75, 100"
     assert result.speed.basis == "measured"
     first = {m.what: m for m in result.milestones}["evaluation"]
@@ -212,15 +300,19 @@ def test_an_unknown_device_and_runs_by_their_paths(run, tmp_path):
     assert result["speed"] is None and result["recommended"] and result["steps"] == 4576
     write_run(tmp_path / "done")
     write_run(tmp_path / "live", world=2, step_s=0.0625, until=40)
-    speed = json.loads(run("quickstart", "--from", "done", "--from", "live", "--world", "4", "--json")[1])["speed"]
+    speed = json.loads(
+        run("quickstart", "--from", "done", "--from", "live", "--world", "4", "--json")[1]
+    )["speed"]
     assert speed["basis"] == "at best" and speed["tokens_per_s"] == pytest.approx(20_480 * 1.6 * 2)
     assert "step 40 of 100" in run("live")[1] and "Milestones" not in run("done")[1]
 
 
 def test_bad_input_is_one_message(run):
     for arguments, word in (
-        ("c4-30m --device A100", "A100-80GB"), ("c4-30m --world 3", "train.global_batch"),
-        ("quickstart --from nowhere", "nowhere"), ("--device cpu", "RECIPE"),
-    ):  # fmt: skip
+        ("c4-30m --device A100", "A100-80GB"),
+        ("c4-30m --world 3", "train.global_batch"),
+        ("quickstart --from nowhere", "nowhere"),
+        ("--device cpu", "RECIPE"),
+    ):
         code, _, error = run(*arguments.split())
         assert code == 2 and word in error and "Traceback" not in error

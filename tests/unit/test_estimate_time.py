@@ -9,15 +9,25 @@ from estimate_fixtures import rewrite, write_run
 
 from windlass.errors import UserError
 from windlass.estimate.devices import find_device
-from windlass.estimate.milestones import checkpoints_to_come, milestone_rows, milestones, occurrences, seconds_until
+from windlass.estimate.milestones import (
+    checkpoints_to_come,
+    milestone_rows,
+    milestones,
+    occurrences,
+    seconds_until,
+)
 from windlass.estimate.plan import Subject, assumed_speed, past_speed, plan
 from windlass.estimate.time import measured_speed, predicted_and_actual
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, read_lines
 
 
-@pytest.mark.parametrize("every", [0, 1, 7, 250, 0.1, 0.34, 1.0, *(f"{n} epochs" for n in (1, 0.5, 2.5, 0.001, 40))])
-@pytest.mark.parametrize("sizes", [(100, 333, 10), (97, 12, 5), (50, 3, 16), (10, 160, 16), (1, 1, 1)])
+@pytest.mark.parametrize(
+    "every", [0, 1, 7, 250, 0.1, 0.34, 1.0, *(f"{n} epochs" for n in (1, 0.5, 2.5, 0.001, 40))]
+)
+@pytest.mark.parametrize(
+    "sizes", [(100, 333, 10), (97, 12, 5), (50, 3, 16), (10, 160, 16), (1, 1, 1)]
+)
 def test_occurrences_are_where_they_are_due(every, sizes):
     horizon = Horizon(*sizes)
     assert occurrences(horizon, every) == [s for s in range(sizes[0] + 1) if horizon.due(every, s)]
@@ -28,24 +38,51 @@ def recipe(**overrides):
 
 
 def test_milestones_by_hand():
-    r = recipe(**{
-        "optim.schedule.kind": "wsd", "optim.schedule.warmup": 5, "optim.schedule.decay": 0.3, "eval.every": 0.4,
-        "checkpoint.every": 60,
-    })  # fmt: skip
+    r = recipe(
+        **{
+            "optim.schedule.kind": "wsd",
+            "optim.schedule.warmup": 5,
+            "optim.schedule.decay": 0.3,
+            "eval.every": 0.4,
+            "checkpoint.every": 60,
+        }
+    )
     assert [(m.step, m.what) for m in milestones(r, Horizon(100, 130, 4))] == [
-        (0, "evaluation"), (5, "warm-up ends"), (33, "epoch ends"), (40, "evaluation"), (60, "checkpoint"),
-        (65, "epoch ends"), (70, "decay starts"), (80, "evaluation"), (98, "epoch ends"), (100, "evaluation"),
-        (100, "checkpoint"), (100, "end"),
-    ]  # fmt: skip
+        (0, "evaluation"),
+        (5, "warm-up ends"),
+        (33, "epoch ends"),
+        (40, "evaluation"),
+        (60, "checkpoint"),
+        (65, "epoch ends"),
+        (70, "decay starts"),
+        (80, "evaluation"),
+        (98, "epoch ends"),
+        (100, "evaluation"),
+        (100, "checkpoint"),
+        (100, "end"),
+    ]
 
 
 def test_a_schedule_that_is_shorter_or_longer_than_the_run():
-    schedule = {"optim.schedule.kind": "wsd", "optim.schedule.warmup": 0.1, "optim.schedule.decay": 0.5}
+    schedule = {
+        "optim.schedule.kind": "wsd",
+        "optim.schedule.warmup": 0.1,
+        "optim.schedule.decay": 0.5,
+    }
     turns = {}
     for steps in (50, 300):
-        events = milestones(recipe(**schedule, **{"optim.schedule.steps": steps}), Horizon(100, 0, 4))
-        turns[steps] = [(m.step, m.what) for m in events if m.what not in ("evaluation", "checkpoint")]
-    assert turns[50] == [(5, "warm-up ends"), (25, "decay starts"), (50, "schedule ends"), (100, "end")]
+        events = milestones(
+            recipe(**schedule, **{"optim.schedule.steps": steps}), Horizon(100, 0, 4)
+        )
+        turns[steps] = [
+            (m.step, m.what) for m in events if m.what not in ("evaluation", "checkpoint")
+        ]
+    assert turns[50] == [
+        (5, "warm-up ends"),
+        (25, "decay starts"),
+        (50, "schedule ends"),
+        (100, "end"),
+    ]
     assert turns[300] == [(30, "warm-up ends"), (100, "end")]
 
 
@@ -53,20 +90,42 @@ def test_what_is_left_and_when_and_the_checkpoints_to_come():
     events = milestones(recipe(**{"eval.every": 30, "checkpoint.every": 25}), Horizon(100, 0, 4))
     costs = {"evaluation": 10.0, "checkpoint": 1.0}
     whole = {row.what: row for row in milestone_rows(events, 0, 2.0, costs)}
-    assert (whole["evaluation"].first, whole["evaluation"].last, whole["evaluation"].left) == (0, 100, 5)
+    assert (whole["evaluation"].first, whole["evaluation"].last, whole["evaluation"].left) == (
+        0,
+        100,
+        5,
+    )
     assert whole["checkpoint"].first_seconds == 25 * 2 + 10 + 1
     left = milestone_rows(events, 60, None, {})
     assert {row.what: (row.first, row.left) for row in left}["evaluation"] == (90, 2)
-    assert left[-1].what == "end" and left[-1].first_seconds is None and "warm-up ends" not in {r.what for r in left}
+    assert (
+        left[-1].what == "end"
+        and left[-1].first_seconds is None
+        and "warm-up ends" not in {r.what for r in left}
+    )
     assert milestone_rows(events, 100, 2.0, costs) == []
-    assert [seconds_until(events, step, 0, 2.0, costs) for step in (0, 24, 25, 100)] == [10, 58, 61, 254]
+    assert [seconds_until(events, step, 0, 2.0, costs) for step in (0, 24, 25, 100)] == [
+        10,
+        58,
+        61,
+        254,
+    ]
     r = recipe(**{"checkpoint.every": 10, "checkpoint.keep_last": 3})
-    assert checkpoints_to_come(r, Horizon(100, 0, 4), 0, 0) == 5  # three, the best, and one while it is written
+    assert (
+        checkpoints_to_come(r, Horizon(100, 0, 4), 0, 0) == 5
+    )  # three, the best, and one while it is written
     assert checkpoints_to_come(r, Horizon(100, 0, 4), 90, 4) == 1
     assert checkpoints_to_come(r, Horizon(100, 0, 4), 100, 4) == 0
 
 
-START = {"kind": "event", "event": "started", "step": 0, "attempt": 0, "world": 2, "device": "some GPU"}
+START = {
+    "kind": "event",
+    "event": "started",
+    "step": 0,
+    "attempt": 0,
+    "world": 2,
+    "device": "some GPU",
+}
 
 
 def train(step, step_ms, attempt=0, **more):
@@ -75,41 +134,77 @@ def train(step, step_ms, attempt=0, **more):
 
 
 def evaluation(step, seconds, **more):
-    return {"kind": "eval", "step": step, "suite": "loss", "runtime_s": seconds, "attempt": 0, **more}
+    return {
+        "kind": "eval",
+        "step": step,
+        "suite": "loss",
+        "runtime_s": seconds,
+        "attempt": 0,
+        **more,
+    }
 
 
 def test_a_measured_speed_leaves_out_the_start_outliers_and_earlier_starts():
     steady = [train(30 + 10 * i, 100) for i in range(18)]
-    speed = measured_speed([START, train(10, 9000), train(20, 500), *steady, train(210, 800), train(220, 20)], "x")
-    assert speed.tokens_per_s == pytest.approx(10_000) and (speed.world, speed.basis) == (2, "measured")
+    speed = measured_speed(
+        [START, train(10, 9000), train(20, 500), *steady, train(210, 800), train(220, 20)], "x"
+    )
+    assert speed.tokens_per_s == pytest.approx(10_000) and (speed.world, speed.basis) == (
+        2,
+        "measured",
+    )
     assert "2 x some GPU, steps 30 to 220" in speed.detail
     assert measured_speed([START], "x") is None
     resumed = {"kind": "event", "event": "resumed", "step": 20, "attempt": 1, "world": 4}
-    steps = [train(10, 100), train(20, 100), resumed, *(train(s, 50, 1) for s in (30, 40, 50, 60, 70))]
+    steps = [
+        train(10, 100),
+        train(20, 100),
+        resumed,
+        *(train(s, 50, 1) for s in (30, 40, 50, 60, 70)),
+    ]
     speed = measured_speed([START, *steps], "x")
     assert speed.world == 4 and speed.tokens_per_s == pytest.approx(20_000)
 
 
 def test_costs_of_evaluations_and_saves():
-    saves = [{"kind": "event", "event": "checkpoint", "step": step, "attempt": 0} for step in (10, 20)]
-    lines = [evaluation(0, 40.0), train(10, 100), evaluation(10, 6.0), evaluation(10, 10.0, suite="hellaswag"), *saves]
+    saves = [
+        {"kind": "event", "event": "checkpoint", "step": step, "attempt": 0} for step in (10, 20)
+    ]
+    lines = [
+        evaluation(0, 40.0),
+        train(10, 100),
+        evaluation(10, 6.0),
+        evaluation(10, 10.0, suite="hellaswag"),
+        *saves,
+    ]
     lines.append(train(20, 100, seconds={"train": 2.0, "save": 0.5}))
     assert measured_speed([START, *lines], "x").costs == {"evaluation": 16.0, "checkpoint": 0.25}
-    for first, cost in (({"tokens": 60_000}, 2.0), ({}, 40.0)):  # a third of the 6 s that training takes; unknown
+    for first, cost in (
+        ({"tokens": 60_000}, 2.0),
+        ({}, 40.0),
+    ):  # a third of the 6 s that training takes; unknown
         lines = [START, evaluation(0, 40.0, **first), *(train(s, 100) for s in (1, 2, 3))]
         assert measured_speed(lines, "x").costs["evaluation"] == pytest.approx(cost)
 
 
 def test_a_speed_is_of_its_own_device_and_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cpu, gpu = write_run(tmp_path / "one"), write_run(tmp_path / "two", device="NVIDIA A100-SXM4-80GB", step_s=0.01)
+    cpu, gpu = (
+        write_run(tmp_path / "one"),
+        write_run(tmp_path / "two", device="NVIDIA A100-SXM4-80GB", step_s=0.01),
+    )
     r = Recipe.load("quickstart")
     subject = Subject(r, 1, find_device("A100-80GB"), "fp32")
     assert past_speed(subject, [cpu, gpu]).tokens_per_s == pytest.approx(204_800)
     assert past_speed(subject, [cpu]) is past_speed(subject, [Run(tmp_path / "none")]) is None
     assert past_speed(replace(subject, recipe=r.replace("model.layers=8")), [gpu]) is None
-    assert plan(cpu).speed.basis == "measured" and plan(cpu, device="A100-80GB").speed.basis == "assumed"
-    assert plan("quickstart", past=[gpu, cpu]).device.name == "NVIDIA A100-SXM4-80GB"  # the first run's
+    assert (
+        plan(cpu).speed.basis == "measured"
+        and plan(cpu, device="A100-80GB").speed.basis == "assumed"
+    )
+    assert (
+        plan("quickstart", past=[gpu, cpu]).device.name == "NVIDIA A100-SXM4-80GB"
+    )  # the first run's
     with pytest.raises(UserError) as error:
         plan("quickstart", ["model.layers=8"], past=[gpu])
     assert "past=RUN" in str(error.value) and "device=NAME" in str(error.value)
@@ -117,9 +212,14 @@ def test_a_speed_is_of_its_own_device_and_model(tmp_path, monkeypatch):
 
 def test_assumed_speed():
     """GPT-2 124M, 855 MFLOP a token, on 8 A100 at 40 % of 312 TFLOP/s; padding is computed too."""
-    full = Subject(Recipe.load("gpt2-124m"), 8, find_device("A100-80GB"), "bf16", 50257, 1000, 1024.0)
+    full = Subject(
+        Recipe.load("gpt2-124m"), 8, find_device("A100-80GB"), "bf16", 50257, 1000, 1024.0
+    )
     one = assumed_speed(full, 0.4)
-    assert one.tokens_per_s == pytest.approx(8 * 0.4 * 312e12 / 855.4e6, rel=1e-3) and one.basis == "assumed"
+    assert (
+        one.tokens_per_s == pytest.approx(8 * 0.4 * 312e12 / 855.4e6, rel=1e-3)
+        and one.basis == "assumed"
+    )
     other = assumed_speed(replace(full, tokens_per_sample=256.0), 0.4)
     assert other.tokens_per_s == pytest.approx(one.tokens_per_s / 4)
     assert assumed_speed(replace(full, device=find_device("cpu")), 0.4) is None
@@ -135,7 +235,10 @@ def test_a_slow_first_evaluation_does_not_count_for_the_later_ones(tmp_path, fir
     """12 s at step 0 and 2 s from then on: after 5 % the time to finish is predicted within 10 %."""
     slow = 12.0 if first_eval else 2.0
     outcome = predicted_and_actual(write_run(tmp_path / "run", first_eval_s=slow, **first_eval))
-    assert outcome.actual_seconds == pytest.approx(1 + slow + 10 + 4 * 2) and outcome.predicted_at_step == 6
+    assert (
+        outcome.actual_seconds == pytest.approx(1 + slow + 10 + 4 * 2)
+        and outcome.predicted_at_step == 6
+    )
     assert outcome.predicted_seconds == pytest.approx(outcome.actual_seconds, rel=0.1)
 
 
@@ -154,7 +257,13 @@ def interrupted(run, killed_at=61, resumed_at=50):
 def test_of_an_interrupted_run_pauses_and_repeated_steps_are_left_out(tmp_path):
     whole = predicted_and_actual(write_run(tmp_path / "whole"))
     again = predicted_and_actual(interrupted(write_run(tmp_path / "cut")))
-    assert again.actual_seconds == pytest.approx(whole.actual_seconds) == pytest.approx(1 + 10 + 5 * 2)
+    assert (
+        again.actual_seconds == pytest.approx(whole.actual_seconds) == pytest.approx(1 + 10 + 5 * 2)
+    )
     assert again.predicted_seconds == pytest.approx(whole.predicted_seconds)
-    early = predicted_and_actual(interrupted(write_run(tmp_path / "early"), killed_at=4, resumed_at=2))
-    assert early.predicted_at_step == 6 and early.predicted_seconds == pytest.approx(early.actual_seconds, rel=0.02)
+    early = predicted_and_actual(
+        interrupted(write_run(tmp_path / "early"), killed_at=4, resumed_at=2)
+    )
+    assert early.predicted_at_step == 6 and early.predicted_seconds == pytest.approx(
+        early.actual_seconds, rel=0.02
+    )

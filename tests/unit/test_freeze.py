@@ -21,7 +21,9 @@ from windlass.reports.tables import measures
 from windlass.reports.view import view
 
 
-def test_frozen_weights_stay_and_have_no_state_and_every_report_says_how_many_are_trained(tmp_path: Path) -> None:
+def test_frozen_weights_stay_and_have_no_state_and_every_report_says_how_many_are_trained(
+    tmp_path: Path,
+) -> None:
     recipe = tiny_recipe(write_corpus(tmp_path / "text.txt"), tmp_path / "run", train__steps=3)
     recipe = recipe.replace('model.freeze=["embedding.*", "blocks.0.attn.qkv.*"]')
     run = train(recipe)
@@ -30,7 +32,11 @@ def test_frozen_weights_stay_and_have_no_state_and_every_report_says_how_many_ar
     checkpoint = open_checkpoint(next(iter(run.checkpoints_dir.glob("step-00000003"))), deep=False)
     begun = build_model(recipe, 257, device="cpu")
     initialise(begun, recipe.run.seed)
-    moved = {n for n, p in begun.named_parameters() if not torch.equal(p, checkpoint.tensor(f"model/{n}"))}
+    moved = {
+        n
+        for n, p in begun.named_parameters()
+        if not torch.equal(p, checkpoint.tensor(f"model/{n}"))
+    }
     state = {name.removeprefix("optim/").rpartition("/")[0] for name in checkpoint.names("optim/")}
     kept = {"embedding.weight", "blocks.0.attn.qkv.weight"}
     assert moved == state == {n for n, _ in begun.named_parameters()} - kept
@@ -43,19 +49,30 @@ def test_frozen_weights_stay_and_have_no_state_and_every_report_says_how_many_ar
     assert (row.memory.gradients, row.memory.optimizer) == (4 * trained, 8 * trained)
 
 
-def test_a_pattern_that_matches_nothing_or_everything_is_one_message_and_leaves_no_run(tmp_path: Path) -> None:
+def test_a_pattern_that_matches_nothing_or_everything_is_one_message_and_leaves_no_run(
+    tmp_path: Path,
+) -> None:
     recipe = tiny_recipe(write_corpus(tmp_path / "text.txt"), tmp_path / "run")
-    for freeze, words in ((["embeding.*"], ("embeding.*", "embedding.weight")), (["*"], ("no parameter to train",))):
+    for freeze, words in (
+        (["embeding.*"], ("embeding.*", "embedding.weight")),
+        (["*"], ("no parameter to train",)),
+    ):
         with refused("model.freeze", *words):
             train(recipe.replace(**{"model.freeze": freeze}))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_hugging_face_model_is_described_as_it_is_and_frozen_by_its_own_names(tmp_path: Path) -> None:
-    base = hf_fixtures.save("llama", tmp_path / "base", num_hidden_layers=5, tie_word_embeddings=True)
+def test_a_hugging_face_model_is_described_as_it_is_and_frozen_by_its_own_names(
+    tmp_path: Path,
+) -> None:
+    base = hf_fixtures.save(
+        "llama", tmp_path / "base", num_hidden_layers=5, tie_word_embeddings=True
+    )
     words = ["model.kind=hf", f"model.name={base}", f"data.tokenizer=hf:{base}", "model.context=32"]
     recipe = Recipe.load("quickstart", words)
     assert "llama, 5 layers, 4 heads, width 32, vocabulary 512" in network_of(recipe)
-    size = read_sizes(Recipe.load("quickstart", [*words, 'model.freeze=["lm_head.*", "model.layers.[0-3].*"]']))
+    size = read_sizes(
+        Recipe.load("quickstart", [*words, 'model.freeze=["lm_head.*", "model.layers.[0-3].*"]'])
+    )
     whole = read_sizes(recipe)
     assert whole.trained == whole.total and size.trained == 32 + (whole.total - 512 * 32 - 32) // 5

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from windlass.evaluation.generate import Sampling, batches, choose, generate, generate_events, mask_unlikely, uniform
+from windlass.evaluation.generate import (
+    Sampling,
+    batches,
+    choose,
+    generate,
+    generate_events,
+    mask_unlikely,
+    uniform,
+)
 
 
 class Toy(nn.Module):
@@ -40,7 +48,9 @@ def plain(model: Toy, prompt: list[int], index: int, sampling: Sampling) -> list
         if len(row) - start > model.context:
             start = len(row) - 1 - model.context // 2
         logits = model(torch.tensor([row[start:]]))[0, -1:]
-        token = int(choose(logits, sampling, [uniform(sampling.seed, index, len(row) - len(prompt))]))
+        token = int(
+            choose(logits, sampling, [uniform(sampling.seed, index, len(row) - len(prompt))])
+        )
         if token in sampling.stop:
             break
         row.append(token)
@@ -63,7 +73,9 @@ def test_each_text_is_that_of_the_definition(batch: int, temperature: float, lon
     assert texts == [plain(model, prompt, i, sampling) for i, prompt in enumerate(given)]
     some = generate(model, [given[4], given[1]], sampling, indices=[4, 1])
     assert some == [texts[4], texts[1]]  # the index and the seed determine a text, not its company
-    assert any(len(text) < 30 for text in texts) and (temperature == 0 or len({len(text) for text in texts}) > 3)
+    assert any(len(text) < 30 for text in texts) and (
+        temperature == 0 or len({len(text) for text in texts}) > 3
+    )
 
 
 def test_prompts_of_unequal_length_share_a_batch_unless_a_window_slides_and_are_read_once() -> None:
@@ -81,19 +93,27 @@ def test_tokens_are_streamed_in_order_and_an_end_is_told_once() -> None:
     sampling = Sampling(max_tokens=20, seed=3, stop=frozenset([2]))
     for index, token in generate_events(model, prompts, sampling):
         told[index].append(token)
-        assert torch.is_grad_enabled()  # whoever reads the events between two passes computes as before
+        assert (
+            torch.is_grad_enabled()
+        )  # whoever reads the events between two passes computes as before
     assert list(told.values()) == [[*text, None] for text in generate(model, prompts, sampling)]
 
 
 def test_progress_counts_complete_texts() -> None:
     seen = list[tuple[int, int]]()
     generate(
-        Toy(), prompts(5, 6), Sampling(max_tokens=3, temperature=0), batch=2, progress=lambda *now: seen.append(now)
+        Toy(),
+        prompts(5, 6),
+        Sampling(max_tokens=3, temperature=0),
+        batch=2,
+        progress=lambda *now: seen.append(now),
     )
     assert seen == [(done, 5) for done in range(1, 6)]
 
 
-def test_a_padded_vocabulary_is_never_chosen_from_modules_are_as_before_and_a_poll_cuts_it_short() -> None:
+def test_a_padded_vocabulary_is_never_chosen_from_modules_are_as_before_and_a_poll_cuts_it_short() -> (
+    None
+):
     model, answers = Toy(), iter([False, False, False, True])
     assert generate(model, [[1]], Sampling(max_tokens=50), poll=lambda: next(answers)) is None
     assert model.passes == 3
@@ -105,11 +125,15 @@ def test_a_padded_vocabulary_is_never_chosen_from_modules_are_as_before_and_a_po
 
 def test_draws_are_uniform_and_fixed_for_ever() -> None:
     assert (uniform(0, 0, 0), uniform(1337, 4, 17)) == (0.2392922395374626, 0.7414650227874517)
-    draws = torch.tensor([uniform(1, i % 100, i // 100) for i in range(20_000)], dtype=torch.float64)
+    draws = torch.tensor(
+        [uniform(1, i % 100, i // 100) for i in range(20_000)], dtype=torch.float64
+    )
     assert draws.min() >= 0 and draws.max() < 1
     assert abs(draws.mean() - 0.5) < 0.01 and abs(draws.var() - 1 / 12) < 0.002
     histogram = torch.histc(draws, 20, 0, 1)
-    assert ((histogram - 1000).square() / 1000).sum() < 43.8  # chi-squared, 19 degrees of freedom, p = 0.001
+    assert (
+        (histogram - 1000).square() / 1000
+    ).sum() < 43.8  # chi-squared, 19 degrees of freedom, p = 0.001
 
 
 def test_tokens_come_with_the_probabilities_of_the_softmax() -> None:
@@ -118,13 +142,23 @@ def test_tokens_come_with_the_probabilities_of_the_softmax() -> None:
     chosen = choose(logits, sampling, [uniform(9, i, 0) for i in range(len(logits))])
     expected = torch.softmax(logits[0] / 1.5, -1) * len(logits)
     counts = torch.bincount(chosen, minlength=4)
-    assert ((counts - expected).square() / expected).sum() < 16.3  # chi-squared, 3 degrees of freedom, p = 0.001
+    assert (
+        (counts - expected).square() / expected
+    ).sum() < 16.3  # chi-squared, 3 degrees of freedom, p = 0.001
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "left"), [
-    (2, 1.0, [1, 3]), (9, 1.0, [0, 1, 2, 3]), (0, 1.0, [0, 1, 2, 3]), (0, 0.01, [1]), (0, 0.6, [1, 3]), (0, 0.75, [1, 2, 3]),
-    (2, 0.5, [1]),  # after top-k the likeliest has 4/7
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "left"),
+    [
+        (2, 1.0, [1, 3]),
+        (9, 1.0, [0, 1, 2, 3]),
+        (0, 1.0, [0, 1, 2, 3]),
+        (0, 0.01, [1]),
+        (0, 0.6, [1, 3]),
+        (0, 0.75, [1, 2, 3]),
+        (2, 0.5, [1]),  # after top-k the likeliest has 4/7
+    ],
+)
 def test_top_k_and_top_p_leave_the_likeliest(top_k: int, top_p: float, left: list[int]) -> None:
     logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
     assert mask_unlikely(logits, top_k, top_p)[0].isfinite().nonzero().flatten().tolist() == left

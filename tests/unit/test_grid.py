@@ -5,7 +5,17 @@ import pytest
 
 from windlass.errors import UserError
 from windlass.recipe import Recipe, parse_override, typed
-from windlass.study.grid import NODES, REPEAT, WORLD, Axis, Cell, cells_of, expand, parse_axis, read_axes
+from windlass.study.grid import (
+    NODES,
+    REPEAT,
+    WORLD,
+    Axis,
+    Cell,
+    cells_of,
+    expand,
+    parse_axis,
+    read_axes,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,11 +38,16 @@ def test_what_can_be_typed(text, keys, values):
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [
-        ("optim.lr", "KEY=A,B,C"), ("optim.lr=", "KEY=A,B,C"), ("=1,2", "KEY=A,B,C"), ("optim.lr=1,,2", "optim.lr"),
-        ("a+b=1,2+3", "a+b"), ("optim.lr=0:1:log:3", "above 0"), ("optim.lr=1:2:lin:1", "at least 2"),
+        ("optim.lr", "KEY=A,B,C"),
+        ("optim.lr=", "KEY=A,B,C"),
+        ("=1,2", "KEY=A,B,C"),
+        ("optim.lr=1,,2", "optim.lr"),
+        ("a+b=1,2+3", "a+b"),
+        ("optim.lr=0:1:log:3", "above 0"),
+        ("optim.lr=1:2:lin:1", "at least 2"),
         ("optim.lr=x:2:lin:3", "LOW:HIGH:log:N"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_typed(text, remedy):
     with pytest.raises(UserError) as error:
         parse_axis(text)
@@ -45,22 +60,37 @@ def grid(*axes):
 
 def test_axes_are_crossed_and_the_last_changes_fastest():
     cells = grid("optim.lr=1e-2,1e-3", "run.seed=1,2")
-    assert [c.label for c in cells] == ["lr=0.01 seed=1", "lr=0.01 seed=2", "lr=0.001 seed=1", "lr=0.001 seed=2"]
-    assert cells[2].recipe == Recipe.load("quickstart", cells[2].overrides) and cells[2].recipe.optim.lr == 1e-3
+    assert [c.label for c in cells] == [
+        "lr=0.01 seed=1",
+        "lr=0.01 seed=2",
+        "lr=0.001 seed=1",
+        "lr=0.001 seed=2",
+    ]
+    assert (
+        cells[2].recipe == Recipe.load("quickstart", cells[2].overrides)
+        and cells[2].recipe.optim.lr == 1e-3
+    )
     assert len({c.recipe.config_hash for c in cells}) == 4
     digest = cells[0].recipe.config_hash
-    assert (cells[0].key, cells[0].directory, cells[0].world) == (digest, f"runs/lr=0.01-seed=1-{digest[:8]}", None)
+    assert (cells[0].key, cells[0].directory, cells[0].world) == (
+        digest,
+        f"runs/lr=0.01-seed=1-{digest[:8]}",
+        None,
+    )
 
 
 @pytest.mark.parametrize(
     ("axes", "words"),
     [
-        (["model.heads=3,4,5"], ["model.heads=3", "model.heads=5"]), (["optim.lr=0.1,1e-1"], ["lr=0.1"]),
-        (["optim.lr=1,2", "optim.lr=3,4"], ["optim.lr", "two axes"]), (["optim.lrr=1,2"], ["optim.lrr", "optim.lr?"]),
-        (["parallel.world=0,many"], ["parallel.world=0", "parallel.world=many"]), (["run.dir=a,b"], ["run.dir", "study's directory"]),
+        (["model.heads=3,4,5"], ["model.heads=3", "model.heads=5"]),
+        (["optim.lr=0.1,1e-1"], ["lr=0.1"]),
+        (["optim.lr=1,2", "optim.lr=3,4"], ["optim.lr", "two axes"]),
+        (["optim.lrr=1,2"], ["optim.lrr", "optim.lr?"]),
+        (["parallel.world=0,many"], ["parallel.world=0", "parallel.world=many"]),
+        (["run.dir=a,b"], ["run.dir", "study's directory"]),
         (["repeat=1,2"], ["repeat", "scaling studies"]),
     ],
-)  # fmt: skip
+)
 def test_invalid_grids_name_every_cell(axes, words):
     with pytest.raises(UserError) as error:
         grid(*axes)
@@ -77,8 +107,12 @@ def test_settings_outside_the_config_hash_tell_cells_apart():
 
 def test_hosts_and_repeats_are_no_settings_of_a_cell():
     base = Recipe.load("quickstart")
-    one, other, again = cells_of(base, [{WORLD: 4, NODES: 1}, {WORLD: 4, NODES: 2}, {WORLD: 4, NODES: 1, REPEAT: 2}])
-    assert one.recipe == other.recipe == again.recipe and not other.overrides and not again.overrides
+    one, other, again = cells_of(
+        base, [{WORLD: 4, NODES: 1}, {WORLD: 4, NODES: 2}, {WORLD: 4, NODES: 1, REPEAT: 2}]
+    )
+    assert (
+        one.recipe == other.recipe == again.recipe and not other.overrides and not again.overrides
+    )
     assert (other.nodes, other.repeat, again.nodes, again.repeat, again.label) == (
         2,
         1,
@@ -95,12 +129,40 @@ def test_hosts_and_repeats_are_no_settings_of_a_cell():
 @pytest.mark.parametrize(
     "value",
     [
-        True, 3, 1e-4, float("inf"), "cosine", "2 epochs", "true", "1", " x", 'a "quoted" word', "it's", "'it''s'", "\\",
-        "\\u0041", "C:\\new 'x' \"y\"", "a\nb", "1\nx = 2", "a\r\nb", "\t", "\x7f\x00\x1b", "über 🚂", "\udcff", "", "# x",
-        "[a", "'" * 3, '"' * 3, [0.9, 0.95], ["a,b", "1", "it's", "\n"], [], [{"source": "it's", "weight": 0.5}],
+        True,
+        3,
+        1e-4,
+        float("inf"),
+        "cosine",
+        "2 epochs",
+        "true",
+        "1",
+        " x",
+        'a "quoted" word',
+        "it's",
+        "'it''s'",
+        "\\",
+        "\\u0041",
+        "C:\\new 'x' \"y\"",
+        "a\nb",
+        "1\nx = 2",
+        "a\r\nb",
+        "\t",
+        "\x7f\x00\x1b",
+        "über 🚂",
+        "\udcff",
+        "",
+        "# x",
+        "[a",
+        "'" * 3,
+        '"' * 3,
+        [0.9, 0.95],
+        ["a,b", "1", "it's", "\n"],
+        [],
+        [{"source": "it's", "weight": 0.5}],
         {"a b": [True, "x\ny"]},
     ],
-)  # fmt: skip
+)
 def test_a_typed_value_reads_back(value):
     """Also as an argument of a process, which holds no NUL."""
     text = f"key={typed(value)}"
@@ -111,19 +173,30 @@ def test_a_typed_value_reads_back(value):
 def test_axes_as_python_has_them():
     """Commas in values make no more values, and NumPy's numbers are numbers."""
     axes = {
-        "data.source": ["a,b.txt", Path("it's [1].txt")], "optim.lr": np.logspace(-3, -2, 2), "run.seed": range(2),
-        "optim.betas": [(0.9, 0.95)], "model.layers": [np.int64(2)], "a + b": [(1, "x+y"), [2, "z"]], "c": "1:2:lin:2",
-    }  # fmt: skip
+        "data.source": ["a,b.txt", Path("it's [1].txt")],
+        "optim.lr": np.logspace(-3, -2, 2),
+        "run.seed": range(2),
+        "optim.betas": [(0.9, 0.95)],
+        "model.layers": [np.int64(2)],
+        "a + b": [(1, "x+y"), [2, "z"]],
+        "c": "1:2:lin:2",
+    }
     assert read_axes(axes) == [
-        Axis(("data.source",), (("a,b.txt",), ("it's [1].txt",))), Axis(("optim.lr",), ((0.001,), (0.01,))),
-        Axis(("run.seed",), ((0,), (1,))), Axis(("optim.betas",), (([0.9, 0.95],),)), Axis(("model.layers",), ((2,),)),
-        Axis(("a", "b"), ((1, "x+y"), (2, "z"))), Axis(("c",), ((1,), (2,))),
-    ]  # fmt: skip
+        Axis(("data.source",), (("a,b.txt",), ("it's [1].txt",))),
+        Axis(("optim.lr",), ((0.001,), (0.01,))),
+        Axis(("run.seed",), ((0,), (1,))),
+        Axis(("optim.betas",), (([0.9, 0.95],),)),
+        Axis(("model.layers",), ((2,),)),
+        Axis(("a", "b"), ((1, "x+y"), (2, "z"))),
+        Axis(("c",), ((1,), (2,))),
+    ]
     assert read_axes("optim.lr=1,2") == read_axes(["optim.lr=1,2"])
     assert all(type(row[0]) in (float, int) for axis in read_axes(axes)[1:3] for row in axis.values)
 
 
-@pytest.mark.parametrize("axes", [{"optim.lr": 0.1}, {"optim.lr": []}, {"optim.lr+run.seed": [1, 2]}])
+@pytest.mark.parametrize(
+    "axes", [{"optim.lr": 0.1}, {"optim.lr": []}, {"optim.lr+run.seed": [1, 2]}]
+)
 def test_axes_that_are_no_lists_name_the_key(axes):
     with pytest.raises(UserError) as error:
         read_axes(axes)

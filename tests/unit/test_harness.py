@@ -22,7 +22,13 @@ from harness import Join, recipe, run_ranks
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
-from windlass.evaluation.lm_eval import Interrupted, adapter, encode_request, generate_until, run_harness
+from windlass.evaluation.lm_eval import (
+    Interrupted,
+    adapter,
+    encode_request,
+    generate_until,
+    run_harness,
+)
 from windlass.evaluation.source import alone
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
@@ -45,7 +51,9 @@ def model(device: str = "cpu") -> Any:
     return gpt.eval()
 
 
-ROWS = [{"q": f"Number {i} is", "choices": [" odd", " even", " a cat"], "gold": i % 2} for i in range(9)]
+ROWS = [
+    {"q": f"Number {i} is", "choices": [" odd", " even", " a cat"], "gold": i % 2} for i in range(9)
+]
 
 
 def parity(folder: Path) -> Any:
@@ -60,15 +68,26 @@ def parity(folder: Path) -> Any:
         "doc_to_text: '{{q}}'\ndoc_to_target: gold\ndoc_to_choice: choices\ntarget_delimiter: ''\n"
         "metric_list:\n  - metric: acc\n"
     )
-    return TaskManager(include_path=str(folder), include_defaults=False)  # not its thousands of files
+    return TaskManager(
+        include_path=str(folder), include_defaults=False
+    )  # not its thousands of files
 
 
 def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
-    ranks = join(recipe(**{f"model__{key}": value for key, value in SHAPE.items()}, parallel__strategy="full_shard"))
-    gpt = parallelize(model("meta"), ranks, Recipe.model_validate({"parallel": {"strategy": "full_shard"}}))
+    ranks = join(
+        recipe(
+            **{f"model__{key}": value for key, value in SHAPE.items()},
+            parallel__strategy="full_shard",
+        )
+    )
+    gpt = parallelize(
+        model("meta"), ranks, Recipe.model_validate({"parallel": {"strategy": "full_shard"}})
+    )
     initialise(gpt, 1)
     os.environ["LOCAL_RANK"] = str(ranks.rank)  # as under a launcher
-    numbers = run_harness("parity", gpt, BYTES, ranks, task_manager=parity(folder / str(ranks.rank)))
+    numbers = run_harness(
+        "parity", gpt, BYTES, ranks, task_manager=parity(folder / str(ranks.rank))
+    )
     ranks.stop()
     return numbers
 
@@ -76,15 +95,21 @@ def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
 @pytest.mark.dist
 @pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
 @pytest.mark.filterwarnings("ignore")
-def test_a_task_has_the_same_scores_on_one_rank_and_on_two_of_a_sharded_model(tmp_path: Path) -> None:
+def test_a_task_has_the_same_scores_on_one_rank_and_on_two_of_a_sharded_model(
+    tmp_path: Path,
+) -> None:
     gpt, right = model(), 0
     numbers = run_harness("parity", gpt, BYTES, ALONE, task_manager=parity(tmp_path / "alone"))
     for row in ROWS:
-        pairs = [Continuation([*row["q"].encode()], [*choice.encode()]) for choice in row["choices"]]
+        pairs = [
+            Continuation([*row["q"].encode()], [*choice.encode()]) for choice in row["choices"]
+        ]
         scores = [one.sum for one in log_likelihoods(gpt, pairs, ALONE)]
         right += scores.index(max(scores)) == row["gold"]
     assert numbers["parity/acc"] == pytest.approx(right / 9) and not gpt.training
-    assert [one["parity/acc"] for one in run_ranks(on_a_rank, 2, tmp_path)] == [numbers["parity/acc"]] * 2
+    assert [one["parity/acc"] for one in run_ranks(on_a_rank, 2, tmp_path)] == [
+        numbers["parity/acc"]
+    ] * 2
 
 
 @pytest.fixture
@@ -96,21 +121,35 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
         if tasks == ["unknown"]:
             raise KeyError("unknown")
-        return {"results": {"task": {f"{i},none": call(model) for i, call in enumerate(calls)} | {"alias": "task"}}}
+        return {
+            "results": {
+                "task": {f"{i},none": call(model) for i, call in enumerate(calls)}
+                | {"alias": "task"}
+            }
+        }
 
     monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=simple_evaluate))  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", SimpleNamespace(LM=object))  # type: ignore[arg-type]
     return calls
 
 
-def test_a_stop_cuts_the_harness_short_and_the_random_numbers_are_as_they_were(harness: list[Any]) -> None:
+def test_a_stop_cuts_the_harness_short_and_the_random_numbers_are_as_they_were(
+    harness: list[Any],
+) -> None:
     harness.append(lambda lm: lm.loglikelihood([SimpleNamespace(args=("Is it? ", "yes"))])[0][0])
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert run_harness("task", model(), BYTES, ALONE, poll=lambda: True) is None
     numbers = run_harness("task", model(), BYTES, ALONE, poll=lambda: False)
     assert numbers is not None and set(numbers) == {"task/0", "runtime_s"}
-    assert numbers["task/0"] == log_likelihoods(model(), [Continuation([*b"Is it?"], [*b" yes"])], ALONE)[0].sum
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert (
+        numbers["task/0"]
+        == log_likelihoods(model(), [Continuation([*b"Is it?"], [*b" yes"])], ALONE)[0].sum
+    )
+    assert (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    ) == before
     with pytest.raises(UserError, match="unknown"):
         run_harness("unknown", model(), BYTES, ALONE)
 
@@ -121,8 +160,13 @@ def test_rolling_scores_and_texts(harness: list[Any]) -> None:
     lm = adapter(model(), BYTES, ALONE)
     text = "the cat sat on the mat, and then it slept until noon"
     (rolling,) = lm.loglikelihood_rolling([SimpleNamespace(args=(text,))])
-    pieces = [Continuation([256], [*text[:32].encode()]), Continuation([*text[31:32].encode()], [*text[32:].encode()])]
-    assert rolling == pytest.approx(sum(one.sum for one in log_likelihoods(model(), pieces, ALONE)), rel=1e-5)
+    pieces = [
+        Continuation([256], [*text[:32].encode()]),
+        Continuation([*text[31:32].encode()], [*text[32:].encode()]),
+    ]
+    assert rolling == pytest.approx(
+        sum(one.sum for one in log_likelihoods(model(), pieces, ALONE)), rel=1e-5
+    )
     how = {"until": [], "max_gen_toks": 12}
     (whole,) = lm.generate_until([SimpleNamespace(args=("the", how))])
     (cut,) = lm.generate_until([SimpleNamespace(args=("the", {**how, "until": [whole[3:5]]}))])
@@ -130,7 +174,10 @@ def test_rolling_scores_and_texts(harness: list[Any]) -> None:
 
 
 def test_texts_of_one_call_are_those_of_one_call_each() -> None:
-    how = {"until": "e", "max_gen_toks": 9}, {"max_gen_toks": 5, "do_sample": True, "temperature": 0.7, "top_k": 9}
+    how = (
+        {"until": "e", "max_gen_toks": 9},
+        {"max_gen_toks": 5, "do_sample": True, "temperature": 0.7, "top_k": 9},
+    )
     prompts = ["the", "a much longer prompt", "", "a cat", "x", "of mice and men"]
     asked = [(prompt, how[i % 2]) for i, prompt in enumerate(prompts)]
     together = generate_until(model(), BYTES, ALONE, asked)

@@ -50,7 +50,10 @@ class Answers(BaseHTTPRequestHandler):
         else:
             if "tree" in parts:
                 sizes = enumerate(FILES.items())
-                info = [{"type": "file", "path": p, "size": len(c), "oid": f"{i:040x}"} for i, (p, c) in sizes]
+                info = [
+                    {"type": "file", "path": p, "size": len(c), "oid": f"{i:040x}"}
+                    for i, (p, c) in sizes
+                ]
             self.send(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
 
     do_HEAD = do_GET
@@ -79,7 +82,11 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server.asked  # type: ignore[attr-defined]
@@ -98,10 +105,14 @@ def test_only_what_is_read_is_downloaded_and_the_commit_is_known(asked: list[str
     assert names(folder) == small and hub.commit_of(folder) == COMMIT
     assert hub.directory("some/open", COMMIT, weights=True) == folder
     assert names(folder) == small | {"model-1-of-2.safetensors", "model-2-of-2.safetensors"}
-    assert not any("consolidated" in path or "original" in path or "pytorch" in path for path in asked)
+    assert not any(
+        "consolidated" in path or "original" in path or "pytorch" in path for path in asked
+    )
 
 
-def test_the_tokenizer_that_comes_with_the_model_is_of_the_models_revision(asked: list[str]) -> None:
+def test_the_tokenizer_that_comes_with_the_model_is_of_the_models_revision(
+    asked: list[str],
+) -> None:
     from windlass.data.vocabulary import named_tokenizer
     from windlass.recipe import Recipe
 
@@ -137,10 +148,18 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize(("outcomes", "offline"), [
-    ([None], False), ([TimeoutError, None], False), ([TimeoutError] * 2, True), ([ConnectionRefusedError], True),
-])  # fmt: skip
-def test_one_slow_answer_does_not_put_the_process_offline(outcomes: Any, offline: bool, undecided: Any) -> None:
+@pytest.mark.parametrize(
+    ("outcomes", "offline"),
+    [
+        ([None], False),
+        ([TimeoutError, None], False),
+        ([TimeoutError] * 2, True),
+        ([ConnectionRefusedError], True),
+    ],
+)
+def test_one_slow_answer_does_not_put_the_process_offline(
+    outcomes: Any, offline: bool, undecided: Any
+) -> None:
     asked = iter(outcomes)
 
     def connect(address: Any, timeout: float) -> socket.socket:
@@ -150,10 +169,14 @@ def test_one_slow_answer_does_not_put_the_process_offline(outcomes: Any, offline
 
     undecided.setattr(socket, "create_connection", connect)
     hub.prepare()
-    assert (os.environ.get("HF_HUB_OFFLINE") == "1") is offline and next(asked, "all asked") == "all asked"
+    assert (os.environ.get("HF_HUB_OFFLINE") == "1") is offline and next(
+        asked, "all asked"
+    ) == "all asked"
 
 
-@pytest.mark.parametrize("name", ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE"])
+@pytest.mark.parametrize(
+    "name", ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE"]
+)
 def test_behind_a_proxy_the_hub_is_not_probed(name: str, undecided: pytest.MonkeyPatch) -> None:
     """And where the user has decided."""
     undecided.setenv(name, "0" if name == "HF_HUB_OFFLINE" else "socks5://proxy:1080")

@@ -41,17 +41,23 @@ def wait():
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, dict[str, dict]]]:
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, dict[str, dict]]]:
     """Launch workers with a body; the exit code, what was logged, and what they left. The waits are shorter than a user's."""
     monkeypatch.setattr(local, "SETTLE_SECONDS", 0.3)
     monkeypatch.setattr(local, "TERM_SECONDS", 0.5)
 
-    def run(body: str, worlds: int | list[int] = 2, restarts: int = 0, **more) -> tuple[int, str, dict[str, dict]]:
+    def run(
+        body: str, worlds: int | list[int] = 2, restarts: int = 0, **more
+    ) -> tuple[int, str, dict[str, dict]]:
         logged: list[str] = []
         command = [sys.executable, "-c", WORKER + body, str(tmp_path)]
         code = launch(command, worlds, restarts, log=logged.append, **more)
         left = reports(tmp_path)
-        assert all(gone(report["pid"]) for report in left.values()), "a worker outlived its launcher"
+        assert all(gone(report["pid"]) for report in left.values()), (
+            "a worker outlived its launcher"
+        )
         return code, "\n".join(logged), left
 
     return run
@@ -70,16 +76,29 @@ def test_each_rank_knows_its_numbers(run, monkeypatch):
     cores = str(max(1, len(os.sched_getaffinity(0)) // 3))
     for rank in range(3):
         wanted = {
-            "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "WINDLASS_LAUNCHED": "1",
-            "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": cores, "WINDLASS_PARENT": str(os.getpid()),
-        }  # fmt: skip
+            "RANK": f"{rank}",
+            "LOCAL_RANK": f"{rank}",
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "WINDLASS_LAUNCHED": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": cores,
+            "WINDLASS_PARENT": str(os.getpid()),
+        }
         assert left[f"0-{rank}"]["environ"].items() >= wanted.items()
         assert ("WINDLASS_STORE_FD" in left[f"0-{rank}"]["environ"]) == (rank == 0)
     assert len({report["environ"]["MASTER_PORT"] for report in left.values()}) == 1
     assert not Path(left["0-0"]["environ"]["WINDLASS_WATCH_DIR"]).exists()
 
 
-EXITS = [("0 if rank else 75", 75), ("75", 75), ("1 if rank else 0", 1), ("3", 1), ("46", 46), ("2", 2)]
+EXITS = [
+    ("0 if rank else 75", 75),
+    ("75", 75),
+    ("1 if rank else 0", 1),
+    ("3", 1),
+    ("46", 46),
+    ("2", 2),
+]
 
 
 @pytest.mark.parametrize(("exits", "code"), EXITS)
@@ -94,32 +113,51 @@ def test_bad_input_is_logged_once(run, capfd: pytest.CaptureFixture[str]):
     assert run(f"meet()\nif rank: {body}\nwait()")[:2] == (2, "windlass: no such key")
 
 
-@pytest.mark.parametrize(("body", "texts"), [
-    ("signal.signal(signal.SIGTERM, signal.SIG_IGN); meet()\nif rank == 1: sys.exit(7)\nwait()", ["failed with exit code 7"]),
-    ("if rank == 1: print('so far'); raise ValueError('a shape is wrong')\nwait()",
-     ["[rank 1] so far", "[rank 1] ValueError: a shape is wrong"]),
-    # With its step and phase, the last of several.
-    ("status = processes.RankStatus(rank, watch); status.mark(11, 'a rather long phase'); status.mark(12, 'backward')\n"
-     "meet()\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nwait()",
-     ["was killed by SIGKILL", "at step 12, phase backward;"]),
-    # Rank 0 fails earlier, but only because it lost contact.
-    ("failed('ValueError: it was me' if rank == 1 else 'connection closed', secondary=rank != 1)\n"
-     "time.sleep(0.15 * rank); sys.exit(1)",
-     ["failed with exit code 1", "last error: ValueError: it was me"]),
-    # Rank 1 reported, rank 0 ended by that, and rank 1 was still busy when the launcher ended it.
-    ("if rank == 1: failed('ValueError: mine'); wait()\n"
-     "while not processes.read(watch, 'failure', 1): time.sleep(0.01)\n"
-     "processes.RankStatus(0, watch).write(processes.Failure(**processes.read(watch, 'failure', 1))); sys.exit(1)",
-     [" failed at step 12, phase backward; the run has ended", "last error: ValueError: mine"]),
-    ("if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\nwait()", ["was suspended"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "texts"),
+    [
+        (
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN); meet()\nif rank == 1: sys.exit(7)\nwait()",
+            ["failed with exit code 7"],
+        ),
+        (
+            "if rank == 1: print('so far'); raise ValueError('a shape is wrong')\nwait()",
+            ["[rank 1] so far", "[rank 1] ValueError: a shape is wrong"],
+        ),
+        # With its step and phase, the last of several.
+        (
+            "status = processes.RankStatus(rank, watch); status.mark(11, 'a rather long phase'); status.mark(12, 'backward')\n"
+            "meet()\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nwait()",
+            ["was killed by SIGKILL", "at step 12, phase backward;"],
+        ),
+        # Rank 0 fails earlier, but only because it lost contact.
+        (
+            "failed('ValueError: it was me' if rank == 1 else 'connection closed', secondary=rank != 1)\n"
+            "time.sleep(0.15 * rank); sys.exit(1)",
+            ["failed with exit code 1", "last error: ValueError: it was me"],
+        ),
+        # Rank 1 reported, rank 0 ended by that, and rank 1 was still busy when the launcher ended it.
+        (
+            "if rank == 1: failed('ValueError: mine'); wait()\n"
+            "while not processes.read(watch, 'failure', 1): time.sleep(0.01)\n"
+            "processes.RankStatus(0, watch).write(processes.Failure(**processes.read(watch, 'failure', 1))); sys.exit(1)",
+            [
+                " failed at step 12, phase backward; the run has ended",
+                "last error: ValueError: mine",
+            ],
+        ),
+        ("if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\nwait()", ["was suspended"]),
+    ],
+)
 def test_a_failed_rank_ends_the_rest_and_is_named(run, body: str, texts: list[str]):
     code, logged, _ = run(body if "meet()" in body else f"meet()\n{body}", 2, stopped_seconds=0.3)
     assert code == 1 and all(text in logged for text in ["rank 1 of 2 on", *texts]), logged
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(1, 3), (2, 1), (75, 1), (0, 1)])
-def test_restart_with_as_many_ranks_and_only_where_it_would_change_something(run, code: int, attempts: int):
+def test_restart_with_as_many_ranks_and_only_where_it_would_change_something(
+    run, code: int, attempts: int
+):
     ended, logged, left = run(f"ready(); sys.exit({code})", [2, 1], 2)
     assert (ended, logged.count("restart")) == (code, attempts - 1)
     assert sorted(left) == [f"{attempt}-{rank}" for attempt in range(attempts) for rank in range(2)]
@@ -147,7 +185,9 @@ def driven(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
     def start(body: str, **more) -> subprocess.Popen:
         command = [sys.executable, "-c", DRIVER, sys.executable, "-c", WORKER + body, str(tmp_path)]
-        started.append(subprocess.Popen(command, **{"stderr": subprocess.PIPE, "text": True, **more}))
+        started.append(
+            subprocess.Popen(command, **{"stderr": subprocess.PIPE, "text": True, **more})
+        )
         wait_for(lambda: len(reports(tmp_path)) == 2)
         return started[-1]
 
@@ -198,8 +238,13 @@ def test_ranks_do_not_outlive_a_killed_launcher(driven, tmp_path: Path):
 
 def test_rank_0_has_the_terminal(driven, tmp_path: Path):
     controller, terminal = pty.openpty()
-    process = driven("ready(out=sys.stdout.isatty(), err=sys.stderr.isatty())", stdout=terminal, stderr=terminal)
+    process = driven(
+        "ready(out=sys.stdout.isatty(), err=sys.stderr.isatty())", stdout=terminal, stderr=terminal
+    )
     assert process.wait(20) == 0
     os.close(terminal)
     os.close(controller)
-    assert [(report["out"], report["err"]) for report in reports(tmp_path).values()] == [(True, True), (False, False)]
+    assert [(report["out"], report["err"]) for report in reports(tmp_path).values()] == [
+        (True, True),
+        (False, False),
+    ]

@@ -18,7 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation import likelihood
-from windlass.evaluation.likelihood import Continuation, Item, continuations, evaluate_hellaswag, read_items
+from windlass.evaluation.likelihood import (
+    Continuation,
+    Item,
+    continuations,
+    evaluate_hellaswag,
+    read_items,
+)
 from windlass.evaluation.source import alone
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
@@ -49,18 +55,27 @@ def plain(model: nn.Module, row: Continuation, context: int) -> tuple[float, int
 
 def rows(count: int, longest: int) -> list[Continuation]:
     random.seed(4)
-    texts = [[random.randrange(257) for _ in range(random.randrange(1, longest))] for _ in range(2 * count)]
+    texts = [
+        [random.randrange(257) for _ in range(random.randrange(1, longest))]
+        for _ in range(2 * count)
+    ]
     return [Continuation(texts[i], texts[i + 1]) for i in range(0, 2 * count, 2)]
 
 
 @pytest.mark.parametrize("tokens_per_pass", [1, 100, 10**6])
-def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_row_has_the_score_of_the_plain_reference(
+    tokens_per_pass: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(likelihood.TOKENS_PER_PASS, "cpu", tokens_per_pass)
     model, given = gpt(), rows(40, 40)  # some are longer than the context of 48
     greedy = model(torch.tensor([given[0].context])).argmax(-1)[0, -1:].tolist()
     given.append(Continuation(given[0].context, greedy))
     scores = likelihood.log_likelihoods(model, given, ALONE)
-    assert scores is not None and scores[-1].greedy and any(len(r.context) + len(r.ending) > 49 for r in given)
+    assert (
+        scores is not None
+        and scores[-1].greedy
+        and any(len(r.context) + len(r.ending) > 49 for r in given)
+    )
     for row, score in zip(given, scores, strict=True):
         total, *rest = plain(model, row, 48)
         assert score.sum == pytest.approx(total, abs=1e-4) and [score.tokens, score.greedy] == rest
@@ -95,12 +110,16 @@ def test_validation_batches_are_read_while_one_is_computed() -> None:
 
         def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             self.read_batches[int(indices[0]) // 2].set()
-            return indices[:, None] + np.zeros((1, 4), dtype=np.int64), np.ones((len(indices), 4), dtype=np.int64)
+            return indices[:, None] + np.zeros((1, 4), dtype=np.int64), np.ones(
+                (len(indices), 4), dtype=np.int64
+            )
 
     class Model(nn.Module):
         def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
             following = int(tokens[0, 0]) // 2 + 1
-            assert following == 4 or samples.read_batches[following].wait(20), "the next batch was not read meanwhile"
+            assert following == 4 or samples.read_batches[following].wait(20), (
+                "the next batch was not read meanwhile"
+            )
             return tokens.sum().float()
 
     samples = Watched()
@@ -116,7 +135,9 @@ def test_an_evaluation_that_is_cut_short_or_fails_leaves_no_thread() -> None:
         def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             if 6 in indices:
                 raise ValueError("a broken shard")
-            return np.zeros((len(indices), 4), dtype=np.int64), np.ones((len(indices), 4), dtype=np.int64)
+            return np.zeros((len(indices), 4), dtype=np.int64), np.ones(
+                (len(indices), 4), dtype=np.int64
+            )
 
     model, before = gpt(), threading.active_count()
     assert likelihood.evaluate_loss(model, Broken(), ALONE, 1, poll=lambda: True) is None
@@ -127,7 +148,11 @@ def test_an_evaluation_that_is_cut_short_or_fails_leaves_no_thread() -> None:
 
 
 ITEMS = [
-    Item("A man is on a roof. he", ("falls off.", "sings a song.", "eats.", "removes the tiles with a bar."), 3),
+    Item(
+        "A man is on a roof. he",
+        ("falls off.", "sings a song.", "eats.", "removes the tiles with a bar."),
+        3,
+    ),
     Item("The cat", ("sat.", "ran away.", "is.", "x"), 1),
     Item("Then she", ("put it in the oven.", "swam.", "paints it red and blue.", "goes"), 0),
 ]
@@ -138,17 +163,26 @@ def test_accuracies_are_those_of_the_likeliest_ending() -> None:
     model, tokenizer = gpt(context=64), byte_tokenizer()
     items = [
         *ITEMS,
-        *(Item(f"No {i}.", ("é" * (2 + i % 3), "abcdef"[: 1 + i % 6], "it is.", "🙂"), i % 4) for i in range(40)),
+        *(
+            Item(f"No {i}.", ("é" * (2 + i % 3), "abcdef"[: 1 + i % 6], "it is.", "🙂"), i % 4)
+            for i in range(40)
+        ),
     ]
     result = evaluate_hellaswag(model, items, continuations(items, tokenizer), ALONE)
     right = {"acc": 0, "acc_norm": 0, "acc_per_token": 0}
     for item in items:
         scores = [plain(model, row, 64)[:2] for row in continuations([item], tokenizer)]
         right["acc"] += max(range(4), key=lambda i: scores[i][0]) == item.label
-        right["acc_norm"] += max(range(4), key=lambda i: scores[i][0] / len(item.endings[i])) == item.label
-        right["acc_per_token"] += max(range(4), key=lambda i: scores[i][0] / scores[i][1]) == item.label
+        right["acc_norm"] += (
+            max(range(4), key=lambda i: scores[i][0] / len(item.endings[i])) == item.label
+        )
+        right["acc_per_token"] += (
+            max(range(4), key=lambda i: scores[i][0] / scores[i][1]) == item.label
+        )
     assert result is not None and len(set(right.values())) == 3, "the three differ on these items"
-    assert {name: result[name] for name in right} == {name: count / len(items) for name, count in right.items()}
+    assert {name: result[name] for name in right} == {
+        name: count / len(items) for name, count in right.items()
+    }
     assert result["items"] == len(items)
 
 
@@ -158,7 +192,12 @@ def test_items_are_read_from_lines_and_bad_ones_are_named(tmp_path: Path) -> Non
     path.write_text(json.dumps(good) + "\n\n" + json.dumps({**good, "label": "1"}) + "\n")
     assert read_items(str(path)) == [Item("A man", ("a", "b", "c", "d"), label) for label in (2, 1)]
     assert len(read_items(str(path), limit=1)) == 1
-    for bad in ({**good, "label": 4}, {**good, "endings": ["a", ""]}, {"ctx": "x"}, {**good, "ctx": ""}):
+    for bad in (
+        {**good, "label": 4},
+        {**good, "endings": ["a", ""]},
+        {"ctx": "x"},
+        {**good, "ctx": ""},
+    ):
         path.write_text(json.dumps(good) + "\n" + json.dumps(bad))
         with pytest.raises(UserError, match="line 2"):
             read_items(str(path))

@@ -17,21 +17,44 @@ import hf_fixtures
 from windlass.model import size
 from windlass.model.build import build_model, read_sizes
 from windlass.model.gpt import GPT, Rotation, generator, initialise
-from windlass.model.size import CountedSizes, Parameters, block_matrices, block_parameters, count, flops_per_token
+from windlass.model.size import (
+    CountedSizes,
+    Parameters,
+    block_matrices,
+    block_parameters,
+    count,
+    flops_per_token,
+)
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 
 SMALL: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 24}
 VOCAB = 19
 CHOICES: dict[str, list[Any]] = {
-    "norm": ["layernorm", "rmsnorm"], "position": ["learned", "rope", "none"],
-    "activation": ["gelu", "gelu_tanh", "relu", "relu2", "swiglu"], "kv_heads": [0, 2, 1], "qk_norm": [False, True],
+    "norm": ["layernorm", "rmsnorm"],
+    "position": ["learned", "rope", "none"],
+    "activation": ["gelu", "gelu_tanh", "relu", "relu2", "swiglu"],
+    "kv_heads": [0, 2, 1],
+    "qk_norm": [False, True],
     "tie_head": [True, False],
-}  # fmt: skip
+}
 BIASES = [
     {"attn_bias": True, "ff_bias": True, "norm_bias": True, "head_bias": True, "final_norm": True},
-    {"attn_bias": False, "ff_bias": True, "norm_bias": False, "head_bias": False, "final_norm": False},
-    {"attn_bias": False, "ff_bias": False, "norm_bias": True, "head_bias": True, "final_norm": True, "logit_cap": 4.0},
+    {
+        "attn_bias": False,
+        "ff_bias": True,
+        "norm_bias": False,
+        "head_bias": False,
+        "final_norm": False,
+    },
+    {
+        "attn_bias": False,
+        "ff_bias": False,
+        "norm_bias": True,
+        "head_bias": True,
+        "final_norm": True,
+        "logit_cap": 4.0,
+    },
 ]
 
 
@@ -46,7 +69,9 @@ def some_tokens(rows: int = 3, length: int = 24, seed: int = 1) -> Tensor:
 
 
 def combinations(stride: int) -> list[dict[str, Any]]:
-    every = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
+    every = [
+        dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())
+    ]
     return [{**choice, **BIASES[i % len(BIASES)]} for i, choice in enumerate(every[::stride])]
 
 
@@ -61,8 +86,12 @@ def test_combinations_are_built_counted_and_trained(stride: int) -> None:
         assert logits.shape == (2, 8, VOCAB), choice
         loss = model(tokens, labels)
         loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters()), choice
-        expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters()), (
+            choice
+        )
+        expected = nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
         torch.testing.assert_close(loss, expected, msg=str(choice))
         assert float(logits.detach().abs().max()) <= choice.get("logit_cap", math.inf)
         check_count(model)
@@ -76,12 +105,19 @@ def check_count(model: GPT) -> None:
         return sum(n for name, n in sizes.items() if any(word in name for word in words))
 
     expected = Parameters(
-        embedding=part("embedding."), positions=part("positions."), attention=part(".attn."), feed_forward=part(".ff."),
-        norms=part("norm."), head=part("head."), tied=model.settings.tie_head,
-    )  # fmt: skip
+        embedding=part("embedding."),
+        positions=part("positions."),
+        attention=part(".attn."),
+        feed_forward=part(".ff."),
+        norms=part("norm."),
+        head=part("head."),
+        tied=model.settings.tie_head,
+    )
     assert count(model.settings, VOCAB) == expected and expected.total == sum(sizes.values())
     assert block_parameters(model.settings) == part("blocks.0.")
-    assert block_matrices(model.settings) == sum(p.numel() for p in model.blocks[0].parameters() if p.ndim == 2)
+    assert block_matrices(model.settings) == sum(
+        p.numel() for p in model.blocks[0].parameters() if p.ndim == 2
+    )
 
 
 @pytest.mark.parametrize("position", ["learned", "rope", "none"])
@@ -101,7 +137,9 @@ def test_rotation_turns_pairs_by_their_place() -> None:
     turned = Rotation(100.0, 6, 3, 5, like=x)(x)
     for t, h, i in itertools.product(range(5), range(2), range(3)):
         angle = torch.tensor((t + 3) * 100.0 ** (-2 * i / 6), dtype=torch.float64)
-        pair = torch.complex(x[0, t, h, i], x[0, t, h, i + 3]) * torch.polar(torch.ones_like(angle), angle)
+        pair = torch.complex(x[0, t, h, i], x[0, t, h, i + 3]) * torch.polar(
+            torch.ones_like(angle), angle
+        )
         torch.testing.assert_close(turned[0, t, h, i], pair.real)
         torch.testing.assert_close(turned[0, t, h, i + 3], pair.imag)
     low = x.bfloat16()
@@ -109,11 +147,14 @@ def test_rotation_turns_pairs_by_their_place() -> None:
     assert (rotation.cos.dtype, rotation(low).dtype) == (torch.float32, torch.bfloat16)
 
 
-@pytest.mark.parametrize("settings", [
-    {"position": "learned"},
-    {"position": "rope", "qk_norm": True, "kv_heads": 2, "norm": "rmsnorm"},
-    {"position": "none", "kv_heads": 1, "tie_head": False, "head_bias": True, "logit_cap": 3.0},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"position": "learned"},
+        {"position": "rope", "qk_norm": True, "kv_heads": 2, "norm": "rmsnorm"},
+        {"position": "none", "kv_heads": 1, "tie_head": False, "head_bias": True, "logit_cap": 3.0},
+    ],
+)
 @pytest.mark.parametrize("cuts", [[1] * 24, [10, *[1] * 14], [5, 7, 1, 11], [24]])
 def test_a_cache_gives_the_logits_of_the_whole(settings: dict[str, Any], cuts: list[int]) -> None:
     model = gpt(**settings, dropout=0.5).eval()
@@ -130,10 +171,19 @@ def test_a_cache_gives_the_logits_of_the_whole(settings: dict[str, Any], cuts: l
 
 def test_names_are_stable() -> None:
     """Checkpoints and initial weights depend on them."""
-    model = gpt(layers=1, norm="rmsnorm", activation="swiglu", attn_bias=False, ff_bias=False, tie_head=False)
+    model = gpt(
+        layers=1,
+        norm="rmsnorm",
+        activation="swiglu",
+        attn_bias=False,
+        ff_bias=False,
+        tie_head=False,
+    )
     inside = ["attn_norm", "attn.qkv", "attn.out", "ff_norm", "ff.gate", "ff.up", "ff.down"]
     modules = ["embedding", "positions", *(f"blocks.0.{name}" for name in inside), "norm", "head"]
-    assert [name for name, _ in model.named_parameters()] == [f"{module}.weight" for module in modules]
+    assert [name for name, _ in model.named_parameters()] == [
+        f"{module}.weight" for module in modules
+    ]
     assert not list(model.buffers()) and model.get_submodule("blocks.0") is model.blocks()[0]
     assert "head.weight" not in gpt().state_dict()
 
@@ -142,32 +192,53 @@ def test_names_are_stable() -> None:
 
 
 def weights(seed: int, dtype: torch.dtype = torch.float32, layers: int = 3) -> dict[str, Tensor]:
-    return dict(gpt(seed, dtype, layers=layers, width=64, head_bias=True, tie_head=False).state_dict())
+    return dict(
+        gpt(seed, dtype, layers=layers, width=64, head_bias=True, tie_head=False).state_dict()
+    )
 
 
-def test_initial_weights_are_a_function_of_seed_and_name_and_not_of_device_or_other_layers() -> None:
+def test_initial_weights_are_a_function_of_seed_and_name_and_not_of_device_or_other_layers() -> (
+    None
+):
     torch.manual_seed(0)
     one, same, other, double, deep = (
-        weights(1), weights(1), weights(2), weights(1, torch.float64), weights(1, layers=5),
-    )  # fmt: skip
-    assert all(torch.equal(one[name], same[name]) and torch.equal(one[name].double(), double[name]) for name in one)
+        weights(1),
+        weights(1),
+        weights(2),
+        weights(1, torch.float64),
+        weights(1, layers=5),
+    )
+    assert all(
+        torch.equal(one[name], same[name]) and torch.equal(one[name].double(), double[name])
+        for name in one
+    )
     assert all(torch.equal(deep[n], one[n]) for n in one if "out" not in n and "down" not in n)
     normal = [name for name in one if one[name].ndim == 2]
     assert normal and all(not torch.equal(one[name], other[name]) for name in normal)
-    assert len({tuple(one[name].flatten()[:8].tolist()) for name in normal}) == len(normal)  # no two tensors alike
+    assert len({tuple(one[name].flatten()[:8].tolist()) for name in normal}) == len(
+        normal
+    )  # no two tensors alike
     drawn = torch.empty(64).normal_(generator=generator(1337, "embedding.weight"))
-    assert drawn[:3].tolist() == pytest.approx([0.46295, -0.64973, -0.90812], abs=1e-5)  # fixed for ever
+    assert drawn[:3].tolist() == pytest.approx(
+        [0.46295, -0.64973, -0.90812], abs=1e-5
+    )  # fixed for ever
     recipe = Recipe.load("quickstart")
     direct, late = GPT(recipe.model, 257), build_model(recipe, 257).to_empty(device="cpu")
     state = torch.get_rng_state()
     for model in (direct, late):
         initialise(model, 7)
-    assert torch.equal(state, torch.get_rng_state())  # the default generator is neither read nor moved
-    assert all(torch.equal(a, b) for a, b in zip(direct.parameters(), late.parameters(), strict=True))
+    assert torch.equal(
+        state, torch.get_rng_state()
+    )  # the default generator is neither read nor moved
+    assert all(
+        torch.equal(a, b) for a, b in zip(direct.parameters(), late.parameters(), strict=True)
+    )
 
 
 def test_spreads_are_those_of_gpt2() -> None:
-    for name, value in dict(gpt(3, torch.float32, layers=3, width=256, init_std=0.05).state_dict()).items():
+    for name, value in dict(
+        gpt(3, torch.float32, layers=3, width=256, init_std=0.05).state_dict()
+    ).items():
         if name.endswith("bias"):
             assert not bool(value.any()), name
         elif "norm" in name:
@@ -175,7 +246,9 @@ def test_spreads_are_those_of_gpt2() -> None:
         else:
             std = 0.05 / math.sqrt(6) if name.endswith(("out.weight", "down.weight")) else 0.05
             spread = std / math.sqrt(value.numel())
-            assert abs(float(value.mean())) < 4 * spread and abs(float(value.std()) - std) < 4 * spread, name
+            assert (
+                abs(float(value.mean())) < 4 * spread and abs(float(value.std()) - std) < 4 * spread
+            ), name
     model, x = gpt(dtype=torch.float32, zero_init_output=True), torch.randn(2, 5, 32)
     assert all(torch.equal(block(x), x) for block in model.blocks())
     assert bool(model.state_dict()["blocks.0.ff.up.weight"].any())
@@ -184,15 +257,20 @@ def test_spreads_are_those_of_gpt2() -> None:
 # Sizes
 
 
-@pytest.mark.parametrize(("preset", "vocab", "total", "nanogpt"), [
-    ("c4-29m", 50257, 28_952_064, 28_886_528),
-    ("c4-30m", 50257, 29_995_520, 29_929_984),
-    ("shakespeare-char", 65, 10_745_088, 10_646_784),
-    ("shakespeare-char-cpu", 65, 804_096, 795_904),
-    ("gpt2-124m", 50257, 124_439_808, 123_653_376),
-    ("gpt2-124m", 50304, 124_475_904, 123_689_472),
-])  # fmt: skip
-def test_parameters_of_the_presets_are_the_published_ones(preset: str, vocab: int, total: int, nanogpt: int) -> None:
+@pytest.mark.parametrize(
+    ("preset", "vocab", "total", "nanogpt"),
+    [
+        ("c4-29m", 50257, 28_952_064, 28_886_528),
+        ("c4-30m", 50257, 29_995_520, 29_929_984),
+        ("shakespeare-char", 65, 10_745_088, 10_646_784),
+        ("shakespeare-char-cpu", 65, 804_096, 795_904),
+        ("gpt2-124m", 50257, 124_439_808, 123_653_376),
+        ("gpt2-124m", 50304, 124_475_904, 123_689_472),
+    ],
+)
+def test_parameters_of_the_presets_are_the_published_ones(
+    preset: str, vocab: int, total: int, nanogpt: int
+) -> None:
     recipe = Recipe.load(preset, [f"model.vocab={vocab}"])
     parameters = count(recipe.model, vocab)
     assert (parameters.total, parameters.total - parameters.positions) == (total, nanogpt)
@@ -209,11 +287,14 @@ def test_flops_and_bytes_of_known_models() -> None:
     assert size.checkpoint_bytes(c4, 50257, "muon") == 12 * 29_995_520 - 4 * 4 * 1_048_576
 
 
-@pytest.mark.parametrize("settings", [
-    {"tie_head": False, "activation": "swiglu", "kv_heads": 2},
-    {"position": "rope", "norm": "rmsnorm"},
-    {"attn_bias": True, "ff_bias": True, "head_bias": True},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tie_head": False, "activation": "swiglu", "kv_heads": 2},
+        {"position": "rope", "norm": "rmsnorm"},
+        {"attn_bias": True, "ff_bias": True, "head_bias": True},
+    ],
+)
 def test_flops_are_those_that_torch_counts(settings: dict[str, Any]) -> None:
     model, tokens = gpt(dtype=torch.float32, **settings), some_tokens()
     with sdpa_kernel(SDPBackend.MATH):  # torch does not count the CPU's flash kernel
@@ -237,13 +318,22 @@ def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_p
     total = AutoModelForCausalLM.from_config(hf_fixtures.config(kind)).num_parameters()
     whole = read_sizes(Recipe.model_validate({"model": tree}))
     config = hf_fixtures.config(kind)
-    shape = {"layers": config.num_hidden_layers, "heads": config.num_attention_heads, "width": config.hidden_size}
+    shape = {
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "width": config.hidden_size,
+    }
     network = {"architecture": kind, **shape, "vocab": hf_fixtures.VOCAB}
     assert whole == CountedSizes(total, total, hf_fixtures.VOCAB, network)
     assert (whole.flops_per_token(), whole.checkpoint_bytes()) == (6 * total, 12 * total)
     if kind == "llama":
         targets = {"rank": 4, "targets": ["q_proj", "v_proj"]}
-        lora, adapters = read_sizes(Recipe.model_validate({"model": {**tree, "lora": targets}})), 3 * 4 * (64 + 48)
+        lora, adapters = (
+            read_sizes(Recipe.model_validate({"model": {**tree, "lora": targets}})),
+            3 * 4 * (64 + 48),
+        )
         assert lora == CountedSizes(total + adapters, adapters, hf_fixtures.VOCAB, network)
-        assert lora.flops_per_token() == 4 * (total + adapters) + 2 * adapters  # a frozen matrix has no gradient
+        assert (
+            lora.flops_per_token() == 4 * (total + adapters) + 2 * adapters
+        )  # a frozen matrix has no gradient
         assert lora.checkpoint_bytes() == 4 * (total + adapters) + 8 * adapters

@@ -13,25 +13,36 @@ from windlass.model.loss import cross_entropy_sum, head_logits
 N, D, V = 37, 12, 101
 
 
-def problem(dtype: torch.dtype = torch.float64, masked: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def problem(
+    dtype: torch.dtype = torch.float64, masked: int = 9
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    draws = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((N, D), (V, D), (V,))]
+    draws = [
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((N, D), (V, D), (V,))
+    ]
     labels = torch.randint(V, (N,), generator=generator)
     labels[torch.randperm(N, generator=generator)[:masked]] = -100
     x, weight, bias = (draw.to(dtype).requires_grad_() for draw in draws)
     return x, weight, bias, labels
 
 
-def by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cap: float = 0.0) -> Tensor:
+def by_hand(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cap: float = 0.0
+) -> Tensor:
     logits = x @ weight.T if bias is None else x @ weight.T + bias
     if cap:
         logits = cap * (logits / cap).tanh()
     unmasked = labels >= 0
-    return -logits[unmasked].log_softmax(-1)[torch.arange(int(unmasked.sum())), labels[unmasked]].sum()
+    return (
+        -logits[unmasked].log_softmax(-1)[torch.arange(int(unmasked.sum())), labels[unmasked]].sum()
+    )
 
 
 def compare_gradients(one: Tensor, other: Tensor, inputs: list[Tensor]) -> None:
-    for a, b in zip(torch.autograd.grad(one, inputs), torch.autograd.grad(other, inputs), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(one, inputs), torch.autograd.grad(other, inputs), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
 
 
@@ -49,7 +60,9 @@ def test_value_and_gradients_in_float64(chunk: int, biased: bool, cap: float) ->
 
 @pytest.mark.parametrize("chunk", [0, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sums_are_float32_and_gradients_have_their_tensors_dtype(chunk: int, dtype: torch.dtype) -> None:
+def test_sums_are_float32_and_gradients_have_their_tensors_dtype(
+    chunk: int, dtype: torch.dtype
+) -> None:
     x, weight, bias, labels = problem(torch.float32)
     expected = by_hand(x, weight, bias, labels)
     with torch.autocast("cpu", dtype):
@@ -73,7 +86,9 @@ def test_masked_rows_count_nothing_whatever_is_in_them() -> None:
     for chunk in (0, 8):
         x, weight, bias, labels = problem(masked=N)
         loss = cross_entropy_sum(x, weight, labels, bias, chunk=chunk)
-        assert loss.item() == 0.0 and all(not bool(g.any()) for g in torch.autograd.grad(loss, [x, weight, bias]))
+        assert loss.item() == 0.0 and all(
+            not bool(g.any()) for g in torch.autograd.grad(loss, [x, weight, bias])
+        )
     x, weight, _, labels = problem()
     spoiled = x.detach().clone()
     spoiled[labels == -100] = 1e300
@@ -84,12 +99,20 @@ def test_masked_rows_count_nothing_whatever_is_in_them() -> None:
 def test_only_what_is_asked_for_gets_a_gradient_and_gradients_add_up() -> None:
     x, weight, bias, labels = problem()
     fixed, frozen = x.detach(), weight.detach()
-    compare_gradients(cross_entropy_sum(x, frozen, labels, chunk=8), by_hand(x, frozen, None, labels), [x])
-    one, other = cross_entropy_sum(fixed, frozen, labels, bias, chunk=8), by_hand(fixed, frozen, bias, labels)
+    compare_gradients(
+        cross_entropy_sum(x, frozen, labels, chunk=8), by_hand(x, frozen, None, labels), [x]
+    )
+    one, other = (
+        cross_entropy_sum(fixed, frozen, labels, bias, chunk=8),
+        by_hand(fixed, frozen, bias, labels),
+    )
     compare_gradients(one, other, [bias])
     with torch.no_grad():
         assert not cross_entropy_sum(x, weight, labels, chunk=8).requires_grad
-    parts = [cross_entropy_sum(x[part], weight, labels[part], chunk=4) for part in (slice(0, 10), slice(10, N))]
+    parts = [
+        cross_entropy_sum(x[part], weight, labels[part], chunk=4)
+        for part in (slice(0, 10), slice(10, N))
+    ]
     compare_gradients(parts[0] + parts[1], by_hand(x, weight, None, labels), [x, weight])
 
 
@@ -106,7 +129,9 @@ def test_logits_are_held_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module.F, "linear", watched)
     x, weight, _, labels = problem()
     cross_entropy_sum(x, weight, labels).backward()
-    assert len(sizes) == 4 and max(sizes) <= 10 * V and max(sizes) - min(sizes) <= 4 * V  # even chunks
+    assert (
+        len(sizes) == 4 and max(sizes) <= 10 * V and max(sizes) - min(sizes) <= 4 * V
+    )  # even chunks
     sizes.clear()
     cross_entropy_sum(x[:9], weight, labels[:9]).backward()
     assert sizes == [9 * V]  # few tokens: all at once

@@ -8,13 +8,29 @@ from windlass.parallel.dist import by_hosts, listen_at
 from windlass.parallel.env import DistEnv, detect_env, interface_to
 
 TORCHRUN = {
-    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "host-a", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2",
-}  # fmt: skip
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "host-a",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RUN_ID": "x",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
 OURS = {
-    "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "4711", "WINDLASS_LAUNCHED": "1", "WINDLASS_ATTEMPT": "3", "SLURM_PROCID": "0", "PMI_RANK": "0",
-}  # fmt: skip
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "4711",
+    "WINDLASS_LAUNCHED": "1",
+    "WINDLASS_ATTEMPT": "3",
+    "SLURM_PROCID": "0",
+    "PMI_RANK": "0",
+}
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
 
 
@@ -22,11 +38,19 @@ def slurm(rank: int, **more: str) -> dict[str, str]:
     """As `srun` of SLURM 22.05 sets it: 3 hosts with 2, 2 and 1 tasks."""
     node, local_rank = divmod(rank, 2)
     return {
-        "SLURM_JOB_ID": "812", "SLURM_STEP_ID": "3", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank),
-        "SLURM_NODEID": str(node), "SLURM_NTASKS": "5", "SLURM_STEP_NUM_TASKS": "5", "SLURM_NNODES": "3",
-        "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NODELIST": "gpu[07-08,12]",
+        "SLURM_JOB_ID": "812",
+        "SLURM_STEP_ID": "3",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_NODEID": str(node),
+        "SLURM_NTASKS": "5",
+        "SLURM_STEP_NUM_TASKS": "5",
+        "SLURM_NNODES": "3",
+        "SLURM_STEP_NUM_NODES": "3",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+        "SLURM_STEP_NODELIST": "gpu[07-08,12]",
         "SLURM_JOB_NODELIST": "gpu[05-12]",
-    } | more  # fmt: skip
+    } | more
 
 
 @pytest.mark.parametrize(
@@ -36,13 +60,37 @@ def slurm(rank: int, **more: str) -> dict[str, str]:
         {"MASTER_PORT": "29500", "PATH": "/bin"},
         {"PMI_RANK": "0", "PMI_SIZE": "1"},  # the only task of mpiexec
         # the shell of `sbatch -n 4`, started without srun
-        {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "4"},
+        {
+            "SLURM_JOB_ID": "9",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
+            "SLURM_NTASKS": "4",
+        },
         # a shell of `salloc -n 4`
-        {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a[1-2]"},
+        {
+            "SLURM_JOB_ID": "9",
+            "SLURM_NTASKS": "4",
+            "SLURM_NNODES": "2",
+            "SLURM_JOB_NODELIST": "a[1-2]",
+        },
         # a shell of `salloc` with an interactive step
-        {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "4294967290"},
+        {
+            "SLURM_JOB_ID": "9",
+            "SLURM_PROCID": "0",
+            "SLURM_NTASKS": "4",
+            "SLURM_STEP_ID": "4294967290",
+        },
         # `srun -n 1`, and `srun --pty bash` in an allocation of more
-        *({"SLURM_PROCID": "0", "SLURM_NTASKS": n, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"} for n in "14"),
+        *(
+            {
+                "SLURM_PROCID": "0",
+                "SLURM_NTASKS": n,
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NUM_TASKS": "1",
+            }
+            for n in "14"
+        ),
     ],
 )
 def test_a_plain_process(environ: dict[str, str]):
@@ -65,16 +113,35 @@ def test_torchrun_our_own_launcher_and_variables_set_by_hand(environ: dict[str, 
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE"), ({"WORLD_SIZE": "2"}, "RANK is missing"),
+        ({"RANK": "0"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "RANK is missing"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "MASTER_PORT is missing"),
-        (BY_HAND | {"RANK": "2"}, "rank 2 of 2"), (BY_HAND | {"RANK": "x"}, "RANK='x'"),
-        (TORCHRUN | {"LOCAL_RANK": "4"}, "rank 4 of 4"), ({"WINDLASS_LAUNCHED": "1"}, "RANK is missing"),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"), ({"PMI_RANK": "1"}, "PMI_SIZE"),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "MASTER_ADDR"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_LOCAL_SIZE": "1", "PBS_NODEFILE": "/no/such/file"}, "MASTER_ADDR"),
+        (BY_HAND | {"RANK": "2"}, "rank 2 of 2"),
+        (BY_HAND | {"RANK": "x"}, "RANK='x'"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "rank 4 of 4"),
+        ({"WINDLASS_LAUNCHED": "1"}, "RANK is missing"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"PMI_RANK": "1"}, "PMI_SIZE"),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "0",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            "MASTER_ADDR",
+        ),
+        (
+            {
+                "PMI_RANK": "0",
+                "PMI_SIZE": "2",
+                "PMI_LOCAL_SIZE": "1",
+                "PBS_NODEFILE": "/no/such/file",
+            },
+            "MASTER_ADDR",
+        ),
         (slurm(0, SLURM_STEP_NODELIST="n[a-b]"), "MASTER_ADDR"),
     ],
-)  # fmt: skip
+)
 def test_half_an_environment_is_refused(environ: dict[str, str], says: str):
     with pytest.raises(UserError) as error:
         detect_env(environ)
@@ -84,9 +151,15 @@ def test_half_an_environment_is_refused(environ: dict[str, str], says: str):
 def test_srun_with_unequal_hosts():
     envs = [detect_env(slurm(rank)) for rank in range(5)]
     assert [(env.rank, env.local_rank, env.local_world, env.node) for env in envs] == [
-        (0, 0, 2, 0), (1, 1, 2, 0), (2, 0, 2, 1), (3, 1, 2, 1), (4, 0, 1, 2),
-    ]  # fmt: skip
-    assert {(env.world, env.nodes, env.launcher, env.addr) for env in envs} == {(5, 3, "slurm", "gpu07")}
+        (0, 0, 2, 0),
+        (1, 1, 2, 0),
+        (2, 0, 2, 1),
+        (3, 1, 2, 1),
+        (4, 0, 1, 2),
+    ]
+    assert {(env.world, env.nodes, env.launcher, env.addr) for env in envs} == {
+        (5, 3, "slurm", "gpu07")
+    }
     assert len({env.port for env in envs}) == 1
     assert 15_000 <= envs[0].port < 30_000
     assert detect_env(slurm(3, PMI_RANK="3", PMI_SIZE="5")) == envs[3]  # PMI of srun's own
@@ -97,7 +170,11 @@ def test_srun_with_unequal_hosts():
 
 
 def test_srun_ports_differ_between_jobs_and_steps_and_can_be_chosen():
-    ports = {detect_env(slurm(0, SLURM_JOB_ID=job, SLURM_STEP_ID=step)).port for job in "123" for step in "01"}
+    ports = {
+        detect_env(slurm(0, SLURM_JOB_ID=job, SLURM_STEP_ID=step)).port
+        for job in "123"
+        for step in "01"
+    }
     assert len(ports) == 6
     chosen = detect_env(slurm(0, MASTER_PORT="31000", MASTER_ADDR="login", SLURM_RESTART_COUNT="2"))
     assert (chosen.addr, chosen.port, chosen.attempt) == ("login", 31000, 2)
@@ -105,39 +182,74 @@ def test_srun_ports_differ_between_jobs_and_steps_and_can_be_chosen():
 
 def test_open_mpi_on_one_host_and_on_many_under_pbs(tmp_path):
     rank = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
-    local = rank | {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "ns-1"}
+    local = rank | {
+        "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+        "PMIX_NAMESPACE": "ns-1",
+    }
     env = detect_env(local)
-    assert (env.launcher, env.rank, env.local_rank, env.nodes, env.addr) == ("openmpi", 3, 3, 1, "127.0.0.1")
+    assert (env.launcher, env.rank, env.local_rank, env.nodes, env.addr) == (
+        "openmpi",
+        3,
+        3,
+        1,
+        "127.0.0.1",
+    )
     assert env.port != detect_env(local | {"PMIX_NAMESPACE": "ns-2"}).port
     (tmp_path / "nodes").write_text("x1003\nx1003\nx1004\nx1004\n")
-    many = rank | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PBS_JOBID": "77.pbs"}
+    many = rank | {
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PBS_JOBID": "77.pbs",
+    }
     env = detect_env(many | {"PBS_NODEFILE": str(tmp_path / "nodes")})
     assert (env.addr, env.node, env.nodes, env.local_world) == ("x1003", 1, 2, 2)
 
 
 def test_mpich_and_pals(tmp_path):
-    env = detect_env({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
-    assert (env.launcher, env.rank, env.world, env.local_rank, env.addr) == ("mpi", 1, 2, 1, "127.0.0.1")
+    env = detect_env(
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    )
+    assert (env.launcher, env.rank, env.world, env.local_rank, env.addr) == (
+        "mpi",
+        1,
+        2,
+        1,
+        "127.0.0.1",
+    )
     (tmp_path / "nodes").write_text("polaris-1\npolaris-2\n")
-    env = detect_env({
-        "PALS_RANKID": "5", "PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "PALS_NODEID": "1",
-        "PALS_APID": "aa-1", "PBS_NODEFILE": str(tmp_path / "nodes"),
-    })  # fmt: skip
+    env = detect_env(
+        {
+            "PALS_RANKID": "5",
+            "PMI_RANK": "5",
+            "PMI_SIZE": "8",
+            "PMI_LOCAL_RANK": "1",
+            "PMI_LOCAL_SIZE": "4",
+            "PALS_NODEID": "1",
+            "PALS_APID": "aa-1",
+            "PBS_NODEFILE": str(tmp_path / "nodes"),
+        }
+    )
     assert (env.rank, env.node, env.nodes, env.local_world, env.addr) == (5, 1, 2, 4, "polaris-1")
 
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
-        ("a,b-1,c", "a"), ("n[08-11]", "n08"), ("n[1,3-4],gpu07", "n1"), ("r[1-2]n[01-02]x", "r1n01x"),
+        ("a,b-1,c", "a"),
+        ("n[08-11]", "n08"),
+        ("n[1,3-4],gpu07", "n1"),
+        ("r[1-2]n[01-02]x", "r1n01x"),
         ("host-[9-10].site.org", "host-9.site.org"),
     ],
-)  # fmt: skip
+)
 def test_the_first_of_slurms_short_host_lists(nodes: str, first: str):
     assert detect_env(slurm(0, SLURM_STEP_NODELIST=nodes)).addr == first
 
 
-@pytest.mark.parametrize(("tasks", "local_world"), [("2(x2),1", 2), ("1,2(x2)", 1), ("4(x2),1", 2), ("", 2), ("?", 2)])
+@pytest.mark.parametrize(
+    ("tasks", "local_world"), [("2(x2),1", 2), ("1,2(x2)", 1), ("4(x2),1", 2), ("", 2), ("?", 2)]
+)
 def test_tasks_per_node_are_used_where_they_add_up(tasks: str, local_world: int):
     assert detect_env(slurm(0, SLURM_STEP_TASKS_PER_NODE=tasks)).local_world == local_world
 
@@ -147,8 +259,11 @@ def test_numbers_by_hosts_with_unequal_numbers_of_ranks():
     hosts = ["n1", "n1", "n2.site.org", "n3"]
     envs = [by_hosts(DistEnv(rank, 4, 0, 1, 0, 4, "mpi"), hosts) for rank in range(4)]
     assert [(e.node, e.nodes, e.local_rank, e.local_world) for e in envs] == [
-        (0, 3, 0, 2), (0, 3, 1, 2), (1, 3, 0, 1), (2, 3, 0, 1),
-    ]  # fmt: skip
+        (0, 3, 0, 2),
+        (0, 3, 1, 2),
+        (1, 3, 0, 1),
+        (2, 3, 0, 1),
+    ]
 
 
 def test_the_store_listens_at_its_address_alone_and_a_port_in_use_is_bad_input():
@@ -158,6 +273,8 @@ def test_the_store_listens_at_its_address_alone_and_a_port_in_use_is_bad_input()
             listen_at(env)
     with socket.socket(fileno=listen_at(env)) as listening:
         assert listening.getsockname() == ("127.0.0.1", env.port)
-    assert listen_at(replace(env, nodes=2)) is None, "another host does not get to a loopback address"
+    assert listen_at(replace(env, nodes=2)) is None, (
+        "another host does not get to a loopback address"
+    )
     assert listen_at(replace(env, addr="192.0.2.1")) is None, "an address of another machine"
     assert interface_to("127.0.0.1") == interface_to("no.such.host.invalid") == ""

@@ -19,15 +19,29 @@ from windlass.study.scale import assignments, merge
 EPOCHS = 500  # training items of the exercises on SQuAD
 
 
-@pytest.mark.parametrize(("preset", "world", "overrides", "parameters", "steps", "tokens", "warmup", "local_batch"), [
-    ("c4-30m", 2, [], 29_995_520, 4576, 599_785_472, 46, 256),
-    ("c4-29m", 2, ["train.steps=4400"], 28_952_064, 4400, 576_716_800, 44, 256),
-    ("c4-29m", 2, [], 28_952_064, 4417, 578_945_024, 44, 256),
-    ("shakespeare-char", 1, ["model.vocab=65"], 10_745_088, 5000, 81_920_000, 100, 64),
-    ("shakespeare-char", 8, ["model.vocab=65", "train.global_batch=512"], 10_745_088, 5000, 655_360_000, 100, 64),
-    ("gpt2-124m", 4, [], 124_475_904, 5 * 19_073, 49_998_725_120, 715, 128),
-])  # fmt: skip
-def test_steps_parameters_and_tokens(preset, world, overrides, parameters, steps, tokens, warmup, local_batch):
+@pytest.mark.parametrize(
+    ("preset", "world", "overrides", "parameters", "steps", "tokens", "warmup", "local_batch"),
+    [
+        ("c4-30m", 2, [], 29_995_520, 4576, 599_785_472, 46, 256),
+        ("c4-29m", 2, ["train.steps=4400"], 28_952_064, 4400, 576_716_800, 44, 256),
+        ("c4-29m", 2, [], 28_952_064, 4417, 578_945_024, 44, 256),
+        ("shakespeare-char", 1, ["model.vocab=65"], 10_745_088, 5000, 81_920_000, 100, 64),
+        (
+            "shakespeare-char",
+            8,
+            ["model.vocab=65", "train.global_batch=512"],
+            10_745_088,
+            5000,
+            655_360_000,
+            100,
+            64,
+        ),
+        ("gpt2-124m", 4, [], 124_475_904, 5 * 19_073, 49_998_725_120, 715, 128),
+    ],
+)
+def test_steps_parameters_and_tokens(
+    preset, world, overrides, parameters, steps, tokens, warmup, local_batch
+):
     recipe = Recipe.load(preset, overrides)
     found = plan(preset, overrides, world=world, device="A100-80GB")
     assert (found.size.parameters, found.steps) == (parameters, steps)
@@ -36,40 +50,56 @@ def test_steps_parameters_and_tokens(preset, world, overrides, parameters, steps
     assert recipe.train.global_batch == local_batch * world
     if preset.startswith("c4"):
         assert found.optimal_tokens == {"c4-30m": 599_910_400, "c4-29m": 579_041_280}[preset]
-        assert {m.step for m in milestones(recipe, Horizon(steps, 0, 512)) if m.what == "evaluation"} >= {
-            100,
-            200,
-            4400,
-        }
+        assert {
+            m.step for m in milestones(recipe, Horizon(steps, 0, 512)) if m.what == "evaluation"
+        } >= {100, 200, 4400}
 
 
-@pytest.mark.parametrize(("preset", "batch", "steps", "epoch_ends"), [
-    ("bloom-squad-baseline", 16, 94, [32, 63, 94]), ("bloom-560m-squad", 4, 625, [125, 250, 375, 500, 625]),
-    ("gpt-squad", 4, 625, [125, 250, 375, 500, 625]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("preset", "batch", "steps", "epoch_ends"),
+    [
+        ("bloom-squad-baseline", 16, 94, [32, 63, 94]),
+        ("bloom-560m-squad", 4, 625, [125, 250, 375, 500, 625]),
+        ("gpt-squad", 4, 625, [125, 250, 375, 500, 625]),
+    ],
+)
 def test_fine_tuning_is_evaluated_and_saved_at_each_epoch(preset, batch, steps, epoch_ends):
     """Of 93.75 steps transformers makes 93: it leaves out the rest of each epoch, which here is trained on."""
     recipe = Recipe.load(preset)
     horizon = Horizon(0, EPOCHS, recipe.train.global_batch)
     horizon = Horizon(horizon.steps_in(recipe.train.steps), EPOCHS, recipe.train.global_batch)
     events = milestones(recipe, horizon)
-    assert (recipe.train.global_batch, horizon.steps, recipe.optim.betas) == (batch, steps, (0.9, 0.999))
+    assert (recipe.train.global_batch, horizon.steps, recipe.optim.betas) == (
+        batch,
+        steps,
+        (0.9, 0.999),
+    )
     assert [m.step for m in events if m.what == "evaluation"] == [0, *epoch_ends]
     assert [m.step for m in events if m.what == "checkpoint"] == epoch_ends
     assert (recipe.data.train_size, recipe.data.eval_size) == (EPOCHS, 50 if batch == 16 else 100)
-    assert (recipe.optim.lr, recipe.optim.weight_decay, recipe.train.precision) == (5e-5, 0.01, "auto")
+    assert (recipe.optim.lr, recipe.optim.weight_decay, recipe.train.precision) == (
+        5e-5,
+        0.01,
+        "auto",
+    )
 
 
 def test_a_short_run_of_shakespeare_keeps_the_schedule_of_the_long_one():
     """The published run stops at step 100 of 5,000, where the warm-up has just ended; alone it would end at a tenth."""
-    recipe = Recipe.load("shakespeare-char", ["train.global_batch=512", "train.steps=100", "optim.schedule.steps=5000"])
+    recipe = Recipe.load(
+        "shakespeare-char",
+        ["train.global_batch=512", "train.steps=100", "optim.schedule.steps=5000"],
+    )
     whole = Recipe.load("shakespeare-char")
     short, long = Horizon(100, 3921, 512), Horizon(5000, 3921, 64)
     assert recipe.batch(8).tokens_per_step == 131_072 and recipe.train.global_batch == 8 * 64
     for step in (0, 50, 99):
         expected = factor(whole.optim.schedule, long, step)
         assert factor(recipe.optim.schedule, short, step) == pytest.approx(expected), step
-    assert factor(recipe.optim.schedule, short, 99) == 1.0 and factor(whole.optim.schedule, short, 99) < 0.2
+    assert (
+        factor(recipe.optim.schedule, short, 99) == 1.0
+        and factor(whole.optim.schedule, short, 99) < 0.2
+    )
 
 
 def test_quotas_of_gpt2_124m():
@@ -78,7 +108,11 @@ def test_quotas_of_gpt2_124m():
     horizon = Horizon(recipe.train.steps, 9_900_000_000 // 1024, 512)  # 99 shards
     policy = policy_of(recipe.checkpoint, [horizon])
     kept = [step for step in range(horizon.steps + 1) if policy.keep_forever(step)]
-    assert kept == [18883, 37766, 56649, 75531, 94414] and (policy.last, policy.best, policy.signal) == (10, True, 2)
+    assert kept == [18883, 37766, 56649, 75531, 94414] and (
+        policy.last,
+        policy.best,
+        policy.signal,
+    ) == (10, True, 2)
     saves = {m.step for m in milestones(recipe, horizon) if m.what == "checkpoint"}
     assert saves >= {250, 500, 95_250, *kept, horizon.steps}
     assert checkpoints_to_come(recipe, horizon) == 10 + 4 + 1 + 2 + 1, (
@@ -87,13 +121,24 @@ def test_quotas_of_gpt2_124m():
     assert factor(recipe.optim.schedule, horizon, horizon.steps) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("name", "questions", "wanted"), [
-    # ranks, samples of a step on each, steps of the run, layers of a model of our own
-    ("bloom-squad-strategies", 500, [(4, 4, 32, 0)]),
-    ("bloom-squad-scaling", 500, [(1, 4, 625, 0), (2, 4, 313, 0), (4, 4, 157, 0), (8, 4, 79, 0)]),
-    ("gpt-squad-scaling", 500, [(1, 4, 625, 3), (2, 4, 313, 3), (4, 4, 157, 3), (8, 4, 79, 3)]),
-    ("gpt-squad-weak", 500, [(2, 8, 157, 3), (4, 4, 157, 6), (8, 2, 157, 12), (16, 1, 157, 24)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "questions", "wanted"),
+    [
+        # ranks, samples of a step on each, steps of the run, layers of a model of our own
+        ("bloom-squad-strategies", 500, [(4, 4, 32, 0)]),
+        (
+            "bloom-squad-scaling",
+            500,
+            [(1, 4, 625, 0), (2, 4, 313, 0), (4, 4, 157, 0), (8, 4, 79, 0)],
+        ),
+        ("gpt-squad-scaling", 500, [(1, 4, 625, 3), (2, 4, 313, 3), (4, 4, 157, 3), (8, 4, 79, 3)]),
+        (
+            "gpt-squad-weak",
+            500,
+            [(2, 8, 157, 3), (4, 4, 157, 6), (8, 2, 157, 12), (16, 1, 157, 24)],
+        ),
+    ],
+)
 def test_cells_of_scaling_studies(name, questions, wanted):
     base, options = load_study(name, "scale")
     worlds = options.pop("worlds")
@@ -103,18 +148,31 @@ def test_cells_of_scaling_studies(name, questions, wanted):
         own = cell.recipe
         steps = Horizon(0, questions, own.train.global_batch).steps_in(own.train.steps)
         found.append(
-            (cell.world, own.train.global_batch // cell.world, steps, own.model.layers if "gpt" in name else 0)
+            (
+                cell.world,
+                own.train.global_batch // cell.world,
+                steps,
+                own.model.layers if "gpt" in name else 0,
+            )
         )
         assert own.batch(cell.world, "cuda").accumulation == (1 if name == "gpt-squad-weak" else 4)
         assert (own.data.train_size, own.data.eval_size, own.model.context) == (questions, 100, 512)
         assert (own.optim.lr, own.optim.weight_decay, own.optim.betas) == (5e-5, 0.01, (0.9, 0.999))
-        assert (own.eval.every, own.eval.suites, own.checkpoint.best) == ("1 epoch", ["loss"], "loss")
+        assert (own.eval.every, own.eval.suites, own.checkpoint.best) == (
+            "1 epoch",
+            ["loss"],
+            "loss",
+        )
     assert [*dict.fromkeys(found)] == wanted
 
 
-@pytest.mark.parametrize(("name", "rates", "steps", "strategy"), [
-    ("c4-30m-grid", [3e-4, 1e-3, 3e-3, 1e-2], 4576, "full_shard"), ("c4-29m-grid", [1e-2, 1e-3, 1e-4], 4400, "ddp"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "rates", "steps", "strategy"),
+    [
+        ("c4-30m-grid", [3e-4, 1e-3, 3e-3, 1e-2], 4576, "full_shard"),
+        ("c4-29m-grid", [1e-2, 1e-3, 1e-4], 4400, "ddp"),
+    ],
+)
 def test_grids_of_learning_rates(name, rates, steps, strategy):
     base, options = load_study(name, "sweep")
     cells = expand(base, map(parse_axis, options["axes"]))

@@ -37,12 +37,17 @@ time.sleep(60)
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc has the setting")
 def test_a_step_does_not_fetch_its_pages_again() -> None:
     """80 MB are 20,480 pages of 4 kB, or 40 huge ones; reused, a step needs next to none."""
-    faults = [float(subprocess.check_output([sys.executable, "-c", STEPS, mode])) for mode in ("returned", "reused")]
+    faults = [
+        float(subprocess.check_output([sys.executable, "-c", STEPS, mode]))
+        for mode in ("returned", "reused")
+    ]
     assert faults[0] > 40 > faults[1]
 
 
 def test_a_process_outlives_the_thread_that_started_it_but_not_the_process() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         time.sleep(1.0)
@@ -54,7 +59,11 @@ def test_a_process_outlives_the_thread_that_started_it_but_not_the_process() -> 
 def test_ranks_of_a_job_show_the_same_message_once(tmp_path, monkeypatch) -> None:
     assert first_to_show("no file x") and first_to_show("no file x"), "no job"
     monkeypatch.setenv(REPORTS, str(tmp_path))
-    assert [first_to_show(text) for text in ("no file x", "no file y", "no file x")] == [True, True, False]
+    assert [first_to_show(text) for text in ("no file x", "no file y", "no file x")] == [
+        True,
+        True,
+        False,
+    ]
     monkeypatch.setenv(REPORTS, str(tmp_path / "gone"))
     assert first_to_show("no file x")
 
@@ -73,14 +82,18 @@ def nvml(gpus, instances=()):
         return gpus.index(uuid) if uuid in gpus else uuid
 
     return SimpleNamespace(
-        NVMLError=LookupError, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: len(gpus),
-        nvmlDeviceGetHandleByIndex=int, nvmlDeviceGetHandleByUUID=by_uuid,
+        NVMLError=LookupError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: len(gpus),
+        nvmlDeviceGetHandleByIndex=int,
+        nvmlDeviceGetHandleByUUID=by_uuid,
         nvmlDeviceGetUUID=lambda handle: gpus[handle] if isinstance(handle, int) else handle,
         nvmlDeviceGetMigMode=lambda gpu: (int(bool(instances) and gpu == 0), 0),
-        nvmlDeviceGetMaxMigDeviceCount=lambda gpu: 7, nvmlDeviceGetMigDeviceHandleByIndex=instance,
+        nvmlDeviceGetMaxMigDeviceCount=lambda gpu: 7,
+        nvmlDeviceGetMigDeviceHandleByIndex=instance,
         nvmlDeviceGetName=lambda handle: f"NVIDIA {handle}",
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=10**9),
-    )  # fmt: skip
+    )
 
 
 FOUR = ["GPU-aaaa", "GPU-bbbb", "GPU-bcbc", "GPU-dddd"]
@@ -89,11 +102,19 @@ FOUR = ["GPU-aaaa", "GPU-bbbb", "GPU-bcbc", "GPU-dddd"]
 @pytest.mark.parametrize(
     ("variable", "seen"),
     [
-        (None, ["0", "1", "2", "3"]), ("", []), ("-1", []), ("2,0", ["2", "0"]), ("0,-1,1", ["0"]), ("1,9,2", ["1"]), ("0,0", []),
-        ("NoDevFiles", []), ("GPU-dddd,GPU-aa", ["GPU-dddd", "GPU-aa"]), ("GPU-dddd,0", ["GPU-dddd"]),
+        (None, ["0", "1", "2", "3"]),
+        ("", []),
+        ("-1", []),
+        ("2,0", ["2", "0"]),
+        ("0,-1,1", ["0"]),
+        ("1,9,2", ["1"]),
+        ("0,0", []),
+        ("NoDevFiles", []),
+        ("GPU-dddd,GPU-aa", ["GPU-dddd", "GPU-aa"]),
+        ("GPU-dddd,0", ["GPU-dddd"]),
         ("MIG-1,MIG-2", ["MIG-1"]),
     ],
-)  # fmt: skip
+)
 def test_the_gpus_that_cuda_gives_a_process(monkeypatch, variable, seen) -> None:
     """As CUDA reads its variable: what is no device ends the list; of MIG instances a process gets one."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml(FOUR))
@@ -111,7 +132,13 @@ def test_a_gpu_in_instances_is_one_device(monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("variable", "name"),
-    [("2,0", "NVIDIA 2"), ("GPU-dddd", "NVIDIA 3"), ("GPU-bc", "NVIDIA 2"), ("MIG-2", "NVIDIA MIG-2"), ("-1", "CPU")],
+    [
+        ("2,0", "NVIDIA 2"),
+        ("GPU-dddd", "NVIDIA 3"),
+        ("GPU-bc", "NVIDIA 2"),
+        ("MIG-2", "NVIDIA MIG-2"),
+        ("-1", "CPU"),
+    ],
 )
 def test_a_plan_is_for_the_first_gpu_that_is_visible(monkeypatch, variable, name) -> None:
     """NVML's index 0 is another GPU where the variable leaves that one out."""

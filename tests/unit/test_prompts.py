@@ -31,7 +31,9 @@ def opened(kind: str, directory: Path) -> tuple[Tokenizer, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_has_the_ids_of_transformers_the_first_token_included(kind: str, tmp_path: Path) -> None:
+def test_a_prompt_has_the_ids_of_transformers_the_first_token_included(
+    kind: str, tmp_path: Path
+) -> None:
     ours, reference = opened(kind, tmp_path)
     text = "Who are you? é 中"
     assert ours.encode_prompt(text) == ours.encode_with_bos(text) == reference(text)["input_ids"]
@@ -47,7 +49,9 @@ def test_a_model_of_texts_alone_knows_no_first_token(tmp_path: Path) -> None:
     place = tokenizer_fixtures.save("llama3", tmp_path)
 
     def load(model: dict[str, Any], **data: str) -> Tokenizer:
-        return load_tokenizer(Recipe.model_validate({"model": model, "data": {"tokenizer": f"hf:{place}", **data}}))
+        return load_tokenizer(
+            Recipe.model_validate({"model": model, "data": {"tokenizer": f"hf:{place}", **data}})
+        )
 
     model = {"kind": "hf", "name": "x"}
     assert load(model).bos and load({"init_from": "x"}).bos and load({}, format="chat").bos
@@ -61,15 +65,22 @@ def test_our_gpt_starts_an_empty_prompt_as_the_model_it_was_made_from(tmp_path: 
     """By the BOS of the configuration, which the tokenizer does not write; after a save as well."""
     directory = hf_fixtures.save_tokenizer(["the cat and the dog " * 20], tmp_path / "base")
     (directory / "config.json").write_text(json.dumps({"bos_token_id": 5, "eos_token_id": 0}))
-    tree: dict[str, Any] = {"data": {"tokenizer": f"hf:{directory}"}, "model": {"init_from": str(directory)}}
+    tree: dict[str, Any] = {
+        "data": {"tokenizer": f"hf:{directory}"},
+        "model": {"init_from": str(directory)},
+    }
     ours = load_tokenizer(Recipe.model_validate(tree))
     assert (
-        ours.encode_prompt("") == [5] and ours.encode_prompt("cat") == ours.encode("cat").tolist() and ours.first == 5
+        ours.encode_prompt("") == [5]
+        and ours.encode_prompt("cat") == ours.encode("cat").tolist()
+        and ours.first == 5
     )
     ours.save(tmp_path / "run")
     assert load_tokenizer(Recipe.model_validate(tree), tmp_path / "run").encode_prompt("") == [5]
     assert hf_tokenizer(str(tmp_path / "run" / "tokenizer")).encode_prompt("") == [5]
-    assert load_tokenizer(Recipe.model_validate({**tree, "model": {}}), tmp_path / "run").encode_prompt("") == [0]
+    assert load_tokenizer(
+        Recipe.model_validate({**tree, "model": {}}), tmp_path / "run"
+    ).encode_prompt("") == [0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,13 +108,20 @@ def test_an_ending_follows_its_context_in_one_text(kind: str, tmp_path: Path) ->
         assert reference.decode(ids).endswith("Who are you the ca" + ending)
 
 
-def test_gpt2_puts_nothing_before_a_text_and_its_endings_are_those_of_tokenizing_apart(data_files: Path) -> None:
+def test_gpt2_puts_nothing_before_a_text_and_its_endings_are_those_of_tokenizing_apart(
+    data_files: Path,
+) -> None:
     ours = gpt2_tokenizer(str(data_files / "gpt2"))
     for one in (ours, hf_tokenizer(str(data_files / "gpt2" / "gpt2-tokenizer.json"))):
-        assert one.encode_prompt("Hello, é") == one.encode("Hello, é").tolist() and one.encode_prompt("") == [50256]
+        assert one.encode_prompt("Hello, é") == one.encode(
+            "Hello, é"
+        ).tolist() and one.encode_prompt("") == [50256]
     for item in read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"), limit=1500):
         for row, ending in zip(continuations([item], ours), item.endings, strict=True):
-            assert (row.context, row.ending) == (ours.encode(item.context).tolist(), ours.encode(" " + ending).tolist())
+            assert (row.context, row.ending) == (
+                ours.encode(item.context).tolist(),
+                ours.encode(" " + ending).tolist(),
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,7 +136,10 @@ def test_questions_begin_and_end_as_texts_of_the_tokenizer_do(kind: str, tmp_pat
         assert len(ids) <= room + 1 and text.endswith("Žluťoučký kůň. Answer: Žluťoučký kůň.")
         assert ids == [*reference(text)["input_ids"], reference.eos_token_id]
         answer = [i for i, mark in zip(ids, marks, strict=True) if mark]
-        assert reference.decode(answer[:-1]).strip() == "Žluťoučký kůň." and answer[-1] == reference.eos_token_id
+        assert (
+            reference.decode(answer[:-1]).strip() == "Žluťoučký kůň."
+            and answer[-1] == reference.eos_token_id
+        )
         prompt = squad.prompt(item, ours, room)
         assert len(prompt) <= room and prompt[: len(ours.bos)] == list(ours.bos)
         assert reference.decode(prompt).endswith(" Answer:")

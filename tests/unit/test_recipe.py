@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from helpers import refused, windlass
 from windlass.errors import UserError
-from windlass.recipe import Horizon, Recipe, RecipeError, explain, parse_override, plan_batch, presets, settings
+from windlass.recipe import (
+    Horizon,
+    Recipe,
+    RecipeError,
+    explain,
+    parse_override,
+    plan_batch,
+    presets,
+    settings,
+)
 from windlass.recipe.keys import other_tools, values
 from windlass.recipe.units import epochs_in
 
@@ -27,11 +36,20 @@ def test_every_preset_loads_and_survives_its_own_toml(name):
 def test_every_setting_is_documented_with_the_values_that_it_takes():
     assert [key for key, field in settings().items() if not field.description] == []
     words = {key: values(field) for key, field in settings().items()}
-    assert {key: text for key, text in words.items() if not text or re.search(r"typing|class|None|\[", text)} == {}
+    assert {
+        key: text
+        for key, text in words.items()
+        if not text or re.search(r"typing|class|None|\[", text)
+    } == {}
 
 
 def test_overrides_take_toml_values_and_plain_text():
-    overrides = ["optim.lr=3e-4", "model.norm=rmsnorm", "optim.betas=[0.8, 0.9]", "train.compile=true"]
+    overrides = [
+        "optim.lr=3e-4",
+        "model.norm=rmsnorm",
+        "optim.betas=[0.8, 0.9]",
+        "train.compile=true",
+    ]
     recipe = Recipe.load("quickstart", overrides)
     assert (recipe.optim.lr, recipe.optim.betas) == (3e-4, (0.8, 0.9))
     assert recipe.model.norm == "rmsnorm" and recipe.train.compile
@@ -42,29 +60,55 @@ def test_overrides_take_toml_values_and_plain_text():
 def problems(*overrides: str) -> dict[str, str]:
     with pytest.raises(RecipeError) as caught:
         Recipe.load("quickstart", overrides)
-    assert not re.search(r"(?i)input should|extra inputs|type=|pydantic|valid (list|tuple|integer)", str(caught.value))
+    assert not re.search(
+        r"(?i)input should|extra inputs|type=|pydantic|valid (list|tuple|integer)",
+        str(caught.value),
+    )
     return dict(caught.value.problems)
 
 
 def test_all_problems_are_reported_together():
-    found = problems("optim.lrr=1", "train.steps=0", "data.order=foo", "checkpoint.every=1.5", "lr=2", "train.n=2")
-    assert set(found) == {"optim.lrr", "train.steps", "data.order", "checkpoint.every", "lr", "train.n"}
+    found = problems(
+        "optim.lrr=1",
+        "train.steps=0",
+        "data.order=foo",
+        "checkpoint.every=1.5",
+        "lr=2",
+        "train.n=2",
+    )
+    assert set(found) == {
+        "optim.lrr",
+        "train.steps",
+        "data.order",
+        "checkpoint.every",
+        "lr",
+        "train.n",
+    }
     assert "'shuffled', 'shards-shuffled' or 'sequential'" in found["data.order"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "keys"),
     [
-        ("model.heads=3 optim.lr=-1 train.precison=bf16", {"train.precison", "optim.lr", "model.heads"}),
+        (
+            "model.heads=3 optim.lr=-1 train.precison=bf16",
+            {"train.precison", "optim.lr", "model.heads"},
+        ),
         ("train=3 model.kind=hf data.source=[]", {"train", "model.name", "data.source"}),
         # what may only follow from another problem is not reported
-        ("optim.knd=torch.optim.SGD optim.options.momentum=0.9 parallel.offload=1", {"optim.knd", "parallel.offload"}),
+        (
+            "optim.knd=torch.optim.SGD optim.options.momentum=0.9 parallel.offload=1",
+            {"optim.knd", "parallel.offload"},
+        ),
         ("batch_size=15 train.micro_batch=5 model.kv_heads=3", {"batch_size", "model.kv_heads"}),
         ("model.kind=gpt3 model.heads=3 model.name=x", {"model.kind"}),
-        ("trainer.max_steps=3 train.steps=0 optim.schedule.warmup=900", {"trainer.max_steps", "train.steps"}),
+        (
+            "trainer.max_steps=3 train.steps=0 optim.schedule.warmup=900",
+            {"trainer.max_steps", "train.steps"},
+        ),
         ("model.init_from=3 model.vocab=5", {"model.init_from"}),  # the tokenizer follows from it
     ],
-)  # fmt: skip
+)
 def test_combinations_are_checked_beside_wrong_keys_and_values(overrides, keys):
     assert set(problems(*overrides.split())) == keys
 
@@ -72,21 +116,44 @@ def test_combinations_are_checked_beside_wrong_keys_and_values(overrides, keys):
 @pytest.mark.parametrize(
     ("key", "ours"),
     [
-        ("batch_size", "train.global_batch"), ("train.batch_size", "train.global_batch"), ("max_steps", "train.steps"),
-        ("train.max_iters", "train.steps"), ("lr", "optim.lr"), ("learning_rate", "optim.lr"), ("train.lr", "optim.lr"),
-        ("optimizer.lr", "optim.lr"), ("model.hidden_size", "model.width"), ("block_size", "model.context"),
-        ("model.seq_len", "model.context"), ("max_seq_length", "model.context"), ("model.n_layer", "model.layers"),
-        ("n_head", "model.heads"), ("n_embd", "model.width"), ("train.gradient_accumulation_steps", "train.global_batch"),
-        ("per_device_train_batch_size", "train.micro_batch"), ("num_train_epochs", "train.steps"),
-        ("lora.rank", "model.lora.rank"), ("lora_r", "model.lora.rank"), ("lora.r", "model.lora.rank"),
-        ("warmup_ratio", "optim.schedule.warmup"), ("eval_interval", "eval.every"), ("eval.interval", "eval.every"),
-        ("bf16", "train.precision=bf16"), ("fp16", "train.precision=fp16"), ("save_steps", "checkpoint.every"),
-        ("gradient_checkpointing", "parallel.activation_checkpointing=full"), ("report_to", "telemetry.trackers"),
-        ("logging_steps", "telemetry.every"), ("max_grad_norm", "train.grad_clip"),
-        ("optim.lrr", "optim.lr"), ("modle.layers", "model.layers"), ("data.soruce", "data.source"),
-        ("checkpoint.keep_lst", "checkpoint.keep_last"), ("schedule.kind", "optim.schedule.kind"),
+        ("batch_size", "train.global_batch"),
+        ("train.batch_size", "train.global_batch"),
+        ("max_steps", "train.steps"),
+        ("train.max_iters", "train.steps"),
+        ("lr", "optim.lr"),
+        ("learning_rate", "optim.lr"),
+        ("train.lr", "optim.lr"),
+        ("optimizer.lr", "optim.lr"),
+        ("model.hidden_size", "model.width"),
+        ("block_size", "model.context"),
+        ("model.seq_len", "model.context"),
+        ("max_seq_length", "model.context"),
+        ("model.n_layer", "model.layers"),
+        ("n_head", "model.heads"),
+        ("n_embd", "model.width"),
+        ("train.gradient_accumulation_steps", "train.global_batch"),
+        ("per_device_train_batch_size", "train.micro_batch"),
+        ("num_train_epochs", "train.steps"),
+        ("lora.rank", "model.lora.rank"),
+        ("lora_r", "model.lora.rank"),
+        ("lora.r", "model.lora.rank"),
+        ("warmup_ratio", "optim.schedule.warmup"),
+        ("eval_interval", "eval.every"),
+        ("eval.interval", "eval.every"),
+        ("bf16", "train.precision=bf16"),
+        ("fp16", "train.precision=fp16"),
+        ("save_steps", "checkpoint.every"),
+        ("gradient_checkpointing", "parallel.activation_checkpointing=full"),
+        ("report_to", "telemetry.trackers"),
+        ("logging_steps", "telemetry.every"),
+        ("max_grad_norm", "train.grad_clip"),
+        ("optim.lrr", "optim.lr"),
+        ("modle.layers", "model.layers"),
+        ("data.soruce", "data.source"),
+        ("checkpoint.keep_lst", "checkpoint.keep_last"),
+        ("schedule.kind", "optim.schedule.kind"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_key_is_answered_with_the_setting_that_was_meant(key, ours):
     text = problems(f"{key}=1")[key].partition("; ")[2]
     assert text.startswith((f"write {ours}", f"did you mean {ours}?")), text
@@ -102,20 +169,24 @@ def test_a_wrong_key_is_answered_with_the_setting_that_was_meant(key, ours):
         ("packing", ["data.packing", "does not pack chat", "data.length_buckets"]),
         ("sample_packing", ["data.packing", "does not pack chat", "data.length_buckets"]),
     ],
-)  # fmt: skip
+)
 def test_what_windlass_does_not_have_is_said_with_what_comes_nearest(key, words):
     text = problems(f"{key}=1")[key]
     assert all(word in text for word in words), text
 
 
-@pytest.mark.parametrize("key", ["train.foo", "model.zz", "zzz", "data.xyz", "optim.x", "telemetry.interval"])
+@pytest.mark.parametrize(
+    "key", ["train.foo", "model.zz", "zzz", "data.xyz", "optim.x", "telemetry.interval"]
+)
 def test_where_nothing_is_sure_no_key_is_suggested(key):
     text = problems(f"{key}=1")[key]
     assert "there are" in text and "did you mean" not in text and "write" not in text
 
 
 def test_a_wrong_table_is_answered_key_by_key(tmp_path):
-    (tmp_path / "mine.toml").write_text("[lora]\nr = 8\n[trainer]\nmax_steps = 3\nnonsense = 1\n[train]\nsteps = 4\n")
+    (tmp_path / "mine.toml").write_text(
+        "[lora]\nr = 8\n[trainer]\nmax_steps = 3\nnonsense = 1\n[train]\nsteps = 4\n"
+    )
     with pytest.raises(RecipeError) as caught:
         Recipe.load(tmp_path / "mine.toml")
     found = dict(caught.value.problems)
@@ -132,7 +203,9 @@ def test_every_answer_about_another_tools_key_names_settings_that_there_are():
             if value:  # and it is a value that the setting takes
                 Recipe.load("quickstart", [ours])
             assert not ours or key in fields, (tool, theirs)
-            for named in re.findall(r"\b(?:" + "|".join(Recipe.model_fields) + r")\.[a-z_.]+\b", remark):
+            for named in re.findall(
+                r"\b(?:" + "|".join(Recipe.model_fields) + r")\.[a-z_.]+\b", remark
+            ):
                 assert any(f"{k}.".startswith(f"{named}.") for k in fields), (tool, theirs, named)
 
 
@@ -140,7 +213,10 @@ def test_every_answer_about_another_tools_key_names_settings_that_there_are():
 def test_the_recipes_on_the_pages_about_other_tools_load(tmp_path, page):
     text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
     (tmp_path / "mine.toml").write_text(re.findall(r"```toml\n(.*?)```", text, re.S)[0])
-    written, loaded = tomllib.loads((tmp_path / "mine.toml").read_text()), Recipe.load(tmp_path / "mine.toml").flat()
+    written, loaded = (
+        tomllib.loads((tmp_path / "mine.toml").read_text()),
+        Recipe.load(tmp_path / "mine.toml").flat(),
+    )
     simple = {
         (s, k): v
         for s, keys in written.items()
@@ -153,11 +229,19 @@ def test_the_recipes_on_the_pages_about_other_tools_load(tmp_path, page):
 
 def test_a_list_is_taken_as_a_shell_leaves_it():
     for text in ("wandb", "[wandb]", '["wandb"]', "'wandb'"):
-        assert Recipe.load("quickstart", [f"telemetry.trackers={text}"]).telemetry.trackers == ["wandb"]
-    assert Recipe.load("quickstart", ["telemetry.trackers=[wandb, mlflow]"]).telemetry.trackers == ["wandb", "mlflow"]
+        assert Recipe.load("quickstart", [f"telemetry.trackers={text}"]).telemetry.trackers == [
+            "wandb"
+        ]
+    assert Recipe.load("quickstart", ["telemetry.trackers=[wandb, mlflow]"]).telemetry.trackers == [
+        "wandb",
+        "mlflow",
+    ]
     assert Recipe.load("quickstart", ["eval.suites=lm-eval:a,b"]).eval.suites == ["lm-eval:a,b"]
     assert Recipe.load("quickstart", ["telemetry.trackers=[]"]).telemetry.trackers == []
-    assert Recipe.load("quickstart", ["model.freeze=blocks.[01].*,*.[23]"]).model.freeze == ["blocks.[01].*", "*.[23]"]
+    assert Recipe.load("quickstart", ["model.freeze=blocks.[01].*,*.[23]"]).model.freeze == [
+        "blocks.[01].*",
+        "*.[23]",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -201,9 +285,17 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         (["data.source=https://x.example/a.txt"], "data.sha256", "SHA-256"),
         (["data.source="], "data.source", "empty"),
         (["data.source=squad"], "data.format", "squad"),
-        (["optim.schedule.warmup=300", "optim.schedule.decay=300"], "optim.schedule.decay", "longer than the run"),
+        (
+            ["optim.schedule.warmup=300", "optim.schedule.decay=300"],
+            "optim.schedule.decay",
+            "longer than the run",
+        ),
         (["optim.schedule.warmup=900"], "optim.schedule.warmup", "a share of the run, as 0.02"),
-        (["optim.schedule.warmup=0.6", "optim.schedule.decay=0.6"], "optim.schedule.decay", "longer than the run"),
+        (
+            ["optim.schedule.warmup=0.6", "optim.schedule.decay=0.6"],
+            "optim.schedule.decay",
+            "longer than the run",
+        ),
         (
             ["train.steps=600", "optim.schedule.steps=50", "optim.schedule.warmup=60"],
             "optim.schedule.warmup",
@@ -227,13 +319,18 @@ def test_impossible_combinations_are_found_before_anything_starts(overrides, key
 
 @pytest.mark.parametrize("name", presets())
 def test_every_preset_takes_a_few_steps(name):
-    assert Recipe.load(name, {"train.steps": 5}).train.steps == 5  # nothing in it, as the warm-up, is longer than that
+    assert (
+        Recipe.load(name, {"train.steps": 5}).train.steps == 5
+    )  # nothing in it, as the warm-up, is longer than that
 
 
 def test_a_name_that_takes_nothing_from_the_preset_is_answered_with_extends(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('preset = "quickstart"\n[train]\nsteps = 5\n')
-    for load in (lambda: Recipe.load(file), lambda: Recipe.from_dict({"preset": "quickstart", "train.steps": 5})):
+    for load in (
+        lambda: Recipe.load(file),
+        lambda: Recipe.from_dict({"preset": "quickstart", "train.steps": 5}),
+    ):
         with pytest.raises(UserError, match='extends = "quickstart"'):
             load()
     whole = Recipe.load("quickstart", {"train.steps": 5})
@@ -245,7 +342,12 @@ def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path):
     (tmp_path / "base.toml").write_text('extends = "quickstart"\n[optim]\nlr = 0.5\n')
     (tmp_path / "mine.toml").write_text('extends = "base.toml"\n[train]\nsteps = 7\n')
     recipe = Recipe.load(tmp_path / "mine.toml", ["model.dropout=0.1"])
-    assert (recipe.preset, recipe.optim.lr, recipe.train.steps, recipe.model.dropout) == ("mine", 0.5, 7, 0.1)
+    assert (recipe.preset, recipe.optim.lr, recipe.train.steps, recipe.model.dropout) == (
+        "mine",
+        0.5,
+        7,
+        0.1,
+    )
     assert recipe.model.width == Recipe.load("quickstart").model.width
 
 
@@ -271,9 +373,14 @@ def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path):
 def test_what_cannot_be_read_is_one_message(tmp_path, monkeypatch, recipe, overrides, words):
     monkeypatch.chdir(tmp_path)
     for name, text in {
-        "loop.toml": 'extends = "loop.toml"\n', "bad.toml": "[train]\nprecision = bf16\n", "wiki.txt": "[train\n",
-        "config.yaml": "a: 1\n", "model/config.json": "{}", "runs/a/recipe.toml": "", "empty/x": "",
-    }.items():  # fmt: skip
+        "loop.toml": 'extends = "loop.toml"\n',
+        "bad.toml": "[train]\nprecision = bf16\n",
+        "wiki.txt": "[train\n",
+        "config.yaml": "a: 1\n",
+        "model/config.json": "{}",
+        "runs/a/recipe.toml": "",
+        "empty/x": "",
+    }.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
     Path("latin.toml").write_bytes(b"[run]\nnotes = 'caf\xe9'\n")
@@ -284,9 +391,22 @@ def test_what_cannot_be_read_is_one_message(tmp_path, monkeypatch, recipe, overr
 
 def test_the_config_hash_is_of_the_semantic_settings():
     base = Recipe.load("quickstart")
-    same = ["run.dir=x", "run.notes=y", "checkpoint.every=3", "telemetry.every=1", "parallel.strategy=full_shard",
-            "train.micro_batch=2", "data.workers=3"]  # fmt: skip
-    other = ["optim.lr=1", "run.seed=2", "train.steps=9", "model.dropout=0.5", "data.order=sequential"]
+    same = [
+        "run.dir=x",
+        "run.notes=y",
+        "checkpoint.every=3",
+        "telemetry.every=1",
+        "parallel.strategy=full_shard",
+        "train.micro_batch=2",
+        "data.workers=3",
+    ]
+    other = [
+        "optim.lr=1",
+        "run.seed=2",
+        "train.steps=9",
+        "model.dropout=0.5",
+        "data.order=sequential",
+    ]
     assert {base.replace(o).config_hash for o in same} == {base.config_hash}
     assert len({base.config_hash, *(base.replace(o).config_hash for o in other)}) == 1 + len(other)
     assert base.name == f"quickstart-{base.config_hash[:8]}"
@@ -294,7 +414,8 @@ def test_the_config_hash_is_of_the_semantic_settings():
 
 
 @pytest.mark.parametrize(
-    ("world", "micro", "expected"), [(1, 0, (16, 1)), (2, 0, (8, 1)), (2, 4, (4, 2)), (4, 2, (2, 2))]
+    ("world", "micro", "expected"),
+    [(1, 0, (16, 1)), (2, 0, (8, 1)), (2, 4, (4, 2)), (4, 2, (2, 2))],
 )
 def test_batch_arithmetic(world, micro, expected):
     plan = plan_batch(16, micro, world, context=128)
@@ -306,7 +427,9 @@ def test_batch_arithmetic(world, micro, expected):
 def test_micro_batches_are_divided_round_robin_and_none_is_lost(world, micro, accumulation):
     plan = plan_batch(world * micro * accumulation, micro, world, context=8)
     for rank in range(world):
-        assert list(plan.micro_batches(rank)) == [k for k in range(world * accumulation) if k % world == rank]
+        assert list(plan.micro_batches(rank)) == [
+            k for k in range(world * accumulation) if k % world == rank
+        ]
         assert len(plan.micro_batches(rank)) == plan.accumulation
 
 
@@ -316,7 +439,9 @@ def test_an_uneven_batch_names_the_sizes_that_work():
     with pytest.raises(UserError, match=r"32 sequences .* each of 2 ranks .* write 16 or 32"):
         plan_batch(64, 20, 2, context=8)
     text = problems("train.global_batch=64", "train.micro_batch=60")["train.micro_batch"]
-    assert "rank" not in text and "write 32 or 64" in text  # `--world` is not known where a recipe is read
+    assert (
+        "rank" not in text and "write 32 or 64" in text
+    )  # `--world` is not known where a recipe is read
 
 
 @given(st.integers(1, 50), st.integers(1, 400), st.integers(1, 40), st.fractions(Fraction(1, 4), 3))
@@ -342,13 +467,27 @@ def test_explain_says_what_a_setting_takes_and_where_its_value_came_from(tmp_pat
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text('extends = "shakespeare-char-fast"\n[optim]\nlr = 0.5\n')
     text = explain("optim.lr", "mine.toml", ["optim.lr=0.25"])
-    assert text.startswith("optim.lr = 0.25\n") and "number, greater than 0" in text and "default   0.001" in text
-    places = ["0.001 (preset shakespeare-char)", "0.003 (preset shakespeare-char-fast)", "0.5 (mine.toml)"]
+    assert (
+        text.startswith("optim.lr = 0.25\n")
+        and "number, greater than 0" in text
+        and "default   0.001" in text
+    )
+    places = [
+        "0.001 (preset shakespeare-char)",
+        "0.003 (preset shakespeare-char-fast)",
+        "0.5 (mine.toml)",
+    ]
     assert ", then ".join([*places, "0.25 (command line)"]) in text
     assert "set to" not in explain("train.tf32", "mine.toml")
-    assert "resolved  4" in explain("model.kv_heads", "mine.toml") and "as many as `heads`" in explain("model.kv_heads")
+    assert "resolved  4" in explain(
+        "model.kv_heads", "mine.toml"
+    ) and "as many as `heads`" in explain("model.kv_heads")
     overview = explain("optim", "mine.toml")
-    assert "optim.lr = 0.5 " in overview and "optim.schedule.warmup = 0.02" in overview and "train." not in overview
+    assert (
+        "optim.lr = 0.5 " in overview
+        and "optim.schedule.warmup = 0.02" in overview
+        and "train." not in overview
+    )
     with refused("learning_rate", "optim.lr"):
         explain("learning_rate")
 

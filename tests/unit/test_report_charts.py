@@ -17,7 +17,10 @@ def described(*views):
     return {chart.id: chart for chart in charts(views)}
 
 
-@given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=2000), st.integers(6, 300))
+@given(
+    st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=2000),
+    st.integers(6, 300),
+)
 def test_thinned_curves_keep_ends_extremes_and_gaps(values, limit):
     y = np.array(values)
     places = thin(np.arange(len(y), dtype=np.float64), y, limit)
@@ -34,20 +37,34 @@ def test_every_series_of_a_long_run_is_thinned_at_its_own_extremes(one):
     steps, spikes = np.arange(1.0, n + 1), np.linspace(700, n - 300, 20).astype(int)
     loss, norm = 2 + np.sin(steps / 50), 1 + 0.1 * np.cos(steps / 7)
     norm[spikes], loss[12_345] = 40.0 + np.arange(20), 9.0
-    long = replace(one, train=Track({"step": steps, "tokens": steps, "hours": steps, "loss": loss, "grad_norm": norm}))
+    long = replace(
+        one,
+        train=Track(
+            {"step": steps, "tokens": steps, "hours": steps, "loss": loss, "grad_norm": norm}
+        ),
+    )
     sent = payload([long], charts([long]))
     drawn = {chart["id"]: chart["series"][0] for chart in sent["charts"]}
-    shown = dict(zip(sent["axes"][drawn["grad_norm"]["at"]]["step"], drawn["grad_norm"]["y"], strict=True))
+    shown = dict(
+        zip(sent["axes"][drawn["grad_norm"]["at"]]["step"], drawn["grad_norm"]["y"], strict=True)
+    )
     assert [shown.get(int(steps[i])) for i in spikes] == list(40 + np.arange(20)), "all 20 spikes"
     assert max(drawn["loss"]["y"]) == 9 and 800 < len(drawn["loss"]["y"]) < 4000
 
 
-@given(st.lists(st.one_of(st.floats(-100, 100), st.just(math.nan)), min_size=1, max_size=40), st.floats(0, 0.99))
+@given(
+    st.lists(st.one_of(st.floats(-100, 100), st.just(math.nan)), min_size=1, max_size=40),
+    st.floats(0, 0.99),
+)
 def test_smoothing_is_the_weighted_mean_of_what_is_finite(values, weight):
     finite = [(i, value) for i, value in enumerate(values) if math.isfinite(value)]
     for n, smooth in enumerate(smoothed(np.array(values), weight)):
         terms = [(weight ** abs(n - i), value) for i, value in finite]
-        expected = sum(w * x for w, x in terms) / sum(w for w, _ in terms) if math.isfinite(values[n]) else math.nan
+        expected = (
+            sum(w * x for w, x in terms) / sum(w for w, _ in terms)
+            if math.isfinite(values[n])
+            else math.nan
+        )
         assert smooth == pytest.approx(expected, abs=1e-9, nan_ok=True)
 
 
@@ -57,73 +74,119 @@ def test_of_several_runs_each_rank_has_a_line_for_allocated_and_one_for_reserved
     found = {chart.id: chart for chart in charts(runs)}
     for key, word, base in (("memory", "allocated", 1480), ("memory-reserved", "reserved", 1900)):
         chart = found[key]
-        assert [s.name for s in chart.series] == [f"{run}, rank {rank}" for run in "abc" for rank in (0, 1)]
+        assert [s.name for s in chart.series] == [
+            f"{run}, rank {rank}" for run in "abc" for rank in (0, 1)
+        ]
         assert chart.title.endswith(word) and len({(s.run, s.dash) for s in chart.series}) == 6
-        assert all(abs(np.nanmean(s.y) - base - 60 * (i % 2)) < 5 for i, s in enumerate(chart.series))
+        assert all(
+            abs(np.nanmean(s.y) - base - 60 * (i % 2)) < 5 for i, s in enumerate(chart.series)
+        )
     assert len(found["utilisation"].series) == 6
     wide = [view(build_run(tmp_path / f"wide-{i}", ranks=7, steps=30), f"{i}") for i in range(4)]
     means = {chart.id: chart for chart in charts(wide)}["memory-reserved"].series
-    assert [s.name for s in means] == [f"{i}" for i in range(4)] and all(s.low is not None for s in means)
+    assert [s.name for s in means] == [f"{i}" for i in range(4)] and all(
+        s.low is not None for s in means
+    )
 
 
 def test_a_logged_measure_is_drawn_whatever_its_name(tmp_path):
     names = ("loss", "tokens", "epoch", "hours", "samples", "batches")
     run = build_run(tmp_path / "run", steps=30)
-    add_lines(run, *({"kind": "log", "step": step, **{f"log.{x}": step / 7 for x in names}} for step in (10, 20, 30)))
+    add_lines(
+        run,
+        *(
+            {"kind": "log", "step": step, **{f"log.{x}": step / 7 for x in names}}
+            for step in (10, 20, 30)
+        ),
+    )
     found = described(view(run))
     for name in names:
         (series,) = found[f"log-{name}"].series
-        assert found[f"log-{name}"].title == f"log.{name}" and series.y.tolist() == [10 / 7, 20 / 7, 30 / 7]
+        assert found[f"log-{name}"].title == f"log.{name}" and series.y.tolist() == [
+            10 / 7,
+            20 / 7,
+            30 / 7,
+        ]
         assert series.tokens[-1] == 30 * 2048, "the axes are the run's"
 
 
 def looks(figure):
     """Colour and pattern of each line with a name, as matplotlib draws it."""
     lines = figure.axes[0].get_lines()
-    return [(x.get_color(), str(x._unscaled_dash_pattern)) for x in lines if not x.get_label().startswith("_")]
+    return [
+        (x.get_color(), str(x._unscaled_dash_pattern))
+        for x in lines
+        if not x.get_label().startswith("_")
+    ]
 
 
-def test_a_suite_of_several_runs_has_a_chart_for_each_measure_and_twenty_lines_twenty_looks(tmp_path):
+def test_a_suite_of_several_runs_has_a_chart_for_each_measure_and_twenty_lines_twenty_looks(
+    tmp_path,
+):
     runs = [build_run(tmp_path / f"{i:02}", steps=30) for i in range(20)]
     for run in runs:
         scores = {f"task-{i}/acc": i / 9 for i in range(20)}
-        add_lines(run, {"kind": "eval", "step": 0, "suite": "squad", "exact_match": 10.0, "f1": 20.0})
+        add_lines(
+            run, {"kind": "eval", "step": 0, "suite": "squad", "exact_match": 10.0, "f1": 20.0}
+        )
         add_lines(run, {"kind": "eval", "step": 0, "suite": "lm-eval:many", **scores})
     seen = [view(run) for run in runs]
     found = described(*seen[:2])
-    assert [found[f"suite-squad-{name}"].title for name in ("exact-match", "f1")] == ["squad, exact match", "squad, f1"]
+    assert [found[f"suite-squad-{name}"].title for name in ("exact-match", "f1")] == [
+        "squad, exact match",
+        "squad, f1",
+    ]
     assert [one.y.tolist() for one in found["suite-squad-f1"].series] == [[20.0], [20.0]]
-    tones = [run // 4 / 4 for run in range(20)]  # of a study: four runs for each value of the first setting
+    tones = [
+        run // 4 / 4 for run in range(20)
+    ]  # of a study: four runs for each value of the first setting
     for drawn in (
-        draw(described(*seen)["lr"], seen), draw(described(*seen)["lr"], seen, tones),
+        draw(described(*seen)["lr"], seen),
+        draw(described(*seen)["lr"], seen, tones),
         draw(described(seen[0])["suite-lm-eval-many"], seen[:1]),
-    ):  # fmt: skip
+    ):
         assert len(looks(drawn)) == 20 == len(set(looks(drawn)))
     lines = payload(seen, [described(*seen)["lr"]], tones)["runs"]
     assert len({(run["tone"], run["dash"]) for run in lines}) == 20, "on the page too"
 
 
 def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_path):
-    cuda, cpu = described(one), described(view(build_run(tmp_path / "cpu", device="cpu", ranks=1, steps=30)))
-    assert list(cuda)[:4] == ["loss", "suite-hellaswag", "lr", "grad_norm"] and {"memory", "power"} <= set(cuda)
+    cuda, cpu = (
+        described(one),
+        described(view(build_run(tmp_path / "cpu", device="cpu", ranks=1, steps=30))),
+    )
+    assert list(cuda)[:4] == ["loss", "suite-hellaswag", "lr", "grad_norm"] and {
+        "memory",
+        "power",
+    } <= set(cuda)
     assert {"resident", "utilisation"} <= set(cpu) and not {"memory", "power"} & set(cpu)
     names = [f"rank {rank}, {what}" for what in ("allocated", "reserved") for rank in (0, 1)]
     assert [s.name for s in cuda["memory"].series] == names
     first = cuda["utilisation"].series[0]
     assert np.nanmin(first.y) > 85 and (np.diff(first.step) >= 0).all(), "in training steps only"
     assert first.tokens[-1] == pytest.approx(400 * 2048, rel=0.01)
-    mean, *ranks = described(view(build_run(tmp_path / "many", ranks=12, steps=30)))["utilisation"].series
-    assert [s.name for s in ranks] == ["rank 0", "rank 11"], "of many ranks their mean, range and extremes"
+    mean, *ranks = described(view(build_run(tmp_path / "many", ranks=12, steps=30)))[
+        "utilisation"
+    ].series
+    assert [s.name for s in ranks] == ["rank 0", "rank 11"], (
+        "of many ranks their mean, range and extremes"
+    )
     assert (mean.low <= mean.y).all() and (mean.y <= mean.high).all()
     assert np.nanmean(ranks[1].y) < np.nanmean(ranks[0].y) - 10
 
 
-@pytest.mark.parametrize(("last", "diverged"), [(1.1, False), (1.79, False), (1.81, True), (math.nan, True)])
+@pytest.mark.parametrize(
+    ("last", "diverged"), [(1.1, False), (1.79, False), (1.81, True), (math.nan, True)]
+)
 def test_a_run_has_diverged_by_the_rule_of_the_sweep(one, last, diverged):
-    loss = np.linspace(0.8, last, len(one.train))  # 1.1 after 0.8 was once called diverged here, and not in a sweep
+    loss = np.linspace(
+        0.8, last, len(one.train)
+    )  # 1.1 after 0.8 was once called diverged here, and not in a sweep
     moved = replace(one, label="moved", train=Track({**one.train.columns, "loss": loss}))
     series = described(moved, one)["loss"].series
-    assert {s.diverged for s in series if s.run == 0} == {diverged} and not any(s.diverged for s in series if s.run)
+    assert {s.diverged for s in series if s.run == 0} == {diverged} and not any(
+        s.diverged for s in series if s.run
+    )
 
 
 def test_what_is_drawn_are_the_numbers_of_the_run(one):

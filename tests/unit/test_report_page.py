@@ -63,10 +63,14 @@ def test_the_page_asks_nobody_for_anything_and_allows_its_one_script_by_its_hash
     code = "".join(parsed.texts["script"] + parsed.texts["style"])
     assert set(re.findall(r"https?://[^\s\"'<>`]+", code)) == {"http://www.w3.org/2000/svg"}
     assert not parsed.all("link") + parsed.all("img") + parsed.all("iframe")
-    assert not [a for _, attributes in parsed.tags for a in attributes if a.startswith("on") or a == "src"]
+    assert not [
+        a for _, attributes in parsed.tags for a in attributes if a.startswith("on") or a == "src"
+    ]
     assert all(a["href"].startswith("#") for a in parsed.all("a"))
     assert "@import" not in text and "url(" not in text.replace("url(#", "")
-    policy = next(a["content"] for a in parsed.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"] for a in parsed.all("meta") if a.get("http-equiv") == "Content-Security-Policy"
+    )
     script = text[text.rindex("<script>") + 8 : text.rindex("</script>")]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy.startswith(f"default-src 'none'; script-src 'sha256-{digest}'")
@@ -79,7 +83,9 @@ def test_the_data_are_the_runs_numbers(text, one):
     assert loss["y"] == [pytest.approx(x, rel=1e-5) for x in one.train["loss"]]
     assert data["axes"][validation["at"]]["step"] == list(range(0, 401, 50))
     assert [r["step"] for r in data["runs"][0]["restarts"]] == [200]
-    assert {chart["id"] for chart in data["charts"]} == {a["data-chart"] for a in Page(text).all("figure")}
+    assert {chart["id"] for chart in data["charts"]} == {
+        a["data-chart"] for a in Page(text).all("figure")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +99,32 @@ def rows(path):
 
 
 def test_a_report_has_a_page_tables_and_plots(written, one):
-    names = {"results.csv", "train.csv", "evaluations.csv", "settings.csv", "results.tex", "evaluations-loss.tex"}
+    names = {
+        "results.csv",
+        "train.csv",
+        "evaluations.csv",
+        "settings.csv",
+        "results.tex",
+        "evaluations-loss.tex",
+    }
     assert {path.name for path in written.tables} == {*names, "evaluations-hellaswag.tex"}
-    plots = {"loss", "loss-late", "lr", "grad_norm", "throughput", "step_time", "mfu", "memory", "utilisation"}
+    plots = {
+        "loss",
+        "loss-late",
+        "lr",
+        "grad_norm",
+        "throughput",
+        "step_time",
+        "mfu",
+        "memory",
+        "utilisation",
+    }
     assert plots <= set(written.plots)
     assert written.page == one.run.report_dir / "index.html" and written.page.stat().st_size
     links = re.findall(r"^!\[.*\((.*)\)$", written.markdown.read_text(), re.M)
-    assert len(links) == len(written.plots) and all((written.markdown.parent / link).is_file() for link in links)
+    assert len(links) == len(written.plots) and all(
+        (written.markdown.parent / link).is_file() for link in links
+    )
     assert not list(written.page.parent.glob(".*")), "nothing is left of the atomic writes"
     for path in written.plots.values():  # of a size for paper, without date or author
         raw = path.read_bytes()
@@ -107,15 +132,23 @@ def test_a_report_has_a_page_tables_and_plots(written, one):
         assert raw.startswith(b"\x89PNG") and width == 1280 and height >= 250 and len(raw) < 300_000
         assert not [kind for kind in (b"tEXt", b"iTXt", b"zTXt", b"tIME") if kind in raw]
         pdf = path.with_suffix(".pdf").read_bytes()
-        assert pdf.startswith(b"%PDF") and pdf.rstrip().endswith(b"%%EOF") and b"CreationDate" not in pdf
+        assert (
+            pdf.startswith(b"%PDF")
+            and pdf.rstrip().endswith(b"%%EOF")
+            and b"CreationDate" not in pdf
+        )
 
 
 def test_the_same_run_gives_the_same_bytes_whatever_the_users_style(written, one, tmp_path):
     def contents(made):
-        plots = [path.with_suffix(kind) for path in made.plots.values() for kind in (".png", ".pdf")]
+        plots = [
+            path.with_suffix(kind) for path in made.plots.values() for kind in (".png", ".pdf")
+        ]
         return {p.name: p.read_bytes() for p in (made.page, made.markdown, *made.tables, *plots)}
 
-    with matplotlib.rc_context({"figure.facecolor": "red", "lines.linewidth": 9, "savefig.dpi": 30}):
+    with matplotlib.rc_context(
+        {"figure.facecolor": "red", "lines.linewidth": 9, "savefig.dpi": 30}
+    ):
         again = report(one.run.path, tmp_path / "elsewhere")
         assert matplotlib.rcParams["lines.linewidth"] == 9
     assert contents(again) == contents(written)
@@ -128,7 +161,9 @@ def test_several_runs_are_stacked_under_their_names(one, tmp_path):
     assert [row["run"] for row in rows(tmp_path / "train.csv")] == ["one"] * 40 + ["other"] * 10
     suites = {(row["run"], row["suite"]) for row in rows(tmp_path / "evaluations.csv")}
     assert suites == {(run, suite) for run in ("one", "other") for suite in ("loss", "hellaswag")}
-    assert [a.get("class") for a in Page(made.page.read_text()).all("p")].count("notes") == 0, "nothing to say"
+    assert [a.get("class") for a in Page(made.page.read_text()).all("p")].count("notes") == 0, (
+        "nothing to say"
+    )
     assert "optim.lr" in made.markdown.read_text().split("## Results")[1].splitlines()[2]
 
 
@@ -140,15 +175,21 @@ def test_an_extension_is_no_interruption_and_changed_settings_are_named(tmp_path
         began | {"step": 120, "time": stamp(220), "kind": "train", "loss": 2.0},
         began | {"step": 120, "event": "finished"},
     ]
-    add_lines(run, began | {"event": "resumed", "steps": 120, "extended_from": 100}, began | change, *ends)
+    add_lines(
+        run, began | {"event": "resumed", "steps": 120, "extended_from": 100}, began | change, *ends
+    )
     seen = view(run)
-    assert [restart.what for restart in seen.restarts] == ["extended"] and seen.outcome.predicted_seconds is None
+    assert [restart.what for restart in seen.restarts] == [
+        "extended"
+    ] and seen.outcome.predicted_seconds is None
     text = page([seen], charts([seen]))
     assert "120 of 120 steps, 813,568 parameters, extended from 100 to 120 steps" in text
     assert "eval.batches = 4 from here on, not 2" in text and "started 2 times" not in text
 
 
-def test_runs_of_several_tokenizers_are_drawn_in_bits_per_byte_and_others_have_no_best(one, tmp_path):
+def test_runs_of_several_tokenizers_are_drawn_in_bits_per_byte_and_others_have_no_best(
+    one, tmp_path
+):
     """4 nats at 4 bytes a token are 1 / ln 2 bits per byte, and 2 nats at one are 2 / ln 2."""
 
     def measured(size):
@@ -157,7 +198,10 @@ def test_runs_of_several_tokenizers_are_drawn_in_bits_per_byte_and_others_have_n
                 return line | {"data": {"val": {"text": "00c0ffee"}}}
             if "perplexity" not in line:
                 return line
-            return line | {"bits_per_byte": line["loss"] / size / math.log(2), "tokens": 4000 // size}
+            return line | {
+                "bits_per_byte": line["loss"] / size / math.log(2),
+                "tokens": 4000 // size,
+            }
 
         return change
 
@@ -173,20 +217,34 @@ def test_runs_of_several_tokenizers_are_drawn_in_bits_per_byte_and_others_have_n
     assert loss.series[0].y == pytest.approx(a.train["loss"] / math.log(2))
     assert loss.series[2].y == pytest.approx(b.train["loss"] / 4 / math.log(2))
     text = page([a, b], charts([a, b]))
-    assert "Best bits per byte" in text and "The tokenizers differ" in text and "Best validation loss" not in text
+    assert (
+        "Best bits per byte" in text
+        and "The tokenizers differ" in text
+        and "Best validation loss" not in text
+    )
     other = view(build_run(tmp_path / "c", "data.source=elsewhere", steps=100))
     text = page([a, other], charts([a, other]))
-    assert "no best is named" in text and "data.source" in text and "Best validation loss" not in text
+    assert (
+        "no best is named" in text and "data.source" in text and "Best validation loss" not in text
+    )
 
 
 def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tmp_path):
     made = report(study.study.path, tmp_path)
     command = "windlass train quickstart optim.lr=0.001 optim.schedule.kind=cosine"
-    assert {"loss-against-lr", "loss-against-kind", "heat-map", "loss", "loss-late"} <= set(made.plots)
+    assert {"loss-against-lr", "loss-against-kind", "heat-map", "loss", "loss-late"} <= set(
+        made.plots
+    )
     assert command in made.markdown.read_text()
-    assert "cosine & 2.2" in (tmp_path / "seeds.tex").read_text() and (tmp_path / "cells.tex").is_file()
+    assert (
+        "cosine & 2.2" in (tmp_path / "seeds.tex").read_text()
+        and (tmp_path / "cells.tex").is_file()
+    )
     assert [row["state"] for row in rows(tmp_path / "cells.csv")].count("finished") == 10
-    assert len(rows(tmp_path / "seeds.csv")) == 6 and rows(tmp_path / "settings.csv")[0]["setting"] == "run.seed"
+    assert (
+        len(rows(tmp_path / "seeds.csv")) == 6
+        and rows(tmp_path / "settings.csv")[0]["setting"] == "run.seed"
+    )
     parsed = Page(made.page.read_text())
     assert [a.get("id") for a in parsed.all("section")][:3] == ["winner", "swept", "cells"]
     assert command in parsed.texts["pre"]
@@ -210,7 +268,10 @@ def test_the_verb(one, tmp_path, capsys, monkeypatch):
         return end.value.code, *capsys.readouterr()
 
     monkeypatch.chdir(tmp_path)
-    assert call(one.run.path, "--out", tmp_path, "--no-plots")[:2] == (0, f"report: {tmp_path / 'index.html'}\n")
+    assert call(one.run.path, "--out", tmp_path, "--no-plots")[:2] == (
+        0,
+        f"report: {tmp_path / 'index.html'}\n",
+    )
     code, out, _ = call(one.run.path, "--no-plots", "--text", "--out", tmp_path)
     assert code == 0 and "\x1b" not in out
     assert all(words in out for words in ("sample at step 400", "└", "Final training loss"))
@@ -221,7 +282,9 @@ def test_the_verb(one, tmp_path, capsys, monkeypatch):
         (cell / "recipe.toml").unlink()
     (tmp_path / "file").write_text("in the way")
     for sources, word in (
-        ((tmp_path,), "no recipe.toml"), ((study,), "sweep first"), ((one.run.path, "--out", "file/report"), "--out")
-    ):  # fmt: skip
+        ((tmp_path,), "no recipe.toml"),
+        ((study,), "sweep first"),
+        ((one.run.path, "--out", "file/report"), "--out"),
+    ):
         code, _, error = call(*sources, "--no-plots")
         assert code == 2 and word in error

@@ -19,26 +19,61 @@ from windlass.study.grid import WORLD, Scaling
 from windlass.study.scaling import NAMES
 
 BASELINE = [
-    "Train Loss (Final)", "Eval Loss (Epoch 1)", "Eval Loss (Epoch 2)", "Eval Loss (Epoch 3)",
-    "Training Speed (samples/sec)", "Evaluation Speed (samples/sec)", "Steps per Epoch", "Memory Allocated (MB)",
+    "Train Loss (Final)",
+    "Eval Loss (Epoch 1)",
+    "Eval Loss (Epoch 2)",
+    "Eval Loss (Epoch 3)",
+    "Training Speed (samples/sec)",
+    "Evaluation Speed (samples/sec)",
+    "Steps per Epoch",
+    "Memory Allocated (MB)",
     "GPU Utilization (%)",
-]  # fmt: skip
+]
 SCALING = [
-    "Setup", "Total GPUs", "Samples/s", "Samples/s Scale Factor", "Runtime (s)", "Runtime Scale Factor", "Loss",
+    "Setup",
+    "Total GPUs",
+    "Samples/s",
+    "Samples/s Scale Factor",
+    "Runtime (s)",
+    "Runtime Scale Factor",
+    "Loss",
     "GPU Memory Allocated (GB)",
-]  # fmt: skip
+]
 GPT = [
-    "Setup", "Total GPUs", "Samples/s (Default)", "Samples/s (Callback)", "GPU Memory (GB, Default)",
-    "GPU Memory (GB, Callback)", "GPU Utilization (%)", "Loss", "Runtime (s)",
-]  # fmt: skip
+    "Setup",
+    "Total GPUs",
+    "Samples/s (Default)",
+    "Samples/s (Callback)",
+    "GPU Memory (GB, Default)",
+    "GPU Memory (GB, Callback)",
+    "GPU Utilization (%)",
+    "Loss",
+    "Runtime (s)",
+]
 WEAK = [
-    "GPUs", "Num Layers", "Per-GPU Batch", "Total Params", "Samples/s (Callback)", "GPU Memory (GB, Callback)",
-    "GPU Utilization (%)", "Loss", "Runtime (s)", "Efficiency (%)",
-]  # fmt: skip
+    "GPUs",
+    "Num Layers",
+    "Per-GPU Batch",
+    "Total Params",
+    "Samples/s (Callback)",
+    "GPU Memory (GB, Callback)",
+    "GPU Utilization (%)",
+    "Loss",
+    "Runtime (s)",
+    "Efficiency (%)",
+]
 SETUP_VALUES = {
-    *NAMES, "setup", "efficiency_pct", "ratio_pct", "gpus", "gpu_util_pct",
-    "gpu_hours", "mem_alloc_gb", "driver_mem_gb", "peak_mem_gb",
-}  # fmt: skip
+    *NAMES,
+    "setup",
+    "efficiency_pct",
+    "ratio_pct",
+    "gpus",
+    "gpu_util_pct",
+    "gpu_hours",
+    "mem_alloc_gb",
+    "driver_mem_gb",
+    "peak_mem_gb",
+}
 
 
 def rows(table):
@@ -49,24 +84,31 @@ def rows(table):
 def baseline(tmp_path_factory):
     """Two runs of the preset: one that finished on GPUs, and one on a CPU that was killed before its first step."""
     top = tmp_path_factory.mktemp("baseline")
-    on_gpus = build_run(top / "gpus", "preset=bloom-squad-baseline", "eval.every=1 epoch", steps=500)
+    on_gpus = build_run(
+        top / "gpus", "preset=bloom-squad-baseline", "eval.every=1 epoch", steps=500
+    )
     more = {"train_loss_mean": 2.5, "samples_per_s_whole_run": 11.97, "avg_mem_used_mb": 2750.0}
     edit(on_gpus, lambda line: line | more if line["kind"] == "summary" else line)
-    on_cpu = build_run(top / "cpu", "preset=bloom-squad-baseline", steps=100, device="cpu", finished=False)
+    on_cpu = build_run(
+        top / "cpu", "preset=bloom-squad-baseline", steps=100, device="cpu", finished=False
+    )
     edit(on_cpu, lambda line: line if line["kind"] == "event" and line["step"] == 0 else None)
     return on_gpus, on_cpu
 
 
 def test_every_column_of_a_table_has_a_value_that_exists():
-    assert {name: list(specifications()[name]["columns"]) for name in ("bloom-squad-baseline", "gpt-squad-scaling")} == {
-        "bloom-squad-baseline": BASELINE, "gpt-squad-scaling": GPT,
-    }  # fmt: skip
+    assert {
+        name: list(specifications()[name]["columns"])
+        for name in ("bloom-squad-baseline", "gpt-squad-scaling")
+    } == {"bloom-squad-baseline": BASELINE, "gpt-squad-scaling": GPT}
     assert list(specifications()["bloom-squad-scaling"]["columns"]) == SCALING
     assert list(specifications()["gpt-squad-weak"]["columns"])[:-1] == WEAK
     assert kind("eval_loss_epoch_2") == kind("train_loss_mean") == "loss", "as many digits"
     known = {*MEASURES, *settings(), *SETUP_VALUES}
     for name, spec in specifications().items():
-        unknown = {x for x in spec["columns"].values() if x not in known and not x.startswith(EPOCH_LOSS)}
+        unknown = {
+            x for x in spec["columns"].values() if x not in known and not x.startswith(EPOCH_LOSS)
+        }
         assert not unknown, (name, unknown)
 
 
@@ -74,8 +116,19 @@ def test_a_run_fills_the_table_of_its_preset(baseline):
     filled = published([view(baseline[0])])
     (row,) = rows(filled.table)
     assert filled.name == "bloom-squad-baseline" and list(row) == BASELINE
-    losses = [f"{loss_at(step, 1) + 0.06:.4f}" for step in (250, 500)]  # 250 steps an epoch, and two epochs
-    assert [*row.values()] == ["2.5000", *losses, "no evaluation at epoch 3", "12.0", "256.0", "250", "1,510", "91.7"]
+    losses = [
+        f"{loss_at(step, 1) + 0.06:.4f}" for step in (250, 500)
+    ]  # 250 steps an epoch, and two epochs
+    assert [*row.values()] == [
+        "2.5000",
+        *losses,
+        "no evaluation at epoch 3",
+        "12.0",
+        "256.0",
+        "250",
+        "1,510",
+        "91.7",
+    ]
 
 
 def test_what_is_not_there_has_a_reason_and_is_never_empty(baseline):
@@ -107,7 +160,14 @@ def test_a_sweep_of_the_learning_rate_alone_has_a_row_a_cell(tmp_path):
     seen = read_study(path)
     assert published(seen.views, seen) is None, "the schedule is varied too, and has no column"
     found = rows(published(seen.views, seen, "c4-29m").table)
-    assert [row["Learning Rate"] for row in found] == ["0.01", "0.01", "0.001", "0.001", "0.0001", "0.0001"]
+    assert [row["Learning Rate"] for row in found] == [
+        "0.01",
+        "0.01",
+        "0.001",
+        "0.001",
+        "0.0001",
+        "0.0001",
+    ]
     assert (
         found[0]["Validation Loss"] == f"{loss_at(200, 1, 1e-2) + 0.06:.4f}"
         and found[0]["Memory Allocated (MB)"] == "1,510"
@@ -120,11 +180,25 @@ def test_a_sweep_of_the_learning_rate_alone_has_a_row_a_cell(tmp_path):
 
 
 SETUP = {
-    "setup": "1 x 4", "world": 4, "samples_per_s": 60.0, "samples_per_s_whole_run": 41.0, "samples_factor": 3.5, "runtime_factor": 0.9,
-    "runtime_s": 123.4, "train_loss_mean": 1.25, "mem_alloc_mb": 1510.0, "driver_mem_mb": 2750.0, "util_pct": 91.7,
-    "layers": 6, "batch_per_device": 4.0, "parameters": 400_000_000, "efficiency": 0.875, "ratio": 8 / 7,
-    "state": "finished", "reasons": {},
-}  # fmt: skip
+    "setup": "1 x 4",
+    "world": 4,
+    "samples_per_s": 60.0,
+    "samples_per_s_whole_run": 41.0,
+    "samples_factor": 3.5,
+    "runtime_factor": 0.9,
+    "runtime_s": 123.4,
+    "train_loss_mean": 1.25,
+    "mem_alloc_mb": 1510.0,
+    "driver_mem_mb": 2750.0,
+    "util_pct": 91.7,
+    "layers": 6,
+    "batch_per_device": 4.0,
+    "parameters": 400_000_000,
+    "efficiency": 0.875,
+    "ratio": 8 / 7,
+    "state": "finished",
+    "reasons": {},
+}
 
 
 def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_path):
@@ -132,7 +206,11 @@ def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_p
     seen = read_study(build_study(tmp_path / "study", rates=(1e-3,), seeds=(1,)))
     (row,) = rows(published([on_gpus], seen, "gpt-squad-scaling", [SETUP]).table)
     assert list(row.items()) == list(
-        zip(GPT, ("1 x 4", "4", "41.0", "60.0", "2.750", "1.510", "91.7", "1.2500", "123.4"), strict=True)
+        zip(
+            GPT,
+            ("1 x 4", "4", "41.0", "60.0", "2.750", "1.510", "91.7", "1.2500", "123.4"),
+            strict=True,
+        )
     )
     (row,) = rows(published([on_gpus], seen, "gpt-squad-weak", [SETUP]).table)
     assert [*row.values()] == [
@@ -149,7 +227,15 @@ def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_p
         "114.3",
     ]
     (row,) = rows(published([on_cpu], seen, "gpt-squad-scaling", [SETUP]).table)
-    assert [*row.values()] == ["1 x 4", "4 CPU ranks", "41.0", "60.0", *["no GPU"] * 3, "1.2500", "123.4"]
+    assert [*row.values()] == [
+        "1 x 4",
+        "4 CPU ranks",
+        "41.0",
+        "60.0",
+        *["no GPU"] * 3,
+        "1.2500",
+        "123.4",
+    ]
     waiting = {
         "setup": "1 x 8",
         "world": 8,
@@ -157,7 +243,13 @@ def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_p
         "reasons": {"samples_factor": "the baseline has no numbers"},
     }
     (row,) = rows(published([on_gpus], seen, "bloom-squad-scaling", [waiting]).table)
-    assert [*row.values()] == ["1 x 8", "8", "not run yet", "the baseline has no numbers", *["not run yet"] * 4]
+    assert [*row.values()] == [
+        "1 x 8",
+        "8",
+        "not run yet",
+        "the baseline has no numbers",
+        *["not run yet"] * 4,
+    ]
     waiting |= {"state": "failed", "reasons": {"efficiency": "no communication on one rank"}}
     (row,) = rows(published([on_gpus], seen, "gpt-squad-weak", [waiting]).table)
     assert row["Loss"] == "failed" and row["Efficiency (%)"] == "no communication on one rank"
@@ -168,7 +260,11 @@ def test_the_report_writes_it_for_people_and_programs_and_shows_it(baseline, cap
     with pytest.raises(SystemExit) as done:
         main(["report", str(baseline[0].path), "--no-plots"])
     shown = capsys.readouterr().out
-    assert not done.value.code and "Fine-tuning on SQuAD" in shown and "no evaluation at epoch 3" in shown
+    assert (
+        not done.value.code
+        and "Fine-tuning on SQuAD" in shown
+        and "no evaluation at epoch 3" in shown
+    )
     folder = baseline[0].path / "report"
     before = {file.name: file.read_bytes() for file in folder.glob("published.*")}
     (row,) = csv.DictReader((folder / "published.csv").read_text().splitlines())
@@ -178,7 +274,10 @@ def test_the_report_writes_it_for_people_and_programs_and_shows_it(baseline, cap
     page = (folder / "index.html").read_text()
     assert 'id="published"' in page and "no evaluation at epoch 3" in page
     report(baseline[0].path, plots=False)
-    assert before == {file.name: file.read_bytes() for file in folder.glob("published.*")} and len(before) == 3
+    assert (
+        before == {file.name: file.read_bytes() for file in folder.glob("published.*")}
+        and len(before) == 3
+    )
 
 
 def test_a_run_of_another_preset_has_none(tmp_path):
@@ -186,24 +285,38 @@ def test_a_run_of_another_preset_has_none(tmp_path):
     written = report(run, plots=False)
     assert written.published is None and not list((tmp_path / "run" / "report").glob("published.*"))
     assert 'id="published"' not in written.page.read_text()
-    assert Recipe.load(run.path).preset == "quickstart" and json.loads((run.path / "environment.json").read_text())
+    assert Recipe.load(run.path).preset == "quickstart" and json.loads(
+        (run.path / "environment.json").read_text()
+    )
 
 
 def test_a_scaling_study_of_a_preset_fills_its_table_from_the_ledgers(tmp_path):
     """Two ranks take 60 ms for a step of 8, where one takes 100 ms; the third setup has not begun."""
     scaling = Scaling("strong", preset="bloom-squad-scaling")
     study = build_scaling(
-        tmp_path / "study", scaling, worlds(1, 2, 4), lambda c: phases(100 if c[WORLD] == 1 else 60), waiting=[2]
+        tmp_path / "study",
+        scaling,
+        worlds(1, 2, 4),
+        lambda c: phases(100 if c[WORLD] == 1 else 60),
+        waiting=[2],
     )
     one, two, four = rows(of_study(study).table)
-    assert list(one) == SCALING and one["Samples/s Scale Factor"] == one["Runtime Scale Factor"] == "1.000"
-    assert (one["Samples/s"], two["Samples/s"], two["Samples/s Scale Factor"]) == ("80.0", "133.3", "1.667")
+    assert (
+        list(one) == SCALING
+        and one["Samples/s Scale Factor"] == one["Runtime Scale Factor"] == "1.000"
+    )
+    assert (one["Samples/s"], two["Samples/s"], two["Samples/s Scale Factor"]) == (
+        "80.0",
+        "133.3",
+        "1.667",
+    )
     assert one["Total GPUs"] == "1 CPU rank" and two["GPU Memory Allocated (GB)"] == "no GPU"
     assert float(one["Runtime (s)"]) / float(two["Runtime (s)"]) == pytest.approx(
         float(two["Runtime Scale Factor"]), rel=0.02
     )
     assert (
-        four["Setup"] == "1 host, 4 ranks" and four["Samples/s"] == four["Runtime (s)"] == four["Loss"] == "not run yet"
+        four["Setup"] == "1 host, 4 ranks"
+        and four["Samples/s"] == four["Runtime (s)"] == four["Loss"] == "not run yet"
     )
     first, second = (report(study.path, tmp_path / name, plots=False) for name in "ab")
     assert first.published == second.published == of_study(study)

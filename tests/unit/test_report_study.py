@@ -10,7 +10,14 @@ from windlass.recipe import Recipe
 from windlass.reports.charts import charts
 from windlass.reports.page import page
 from windlass.reports.plots import draw, heat_figure, write_plots
-from windlass.reports.study import cell_table, heat_map, read_study, seed_table, sweep_charts, winner_text
+from windlass.reports.study import (
+    cell_table,
+    heat_map,
+    read_study,
+    seed_table,
+    sweep_charts,
+    winner_text,
+)
 from windlass.run import Run
 from windlass.study.study import Study
 
@@ -20,7 +27,9 @@ def best(lr, seed):
 
 
 def rows(table):
-    return [dict(zip([column.name for column in table.columns], row, strict=True)) for row in table.rows]
+    return [
+        dict(zip([column.name for column in table.columns], row, strict=True)) for row in table.rows
+    ]
 
 
 def test_the_table_of_cells_in_the_order_of_the_grid(study):
@@ -28,7 +37,9 @@ def test_the_table_of_cells_in_the_order_of_the_grid(study):
     assert list(cells[0])[:4] == ["optim.lr", "optim.schedule.kind", "run.seed", "state"]
     assert [row["state"] for row in cells] == ["finished", "failed", *["finished"] * 9, "waiting"]
     assert cells[0]["eval_loss"] == pytest.approx(loss_at(200, 1, 1e-2) + 0.06)
-    assert cells[1]["reason"] == "step 151: loss not finite on rank 0" and cells[11]["tokens"] is None
+    assert (
+        cells[1]["reason"] == "step 151: loss not finite on rank 0" and cells[11]["tokens"] is None
+    )
     assert len(study.views) == 11 and study.views[0].label == "lr=0.01 kind=cosine seed=1"
 
 
@@ -38,29 +49,55 @@ def test_medians_and_spread_over_the_seeds_that_finished(study):
     expected = [*values, sum(values) / 2, values[1] - values[0]]
     assert [row[name] for name in ("low", "high", "median", "spread")] == pytest.approx(expected)
     alone = table[1e-2, "cosine"]
-    assert (alone["median"], alone["seeds"], alone["finished"]) == (pytest.approx(best(1e-2, 1)), 2, 1)
+    assert (alone["median"], alone["seeds"], alone["finished"]) == (
+        pytest.approx(best(1e-2, 1)),
+        2,
+        1,
+    )
     assert alone["spread"] is None, "one seed has no spread"
-    assert "median of the best evaluation loss over 2 seeds: " in winner_text(study, study.winners[0])
+    assert "median of the best evaluation loss over 2 seeds: " in winner_text(
+        study, study.winners[0]
+    )
 
 
 def test_the_loss_against_each_swept_setting_and_the_heat_map_of_two(study):
-    (lr, kind), heat, median = sweep_charts(study), heat_map(study), (best(1e-3, 1) + best(1e-3, 2)) / 2
+    (lr, kind), heat, median = (
+        sweep_charts(study),
+        heat_map(study),
+        (best(1e-3, 1) + best(1e-3, 2)) / 2,
+    )
     assert (lr.id, lr.x_log) == ("loss-against-lr", True)
     assert (lr.x_values, lr.x_names) == ([1e-4, 1e-3, 1e-2], ["0.0001", "0.001", "0.01"])
     assert (kind.x_log, kind.x_values, kind.x_names) == (False, [0, 1], ["cosine", "wsd"])
     cosine, wsd = [series for series in lr.series if series.name]
-    assert (cosine.name, wsd.name, cosine.y[1]) == ("kind=cosine", "kind=wsd", pytest.approx(median))
-    assert [len(series.y) for series in lr.series if series.points == "only"] == [5, 5], "a circle for each seed"
-    medians, seeds = [line for line in draw(lr, study.views).axes[0].get_lines() if len(line.get_xdata()) > 1][:2]
+    assert (cosine.name, wsd.name, cosine.y[1]) == (
+        "kind=cosine",
+        "kind=wsd",
+        pytest.approx(median),
+    )
+    assert [len(series.y) for series in lr.series if series.points == "only"] == [5, 5], (
+        "a circle for each seed"
+    )
+    medians, seeds = [
+        line for line in draw(lr, study.views).axes[0].get_lines() if len(line.get_xdata()) > 1
+    ][:2]
     assert (medians.get_marker(), seeds.get_marker()) == ("D", "o") and "diamonds" in lr.note
     assert study.tones[:5] == [1, 1, 1, 1, 0.5], "colour by rate"
     assert (heat.row_key, heat.rows) == ("optim.schedule.kind", ["cosine", "wsd"])
-    assert (heat.column_key, heat.columns, heat.cells[0][1]) == ("optim.lr", [1e-4, 1e-3, 1e-2], pytest.approx(median))
+    assert (heat.column_key, heat.columns, heat.cells[0][1]) == (
+        "optim.lr",
+        [1e-4, 1e-3, 1e-2],
+        pytest.approx(median),
+    )
     assert heat.shares[0][1] == 1 == np.nanmax(heat.shares) and np.nanmin(heat.shares) == 0
 
 
 def test_settings_with_the_same_last_part_have_names_and_charts_of_their_own(tmp_path):
-    axes = {"optim.kind": ["adamw", "muon"], "optim.schedule.kind": ["cosine", "wsd"], "run.seed": [1, 2]}
+    axes = {
+        "optim.kind": ["adamw", "muon"],
+        "optim.schedule.kind": ["cosine", "wsd"],
+        "run.seed": [1, 2],
+    }
     study = Study.create(Recipe.load("quickstart", ["train.steps=50"]), axes, tmp_path / "study")
     for number, cell in enumerate(study.cells):
         kind, schedule, _ = cell.assignment.values()
@@ -71,11 +108,19 @@ def test_settings_with_the_same_last_part_have_names_and_charts_of_their_own(tmp
     seen = read_study(study.path)
     of_optimizers, of_schedules = sweep_charts(seen)
     assert (of_optimizers.x_label, of_schedules.x_label) == ("optim.kind", "schedule.kind")
-    assert of_optimizers.id == "loss-against-optim-kind" and of_schedules.id == "loss-against-schedule-kind"
-    assert [one.name for one in of_optimizers.series if one.name] == ["schedule.kind=cosine", "schedule.kind=wsd"]
+    assert (
+        of_optimizers.id == "loss-against-optim-kind"
+        and of_schedules.id == "loss-against-schedule-kind"
+    )
+    assert [one.name for one in of_optimizers.series if one.name] == [
+        "schedule.kind=cosine",
+        "schedule.kind=wsd",
+    ]
     assert not np.array_equal(of_optimizers.series[0].y, of_schedules.series[0].y)
     assert heat_map(seen).names == ("optim.kind", "schedule.kind")
-    drawn = write_plots(seen.views, [of_optimizers, of_schedules], tmp_path / "plots", heat=heat_map(seen))
+    drawn = write_plots(
+        seen.views, [of_optimizers, of_schedules], tmp_path / "plots", heat=heat_map(seen)
+    )
     assert len({path.read_bytes() for path in drawn.values()}) == len(drawn) == 3
     assert "optim.kind" in (table := "".join(cells_table_text(study))) and "schedule.kind" in table
 
@@ -121,7 +166,9 @@ def test_what_diverged_leaves_a_hole_and_does_not_squeeze_the_curves_of_the_othe
     bad = json.loads((path / "study.json").read_text())["cells"][2:4]
     for cell in bad:
         edit(Run(path / cell["run"]), blow_up)
-    statuses = {cell["key"]: {"state": "diverged", "reason": "loss nan at step 120"} for cell in bad}
+    statuses = {
+        cell["key"]: {"state": "diverged", "reason": "loss nan at step 120"} for cell in bad
+    }
     (path / "statuses.json").write_text(json.dumps(statuses))
     seen = read_study(path)
     assert [r.state for r in seen.results].count("diverged") == 2

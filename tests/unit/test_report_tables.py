@@ -12,16 +12,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, edit, loss_at
 
-from windlass.reports.tables import all_settings, comparison, curves, evaluation_names, evaluations, measures, results
-from windlass.reports.text import csv_text, curve, last_sample, latex_table, markdown_cell, printable
+from windlass.reports.tables import (
+    all_settings,
+    comparison,
+    curves,
+    evaluation_names,
+    evaluations,
+    measures,
+    results,
+)
+from windlass.reports.text import (
+    csv_text,
+    curve,
+    last_sample,
+    latex_table,
+    markdown_cell,
+    printable,
+)
 from windlass.reports.view import Track, view, views
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     folder, options = tmp_path_factory.mktemp("runs"), {"steps": 100, "ranks": 1}
-    runs = [build_run(folder / "a", lr=1e-2, **options), build_run(folder / "b", lr=1e-3, seed=2, **options)]
-    return views([*runs, build_run(folder / "c", lr=1e-4, seed=3, finished=False, device="cpu", **options)])
+    runs = [
+        build_run(folder / "a", lr=1e-2, **options),
+        build_run(folder / "b", lr=1e-3, seed=2, **options),
+    ]
+    return views(
+        [*runs, build_run(folder / "c", lr=1e-4, seed=3, finished=False, device="cpu", **options)]
+    )
 
 
 def read(table):
@@ -36,13 +56,28 @@ def test_the_results_of_a_run_by_hand(one):
     values = measures(one)
     best = min(range(0, 401, 50), key=lambda s: loss_at(s, 1))
     expected = {
-        "train_loss": loss_at(400, 1), "eval_loss": loss_at(400, 1) + 0.06, "best_eval_step": best,
-        "best_eval_loss": loss_at(best, 1) + 0.06, "steps": 400, "tokens": 819_200, "samples": 6400, "starts": 2,
-        "steps_per_epoch": 250, "eval_samples_per_s": 256, "world": 2, "parameters": 813_568, "util_pct": 91.7,
-        "goodput": 200 / one.wall["total"], "runtime_s": one.wall["total"], "hellaswag_acc": 0.25 + 400 / 9000,
-    }  # fmt: skip
+        "train_loss": loss_at(400, 1),
+        "eval_loss": loss_at(400, 1) + 0.06,
+        "best_eval_step": best,
+        "best_eval_loss": loss_at(best, 1) + 0.06,
+        "steps": 400,
+        "tokens": 819_200,
+        "samples": 6400,
+        "starts": 2,
+        "steps_per_epoch": 250,
+        "eval_samples_per_s": 256,
+        "world": 2,
+        "parameters": 813_568,
+        "util_pct": 91.7,
+        "goodput": 200 / one.wall["total"],
+        "runtime_s": one.wall["total"],
+        "hellaswag_acc": 0.25 + 400 / 9000,
+    }
     assert {name: values[name] for name in expected} == pytest.approx(expected)
-    assert values["device_hours"] == pytest.approx(2 * one.wall["total"] / 3600) and one.wall["lost"] > 15
+    assert (
+        values["device_hours"] == pytest.approx(2 * one.wall["total"] / 3600)
+        and one.wall["lost"] > 15
+    )
     assert values["actual_s"] < values["runtime_s"], "without the steps that were done again"
     assert values["predicted_s"] == pytest.approx(values["actual_s"], rel=0.25)
     assert "best_measure" not in values, "the loss has its own lines"
@@ -56,17 +91,28 @@ def test_speed_is_work_divided_by_time(tmp_path):
         rates = {"tokens_per_s": 1e6 / ms, "samples_per_s": 1e4 / ms, "step_ms": ms}
         add_lines(run, {"kind": "train", "step": step, "loss": 1.0, "tokens": 1000 * step, **rates})
     for step, samples, seconds in ((10, 100, 1.0), (20, 900, 3.0)):
-        line = {"kind": "eval", "suite": "loss", "step": step, "loss": 1.0, "samples": samples, "runtime_s": seconds}
+        line = {
+            "kind": "eval",
+            "suite": "loss",
+            "step": step,
+            "loss": 1.0,
+            "samples": samples,
+            "runtime_s": seconds,
+        }
         add_lines(run, line | {"samples_per_s": samples / seconds})
     add_lines(run, {"kind": "summary", "step": 30, "tokens_per_s_mean": 5555.0})
     values = measures(view(run))
-    assert [values[f"train_{what}_per_s"] for what in ("tokens", "samples", "steps")] == pytest.approx([2000, 20, 2])
+    assert [
+        values[f"train_{what}_per_s"] for what in ("tokens", "samples", "steps")
+    ] == pytest.approx([2000, 20, 2])
     assert values["eval_samples_per_s"] == pytest.approx(250)
 
 
 def test_the_table_has_the_loss_of_each_evaluation_and_full_precision_in_csv(one, tmp_path):
     rows = shown(one)
-    assert rows["Final evaluation loss, before training"] == "5.5100" and rows["Runtime"] == "4m 20s"
+    assert (
+        rows["Final evaluation loss, before training"] == "5.5100" and rows["Runtime"] == "4m 20s"
+    )
     assert rows["Final evaluation loss, step 250"] == f"{loss_at(250, 1) + 0.06:.4f}"
     exact = {row["name"]: row for row in read(results(one))}
     assert float(exact["train_loss"]["one"]) == loss_at(400, 1)
@@ -81,25 +127,44 @@ def test_the_table_has_the_loss_of_each_evaluation_and_full_precision_in_csv(one
 def test_evaluations_are_named_by_epoch_where_they_follow_the_epochs(one):
     steps = np.array([0.0, 251.0, 501.0, 620.0])
     track = Track({"step": steps, "epoch": steps / 250.4})
-    assert evaluation_names(track, "1 epoch") == ["before training", "epoch 1", "epoch 2", "step 620"]
+    assert evaluation_names(track, "1 epoch") == [
+        "before training",
+        "epoch 1",
+        "epoch 2",
+        "step 620",
+    ]
     assert evaluation_names(track, 0.25) == ["before training", "step 251", "step 501", "step 620"]
     half = Track({"step": np.array([126.0]), "epoch": np.array([126 / 250.4])})
     assert evaluation_names(half, "0.5 epochs") == ["epoch 0.5"]
     tables = evaluations(one)
     assert [int(row["step"]) for row in read(tables["loss"])] == list(range(0, 401, 50))
-    assert [column.name for column in tables["hellaswag"].columns[3:]] == ["acc", "acc_norm", "items"]
+    assert [column.name for column in tables["hellaswag"].columns[3:]] == [
+        "acc",
+        "acc_norm",
+        "items",
+    ]
 
 
 def test_settings_that_differ_come_first_then_those_changed(three):
     settings = all_settings(three)
     changed = [row for row in settings if row.changed and not row.differs]
     assert [row.key for row in settings[:2]] == ["run.seed", "optim.lr"]
-    assert settings[2 : 2 + len(changed)] == changed and settings[1].meaning.startswith("Peak learning rate.")
+    assert settings[2 : 2 + len(changed)] == changed and settings[1].meaning.startswith(
+        "Peak learning rate."
+    )
     rows = read(comparison(three))
     assert list(rows[0])[:4] == ["run", "run.seed", "optim.lr", "state"]
-    assert [(row["run"], float(row["optim.lr"])) for row in rows] == [("a", 1e-2), ("b", 1e-3), ("c", 1e-4)]
+    assert [(row["run"], float(row["optim.lr"])) for row in rows] == [
+        ("a", 1e-2),
+        ("b", 1e-3),
+        ("c", 1e-4),
+    ]
     cpu = measures(three[2])  # no summary: the samples in training steps count
-    assert cpu["util_pct"] == pytest.approx(93, abs=0.6) and cpu["state"] == "failed" and "mem_alloc_mb" not in cpu
+    assert (
+        cpu["util_pct"] == pytest.approx(93, abs=0.6)
+        and cpu["state"] == "failed"
+        and "mem_alloc_mb" not in cpu
+    )
     losses = [loss_at(100, i + 1, lr) for i, lr in enumerate((1e-2, 1e-3, 1e-4))]
     assert [float(row["train_loss"]) for row in rows] == losses and rows[2]["mem_alloc_mb"] == ""
 
@@ -109,7 +174,12 @@ def test_control_characters_pipes_and_tags_are_made_safe():
     assert markdown_cell("a|b\n<script> `x` *y*") == "a\\|b &lt;script&gt; \\`x\\` \\*y\\*"
 
 
-@given(st.lists(st.tuples(st.floats(allow_nan=False), st.text(st.characters(exclude_characters="\r\x00"))), min_size=1))
+@given(
+    st.lists(
+        st.tuples(st.floats(allow_nan=False), st.text(st.characters(exclude_characters="\r\x00"))),
+        min_size=1,
+    )
+)
 def test_csv_reads_back_exactly(rows):
     lines = list(csv.reader(io.StringIO(csv_text(["x", "y"], rows), newline="")))
     assert lines[0] == ["x", "y"] and [(float(x), y) for x, y in lines[1:]] == rows

@@ -12,7 +12,13 @@ from windlass.run import ALIVE_SECONDS, Run, effective, last_start
 
 
 def line(kind, step, attempt=0, **fields):
-    return {"kind": kind, "step": step, "attempt": attempt, "time": "2026-01-01T00:00:00Z", **fields}
+    return {
+        "kind": kind,
+        "step": step,
+        "attempt": attempt,
+        "time": "2026-01-01T00:00:00Z",
+        **fields,
+    }
 
 
 def event(name, step, attempt=0):
@@ -39,7 +45,9 @@ def test_a_killed_and_resumed_ledger_reads_as_if_nothing_had_happened(run):
     evals = [line("eval", 6, attempt, loss=9.0 - attempt, suite="loss") for attempt in (0, 1)]
     write(run, *first, evals[0], *again, evals[1], torn='{"kind": "train", "step": 11, "lo')
     losses = [1.0, 2.0, 3.0, 4.0, 5.0, 6.5, 7.5, 8.5, 9.5, 10.5]
-    assert [(x["step"], x["loss"]) for x in run.lines("train")] == list(zip(range(1, 11), losses, strict=True))
+    assert [(x["step"], x["loss"]) for x in run.lines("train")] == list(
+        zip(range(1, 11), losses, strict=True)
+    )
     assert [x["loss"] for x in run.lines("eval")] == [8.0]
     assert [x["event"] for x in run.events] == ["started", "resumed"]
 
@@ -47,16 +55,25 @@ def test_a_killed_and_resumed_ledger_reads_as_if_nothing_had_happened(run):
 def test_the_last_start_is_the_newest_attempt_also_where_it_begins_earlier():
     """A WSD run was resumed at step 250 of 300, then extended from before its decay, from step 200."""
     first = event("started", 0) | {"steps": 300, "world": 2}
-    resumed, extended = event("resumed", 250, 1) | {"steps": 300}, event("resumed", 200, 2) | {"steps": 320}
+    resumed, extended = (
+        event("resumed", 250, 1) | {"steps": 300},
+        event("resumed", 200, 2) | {"steps": 320},
+    )
     assert last_start(effective([first, resumed, extended])) == {**extended, "world": 2}
     assert last_start([]) == {}
 
 
 def test_what_counts_of_a_ledger(run):
-    write(run, line("train", 1), torn='{"kind": "train", "st\n' + json.dumps(line("train", 2)) + "\n")
-    assert [x["step"] for x in run.lines("train")] == [1, 2], "a line torn in the middle costs only itself"
+    write(
+        run, line("train", 1), torn='{"kind": "train", "st\n' + json.dumps(line("train", 2)) + "\n"
+    )
+    assert [x["step"] for x in run.lines("train")] == [1, 2], (
+        "a line torn in the middle costs only itself"
+    )
     write(run, event("started", 0), *trained(range(1, 9)), event("resumed", 3, 1), *trained([4], 1))
-    assert [x["step"] for x in run.lines("train")] == [1, 2, 3, 4], "steps past the checkpoint are void"
+    assert [x["step"] for x in run.lines("train")] == [1, 2, 3, 4], (
+        "steps past the checkpoint are void"
+    )
     lines = [line("eval", 5, suite=suite) for suite in ("loss", "hellaswag")]
     lines += [line("sample", 5, index=index) for index in (0, 1)]
     assert effective(lines) == effective([*lines, *lines]) == lines

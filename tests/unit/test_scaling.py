@@ -24,8 +24,16 @@ PARAMETERS = count(Recipe.load("quickstart", SETTINGS).model, VOCAB).total
 def test_windows_that_begin_after_the_warm_up_of_each_start():
     start = {"kind": "event", "event": "started", "step": 0}
     lines = [{"kind": "train", "step": s, "step_ms": 1.0} for s in (1, 5, 10, 20)]
-    assert [x["step"] for x in windows([start, *lines], 5)] == [10, 20], "the line of step 10 holds steps 6 to 10"
-    again = [start, *lines[:3], start | {"event": "resumed", "step": 10}, lines[3], lines[3] | {"step": 25}]
+    assert [x["step"] for x in windows([start, *lines], 5)] == [10, 20], (
+        "the line of step 10 holds steps 6 to 10"
+    )
+    again = [
+        start,
+        *lines[:3],
+        start | {"event": "resumed", "step": 10},
+        lines[3],
+        lines[3] | {"step": 25},
+    ]
     assert [x["step"] for x in windows(again, 5)] == [10, 25], "a resume warms up again"
     assert [x["step"] for x in windows([start, *lines], 0)] == [1, 5, 10, 20]
     timed = [line | {"time": f"2026-01-01T00:00:{line['step']:02}Z"} for line in lines]
@@ -34,24 +42,43 @@ def test_windows_that_begin_after_the_warm_up_of_each_start():
 
 def test_a_probe_counts_from_where_all_its_ranks_were_running(tmp_path):
     study = build_scaling(
-        tmp_path / "s", Scaling("strong"), worlds(1, 2), lambda a: phases(60.0), probe=lambda a: phases(50.0)
+        tmp_path / "s",
+        Scaling("strong"),
+        worlds(1, 2),
+        lambda a: phases(60.0),
+        probe=lambda a: phases(50.0),
     )
     [directory] = (study.path / "probes").iterdir()
     alone = [Run(directory / str(rank)) for rank in range(2)]
-    together = timestamp(alone[0].lines("train")[1]) + 0.001  # of step 10: in the window up to 15 they were suspended
+    together = (
+        timestamp(alone[0].lines("train")[1]) + 0.001
+    )  # of step 10: in the window up to 15 they were suspended
     for run in alone:
         edit(
-            run, lambda line: line | phases(900.0 if line["step"] == 15 else 7.0) if line["step"] in (10, 15) else line
+            run,
+            lambda line: (
+                line | phases(900.0 if line["step"] == 15 else 7.0)
+                if line["step"] in (10, 15)
+                else line
+            ),
         )
-    (directory / "probe.json").write_text(json.dumps({"state": "finished", "reason": "", "together": together}))
+    (directory / "probe.json").write_text(
+        json.dumps({"state": "finished", "reason": "", "together": together})
+    )
     assert rows(study)[1].values["exposed_ms"] == pytest.approx(60 - 50)
 
 
 def test_strong_speed_up_efficiency_and_karp_flatt_against_the_smallest_world(tmp_path):
     took = {2: 100.0, 4: 60.0, 8: 50.0}
-    study = build_scaling(tmp_path / "s", Scaling("strong"), worlds(4, 2, 8), lambda a: phases(took[a[WORLD]]))
+    study = build_scaling(
+        tmp_path / "s", Scaling("strong"), worlds(4, 2, 8), lambda a: phases(took[a[WORLD]])
+    )
     two, four, eight = rows(study)
-    assert [row.setup for row in (two, four, eight)] == ["1 host, 2 ranks", "1 host, 4 ranks", "1 host, 8 ranks"]
+    assert [row.setup for row in (two, four, eight)] == [
+        "1 host, 2 ranks",
+        "1 host, 4 ranks",
+        "1 host, 8 ranks",
+    ]
     assert two.values["step_ms"] == 100, "the warm-up steps took ten times that"
     assert [row.values["speedup"] for row in (two, four, eight)] == pytest.approx([1, 100 / 60, 2])
     assert [row.values["efficiency"] for row in (two, four, eight)] == pytest.approx(
@@ -61,9 +88,14 @@ def test_strong_speed_up_efficiency_and_karp_flatt_against_the_smallest_world(tm
     assert eight.values["serial_fraction"] == pytest.approx((1 / 2 - 1 / 4) / (1 - 1 / 4))
     assert two.missing["serial_fraction"] == "the baseline"
     # Amdahl with a serial fraction f gives it back: T = f + (1 - f) / p
-    assert four.values["samples_per_s"] == pytest.approx(8 / 0.060) and four.values["batch_per_device"] == 2
+    assert (
+        four.values["samples_per_s"] == pytest.approx(8 / 0.060)
+        and four.values["batch_per_device"] == 2
+    )
     assert four.values["tokens_per_s_per_device"] == pytest.approx(8 * 32 / 0.060 / 4)
-    assert eight.values["ratio"] == pytest.approx(eight.values["runtime_s"] / two.values["runtime_s"])
+    assert eight.values["ratio"] == pytest.approx(
+        eight.values["runtime_s"] / two.values["runtime_s"]
+    )
     assert eight.values["runtime_factor"] == pytest.approx(1 / eight.values["ratio"])
     assert any("low efficiency, 50 %" in text for text in eight.remarks) and not four.remarks
 
@@ -71,30 +103,45 @@ def test_strong_speed_up_efficiency_and_karp_flatt_against_the_smallest_world(tm
 def test_fixed_data_compares_times_of_a_sample(tmp_path):
     cells = worlds(1, 2, 4, train__global_batch=lambda n: 2 * n)
     took = {1: 100.0, 2: 110.0, 4: 125.0}
-    study = build_scaling(tmp_path / "s", Scaling("fixed-data"), cells, lambda a: phases(took[a[WORLD]]))
+    study = build_scaling(
+        tmp_path / "s", Scaling("fixed-data"), cells, lambda a: phases(took[a[WORLD]])
+    )
     one, two, four = rows(study)
     assert [row.values["global_batch"] for row in (one, two, four)] == [2, 4, 8]
-    assert [row.values["efficiency"] for row in (one, two, four)] == pytest.approx([1, 100 / 110, 0.8])
+    assert [row.values["efficiency"] for row in (one, two, four)] == pytest.approx(
+        [1, 100 / 110, 0.8]
+    )
     assert four.values["samples_factor"] == four.values["speedup"] == pytest.approx(4 * 0.8)
     assert four.values["serial_fraction"] == pytest.approx((1 / 3.2 - 1 / 4) / (3 / 4))
 
 
 @pytest.mark.parametrize("grow", ["batch", "model"])
 def test_weak_efficiency_is_baseline_over_current_time_of_a_step(tmp_path, grow):
-    more = {"train__global_batch": lambda n: 2 * n} if grow == "batch" else {"model__layers": lambda n: 2 * n}
+    more = (
+        {"train__global_batch": lambda n: 2 * n}
+        if grow == "batch"
+        else {"model__layers": lambda n: 2 * n}
+    )
     took = {1: 100.0, 2: 125.0}
-    study = build_scaling(tmp_path / "s", Scaling("weak", grow), worlds(1, 2, **more), lambda a: phases(took[a[WORLD]]))
+    study = build_scaling(
+        tmp_path / "s",
+        Scaling("weak", grow),
+        worlds(1, 2, **more),
+        lambda a: phases(took[a[WORLD]]),
+    )
     one, two = rows(study)
-    assert two.values["efficiency"] == pytest.approx(0.8) and two.values["speedup"] == pytest.approx(1.6)
+    assert two.values["efficiency"] == pytest.approx(0.8) and two.values[
+        "speedup"
+    ] == pytest.approx(1.6)
     assert two.missing["serial_fraction"] == "defined for a fixed amount of work"
     if grow == "batch":
         each = [row.values["samples_per_s"] / row.world for row in (one, two)]
         assert two.values["efficiency"] == pytest.approx(each[1] / each[0])
     else:
         assert two.setup == "1 host, 2 ranks, 4 layers" and two.values["batch_per_device"] == 4
-        assert two.values["ratio"] == pytest.approx(two.values["runtime_s"] / one.values["runtime_s"]), (
-            "as an exercise prints it"
-        )
+        assert two.values["ratio"] == pytest.approx(
+            two.values["runtime_s"] / one.values["runtime_s"]
+        ), "as an exercise prints it"
 
 
 def test_medians_over_repeats_with_their_spread(tmp_path):
@@ -107,7 +154,9 @@ def test_medians_over_repeats_with_their_spread(tmp_path):
         waiting=[5],
     )
     one, two = rows(study)
-    assert (one.values["step_ms"], one.spread["step_ms"]) == (20, (10, 30)) and len(one.results) == 3
+    assert (one.values["step_ms"], one.spread["step_ms"]) == (20, (10, 30)) and len(
+        one.results
+    ) == 3
     assert one.spread["samples_per_s"] == pytest.approx((8 / 0.03, 8 / 0.01))
     assert (two.values["step_ms"], two.spread["step_ms"], two.state) == (20, (10, 30), "waiting")
     assert two.remarks[0] == "2 of 3 repeats have finished"
@@ -125,7 +174,9 @@ def test_the_parts_of_a_step_sum_to_it_and_a_negative_difference_is_said_to_be_n
 
     study = build_scaling(tmp_path / "s", Scaling("strong"), worlds(1, 2, 4), step, probe=probe)
     for row in rows(study):
-        assert sum(row.values.get(name, 0.0) for name in PARTS) == pytest.approx(row.values["step_ms"])
+        assert sum(row.values.get(name, 0.0) for name in PARTS) == pytest.approx(
+            row.values["step_ms"]
+        )
     one, two, four = rows(study)
     assert one.missing["exposed_ms"] == "no communication on one rank"
     # the probe: 50 ms, of them 1 data, 45 forward to optimizer, 4 the rest; the step: 60 ms, of them 3 data
@@ -137,38 +188,66 @@ def test_the_parts_of_a_step_sum_to_it_and_a_negative_difference_is_said_to_be_n
 
 def build_low(tmp_path):
     study = build_scaling(
-        tmp_path / "low", Scaling("strong"), worlds(1, 2), lambda a: phases({1: 100.0, 2: 90.0}[a[WORLD]]), probe=lambda a: phases(50.0)
-    )  # fmt: skip
+        tmp_path / "low",
+        Scaling("strong"),
+        worlds(1, 2),
+        lambda a: phases({1: 100.0, 2: 90.0}[a[WORLD]]),
+        probe=lambda a: phases(50.0),
+    )
     return rows(study)[1]
 
 
 def test_without_a_probe_communication_has_a_reason_and_no_number(tmp_path):
     study = build_scaling(
-        tmp_path / "s", Scaling("strong"), worlds(1, 2), lambda a: phases(50.0), probe=lambda a: phases(25.0)
+        tmp_path / "s",
+        Scaling("strong"),
+        worlds(1, 2),
+        lambda a: phases(50.0),
+        probe=lambda a: phases(25.0),
     )
     probe = next((tmp_path / "s" / "probes").glob("*/probe.json"))
     probe.write_text('{"state": "failed", "reason": "exit code 1: out of memory"}')
     row = rows(study)[1]
     assert (
-        "exposed_ms" not in row.values and row.missing["exposed_ms"] == "the probe failed: exit code 1: out of memory"
+        "exposed_ms" not in row.values
+        and row.missing["exposed_ms"] == "the probe failed: exit code 1: out of memory"
     )
     assert row.missing["predicted_ms"] == "the rates of these hosts and ranks were not measured"
 
 
 def test_every_number_is_there_or_has_a_reason_and_cells_that_wait_or_failed_are_rows(tmp_path):
     study = build_scaling(
-        tmp_path / "s", Scaling("strong"), worlds(1, 2, 4), lambda a: phases(50.0), waiting=[2], failed=[1]
+        tmp_path / "s",
+        Scaling("strong"),
+        worlds(1, 2, 4),
+        lambda a: phases(50.0),
+        waiting=[2],
+        failed=[1],
     )
     for row in rows(study):
         assert set(NAMES) == set(row.values) & set(NAMES) | set(row.missing)
         assert all(row.missing.values()) and not set(row.values) & set(row.missing)
     _, failed, waiting = rows(study)
-    assert (failed.state, failed.missing["speedup"]) == ("failed", "failed: exit code 1: out of memory")
-    assert (waiting.state, waiting.missing["step_ms"], waiting.values["world"]) == ("waiting", "not run yet", 4)
-    alone = build_scaling(tmp_path / "t", Scaling("strong"), worlds(1, 2), lambda a: phases(50.0), waiting=[0])
+    assert (failed.state, failed.missing["speedup"]) == (
+        "failed",
+        "failed: exit code 1: out of memory",
+    )
+    assert (waiting.state, waiting.missing["step_ms"], waiting.values["world"]) == (
+        "waiting",
+        "not run yet",
+        4,
+    )
+    alone = build_scaling(
+        tmp_path / "t", Scaling("strong"), worlds(1, 2), lambda a: phases(50.0), waiting=[0]
+    )
     assert rows(alone)[1].missing["efficiency"] == "the baseline, 1 host, 1 rank, has no numbers"
-    short = build_scaling(tmp_path / "u", Scaling("strong", warmup=20), worlds(1), lambda a: phases(50.0))
-    assert rows(short)[0].missing["step_ms"] == "no line of the ledger begins after 20 steps of warm-up"
+    short = build_scaling(
+        tmp_path / "u", Scaling("strong", warmup=20), worlds(1), lambda a: phases(50.0)
+    )
+    assert (
+        rows(short)[0].missing["step_ms"]
+        == "no line of the ledger begins after 20 steps of warm-up"
+    )
 
 
 def test_oversubscribed_cores_are_said(tmp_path):
@@ -184,15 +263,25 @@ def test_a_projection_rests_on_ranks_that_do_not_take_turns(tmp_path):
     """Of 1, 2 and 4 ranks with two threads each on 4 cores, 2 are projected from."""
     scaling, measured = Scaling("strong", project=(4, 8)), rates("1x1", "1x2", "1x4")
     study = build_scaling(
-        tmp_path / "s", scaling, worlds(1, 2, 4), lambda a: phases(50.0), probe=lambda a: phases(40.0 / a[WORLD]),
-        rates=measured, cores=4,
-    )  # fmt: skip
+        tmp_path / "s",
+        scaling,
+        worlds(1, 2, 4),
+        lambda a: phases(50.0),
+        probe=lambda a: phases(40.0 / a[WORLD]),
+        rates=measured,
+        cores=4,
+    )
     table = rows(study)
     (four, eight), basis = projections(study, table)
     assert four.reason == "within those measured" and "of 1 host, 2 ranks" in basis
     values = table[1].values
-    passes, update = 0.8 * 20, 0.1 * 20  # of the probe with 2 ranks, which takes 20 ms a step: see phases()
-    assert eight.compute_ms == pytest.approx(passes * 2 / 8 + update + values["host_ms"] + values["data_ms"])
+    passes, update = (
+        0.8 * 20,
+        0.1 * 20,
+    )  # of the probe with 2 ranks, which takes 20 ms a step: see phases()
+    assert eight.compute_ms == pytest.approx(
+        passes * 2 / 8 + update + values["host_ms"] + values["data_ms"]
+    )
 
 
 def test_ring_formulas_of_the_collectives():
@@ -201,10 +290,15 @@ def test_ring_formulas_of_the_collectives():
     assert collectives(Layout("single"), tensors) == []
     [one] = collectives(layout, tensors)
     assert one == ("all_reduce", 4000, 1, 4) and one.bus_bytes == pytest.approx(2 * 3 / 4 * 4000)
-    assert len(collectives(layout, tensors, bucket_mb=1e-3)) == 1 and collectives(layout, tensors, 1e-3)[0].calls == 4
+    assert (
+        len(collectives(layout, tensors, bucket_mb=1e-3)) == 1
+        and collectives(layout, tensors, 1e-3)[0].calls == 4
+    )
 
     def sent(strategy, **rest):
-        every = collectives(Layout(strategy, 4, **{"shard": 4, "precision": "bf16"} | rest), tensors)
+        every = collectives(
+            Layout(strategy, 4, **{"shard": 4, "precision": "bf16"} | rest), tensors
+        )
         return {
             name: sum(c.bus_bytes for c in every if c.name == name)
             for name in ("all_gather", "reduce_scatter", "all_reduce")
@@ -216,10 +310,16 @@ def test_ring_formulas_of_the_collectives():
     )
     assert sent("shard_grad_op")["all_gather"] == pytest.approx(3 / 4 * (2 * 900 + 200))
     twice = sent("full_shard", accumulation=2)
-    assert twice["all_gather"] == 2 * sent("full_shard")["all_gather"] and twice["reduce_scatter"] == 6000
+    assert (
+        twice["all_gather"] == 2 * sent("full_shard")["all_gather"]
+        and twice["reduce_scatter"] == 6000
+    )
     assert sent("full_shard", accumulation=2, reduce_each=False)["reduce_scatter"] == 3000
     assert sent("shard_grad_op", accumulation=2)["reduce_scatter"] == 3000
-    assert sent("hybrid_shard", shard=2, accumulation=2)["all_reduce"] == sent("hybrid_shard", shard=2)["all_reduce"]
+    assert (
+        sent("hybrid_shard", shard=2, accumulation=2)["all_reduce"]
+        == sent("hybrid_shard", shard=2)["all_reduce"]
+    )
     hybrid = sent("hybrid_shard", shard=2)
     assert hybrid == pytest.approx(
         {"all_gather": 1 / 2 * 3800, "reduce_scatter": 1 / 2 * 4000, "all_reduce": 2 * 1 / 2 * 2000}
@@ -228,23 +328,39 @@ def test_ring_formulas_of_the_collectives():
 
 def test_predicted_time_by_measured_rates(tmp_path):
     measured = rates("1x4", tflops=2.0)["1x4"]
-    at = [bus_bandwidth_at(measured["collectives"], "all_reduce", size) for size in (1, 2**16, 2**18, 2**20, 2**30)]
-    assert at == pytest.approx([0.1e9, 0.1e9, 0.55e9, 1e9, 1e9]), "linear in the logarithm of the size"
-    assert bus_bandwidth_at([], "all_reduce", 1) is None
-    step = predict(measured, 4e9, Layout("ddp", 4, checkpointing="full"), [Collective("all_reduce", 2**20, 3, 4)])
-    assert step.compute == pytest.approx(4 / 3 * 4e9 / 2e12) and step.communication == pytest.approx(
-        3 * 1.5 * 2**20 / 1e9
+    at = [
+        bus_bandwidth_at(measured["collectives"], "all_reduce", size)
+        for size in (1, 2**16, 2**18, 2**20, 2**30)
+    ]
+    assert at == pytest.approx([0.1e9, 0.1e9, 0.55e9, 1e9, 1e9]), (
+        "linear in the logarithm of the size"
     )
+    assert bus_bandwidth_at([], "all_reduce", 1) is None
+    step = predict(
+        measured,
+        4e9,
+        Layout("ddp", 4, checkpointing="full"),
+        [Collective("all_reduce", 2**20, 3, 4)],
+    )
+    assert step.compute == pytest.approx(
+        4 / 3 * 4e9 / 2e12
+    ) and step.communication == pytest.approx(3 * 1.5 * 2**20 / 1e9)
     assert "in bf16" in predict(measured, 1.0, Layout("ddp", 4, precision="bf16"), []).reason
 
     study = build_scaling(
-        tmp_path / "s", Scaling("strong"), worlds(1, 2), lambda a: phases(50.0), rates=rates("1x2", "1x1")
+        tmp_path / "s",
+        Scaling("strong"),
+        worlds(1, 2),
+        lambda a: phases(50.0),
+        rates=rates("1x2", "1x1"),
     )
     one, two = rows(study)
     flops = flops_per_token(Recipe.load("quickstart", SETTINGS).model, VOCAB) * 8 * 32
     assert one.values["predicted_ms"] == pytest.approx(1e3 * flops / 1e11)
     busbw = bus_bandwidth_at(rates("1x2")["1x2"]["collectives"], "all_reduce", 4 * PARAMETERS)
-    assert two.values["predicted_ms"] == pytest.approx(1e3 * (flops / 2 / 1e11 + 4 * PARAMETERS / busbw))
+    assert two.values["predicted_ms"] == pytest.approx(
+        1e3 * (flops / 2 / 1e11 + 4 * PARAMETERS / busbw)
+    )
     assert two.values["predicted_error"] == pytest.approx(two.values["predicted_ms"] / 50 - 1)
 
 
@@ -253,7 +369,12 @@ def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(tm
     grow = {"train__global_batch": lambda n: 8 * n} if mode == "fixed-data" else {}
     scaling, ranks = Scaling(mode, project=(2, 8, 16)), rates("1x1", "1x2")
     study = build_scaling(
-        tmp_path / "s", scaling, worlds(1, 2, **grow), lambda a: phases(50.0), probe=lambda a: phases(41.0), rates=ranks
+        tmp_path / "s",
+        scaling,
+        worlds(1, 2, **grow),
+        lambda a: phases(50.0),
+        probe=lambda a: phases(41.0),
+        rates=ranks,
     )
     table = rows(study)
     (within, eight, sixteen), basis = projections(Study.open(study.path), table)
@@ -261,33 +382,59 @@ def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(tm
     assert "Projected, not measured" in basis and "one host" in basis
     values = table[1].values
     passes, update = 0.8 * 41 * (2 / 8 if mode == "strong" else 1), 0.1 * 41
-    assert eight.compute_ms == pytest.approx(passes + update + values["host_ms"] + values["data_ms"])
+    assert eight.compute_ms == pytest.approx(
+        passes + update + values["host_ms"] + values["data_ms"]
+    )
     busbw = bus_bandwidth_at(ranks["1x2"]["collectives"], "all_reduce", 4 * PARAMETERS)
     assert eight.communication_ms == pytest.approx(1e3 * 2 * 7 / 8 * 4 * PARAMETERS / busbw)
     batch = 8 if mode == "strong" else 64
     assert eight.samples_per_s == pytest.approx(1e3 * batch / eight.step_ms)
-    assert eight.efficiency == pytest.approx(eight.samples_per_s / table[0].values["samples_per_s"] / 8)
-    assert (sixteen.reason == "the 8 samples of a step are fewer than 16 ranks") is (mode == "strong")
+    assert eight.efficiency == pytest.approx(
+        eight.samples_per_s / table[0].values["samples_per_s"] / 8
+    )
+    assert (sixteen.reason == "the 8 samples of a step are fewer than 16 ranks") is (
+        mode == "strong"
+    )
 
 
 def test_a_projection_updates_the_parameters_that_a_rank_would_have(tmp_path):
     """A quarter of them among four times the ranks, if the optimizer state is sharded; more, if layers grow."""
     for name, settings, scaling, cells in (
-        ("sharded", ["parallel.strategy=shard_optim"], Scaling("strong", project=(8,)), worlds(1, 2)),
-        ("grown", [], Scaling("weak", "model", project=(8,)), worlds(1, 2, model__layers=lambda n: 2 * n)),
+        (
+            "sharded",
+            ["parallel.strategy=shard_optim"],
+            Scaling("strong", project=(8,)),
+            worlds(1, 2),
+        ),
+        (
+            "grown",
+            [],
+            Scaling("weak", "model", project=(8,)),
+            worlds(1, 2, model__layers=lambda n: 2 * n),
+        ),
     ):
         study = build_scaling(
-            tmp_path / name, scaling, cells, lambda a: phases(50.0), probe=lambda a: phases(41.0), rates=rates("1x1", "1x2"),
+            tmp_path / name,
+            scaling,
+            cells,
+            lambda a: phases(50.0),
+            probe=lambda a: phases(41.0),
+            rates=rates("1x1", "1x2"),
             settings=settings,
-        )  # fmt: skip
+        )
         table = rows(study)
         values, [eight] = table[1].values, projections(study, table)[0]
         passes, update, rest = 0.8 * 41, 0.1 * 41, values["host_ms"] + values["data_ms"]
         if name == "sharded":
             assert eight.compute_ms == pytest.approx(passes / 4 + update / 4 + rest)
         else:
-            few, many = (count(study.recipe.replace({"model.layers": n}).model, VOCAB).total for n in (4, 16))
-            per_token = [flops_per_token(study.recipe.replace({"model.layers": n}).model, VOCAB) for n in (4, 16)]
+            few, many = (
+                count(study.recipe.replace({"model.layers": n}).model, VOCAB).total for n in (4, 16)
+            )
+            per_token = [
+                flops_per_token(study.recipe.replace({"model.layers": n}).model, VOCAB)
+                for n in (4, 16)
+            ]
             ratio = per_token[1] / per_token[0] / 4
             assert table[1].values["parameters"] == few
             assert eight.compute_ms == pytest.approx(passes * ratio + update * many / few + rest)
@@ -297,13 +444,17 @@ def test_the_ideal_line_and_the_efficiency_have_one_baseline(tmp_path):
     """The smallest number of ranks, though more hosts have it; without its numbers nothing is compared with another."""
     cells = [{WORLD: 4, NODES: 1}, {WORLD: 2, NODES: 2}, {WORLD: 8, NODES: 2}]
     took = {2: 100.0, 4: 60.0, 8: 50.0}
-    study = build_scaling(tmp_path / "s", Scaling("strong"), cells, lambda a: phases(took[a[WORLD]]))
+    study = build_scaling(
+        tmp_path / "s", Scaling("strong"), cells, lambda a: phases(took[a[WORLD]])
+    )
     table = rows(study)
     throughput, efficiency = scaling_charts(study.scaling, table)[:2]
     measured, ideal = (one.y for one in throughput.series)
     assert (measured / ideal * 100).tolist() == pytest.approx(efficiency.series[0].y.tolist())
     assert efficiency.series[0].y.tolist() == pytest.approx([100 / 60 / 2 * 100, 100, 50])
-    waits = build_scaling(tmp_path / "t", Scaling("strong"), worlds(1, 2, 4), lambda a: phases(50.0), waiting=[0])
+    waits = build_scaling(
+        tmp_path / "t", Scaling("strong"), worlds(1, 2, 4), lambda a: phases(50.0), waiting=[0]
+    )
     first, second = scaling_charts(waits.scaling, rows(waits))
     assert len(first.series) == 1 and second.id == "scaling-memory"
 
@@ -317,14 +468,21 @@ def test_strategies_have_a_pareto_front_and_one_is_recommended(tmp_path):
         return phases(ms) | {"peak_mb": mb}
 
     cells = [
-        {WORLD: 4, "parallel.strategy": name} | ({"parallel.shard_size": 2} if "hybrid" in name else {})
+        {WORLD: 4, "parallel.strategy": name}
+        | ({"parallel.shard_size": 2} if "hybrid" in name else {})
         for name in took
     ]
     cells = [{"parallel.shard_size": 0} | one for one in cells]
     study = build_scaling(tmp_path / "s", Scaling("strategies"), cells, step)
     table = {row.assignment["parallel.strategy"]: row for row in rows(study)}
-    assert [name for name, row in table.items() if row.values["pareto"]] == ["ddp", "shard_grad_op", "full_shard"]
-    assert [name for name, row in table.items() if row.values["recommended"]] == ["shard_grad_op"], "within 2 % of ddp"
+    assert [name for name, row in table.items() if row.values["pareto"]] == [
+        "ddp",
+        "shard_grad_op",
+        "full_shard",
+    ]
+    assert [name for name, row in table.items() if row.values["recommended"]] == [
+        "shard_grad_op"
+    ], "within 2 % of ddp"
     assert "44 % less memory" in " ".join(table["shard_grad_op"].remarks)
     assert table["ddp"].missing["efficiency"] == "all setups have the same number of ranks"
 
@@ -337,22 +495,34 @@ def test_blocks_of_our_own_model_are_what_fsdp_sends(tmp_path):
 
 
 def test_a_model_of_transformers_is_counted_by_its_parameters(tmp_path):
-    study = build_scaling(tmp_path / "s", Scaling("strong"), worlds(1), lambda a: phases(50.0), device="NVIDIA X1")
+    study = build_scaling(
+        tmp_path / "s", Scaling("strong"), worlds(1), lambda a: phases(50.0), device="NVIDIA X1"
+    )
 
     def other_model(line):
         network = {"architecture": "bloom", "layers": 2, "heads": 2, "width": 64, "vocab": VOCAB}
-        return line | ({"network": network, "trained": 1000} if line.get("event") == "started" else {})
+        return line | (
+            {"network": network, "trained": 1000} if line.get("event") == "started" else {}
+        )
 
     edit(study.run_of(study.cells[0]), other_model)
     [row] = rows(study)
     assert row.flops == 4 * PARAMETERS + 2 * 1000, "frozen weights have no gradient"
     assert row.tensors == Tensors(PARAMETERS, 1000, (PARAMETERS - VOCAB * 64) // 2, 2)
-    assert not row.on_cpu and row.layout.device == "cuda" and row.missing["mfu"] == "no peak is known of NVIDIA X1"
+    assert (
+        not row.on_cpu
+        and row.layout.device == "cuda"
+        and row.missing["mfu"] == "no peak is known of NVIDIA X1"
+    )
 
 
 def test_from_one_rank_nothing_is_projected(tmp_path):
     study = build_scaling(
-        tmp_path / "s", Scaling("strong", project=(4,)), worlds(1), lambda a: phases(50.0), rates=rates("1x1")
+        tmp_path / "s",
+        Scaling("strong", project=(4,)),
+        worlds(1),
+        lambda a: phases(50.0),
+        rates=rates("1x1"),
     )
     [four], basis = projections(study, rows(study))
     assert (four.step_ms, basis) == (None, "") and "only one rank was measured" in four.reason
@@ -361,9 +531,12 @@ def test_from_one_rank_nothing_is_projected(tmp_path):
 def test_a_probe_with_more_padding_counts_by_the_tokens_of_the_step(tmp_path):
     """A rank's step has 4 x 32 tokens, its probe's 160: forward and backward take 128/160 of the probe's, nothing else does."""
     study = build_scaling(
-        tmp_path / "s", Scaling("strong"), worlds(1, 2), lambda a: phases(50.0),
+        tmp_path / "s",
+        Scaling("strong"),
+        worlds(1, 2),
+        lambda a: phases(50.0),
         probe=lambda a: phases(40.0) | {"padded_tokens_per_s": 160 / 40e-3},
-    )  # fmt: skip
+    )
     values = rows(study)[1].values
     assert values["compute_ms"] == pytest.approx((0.3 + 0.5) * 40 * 128 / 160 + 0.1 * 40)
     assert values["host_ms"] == pytest.approx(40 - 1 - 0.9 * 40)

@@ -19,14 +19,24 @@ def strong(tmp_path_factory):
     """Worlds 1, 2, 4 three times: one cell of the fourth world failed, two wait."""
 
     def step(a):
-        return phases(80 / a[WORLD] + (12 if a[WORLD] > 1 else 0) + 2 * a["repeat"]) | {"peak_mb": 400 + 100 / a[WORLD]}
+        return phases(80 / a[WORLD] + (12 if a[WORLD] > 1 else 0) + 2 * a["repeat"]) | {
+            "peak_mb": 400 + 100 / a[WORLD]
+        }
 
     scaling, keys = Scaling("strong", repeats=3, project=(16,)), ("1x1", "1x2", "1x4")
     path, cells = tmp_path_factory.mktemp("studies") / "strong", worlds(1, 2, 4, 8, repeats=3)
     settings = ["train.global_batch=64"]
     return build_scaling(
-        path, scaling, cells, step, probe=lambda a: phases(82 / a[WORLD]), rates=rates(*keys), failed=[3], waiting=[7, 11], settings=settings
-    )  # fmt: skip
+        path,
+        scaling,
+        cells,
+        step,
+        probe=lambda a: phases(82 / a[WORLD]),
+        rates=rates(*keys),
+        failed=[3],
+        waiting=[7, 11],
+        settings=settings,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +49,14 @@ def strategies(tmp_path_factory):
         return phases(ms * (1.3 if on else 1)) | {"peak_mb": mb * (0.7 if on else 1)}
 
     names = ("parallel.strategy", "parallel.activation_checkpointing")
-    cells = [{WORLD: 4} | dict(zip(names, (kind, how), strict=True)) for kind in took for how in ("none", "full")]
-    return build_scaling(tmp_path_factory.mktemp("studies") / "strategies", Scaling("strategies"), cells, step)
+    cells = [
+        {WORLD: 4} | dict(zip(names, (kind, how), strict=True))
+        for kind in took
+        for how in ("none", "full")
+    ]
+    return build_scaling(
+        tmp_path_factory.mktemp("studies") / "strategies", Scaling("strategies"), cells, step
+    )
 
 
 def test_a_report_of_the_same_ledgers_is_the_same_to_the_byte(strong, tmp_path):
@@ -48,7 +64,9 @@ def test_a_report_of_the_same_ledgers_is_the_same_to_the_byte(strong, tmp_path):
     for path in (first.page, first.markdown, *first.tables):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
     names = {path.name for path in first.tables}
-    assert {f"{x}.{kind}" for x in ("scaling", "meters", "projected") for kind in ("csv", "tex")} <= names
+    assert {
+        f"{x}.{kind}" for x in ("scaling", "meters", "projected") for kind in ("csv", "tex")
+    } <= names
     pictures = {"scaling-throughput", "scaling-efficiency", "scaling-memory", "step-parts"}
     assert pictures <= set(drawn.plots) and first.plots == {}
     assert all(drawn.plots[name].read_bytes().startswith(b"\x89PNG") for name in pictures)
@@ -57,39 +75,69 @@ def test_a_report_of_the_same_ledgers_is_the_same_to_the_byte(strong, tmp_path):
 def test_the_tables_have_every_setup_with_its_state_and_reasons(strong, tmp_path):
     written = report(strong.path, tmp_path / "out", plots=False)
     table = list(csv.DictReader(io.StringIO((tmp_path / "out" / "scaling.csv").read_text())))
-    assert [row["state"] for row in table] == ["finished"] * 3 + ["failed: exit code 1: out of memory"]
-    assert set(NAMES) <= set(table[0]) and float(table[1]["step_ms"]) == 56 and float(table[1]["step_ms_low"]) == 54
+    assert [row["state"] for row in table] == ["finished"] * 3 + [
+        "failed: exit code 1: out of memory"
+    ]
+    assert (
+        set(NAMES) <= set(table[0])
+        and float(table[1]["step_ms"]) == 56
+        and float(table[1]["step_ms_low"]) == 54
+    )
     assert float(table[2]["efficiency"]) == pytest.approx(84 / (36 * 4))
     assert "exposed_ms: no communication on one rank" in table[0]["reasons"]
-    assert "step_ms: failed: exit code 1: out of memory" in table[3]["reasons"] and table[3]["step_ms"] == ""
+    assert (
+        "step_ms: failed: exit code 1: out of memory" in table[3]["reasons"]
+        and table[3]["step_ms"] == ""
+    )
     text, latex = written.markdown.read_text(), (tmp_path / "out" / "scaling.tex").read_text()
     for said in (
-        "Efficiency = T(N0) · N0 ÷ (T(N) · N)", "Karp and Flatt 1990", "then over 3 repeats", "No value of MFU (all setups): no peak is known of CPU.",
-        "All setups ran on one host, node-0: this says nothing about several hosts.", "low efficiency, 58 %", "## Projected, not measured",
-    ):  # fmt: skip
+        "Efficiency = T(N0) · N0 ÷ (T(N) · N)",
+        "Karp and Flatt 1990",
+        "then over 3 repeats",
+        "No value of MFU (all setups): no peak is known of CPU.",
+        "All setups ran on one host, node-0: this says nothing about several hosts.",
+        "low efficiency, 58 %",
+        "## Projected, not measured",
+    ):
         assert said in text, said
     assert "no GPU" in text and "| 16 | projected |" in text
     assert r"failed: exit code 1: out of memory" in latex and "58.3 \\%" in latex
     html = written.page.read_text()
-    assert html.count('<section id="scaling">') == 1 and 'data-chart="scaling-throughput"' in html and "84.0" in html
+    assert (
+        html.count('<section id="scaling">') == 1
+        and 'data-chart="scaling-throughput"' in html
+        and "84.0" in html
+    )
     assert "projected" in html and "No best is named" not in html and "swept settings" not in html
 
 
 def test_charts_have_the_ideal_line_and_the_spread(strong):
     throughput, efficiency, memory = read_scaling(read_study(strong.path)).charts
     measured, ideal = throughput.series
-    assert list(ideal.y) == pytest.approx([64 / 0.084 * n for n in (1, 2, 4)]) and throughput.x_names == ["1", "2", "4"]
-    assert (measured.low[1], measured.y[1], measured.high[1]) == pytest.approx((64 / 0.058, 64 / 0.056, 64 / 0.054))
+    assert list(ideal.y) == pytest.approx(
+        [64 / 0.084 * n for n in (1, 2, 4)]
+    ) and throughput.x_names == ["1", "2", "4"]
+    assert (measured.low[1], measured.y[1], measured.high[1]) == pytest.approx(
+        (64 / 0.058, 64 / 0.056, 64 / 0.054)
+    )
     assert efficiency.series[0].y[0] == 100 and list(memory.series[0].y) == [500, 450, 425]
     assert draw(throughput, []).axes[0].get_legend_handles_labels()[1] == ["measured", "ideal"]
 
 
 def test_values_of_setups_for_published_tables(strong):
     one, two, _, failed = setup_values(read_study(strong.path))
-    assert one["train.precision"] == "fp32" and failed["train.precision"] == "auto", "what it was, or is to be"
-    assert (one["setup"], two["world"], two["efficiency"]) == ("1 host, 1 rank", 2, pytest.approx(84 / 112))
+    assert one["train.precision"] == "fp32" and failed["train.precision"] == "auto", (
+        "what it was, or is to be"
+    )
+    assert (one["setup"], two["world"], two["efficiency"]) == (
+        "1 host, 1 rank",
+        2,
+        pytest.approx(84 / 112),
+    )
     assert two["peak_mem_mb"] == 450 and two["runtime_factor"] == pytest.approx(1 / two["ratio"])
-    assert two["train.global_batch"] == 64 and two["eval_loss"] == 2.5 and one["reasons"]["exposed_ms"]
+    assert (
+        two["train.global_batch"] == 64 and two["eval_loss"] == 2.5 and one["reasons"]["exposed_ms"]
+    )
     assert (
         failed["state"] == "failed"
         and "samples_per_s" not in failed
@@ -105,7 +153,11 @@ def test_the_terminals_table_leaves_no_setup_out(strong):
         console = Console(width=width, file=io.StringIO())
         console.print(scaling_table(table, width))
         text = console.file.getvalue()
-        assert "1 host, 8 ranks" in text and "100.0 %" in text and max(map(len, text.splitlines())) <= width
+        assert (
+            "1 host, 8 ranks" in text
+            and "100.0 %" in text
+            and max(map(len, text.splitlines())) <= width
+        )
     assert sentences(strong, table)[0].startswith("Step: the median")
     projected, basis = endings(strong, table, 200)
     console.print(projected)
@@ -114,12 +166,17 @@ def test_the_terminals_table_leaves_no_setup_out(strong):
 
 def test_layers_that_double_are_said_to_be_no_doubled_parameters(tmp_path):
     cells = worlds(1, 2, model__layers=lambda n: 2 * n)
-    study = build_scaling(tmp_path / "s", Scaling("weak", "model"), cells, lambda a: phases(50.0 + 10 * a[WORLD]))
+    study = build_scaling(
+        tmp_path / "s", Scaling("weak", "model"), cells, lambda a: phases(50.0 + 10 * a[WORLD])
+    )
     one, two = table = rows(study)
     more = two.values["parameters"] / one.values["parameters"]
     assert 1 < more < 2
     said = " ".join(sentences(study, table))
-    assert f"2 times the layers are {more:.3g} times the parameters" in said and "FLOPs of a rank" in said
+    assert (
+        f"2 times the layers are {more:.3g} times the parameters" in said
+        and "FLOPs of a rank" in said
+    )
     throughput = read_scaling(read_study(study.path)).charts[0]
     assert len(set(throughput.series[1].y)) == 1, "the batch of a step stays: so does the ideal"
 
@@ -128,44 +185,71 @@ def test_the_recommended_strategy_has_the_command_that_trains_it(strategies, tmp
     written = report(strategies.path, tmp_path, plots=False)
     html, scaled = written.page.read_text(), read_scaling(read_study(strategies.path))
     [best] = scaled.winners
-    assert best["text"].startswith("shard_grad_op: 79.2 samples/s, 500 MB") and "44 % less memory" in best["text"]
-    assert "parallel.strategy=shard_grad_op" in best["command"] and best["command"].endswith("--world 4")
+    assert (
+        best["text"].startswith("shard_grad_op: 79.2 samples/s, 500 MB")
+        and "44 % less memory" in best["text"]
+    )
+    assert "parallel.strategy=shard_grad_op" in best["command"] and best["command"].endswith(
+        "--world 4"
+    )
     assert "Recommended" in html and best["command"].split()[-4] in html
     assert best["command"] in "".join(str(part) for part in endings(strategies, scaled.rows, 120))
     [pareto] = scaled.charts
     front = next(one for one in pareto.series if one.name == "Pareto front")
-    assert list(front.step) == [280, 350, 500, 900] and pareto.x_values == sorted({280, 350, 400, 500, 630, 900})
+    assert list(front.step) == [280, 350, 500, 900] and pareto.x_values == sorted(
+        {280, 350, 400, 500, 630, 900}
+    )
     drawn = draw(pareto, read_study(strategies.path).views)
     names = drawn.axes[0].get_legend_handles_labels()[1]
     assert "shard_grad_op, recommended" in names and "full_shard, checkpointing full" in names
-    assert list(pareto.series[-1].step) == [400, 630] and pareto.series[-1].name == names[-1] == "not on the front"
+    assert (
+        list(pareto.series[-1].step) == [400, 630]
+        and pareto.series[-1].name == names[-1] == "not on the front"
+    )
 
 
 def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategies, tmp_path):
     def shown(study):
         _, table, notes = read_scaling(read_study(study.path)).tables["scaling"]
-        return [dict(zip(table.headings, row, strict=True)) for row in table.shown()], " ".join(notes)
+        return [dict(zip(table.headings, row, strict=True)) for row in table.shown()], " ".join(
+            notes
+        )
 
     (first, *_), notes = shown(strategies)
     assert (first["Steps/s"], first["Utilisation (%)"]) == ("10.000", "87.5") and "F1" not in first
     assert "Each setup ran once" in notes and "--repeats 3" in notes
     assert "each setup ran once" in read_scaling(read_study(strategies.path)).charts[0].note
-    cells = [{WORLD: 2, "repeat": r, "parallel.strategy": kind} for kind in ("ddp", "full_shard") for r in (1, 2)]
+    cells = [
+        {WORLD: 2, "repeat": r, "parallel.strategy": kind}
+        for kind in ("ddp", "full_shard")
+        for r in (1, 2)
+    ]
     scored = build_scaling(
-        tmp_path / "scored", Scaling("strategies", repeats=2), cells, lambda a: phases(100.0 + a["repeat"]),
+        tmp_path / "scored",
+        Scaling("strategies", repeats=2),
+        cells,
+        lambda a: phases(100.0 + a["repeat"]),
         settings=["eval.suites=['loss', 'squad']", "data.format=squad", "data.source=squad"],
-    )  # fmt: skip
+    )
     (first, second), notes = shown(scored)
-    assert [(row["Exact match"], row["F1"]) for row in (first, second)] == [("12.5000", "25.0000")] * 2
+    assert [(row["Exact match"], row["F1"]) for row in (first, second)] == [
+        ("12.5000", "25.0000")
+    ] * 2
     assert "ran once" not in notes
 
 
 def test_a_study_whose_cells_all_wait_is_still_a_table(tmp_path):
     study = build_scaling(
-        tmp_path / "s", Scaling("strong", project=(4,)), worlds(1, 2), lambda a: phases(50.0), waiting=[1]
+        tmp_path / "s",
+        Scaling("strong", project=(4,)),
+        worlds(1, 2),
+        lambda a: phases(50.0),
+        waiting=[1],
     )
     seen = read_study(study.path)
     scaled = read_scaling(seen)
     assert [row.state for row in scaled.rows] == ["finished", "waiting"] and scaled.charts == []
-    assert "not run yet" in scaled.csv.csv() and "waiting" in page(seen.views, [], seen, None, scaled)
+    assert "not run yet" in scaled.csv.csv() and "waiting" in page(
+        seen.views, [], seen, None, scaled
+    )
     assert sentences(study, rows(study))

@@ -15,8 +15,14 @@ from windlass.study.study import Study
 from windlass.telemetry.environment import describe_rank, write_environment
 
 PASSWORD, TOKEN, OTHER = "correct-horse-battery", "9f8e7d6c5b4a", "f00dfacecafe"
-SOURCES = [f"https://me:{PASSWORD}@example.org/a.txt", f"https://example.org/b.txt?rows=9&access_token={TOKEN}"]
-VARIABLES = {name: f"the-{name.lower()}-itself" for name in ("PGPASSWORD", "OPENAI_KEY", "SSHPASS", "GITHUB_PAT")}
+SOURCES = [
+    f"https://me:{PASSWORD}@example.org/a.txt",
+    f"https://example.org/b.txt?rows=9&access_token={TOKEN}",
+]
+VARIABLES = {
+    name: f"the-{name.lower()}-itself"
+    for name in ("PGPASSWORD", "OPENAI_KEY", "SSHPASS", "GITHUB_PAT")
+}
 DIGEST = f"data.sha256={'0' * 64}"  # a source that is downloaded has one
 SECRETS = [PASSWORD, TOKEN, OTHER, *VARIABLES.values()]
 
@@ -29,22 +35,57 @@ def variables(monkeypatch):
 
 def leaked(folder: Path) -> list[tuple[str, str]]:
     """File and secret wherever a file that is text, or its name, has one."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".png", ".pdf")]
+    files = [
+        path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".png", ".pdf")
+    ]
     assert len(files) > 5
     texts = {str(path.relative_to(folder)): path.read_text() for path in files}
-    return [(name, secret) for name, text in texts.items() for secret in SECRETS if secret in text or secret in name]
+    return [
+        (name, secret)
+        for name, text in texts.items()
+        for secret in SECRETS
+        if secret in text or secret in name
+    ]
 
 
 def run_with_secrets(path: Path, *overrides: str):
     notes = f"with {' '.join(VARIABLES.values())} and s3://key:{PASSWORD}@bucket/x"
-    settings = [f"data.source={json.dumps(SOURCES)}", f"data.eval_source={SOURCES[0]}", f"run.notes={notes}", DIGEST]
+    settings = [
+        f"data.source={json.dumps(SOURCES)}",
+        f"data.eval_source={SOURCES[0]}",
+        f"run.notes={notes}",
+        DIGEST,
+    ]
     run = build_run(path, *settings, *overrides, steps=60, killed_at=40)
-    changed = {"data.source": [SOURCES, [f"{SOURCES[1]}2"]], "tracker.password": [OTHER, f"{OTHER}2"]}
+    changed = {
+        "data.source": [SOURCES, [f"{SOURCES[1]}2"]],
+        "tracker.password": [OTHER, f"{OTHER}2"],
+    }
     add_lines(
-        run, {"kind": "event", "event": "settings_changed", "step": 40, "attempt": 1, "settings": changed},
-        {"kind": "event", "event": "finished", "step": 60, "attempt": 1, "reason": f"could not reach {SOURCES[0]}"},
-        {"kind": "sample", "step": 60, "attempt": 1, "index": 0, "prompt": "", "text": f"see {SOURCES[1]}"},
-    )  # fmt: skip
+        run,
+        {
+            "kind": "event",
+            "event": "settings_changed",
+            "step": 40,
+            "attempt": 1,
+            "settings": changed,
+        },
+        {
+            "kind": "event",
+            "event": "finished",
+            "step": 60,
+            "attempt": 1,
+            "reason": f"could not reach {SOURCES[0]}",
+        },
+        {
+            "kind": "sample",
+            "step": 60,
+            "attempt": 1,
+            "index": 0,
+            "prompt": "",
+            "text": f"see {SOURCES[1]}",
+        },
+    )
     (path / "environment.json").write_text(
         json.dumps({"sources": SOURCES, "api_key": OTHER, "packages": {"tiktoken": "0.9"}})
     )
@@ -52,7 +93,10 @@ def run_with_secrets(path: Path, *overrides: str):
 
 
 def test_no_file_of_a_report_has_a_secret(tmp_path):
-    one, two = run_with_secrets(tmp_path / "one"), run_with_secrets(tmp_path / "two", f"data.source={SOURCES[0]}")
+    one, two = (
+        run_with_secrets(tmp_path / "one"),
+        run_with_secrets(tmp_path / "two", f"data.source={SOURCES[0]}"),
+    )
     report(one, tmp_path / "of-one", plots=False)
     report([one, two], tmp_path / "of-two", plots=False)
     assert leaked(tmp_path / "of-one") == [] == leaked(tmp_path / "of-two")
@@ -63,16 +107,26 @@ def test_no_file_of_a_report_has_a_secret(tmp_path):
 
 def test_no_file_of_a_studys_report_and_no_name_has_a_secret(tmp_path):
     recipe = Recipe.load("quickstart", ["train.steps=60", DIGEST])
-    study = Study.create(recipe, {"data.source": SOURCES, "optim.lr": [1e-3, 1e-4]}, tmp_path / "study")
+    study = Study.create(
+        recipe, {"data.source": SOURCES, "optim.lr": [1e-3, 1e-4]}, tmp_path / "study"
+    )
     for cell in study.cells:
         source, lr = cell.assignment.values()
         build_run(study.run_of(cell).path, f"data.source={source}", DIGEST, steps=60, lr=lr)
     report(study.path, tmp_path / "out", plots=False)
     assert leaked(tmp_path / "out") == []
-    assert not [cell.directory for cell in study.cells if any(secret in cell.directory for secret in SECRETS)]
+    assert not [
+        cell.directory
+        for cell in study.cells
+        if any(secret in cell.directory for secret in SECRETS)
+    ]
     seen = read_study(study.path)
     drawn = [*sweep_charts(seen), *charts(seen.views)]  # what the pictures say
-    texts = [text for chart in drawn for text in (chart.title, *chart.x_names, *(one.name for one in chart.series))]
+    texts = [
+        text
+        for chart in drawn
+        for text in (chart.title, *chart.x_names, *(one.name for one in chart.series))
+    ]
     assert texts and not [text for text in texts for secret in SECRETS if secret in text]
 
 

@@ -29,9 +29,13 @@ def question(context: str, answer: str) -> Question:
 def article(title: str, count: int) -> dict[str, Any]:
     context = f"In {title} there lived a king. He had many sons and one cat."
     qas = [
-        {"id": f"{title}-{i}", "question": f"Who {i}?", "answers": [{"text": "one cat", "answer_start": context.index("one cat")}]}
+        {
+            "id": f"{title}-{i}",
+            "question": f"Who {i}?",
+            "answers": [{"text": "one cat", "answer_start": context.index("one cat")}],
+        }
         for i in range(count)
-    ]  # fmt: skip
+    ]
     return {"title": title, "paragraphs": [{"context": context, "qas": qas}]}
 
 
@@ -50,19 +54,32 @@ def test_only_the_answer_and_its_end_count_and_rows_are_padded_to_the_longest_of
     ids, marks, _ = squad.row(question("A cat sat.", "cat"), BYTES, 100)  # type: ignore[misc]
     assert BYTES.decode(ids) == "Question: What is it? Context: A cat sat. Answer: cat<|endoftext|>"
     assert BYTES.decode([i for i, m in zip(ids, marks, strict=True) if m]) == " cat<|endoftext|>"
-    rows = Rows([([1, 2, 3], [True, False, True]), ([4, 5, 6, 7, 8], [False, True, True, True, True])], pad=9)
+    rows = Rows(
+        [([1, 2, 3], [True, False, True]), ([4, 5, 6, 7, 8], [False, True, True, True, True])],
+        pad=9,
+    )
     tokens, labels = rows.read(np.array([1, 0, 1]))
     assert tokens.tolist() == [[4, 5, 6, 7], [1, 2, 9, 9], [4, 5, 6, 7]]
     assert labels.tolist() == [[5, 6, 7, 8], [-100, 3, -100, -100], [5, 6, 7, 8]]
     assert rows.valid_tokens == 5 and rows.length(0) == 2
 
 
-WORDS = st.lists(st.sampled_from(["a", "bb", "ccc", "dé", "(x)", "y-z,"]), min_size=0, max_size=60).map(" ".join)
+WORDS = st.lists(
+    st.sampled_from(["a", "bb", "ccc", "dé", "(x)", "y-z,"]), min_size=0, max_size=60
+).map(" ".join)
 
 
 @settings(max_examples=150, deadline=None)
-@given(WORDS, WORDS, st.sampled_from(["ANSWER", "THE ANSWER", "Ä 1"]), st.integers(70, 240), st.sampled_from(["", " "]))
-def test_a_context_is_cut_around_the_answer(left: str, right: str, answer: str, room: int, gap: str) -> None:
+@given(
+    WORDS,
+    WORDS,
+    st.sampled_from(["ANSWER", "THE ANSWER", "Ä 1"]),
+    st.integers(70, 240),
+    st.sampled_from(["", " "]),
+)
+def test_a_context_is_cut_around_the_answer(
+    left: str, right: str, answer: str, room: int, gap: str
+) -> None:
     item = question(f"{left}{gap}{answer}{gap}{right}", answer)
     ids, marks, _ = squad.row(item, BYTES, room)  # type: ignore[misc]
     assert len(ids) <= room + 1
@@ -94,10 +111,19 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
         return squad.eval_questions(Recipe.model_validate({**tree, "eval": settings}))
 
     (tmp_path / "corpus.txt").write_text("a corpus, which is no SQuAD")
-    text = {"data": {"source": "corpus.txt", "eval_source": str(tmp_path / "corpus.txt"), "eval_size": 5}}
+    text = {
+        "data": {
+            "source": "corpus.txt",
+            "eval_source": str(tmp_path / "corpus.txt"),
+            "eval_size": 5,
+        }
+    }
     everything = asked({}, squad_file=str(file))
     assert [q.id for q in everything] == [f"Land {a}-{i}" for a in range(3) for i in range(3)]
-    assert len(asked(text, squad_file=str(file))) == 5 and len(asked(text, squad_file=str(file), squad_items=2)) == 2
+    assert (
+        len(asked(text, squad_file=str(file))) == 5
+        and len(asked(text, squad_file=str(file), squad_items=2)) == 2
+    )
     absent = {"format": "squad", "source": f"squad:{tmp_path / 'absent.json'}"}
     assert asked({"data": absent}, squad_file=str(file)) == everything
     assert asked({"data": {**absent, "eval_source": f"squad:{file}"}}) == everything
@@ -108,7 +134,9 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
         asked(text, squad_file=str(tmp_path / "none.json"))
     answers = {"text": ["cat"], "answer_start": [2]}
     entry = {"id": "1", "title": "t", "question": "Who?", "context": "A cat.", "answers": answers}
-    monkeypatch.setattr(squad, "load_dataset", lambda name, split: [entry] if split == "validation" else [])
+    monkeypatch.setattr(
+        squad, "load_dataset", lambda name, split: [entry] if split == "validation" else []
+    )
     of_the_hub = asked({"data": {"format": "squad", "source": "squad"}})
     assert of_the_hub == [Question("1", "Who?", "A cat.", ("cat",), 2, "t")]
 
@@ -121,7 +149,9 @@ def test_a_choice_is_a_function_of_seed_purpose_and_keys_alone() -> None:
     assert choose(keys, 0, 1, "train") == list(range(200)) == choose(keys, 500, 1, "train")
     chosen = {keys[i] for i in first}
     without = [k for k in keys if k in chosen or k < "id-5"]
-    assert {without[i] for i in choose(without, 50, 1, "train")} == chosen  # others coming or going changes no rank
+    assert {
+        without[i] for i in choose(without, 50, 1, "train")
+    } == chosen  # others coming or going changes no rank
 
 
 def test_rows_are_made_once_and_a_change_of_anything_is_noticed(tmp_path: Path) -> None:
@@ -129,13 +159,23 @@ def test_rows_are_made_once_and_a_change_of_anything_is_noticed(tmp_path: Path) 
     sizes = {"eval_source": f"squad:{file}", "train_size": 5, "eval_size": 3}
     data = open_data(recipe(f"squad:{file}", tmp_path / "few", **sizes))
     assert (len(data.train), len(data.val or ())) == (5, 3)
-    wanted, npz = recipe(f"squad:{file}", tmp_path / "d", val_fraction=0.25), tmp_path / "d" / "train.npz"
+    wanted, npz = (
+        recipe(f"squad:{file}", tmp_path / "d", val_fraction=0.25),
+        tmp_path / "d" / "train.npz",
+    )
     data = open_data(wanted)
-    assert (data.vocab, data.directory, len(data.train), len(data.val or ())) == (257, tmp_path / "d", 9, 3)
+    assert (data.vocab, data.directory, len(data.train), len(data.val or ())) == (
+        257,
+        tmp_path / "d",
+        9,
+        3,
+    )
     prepared = prepare(wanted)
     assert not prepared.is_new and prepared.index.fingerprint == data.fingerprint
     assert (prepared.documents, prepared.vocab) == (12, 257)
-    assert [prepared.tokens(name) for name in ("train", "val")] == [r.tokens for r in (data.train, data.val)]
+    assert [prepared.tokens(name) for name in ("train", "val")] == [
+        r.tokens for r in (data.train, data.val)
+    ]
     with refused("context: prepared with 256", "128", "data.dir"):
         open_data(recipe(f"squad:{file}", tmp_path / "d", context=128, val_fraction=0.25))
     write(file, articles=4, count=2)
@@ -149,13 +189,26 @@ def test_rows_are_made_once_and_a_change_of_anything_is_noticed(tmp_path: Path) 
         open_data(wanted)
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("[", "SQuAD"), ('{"data": []}', "no questions"),
-    ('{"data": [{"paragraphs": [{"context": "c", "qas": [{"id": 1, "question": "q", "answers": []}]}]}]}', "SQuAD"),
-    ('{"data": [{"paragraphs": [{"context": "abc", "qas": [{"id": "k", "question": "q", '
-     '"answers": [{"text": "b", "answer_start": 2}]}]}]}]}', "question k: its answer 'b'"),
-    (json.dumps({"data": [article("Land", 1), article("Land", 1)]}), "two questions with one id"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[", "SQuAD"),
+        ('{"data": []}', "no questions"),
+        (
+            '{"data": [{"paragraphs": [{"context": "c", "qas": [{"id": 1, "question": "q", "answers": []}]}]}]}',
+            "SQuAD",
+        ),
+        (
+            '{"data": [{"paragraphs": [{"context": "abc", "qas": [{"id": "k", "question": "q", '
+            '"answers": [{"text": "b", "answer_start": 2}]}]}]}]}',
+            "question k: its answer 'b'",
+        ),
+        (
+            json.dumps({"data": [article("Land", 1), article("Land", 1)]}),
+            "two questions with one id",
+        ),
+    ],
+)
 def test_files_that_are_no_squad_are_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "s.json").write_text(text)
     with refused(words):

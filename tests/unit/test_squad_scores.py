@@ -14,41 +14,63 @@ from windlass.errors import UserError
 from windlass.evaluation.squad import exact_match, f1, score
 
 
-@pytest.mark.parametrize(("prediction", "references", "exact", "overlap"), [
-    ("Denver Broncos", ["Denver Broncos"], 1, 1),
-    ("the Denver Broncos!", ["Denver  broncos"], 1, 1),  # article, punctuation, case, spaces
-    ("An apple a day", ["apple day"], 1, 1),
-    ("theatre", ["atre"], 0, 0),  # an article is a whole word
-    ("the-cat", ["thecat"], 1, 1),  # punctuation goes first and leaves no space
-    ("“Denver”", ["Denver"], 0, 0),  # only ASCII punctuation is removed
-    ("in Santa Clara, California", ["Santa Clara"], 0, 2 * (2 / 4) * 1 / (2 / 4 + 1)),
-    ("Denver", ["Carolina", "Denver Broncos", "Broncos"], 0, 2 / 3),  # the best of several
-    ("cat cat dog", ["cat dog dog"], 0, 2 / 3),  # a bag: two words are shared, once each
-    ("", ["Denver"], 0, 0),  # an empty prediction
-    ("the", ["a"], 1, 0),  # both empty once normalised: exact, but no word is shared
-    ("1,000", ["1000"], 1, 1),
-    ("1 000", ["1000"], 0, 0),
-])  # fmt: skip
-def test_worked_by_hand(prediction: str, references: list[str], exact: float, overlap: float) -> None:
+@pytest.mark.parametrize(
+    ("prediction", "references", "exact", "overlap"),
+    [
+        ("Denver Broncos", ["Denver Broncos"], 1, 1),
+        ("the Denver Broncos!", ["Denver  broncos"], 1, 1),  # article, punctuation, case, spaces
+        ("An apple a day", ["apple day"], 1, 1),
+        ("theatre", ["atre"], 0, 0),  # an article is a whole word
+        ("the-cat", ["thecat"], 1, 1),  # punctuation goes first and leaves no space
+        ("“Denver”", ["Denver"], 0, 0),  # only ASCII punctuation is removed
+        ("in Santa Clara, California", ["Santa Clara"], 0, 2 * (2 / 4) * 1 / (2 / 4 + 1)),
+        ("Denver", ["Carolina", "Denver Broncos", "Broncos"], 0, 2 / 3),  # the best of several
+        ("cat cat dog", ["cat dog dog"], 0, 2 / 3),  # a bag: two words are shared, once each
+        ("", ["Denver"], 0, 0),  # an empty prediction
+        ("the", ["a"], 1, 0),  # both empty once normalised: exact, but no word is shared
+        ("1,000", ["1000"], 1, 1),
+        ("1 000", ["1000"], 0, 0),
+    ],
+)
+def test_worked_by_hand(
+    prediction: str, references: list[str], exact: float, overlap: float
+) -> None:
     result = score({"q": prediction}, {"q": references})
-    assert result == {"exact_match": 100.0 * exact, "f1": pytest.approx(100.0 * overlap), "items": 1}
+    assert result == {
+        "exact_match": 100.0 * exact,
+        "f1": pytest.approx(100.0 * overlap),
+        "items": 1,
+    }
 
 
-def test_a_question_without_a_prediction_counts_nothing_and_an_unknown_prediction_is_no_matter() -> None:
+def test_a_question_without_a_prediction_counts_nothing_and_an_unknown_prediction_is_no_matter() -> (
+    None
+):
     result = score({"a": "x", "c": "y"}, {"a": ["x"], "b": ["y"]})
     assert result == {"exact_match": 50.0, "f1": 50.0, "items": 2}
     with pytest.raises(UserError):
         score({}, {})
 
 
-@pytest.mark.parametrize(("file", "exact", "overlap"), [
-    ("bert-ensemble", 86.2, 92.2),  # arXiv 1810.04805, table 2: BERT LARGE (Ens.+TriviaQA), dev
-    ("match-lstm-ensemble", 67.6, 76.8),  # arXiv 1608.07905, table 2: Match-LSTM, Ans-Ptr (Boundary+Search+en), dev
-])  # fmt: skip
-def test_scores_of_published_predictions(data_files: Path, file: str, exact: float, overlap: float) -> None:
+@pytest.mark.parametrize(
+    ("file", "exact", "overlap"),
+    [
+        ("bert-ensemble", 86.2, 92.2),  # arXiv 1810.04805, table 2: BERT LARGE (Ens.+TriviaQA), dev
+        (
+            "match-lstm-ensemble",
+            67.6,
+            76.8,
+        ),  # arXiv 1608.07905, table 2: Match-LSTM, Ans-Ptr (Boundary+Search+en), dev
+    ],
+)
+def test_scores_of_published_predictions(
+    data_files: Path, file: str, exact: float, overlap: float
+) -> None:
     """Answers of two models to all of dev-v1.1, see squad_predictions/README.md."""
     tree = json.loads((data_files / "squad" / "dev-v1.1.json").read_text(encoding="utf-8"))
-    questions = [q for article in tree["data"] for part in article["paragraphs"] for q in part["qas"]]
+    questions = [
+        q for article in tree["data"] for part in article["paragraphs"] for q in part["qas"]
+    ]
     packed = (Path(__file__).parent / "squad_predictions" / f"{file}.txt.xz").read_bytes()
     answers = lzma.decompress(packed).decode("utf-8").split("\n")[:-1]
     predictions = {q["id"]: text for q, text in zip(questions, answers, strict=True)}

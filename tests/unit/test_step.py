@@ -39,15 +39,23 @@ class Line(nn.Module):
 
 
 def batch(step: int = 1, parts: int = 1) -> SimpleNamespace:
-    tokens, labels = torch.arange(1, 9).reshape(8, 1).chunk(parts), torch.arange(2, 10).reshape(8, 1).chunk(parts)
-    micro = [SimpleNamespace(tokens=t, labels=y, k=k) for k, (t, y) in enumerate(zip(tokens, labels, strict=True))]
+    tokens, labels = (
+        torch.arange(1, 9).reshape(8, 1).chunk(parts),
+        torch.arange(2, 10).reshape(8, 1).chunk(parts),
+    )
+    micro = [
+        SimpleNamespace(tokens=t, labels=y, k=k)
+        for k, (t, y) in enumerate(zip(tokens, labels, strict=True))
+    ]
     return SimpleNamespace(micro=micro, step=step, valid_tokens=8, real_tokens=8)
 
 
 def make(deferred: bool = False, dropout: float = 0.0, **settings):
     tree = {"train": {"grad_clip": 0.0, **settings}, "optim": {"lr": 0.01, "weight_decay": 0.0}}
     recipe, model = Recipe.model_validate(tree), Line(dropout)
-    return model, bare_trainer(model, recipe, Ranks(DistEnv(), torch.device("cpu"), "single"), deferred)
+    return model, bare_trainer(
+        model, recipe, Ranks(DistEnv(), torch.device("cpu"), "single"), deferred
+    )
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
@@ -62,7 +70,9 @@ def test_loss_and_gradient_are_those_of_the_mean_over_tokens(parts):
 
 def test_clipping_takes_the_global_norm():
     model, trainer = make(grad_clip=1.0)
-    trainer.optimizer = torch.optim.SGD([{"params": list(model.parameters()), "base_lr": 0.01}], lr=0.01)
+    trainer.optimizer = torch.optim.SGD(
+        [{"params": list(model.parameters()), "base_lr": 0.01}], lr=0.01
+    )
     before = model.weight
     result = trainer.step(batch(), 1.0)
     assert float(result.grad_norm) > 1
@@ -78,7 +88,9 @@ def test_a_bad_step_leaves_the_weights_as_they_were_until_someone_looks(deferred
     trainer.step(batch(2), 1.0)
     model.factor = 1.0
     if deferred:
-        trainer.step(batch(3), 1.0)  # nobody has looked yet: no update is made by this good step either
+        trainer.step(
+            batch(3), 1.0
+        )  # nobody has looked yet: no update is made by this good step either
     assert model.weight == before
     bad = 2 if deferred else 1
     assert trainer.bad_steps.read() == Counts(bad, bad, bad, loss_bad=True)
@@ -111,7 +123,11 @@ def test_skips_in_a_row_are_counted_by_step_and_not_by_look(deferred, pattern, e
             trainer.state.step += 1
             trainer.bad_steps.decide(result.grad_norm, None, look=number % 4 == 0 or not deferred)
 
-    with pytest.raises(RunFailed, match=r"3 updates in a row.*train\.max_skips") if ends else nullcontext():
+    with (
+        pytest.raises(RunFailed, match=r"3 updates in a row.*train\.max_skips")
+        if ends
+        else nullcontext()
+    ):
         run()
     if not ends:
         assert trainer.state.updates_skipped == pattern.count("b")
@@ -123,7 +139,9 @@ def test_the_device_decides_about_an_update_only_where_the_optimizer_is_on_it():
     optimizer = build_optimizer(nn.Linear(2, 2), Recipe.model_validate({}).optim, "cpu")
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert check_is_deferred(cuda, optimizer, offload=False)
-    assert not check_is_deferred(cuda, optimizer, offload=True) and not check_is_deferred(cpu, optimizer, offload=False)
+    assert not check_is_deferred(cuda, optimizer, offload=True) and not check_is_deferred(
+        cpu, optimizer, offload=False
+    )
     plain = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, foreach=True)
     plain._step_supports_amp_scaling = False
     assert not check_is_deferred(cuda, plain, offload=False)
@@ -173,7 +191,9 @@ def test_state_survives_json_and_no_counter_is_lost_unnoticed():
 def test_dropout_is_a_pure_function_of_seed_step_and_micro_batch():
     def losses(order):
         trainer = make(dropout=0.5)[1]
-        trainer.optimizer = torch.optim.SGD([{"params": trainer.parameters, "base_lr": 0.0}], lr=0.0)
+        trainer.optimizer = torch.optim.SGD(
+            [{"params": trainer.parameters, "base_lr": 0.0}], lr=0.0
+        )
         return {number: float(trainer.step(batch(number, 2), 0.0).loss) for number in order}
 
     torch.manual_seed(0)
@@ -187,19 +207,27 @@ def test_dropout_is_a_pure_function_of_seed_step_and_micro_batch():
 def test_a_spike_needs_a_history():
     flat = [2.0 + 0.01 * (-1) ** i for i in range(30)]
     assert is_spike(flat, 3.0, 6) and not is_spike(flat, 2.02, 6)
-    assert not is_spike(flat[:10], 3.0, 6) and not is_spike([2.0] * 30, 3.0, 6), "no spread, no measure"
+    assert not is_spike(flat[:10], 3.0, 6) and not is_spike([2.0] * 30, 3.0, 6), (
+        "no spread, no measure"
+    )
 
 
 @pytest.mark.parametrize(
     ("policy", "ranks", "fp16", "action"),
     [
-        ("stop", [0], False, "stop"), ("skip", [0], False, "skip"), ("rewind", [], False, "rewind"),
-        ("stop", [], True, "skip"), ("rewind", [], True, "skip"), ("stop", [1], True, "stop"),
+        ("stop", [0], False, "stop"),
+        ("skip", [0], False, "skip"),
+        ("rewind", [], False, "rewind"),
+        ("stop", [], True, "skip"),
+        ("rewind", [], True, "skip"),
+        ("stop", [1], True, "stop"),
     ],
-)  # fmt: skip
+)
 def test_what_a_nonfinite_step_means(policy, ranks, fp16, action):
     """With fp16 an overflow of the gradient alone is an ordinary event; a loss that is not finite never is."""
     settings = Recipe.model_validate({"train": {"on_nonfinite": policy}}).train
-    decided, reason = decide_nonfinite(Counts(1, 1, 1, bool(ranks)), ranks, 7, math.inf, settings, fp16)
+    decided, reason = decide_nonfinite(
+        Counts(1, 1, 1, bool(ranks)), ranks, 7, math.inf, settings, fp16
+    )
     assert decided == action
     assert ("rank 0" in reason) == (0 in ranks)

@@ -25,7 +25,14 @@ from windlass.training import trainer as training
 META = torch.device("meta")
 SHAPES: list[dict[str, Any]] = [
     {"activation": "gelu_tanh", "dropout": 0.1},
-    {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "qk_norm": True, "logit_cap": 5.0},
+    {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "kv_heads": 2,
+        "qk_norm": True,
+        "logit_cap": 5.0,
+    },
 ]
 
 
@@ -36,9 +43,15 @@ def batch(length: int) -> Any:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("precision", "recompute", "chunked"), [("fp32", "full", False), ("fp16", "none", True)])
+@pytest.mark.parametrize(
+    ("precision", "recompute", "chunked"), [("fp32", "full", False), ("fp16", "none", True)]
+)
 def test_a_step_reads_no_value(
-    monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], precision: str, recompute: str, chunked: bool
+    monkeypatch: pytest.MonkeyPatch,
+    shape: dict[str, Any],
+    precision: str,
+    recompute: str,
+    chunked: bool,
 ) -> None:
     monkeypatch.setattr(training, "autocast", lambda *_: nullcontext())  # the meta device has none
     if chunked:
@@ -46,13 +59,20 @@ def test_a_step_reads_no_value(
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
         monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     size = {"layers": 2, "heads": 4, "width": 32, "context": 16, "vocab": 300}
-    recipe = Recipe.model_validate({"model": {**size, **shape}, "train": {"precision": precision, "grad_clip": 0.5}})
+    recipe = Recipe.model_validate(
+        {"model": {**size, **shape}, "train": {"precision": precision, "grad_clip": 0.5}}
+    )
     with META:
         model = GPT(recipe.model, 300)
     checkpoint_activations(model.blocks(), recompute)
-    trainer, updates = bare_trainer(model, recipe, Ranks(DistEnv(), META, "single"), deferred=True), list[Any]()
+    trainer, updates = (
+        bare_trainer(model, recipe, Ranks(DistEnv(), META, "single"), deferred=True),
+        list[Any](),
+    )
     update = SimpleNamespace(param_groups=[], zero_grad=trainer.optimizer.zero_grad, found_inf=None)
-    update.step = lambda: updates.append(update.found_inf)  # torch's fused optimizers take it as a tensor
+    update.step = lambda: updates.append(
+        update.found_inf
+    )  # torch's fused optimizers take it as a tensor
     trainer.optimizer = update  # type: ignore[assignment]
     for length in (16, 9):
         result = trainer.step(batch(length), 0.5)

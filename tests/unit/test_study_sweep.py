@@ -146,7 +146,11 @@ def test_failed_cells_are_left_alone_until_asked_for(play):
     code, study, _ = play([{}, {}])
     assert (code, states(study), attempts(study)) == (1, ["failed", "finished"], ["started"])
     code, study, _ = play([{}, {}], retry_failed=True)
-    assert (code, states(study), attempts(study)) == (DONE, ["finished"] * 2, ["started", "resumed"])
+    assert (code, states(study), attempts(study)) == (
+        DONE,
+        ["finished"] * 2,
+        ["started", "resumed"],
+    )
     assert attempts(study, 1) == ["started"]
 
 
@@ -154,17 +158,27 @@ def test_data_are_prepared_before_the_first_cell_and_once_for_all(tmp_path, monk
     """Else every cell would fail for the same reason. A cell whose data alone cannot be used fails alone."""
     corpus, begun, prepared = write_corpus(tmp_path / "text.txt", 4000), [], []
     real = sweeps.prepare
-    monkeypatch.setattr(sweeps, "prepare", lambda recipe: (real(recipe), prepared.append(data_dir(recipe))))
-    monkeypatch.setattr(Sweep, "run", lambda self: begun.append([cell.label for cell in self.cells]))
+    monkeypatch.setattr(
+        sweeps, "prepare", lambda recipe: (real(recipe), prepared.append(data_dir(recipe)))
+    )
+    monkeypatch.setattr(
+        Sweep, "run", lambda self: begun.append([cell.label for cell in self.cells])
+    )
     recipe, seeds = tiny_recipe(corpus, tmp_path / "run"), {"run.seed": [1, 2, 3]}
     with refused("missing.txt"):
-        sweeps.sweep(recipe.replace({"data.source": str(tmp_path / "missing.txt")}), seeds, path=tmp_path / "none")
+        sweeps.sweep(
+            recipe.replace({"data.source": str(tmp_path / "missing.txt")}),
+            seeds,
+            path=tmp_path / "none",
+        )
     assert not begun and not prepared
     sweeps.sweep(recipe, seeds, path=tmp_path / "seeds")
     assert prepared == [tmp_path / "data"] and Index.load(prepared[0]) and len(begun) == 1
     own = recipe.replace({"data.dir": ""})
     monkeypatch.chdir(tmp_path)
-    sweeps.sweep(own, {"data.source": [str(corpus), str(tmp_path / "missing.txt")]}, path=tmp_path / "some")
+    sweeps.sweep(
+        own, {"data.source": [str(corpus), str(tmp_path / "missing.txt")]}, path=tmp_path / "some"
+    )
     assert len(begun) == 2 and len(prepared) == 2
 
 
@@ -177,7 +191,10 @@ def test_a_study_is_trained_outside_the_main_thread(play, tmp_path, monkeypatch)
         recipe, notes = Recipe.load("quickstart", ["parallel.device=cpu"]), []
         scaling = create_study(recipe, [1, 2], path=tmp_path / "scaling")
         pool.submit(probe.run_probe, scaling, scaling.cells[1], notes.append).result()
-    assert "exit code 1" in read_json(scaling.probe_dir(scaling.cells[1]) / "probe.json")["reason"] and notes
+    assert (
+        "exit code 1" in read_json(scaling.probe_dir(scaling.cells[1]) / "probe.json")["reason"]
+        and notes
+    )
 
 
 def test_a_diverged_cell_is_stopped_only_when_asked(play):
@@ -202,7 +219,9 @@ def test_halving_leaves_the_worse_half_behind(play):
 def test_halving_after_a_kill_decides_as_before(play):
     """A cell that was to be left behind when everything was killed is left behind when the command is given again."""
     pytest.importorskip("optuna")
-    _, study, _ = play([{"losses": [2.0]}, {"losses": [1.0]}, {"losses": [3.0], "killed": 9, "steps": 9}])
+    _, study, _ = play(
+        [{"losses": [2.0]}, {"losses": [1.0]}, {"losses": [3.0], "killed": 9, "steps": 9}]
+    )
     assert states(study)[2] == "interrupted"
     last = study.cells[2]
     assert Halving(study).prune(study.result(last))
@@ -232,4 +251,6 @@ def test_each_cell_has_devices_of_its_own(play, monkeypatch, devices, workers, w
     _, study, messages = play([{"pause": 0.1}] * 4, workers=workers, world=world)
     assert states(study) == ["finished"] * 4
     assert {about(study, n)["devices"] for n in range(4)} == given
-    assert len(messages) == (workers > 2) and all("2 cells side by side, not 4" in line for line in messages)
+    assert len(messages) == (workers > 2) and all(
+        "2 cells side by side, not 4" in line for line in messages
+    )

@@ -18,18 +18,50 @@ STEP = (
 
 def show(console):
     console.header(
-        run="runs/x", recipe="quickstart", config_hash="0123abcd", device="cpu", world=2, strategy="ddp",
-        precision="fp32", model="10,745,088 parameters", optimizer="adamw", tokens_per_step=4096, first_step=50,
-        data={"data": "wiki.txt", "training": "4,096 tokens", "validation": "none", "tokenizer": "byte, 257 ids"}, epochs=2.0,
+        run="runs/x",
+        recipe="quickstart",
+        config_hash="0123abcd",
+        device="cpu",
+        world=2,
+        strategy="ddp",
+        precision="fp32",
+        model="10,745,088 parameters",
+        optimizer="adamw",
+        tokens_per_step=4096,
+        first_step=50,
+        data={
+            "data": "wiki.txt",
+            "training": "4,096 tokens",
+            "validation": "none",
+            "tokenizer": "byte, 257 ids",
+        },
+        epochs=2.0,
         launch={"hosts": ["n1: rank 0, 1 x cpu", "n2: rank 1, 1 x cpu"]},
-    )  # fmt: skip
+    )
     console.tick(99)
     line = {
-        "loss": 2.51234, "lr": 3e-4, "grad_norm": 0.913, "tokens_per_s": 15_234.0, "mfu": 0.412, "gpu_mem_mb": 1234.0,
-        "forward_ms": 31.24, "epoch": 2.926, "backward_ms": 62.5, "samples_per_s": 952.125,
-    }  # fmt: skip
+        "loss": 2.51234,
+        "lr": 3e-4,
+        "grad_norm": 0.913,
+        "tokens_per_s": 15_234.0,
+        "mfu": 0.412,
+        "gpu_mem_mb": 1234.0,
+        "forward_ms": 31.24,
+        "epoch": 2.926,
+        "backward_ms": 62.5,
+        "samples_per_s": 952.125,
+    }
     console.step({"kind": "train", "step": 100, "step_ms": 100.0, **line})
-    console.eval({"kind": "eval", "step": 100, "suite": "loss", "loss": 2.4, "perplexity": 11.02, "runtime_s": 3.25})
+    console.eval(
+        {
+            "kind": "eval",
+            "step": 100,
+            "suite": "loss",
+            "loss": 2.4,
+            "perplexity": 11.02,
+            "runtime_s": 3.25,
+        }
+    )
     console.eval({"kind": "eval", "step": 100, "suite": "hellaswag", "acc_norm": 0.2955})
     console.saved(Path("checkpoints/step-00000100"), 0.5, 100)
     console.sample("To be\nor not \x1b[31mto\x07 be" + "  -x-" * 40, 100)
@@ -106,7 +138,10 @@ def test_a_live_line_in_a_terminal_and_all_lines_in_the_log(tmp_path, columns):
     log = plain(tmp_path / "log.txt")
     assert STEP in log and "dt 100" not in text, "the live line leaves room for its bar"
     legend = next(line for line in log if line.startswith("legend"))
-    assert all(f"{name}: " in legend and f"{name}: " not in text for name in ("dt", "dtf", "dtb", "sps", "mtps"))
+    assert all(
+        f"{name}: " in legend and f"{name}: " not in text
+        for name in ("dt", "dtf", "dtb", "sps", "mtps")
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,13 +160,21 @@ def test_a_narrow_terminal_loses_the_last_fields_and_no_line_is_wider(
 ):
     columns(width)
     monkeypatch.setenv("TERM", kind)
-    lines = [line for line in re.split("[\r\n]+", in_terminal(Console, log_path=tmp_path / "log.txt")[1]) if line]
+    lines = [
+        line
+        for line in re.split("[\r\n]+", in_terminal(Console, log_path=tmp_path / "log.txt")[1])
+        if line
+    ]
     steps = {line.partition(" ━")[0].strip() for line in lines if line.startswith("step 100/200")}
-    assert any(line.endswith(last) for line in steps) and all(STEP.startswith(line) for line in steps)
+    assert any(line.endswith(last) for line in steps) and all(
+        STEP.startswith(line) for line in steps
+    )
     if kind == "xterm":
         assert max(map(len, lines)) <= width, "what stays in the terminal is wrapped, too"
         sample = "".join(line[4:].rstrip("\n") for line in lines if line.startswith("  | "))
-        assert sample.endswith("  -x-" * 40), "a sample is wrapped beside its bar, and keeps its spaces"
+        assert sample.endswith("  -x-" * 40), (
+            "a sample is wrapped beside its bar, and keeps its spaces"
+        )
     assert STEP in plain(tmp_path / "log.txt")
 
 
@@ -141,7 +184,12 @@ def test_the_legend_comes_once_and_names_what_there_is(tmp_path):
     for step in (1, 2):
         console.step({"step": step, "loss": 1.0, "lr": 1e-3, "step_ms": 1.0, "rss_mb": 1000.0})
     (legend,) = [line for line in out.getvalue().splitlines() if line.startswith("legend")]
-    assert "lr: learning rate" in legend and "RAM" in legend and "MFU" not in legend and "GPU" not in legend
+    assert (
+        "lr: learning rate" in legend
+        and "RAM" in legend
+        and "MFU" not in legend
+        and "GPU" not in legend
+    )
 
 
 def test_progress_of_an_evaluation(monkeypatch):
@@ -185,15 +233,21 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path, monkeypatch, l
     show(Console(200, log_path=tmp_path / "log.txt" / "no-directory", stream=Gone()))
 
 
-def test_the_time_left_counts_evaluations_at_their_share_and_not_what_came_before_the_first_step(monkeypatch):
+def test_the_time_left_counts_evaluations_at_their_share_and_not_what_came_before_the_first_step(
+    monkeypatch,
+):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     out = io.StringIO()
     console = Console(1000, stream=out)
     now[0] += 3600
-    console.eval({"step": 0, "loss": 5.0, "runtime_s": 3600.0})  # slow: it compiles; there will be none like it
+    console.eval(
+        {"step": 0, "loss": 5.0, "runtime_s": 3600.0}
+    )  # slow: it compiles; there will be none like it
     for step in range(10, 60, 10):
-        now[0] += 1 + (step == 30) * 4  # a tenth of a second a step, and an evaluation of 4 s within these 50
+        now[0] += (
+            1 + (step == 30) * 4
+        )  # a tenth of a second a step, and an evaluation of 4 s within these 50
         console.step({"step": step, "loss": 1.0, "step_ms": 100.0})
     shown = [line.split(" | ")[2] for line in out.getvalue().splitlines()[2:]]
     assert shown == [

@@ -27,18 +27,26 @@ class Probe:
 
 def test_a_file_a_rank_and_each_sample_with_the_phase_that_took_most_of_its_interval(tmp_path):
     """Waiting for data is training."""
-    spent = [{"startup": 4.0}, {"startup": 5.0, "train": 0.4}, {"startup": 5.0, "train": 0.8, "data": 0.5, "eval": 0.8}]
+    spent = [
+        {"startup": 4.0},
+        {"startup": 5.0, "train": 0.4},
+        {"startup": 5.0, "train": 0.8, "data": 0.5, "eval": 0.8},
+    ]
     spent += [spent[2] | {"eval": 2.0}, spent[2] | {"eval": 2.1, "data": 9.0}]
 
     def phases():
         return spent.pop(0) if len(spent) > 1 else spent[0]
 
     probe = Probe()
-    sampler = DeviceSampler(tmp_path, rank=3, world=4, every=0.005, attempt=1, probe=probe, phases=phases)
+    sampler = DeviceSampler(
+        tmp_path, rank=3, world=4, every=0.005, attempt=1, probe=probe, phases=phases
+    )
     wait_for(lambda: probe.reads >= 4)
     sampler.stop()
     sampler.stop()
-    start, *samples = [json.loads(line) for line in (tmp_path / "rank-00003.jsonl").read_text().splitlines()]
+    start, *samples = [
+        json.loads(line) for line in (tmp_path / "rank-00003.jsonl").read_text().splitlines()
+    ]
     assert (start["kind"], start["world"], start["device"]) == ("start", 4, "a test")
     assert {(x["rank"], x["attempt"], x["util_pct"]) for x in samples} == {(3, 1, 50.0)}
     assert [x["phase"] for x in samples[:4]] == ["startup", "train", "eval", "train"]
@@ -47,8 +55,14 @@ def test_a_file_a_rank_and_each_sample_with_the_phase_that_took_most_of_its_inte
 def test_what_goes_wrong_ends_the_sampling_with_a_warning(tmp_path):
     (tmp_path / "file").write_text("in the way")
     for sampler, words in (
-        (DeviceSampler(tmp_path, rank=1, every=0.001, probe=Probe(fails_at=2)), ("rank 1", "driver went away")),
-        (DeviceSampler(tmp_path / "file", every=0.001, probe=Probe()), ("rank 0", str(tmp_path / "file"))),
+        (
+            DeviceSampler(tmp_path, rank=1, every=0.001, probe=Probe(fails_at=2)),
+            ("rank 1", "driver went away"),
+        ),
+        (
+            DeviceSampler(tmp_path / "file", every=0.001, probe=Probe()),
+            ("rank 0", str(tmp_path / "file")),
+        ),
     ):
         wait_for(lambda sampler=sampler: sampler.warning)
         sampler.stop()
@@ -74,23 +88,37 @@ def test_a_gpu_is_looked_up_by_its_uuid_not_its_index_and_its_peak_begins_with_t
 
     properties = SimpleNamespace(name="GPU", total_memory=80e9, uuid="cccc")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    allocated, reserved = {"current": 2_000_000, "peak": 5_000_000}, {"current": 8_000_000, "peak": 9_000_000}
+    allocated, reserved = (
+        {"current": 2_000_000, "peak": 5_000_000},
+        {"current": 8_000_000, "peak": 9_000_000},
+    )
     nested = {"allocated_bytes": {"all": allocated}, "reserved_bytes": {"all": reserved}}
     monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda index: nested)
     handles = {"GPU-aaaa": (0, 0), "GPU-cccc": (97, 3_000_000)}
     nvml = SimpleNamespace(
-        NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=handles.__getitem__,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=handles.__getitem__,
         nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=handle[0]),
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=handle[1]),
-        nvmlDeviceGetTemperature=lambda handle, kind: 60,  # and no power: this device has no such sensor
-    )  # fmt: skip
+        nvmlDeviceGetTemperature=lambda handle, kind: (
+            60
+        ),  # and no power: this device has no such sensor
+    )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    allocator = {"mem_alloc_mb": 2.0, "mem_reserved_mb": 8.0, "peak_alloc_mb": 5.0, "peak_reserved_mb": 9.0}
+    allocator = {
+        "mem_alloc_mb": 2.0,
+        "mem_reserved_mb": 8.0,
+        "peak_alloc_mb": 5.0,
+        "peak_reserved_mb": 9.0,
+    }
     probe = devices.CudaProbe(0)
     assert reset == [0]
     assert probe.read() == {"util_pct": 97.0, "mem_used_mb": 3.0, "temperature_c": 60.0} | allocator
     assert probe.about == {"device": "GPU", "uuid": "cccc", "memory_mb": 80000}
-    handles["MIG-cccc"] = handles.pop("GPU-cccc")  # of a MIG instance torch gives the bare UUID, too
+    handles["MIG-cccc"] = handles.pop(
+        "GPU-cccc"
+    )  # of a MIG instance torch gives the bare UUID, too
     assert devices.CudaProbe(0).read()["mem_used_mb"] == 3.0
     handles.clear()
     assert devices.CudaProbe(0).read() == allocator
@@ -100,31 +128,52 @@ def a_run(path, *attempts):
     """Attempts of (world, {rank: [(phase, fields)]})."""
     (path / "devices").mkdir(parents=True)
     for number, (world, ranks) in enumerate(attempts):
-        write_ledger(Run(path), {"kind": "event", "event": "started", "attempt": number, "world": world})
+        write_ledger(
+            Run(path), {"kind": "event", "event": "started", "attempt": number, "world": world}
+        )
         for rank, samples in ranks.items():
             base = {"time": "", "rank": rank, "attempt": number}
             with open(path / "devices" / f"rank-{rank:05d}.jsonl", "a") as file:
                 file.write(json.dumps(base | {"kind": "start"}) + '\n{"torn": \n')
-                file.writelines(json.dumps(base | {"phase": phase} | fields) + "\n" for phase, fields in samples)
+                file.writelines(
+                    json.dumps(base | {"phase": phase} | fields) + "\n" for phase, fields in samples
+                )
     return Run(path)
 
 
 def gpu(phase, util, alloc, peak):
-    return phase, {"util_pct": util, "mem_alloc_mb": alloc, "mem_reserved_mb": 2 * alloc, "peak_alloc_mb": peak}
+    return phase, {
+        "util_pct": util,
+        "mem_alloc_mb": alloc,
+        "mem_reserved_mb": 2 * alloc,
+        "peak_alloc_mb": peak,
+    }
 
 
 def test_means_over_training_and_peaks_over_all_ranks(tmp_path):
-    first = [gpu("startup", 0, 0, 0), gpu("train", 90, 100, 150), gpu("eval", 1, 900, 950), gpu("train", 80, 110, 950)]
+    first = [
+        gpu("startup", 0, 0, 0),
+        gpu("train", 90, 100, 150),
+        gpu("eval", 1, 900, 950),
+        gpu("train", 80, 110, 950),
+    ]
     second = [gpu("train", 70, 200, 250), gpu("save", 0, 1, 250)]
     assert summarise_devices(a_run(tmp_path / "run", (2, {0: first, 1: second}))) == {
-        "avg_gpu_util_pct": 80, "std_gpu_util_pct": round(statistics.pstdev([90, 80, 70]), 3),
+        "avg_gpu_util_pct": 80,
+        "std_gpu_util_pct": round(statistics.pstdev([90, 80, 70]), 3),
         "avg_mem_alloc_mb": pytest.approx((100 + 110 + 200) / 3, abs=1e-3),
-        "avg_mem_reserved_mb": pytest.approx(2 * (100 + 110 + 200) / 3, abs=1e-3), "peak_mem_mb": 950,
-    }  # fmt: skip
-    samples = [("train", {"util_pct": 90.0, "rss_mb": 300.0}), ("eval", {"util_pct": 0.0, "rss_mb": 500.0})]
+        "avg_mem_reserved_mb": pytest.approx(2 * (100 + 110 + 200) / 3, abs=1e-3),
+        "peak_mem_mb": 950,
+    }
+    samples = [
+        ("train", {"util_pct": 90.0, "rss_mb": 300.0}),
+        ("eval", {"util_pct": 0.0, "rss_mb": 500.0}),
+    ]
     means = {"avg_cpu_util_pct": 90, "std_cpu_util_pct": 0, "avg_rss_mb": 300, "peak_mem_mb": 500}
     assert summarise_devices(a_run(tmp_path / "cpu", (1, {0: samples}))) == means
     # starts with another world do not count
     wide = {rank: [gpu("train", 10, 10, 10)] for rank in range(4)}
-    means = summarise_devices(a_run(tmp_path / "wide", (4, wide), (1, {0: [gpu("train", 90, 90, 90)]})))
+    means = summarise_devices(
+        a_run(tmp_path / "wide", (4, wide), (1, {0: [gpu("train", 90, 90, 90)]}))
+    )
     assert means["avg_gpu_util_pct"] == 90 == means["peak_mem_mb"]

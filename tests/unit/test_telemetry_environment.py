@@ -23,11 +23,20 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
     [
         ("train q --api-key abc optim.lr=1e-3", "train q --api-key *** optim.lr=1e-3"),
         ("--token=abc x", "--token=*** x"),
-        ("tracker.password=abc db_passwd=1 HF_TOKEN=abc", "tracker.password=*** db_passwd=*** HF_TOKEN=***"),
+        (
+            "tracker.password=abc db_passwd=1 HF_TOKEN=abc",
+            "tracker.password=*** db_passwd=*** HF_TOKEN=***",
+        ),
         ("data.source=https://me:pw@host/x", "data.source=https://***@host/x"),
         ("s3://b/f?sig=a&X-Amz-Signature=b&n=1", "s3://b/f?sig=***&X-Amz-Signature=***&n=1"),
-        ("https://me:p@w@host/x?n=1;pass=a#access_token=b", "https://***@host/x?n=1;pass=***#access_token=***"),
-        ('data.source=["https://me:pw@h/a?token=b","c.txt"]', 'data.source=["https://***@h/a?token=***","c.txt"]'),
+        (
+            "https://me:p@w@host/x?n=1;pass=a#access_token=b",
+            "https://***@host/x?n=1;pass=***#access_token=***",
+        ),
+        (
+            'data.source=["https://me:pw@h/a?token=b","c.txt"]',
+            'data.source=["https://***@h/a?token=***","c.txt"]',
+        ),
         (
             "PGPASSWORD=a OPENAI_KEY=b SSHPASS=c GITHUB_PAT=d",
             "PGPASSWORD=*** OPENAI_KEY=*** SSHPASS=*** GITHUB_PAT=***",
@@ -53,11 +62,18 @@ def test_a_command_line_without_its_secrets(given, shown):
 def test_the_shells_directories_are_no_secrets():
     """They are at the front of every path."""
     shell = {"PWD": "/home/somebody/work", "OLDPWD": "/home/somebody"}
-    assert scrub_command(["run.dir=/home/somebody/work/x"], shell) == ["run.dir=/home/somebody/work/x"]
+    assert scrub_command(["run.dir=/home/somebody/work/x"], shell) == [
+        "run.dir=/home/somebody/work/x"
+    ]
 
 
 def test_the_values_of_secret_variables_are_hidden_wherever_they_turn_up():
-    environ = {"WANDB_API_KEY": KEY, "HOME": "/home/somebody", "SHORT_TOKEN": "abc", "DB_PWD": "open sesame"}
+    environ = {
+        "WANDB_API_KEY": KEY,
+        "HOME": "/home/somebody",
+        "SHORT_TOKEN": "abc",
+        "DB_PWD": "open sesame",
+    }
     shown = scrub(f"got {KEY} in /home/somebody, abc, open sesame", environ)
     assert shown == "got *** in /home/somebody, abc, ***"
 
@@ -65,16 +81,29 @@ def test_the_values_of_secret_variables_are_hidden_wherever_they_turn_up():
 def test_secrets_are_hidden_at_any_depth_and_under_any_name_of_one():
     """Also lists of lists; what only has a similar name (the package tiktoken) stays."""
     given = {
-        "data.source": ["s3://me:pw@b/x", "s3://b/y?access_token=abc"], "options": {"api_key": ["one", 7], "pat": None},
-        "packages": {"tiktoken": "0.9.0", "tokenizers": "0.21"}, "https://me:pw@h": [[{"token": "two", "n": 1.5}]],
-    }  # fmt: skip
+        "data.source": ["s3://me:pw@b/x", "s3://b/y?access_token=abc"],
+        "options": {"api_key": ["one", 7], "pat": None},
+        "packages": {"tiktoken": "0.9.0", "tokenizers": "0.21"},
+        "https://me:pw@h": [[{"token": "two", "n": 1.5}]],
+    }
     assert scrub(given, {}) == {
-        "data.source": ["s3://***@b/x", "s3://b/y?access_token=***"], "options": {"api_key": ["***", "***"], "pat": None},
-        "packages": {"tiktoken": "0.9.0", "tokenizers": "0.21"}, "https://***@h": [[{"token": "***", "n": 1.5}]],
-    }  # fmt: skip
-    names = ("PGPASSWORD", "OPENAI_KEY", "SSHPASS", "GITHUB_PAT", "MYSQL_PWD", "AWS_SECRET_ACCESS_KEY")
+        "data.source": ["s3://***@b/x", "s3://b/y?access_token=***"],
+        "options": {"api_key": ["***", "***"], "pat": None},
+        "packages": {"tiktoken": "0.9.0", "tokenizers": "0.21"},
+        "https://***@h": [[{"token": "***", "n": 1.5}]],
+    }
+    names = (
+        "PGPASSWORD",
+        "OPENAI_KEY",
+        "SSHPASS",
+        "GITHUB_PAT",
+        "MYSQL_PWD",
+        "AWS_SECRET_ACCESS_KEY",
+    )
     environ = {name: f"value-of-{name.lower()}" for name in names} | {"TEXT_KEY": "paragraph"}
-    assert scrub(" ".join(environ.values()), environ) == " ".join(["***"] * len(names) + ["paragraph"])
+    assert scrub(" ".join(environ.values()), environ) == " ".join(
+        ["***"] * len(names) + ["paragraph"]
+    )
 
 
 def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
@@ -83,11 +112,18 @@ def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("sys.orig_argv", ["windlass", "train", f"x={KEY}"])
     source = ["https://me:open-sesame@h/x", {"url": f"https://h/x?key={KEY}"}]
-    write_environment(tmp_path, [describe_rank(0), describe_rank(1)], origin="there", sources=source)
+    write_environment(
+        tmp_path, [describe_rank(0), describe_rank(1)], origin="there", sources=source
+    )
     write_environment(tmp_path / "missing", [])  # no place to write is no reason to stop
     text = (tmp_path / "environment.json").read_text()
     about = json.loads(text)
-    assert KEY not in text and "world peace" not in text and "open-sesame" not in text and about["origin"] == "there"
+    assert (
+        KEY not in text
+        and "world peace" not in text
+        and "open-sesame" not in text
+        and about["origin"] == "there"
+    )
     assert about["variables"]["OMP_NUM_THREADS"] == "1"
     assert about["command"] == ["windlass", "train", "x=***"]
     assert about["packages"]["torch"] and about["machine"]["memory_mb"] > 100
@@ -96,8 +132,17 @@ def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
 
 def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path):
     def git(*arguments):
-        identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
-        subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True)
+        identity = (
+            "-c",
+            "user.name=t",
+            "-c",
+            "user.email=t@example.org",
+            "-c",
+            "commit.gpgsign=false",
+        )
+        subprocess.run(
+            ["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True
+        )
 
     assert environment.commit(tmp_path) is None
     git("init", "-q")
@@ -124,16 +169,24 @@ def test_hosts_and_places_of_ranks():
     ]
     assert describe_hosts(ranks) == ["n0: ranks 0-1, 2 x H200", "n1: rank 2, 1 x H200"]
     assert describe_places(ranks) == [
-        "[cuda:0][rank=0/2][local_rank=0/1][node=0/1] n0", "[cuda:1][rank=1/2][local_rank=1/1][node=0/1] n0",
+        "[cuda:0][rank=0/2][local_rank=0/1][node=0/1] n0",
+        "[cuda:1][rank=1/2][local_rank=1/1][node=0/1] n0",
         "[cuda:0][rank=2/2][local_rank=0/0][node=1/1] n1",
-    ]  # fmt: skip
+    ]
     launch = {"launcher": "slurm", "world": 3, "nodes": 2, "strategy": "ddp", "backend": "nccl"}
     launch |= {"versions": {"windlass": "1", "torch": "2.11", "cuda": "12.6", "nccl": "2.27"}}
-    assert describe_launch(launch | {"scheduler": "SLURM", "job": "8", "machine": "alps"}, ranks) == {
-        "job": ["SLURM job 8 on alps"], "launch": ["3 ranks on 2 hosts, started by slurm; nccl between ranks"],
-        "hosts": describe_hosts(ranks), "with": ["windlass 1, torch 2.11, CUDA 12.6, NCCL 2.27"],
-    }  # fmt: skip
+    assert describe_launch(
+        launch | {"scheduler": "SLURM", "job": "8", "machine": "alps"}, ranks
+    ) == {
+        "job": ["SLURM job 8 on alps"],
+        "launch": ["3 ranks on 2 hosts, started by slurm; nccl between ranks"],
+        "hosts": describe_hosts(ranks),
+        "with": ["windlass 1, torch 2.11, CUDA 12.6, NCCL 2.27"],
+    }
     assert "job" not in describe_launch(launch, ranks)
     slurm = {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "alps"}
     assert describe_job(slurm) == {"scheduler": "SLURM", "job": "8", "machine": "alps"}
-    assert describe_job({"PBS_JOBID": "7.s"}) == {"scheduler": "PBS", "job": "7.s"} and describe_job({}) == {}
+    assert (
+        describe_job({"PBS_JOBID": "7.s"}) == {"scheduler": "PBS", "job": "7.s"}
+        and describe_job({}) == {}
+    )

@@ -12,16 +12,24 @@ from windlass.telemetry.ledger import Ledger, encode
 
 
 def test_non_finite_numbers_are_words_and_those_of_numpy_plain_numbers():
-    text = encode({"a": math.nan, "b": math.inf, "c": [-math.inf], "d": np.float32(0.1), "e": np.int64(3)})
+    text = encode(
+        {"a": math.nan, "b": math.inf, "c": [-math.inf], "d": np.float32(0.1), "e": np.int64(3)}
+    )
     line = json.loads(text, parse_constant=lambda word: pytest.fail(f"not strict JSON: {word}"))
-    assert math.isnan(float(line["a"])) and float(line["b"]) == math.inf and float(line["c"][0]) == -math.inf
+    assert (
+        math.isnan(float(line["a"]))
+        and float(line["b"]) == math.inf
+        and float(line["c"][0]) == -math.inf
+    )
     assert (line["d"], line["e"]) == (float(np.float32(0.1)), 3)
     with pytest.raises(TypeError):
         encode({"a": object()})
 
 
 def test_a_line_has_kind_step_time_attempt_and_its_fields(tmp_path):
-    ledger = Ledger(tmp_path / "metrics.jsonl", attempt=2, stamp=lambda: {"seconds": {"train": 1.5}})
+    ledger = Ledger(
+        tmp_path / "metrics.jsonl", attempt=2, stamp=lambda: {"seconds": {"train": 1.5}}
+    )
     ledger.write("train", 3, loss=0.1, mfu=None)
     ledger.write("sample", 3, text="a\nb\ud800 \N{SNOWMAN}")
     ledger.close()

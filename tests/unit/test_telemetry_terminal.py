@@ -10,10 +10,40 @@ from windlass.telemetry.terminal import Output, printable, table
 
 HEAD = ("run", "state", "step", "left", "val loss", "best", "tok/s", "reason", "spare")
 ROWS = [
-    ("studies/quickstart-0123abcd/lr=0.001,seed=1", "finished", "4400/4400", "", "2.7169", "2.8539", "13.65k", "", ""),
-    ("a", "failed", "20/4400", "1h 05m", "12.7174", "2.8541", "2.48k", "exit code 1: no memory is left for it", ""),
-]  # fmt: skip
-NUMBERS = {"4400/4400", "2.7169", "2.8539", "13.65k", "20/4400", "1h 05m", "12.7174", "2.8541", "2.48k"}
+    (
+        "studies/quickstart-0123abcd/lr=0.001,seed=1",
+        "finished",
+        "4400/4400",
+        "",
+        "2.7169",
+        "2.8539",
+        "13.65k",
+        "",
+        "",
+    ),
+    (
+        "a",
+        "failed",
+        "20/4400",
+        "1h 05m",
+        "12.7174",
+        "2.8541",
+        "2.48k",
+        "exit code 1: no memory is left for it",
+        "",
+    ),
+]
+NUMBERS = {
+    "4400/4400",
+    "2.7169",
+    "2.8539",
+    "13.65k",
+    "20/4400",
+    "1h 05m",
+    "12.7174",
+    "2.8541",
+    "2.48k",
+}
 
 
 @pytest.mark.parametrize("width", [44, 60, 80, 120, 1000])
@@ -27,11 +57,15 @@ def test_a_table_fits_its_terminal_with_every_number_whole(width):
     folded = "".join(line[:13].strip() if width < 120 else line for line in lines)
     assert "studies/quick" in folded and "0123abcd" in folded
     assert len(lines) == 3 if width >= 200 else len(lines) > 3
-    assert sum(line.startswith("run") for line in lines) == {44: 3, 60: 2}.get(width, 1), "the first column is repeated"
+    assert sum(line.startswith("run") for line in lines) == {44: 3, 60: 2}.get(width, 1), (
+        "the first column is repeated"
+    )
 
 
 def test_controls_are_shown_and_lines_stay():
-    assert printable("a\x1b[2J\r\n\tb\rc\x07\u202e\ud800") == "a\\x1b[2J\n\tb\\rc\\x07\\u202e\\ud800"
+    assert (
+        printable("a\x1b[2J\r\n\tb\rc\x07\u202e\ud800") == "a\\x1b[2J\n\tb\\rc\\x07\\u202e\\ud800"
+    )
     assert printable("naïve 中文 🙂 \u3000") == "naïve 中文 🙂 \u3000"
 
 

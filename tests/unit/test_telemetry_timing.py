@@ -24,7 +24,9 @@ class FakeDevice:
     queued_ms, done_ms, waits = 0.0, 0.0, 0
 
     def step(self, timer, forward, backward, micro=1):
-        for phase, ms in [("forward", forward), ("backward", backward)] * micro + [("optimizer", 1)]:
+        for phase, ms in [("forward", forward), ("backward", backward)] * micro + [
+            ("optimizer", 1)
+        ]:
             with timer.phase(phase):
                 self.queued_ms += ms
 
@@ -41,7 +43,9 @@ class FakeEvent:
         self.device.done_ms = max(self.device.done_ms, self.at)
 
     def elapsed_time(self, other):
-        assert max(self.at, other.at) <= self.device.done_ms, "asked for a time that the device has not reached"
+        assert max(self.at, other.at) <= self.device.done_ms, (
+            "asked for a time that the device has not reached"
+        )
         return other.at - self.at
 
 
@@ -95,19 +99,29 @@ def test_the_parts_of_the_goodput_sum_to_the_whole():
     assert seconds["startup"] >= 3.0
     assert set(seconds) <= {"startup", "train", "data", "eval", "save", "sample"}
     age = time.time() - psutil.Process().create_time()
-    assert Goodput().seconds()["startup"] == pytest.approx(age, abs=0.5), "since the process was started"
+    assert Goodput().seconds()["startup"] == pytest.approx(age, abs=0.5), (
+        "since the process was started"
+    )
 
 
 def line(attempt, step, event=None, world=None, **seconds):
-    fields = {"kind": "event" if event else "train", "step": step, "attempt": attempt, "seconds": seconds}
+    fields = {
+        "kind": "event" if event else "train",
+        "step": step,
+        "attempt": attempt,
+        "seconds": seconds,
+    }
     return fields | ({"event": event} if event else {}) | ({"world": world} if world else {})
 
 
 KILLED = [
-    line(0, 0, "started", world=2, startup=4.0), line(0, 10, startup=4.0, train=5.0),
-    line(0, 10, "checkpoint", startup=4.0, train=5.5, save=1.0), line(0, 20, startup=4.0, train=10.5, save=1.0),
-    line(1, 10, "resumed", world=4, startup=3.0), line(1, 30, startup=3.0, train=10.0),
-]  # fmt: skip
+    line(0, 0, "started", world=2, startup=4.0),
+    line(0, 10, startup=4.0, train=5.0),
+    line(0, 10, "checkpoint", startup=4.0, train=5.5, save=1.0),
+    line(0, 20, startup=4.0, train=10.5, save=1.0),
+    line(1, 10, "resumed", world=4, startup=3.0),
+    line(1, 30, startup=3.0, train=10.0),
+]
 
 
 def test_a_resumed_and_a_rewound_run_by_hand():
@@ -156,10 +170,13 @@ def test_throughput_is_work_divided_by_time():
 def test_throughput_after_a_resume_counts_each_step_that_was_made():
     """The first line after a resume from step 15 is of five steps, not of ten, and is left out: it waits for caches too."""
     ledger = [
-        {"kind": "event", "event": "started", "step": 0}, train(1, 1000, 100, mfu=0.1), train(10, 100, 100, mfu=0.4),
-        {"kind": "event", "event": "resumed", "step": 15, "attempt": 1}, train(20, 900, 100, attempt=1, mfu=0.05),
+        {"kind": "event", "event": "started", "step": 0},
+        train(1, 1000, 100, mfu=0.1),
+        train(10, 100, 100, mfu=0.4),
+        {"kind": "event", "event": "resumed", "step": 15, "attempt": 1},
+        train(20, 900, 100, attempt=1, mfu=0.05),
         train(30, 200, 100, attempt=1, mfu=0.2),
-    ]  # fmt: skip
+    ]
     speed = throughput(ledger)
     seconds = 9 * 0.1 + 10 * 0.2
     assert speed.steps_per_s == pytest.approx(19 / seconds)
@@ -169,36 +186,68 @@ def test_throughput_after_a_resume_counts_each_step_that_was_made():
 
 def test_times_of_a_step_by_phase_and_the_speed_of_evaluations():
     ledger = [
-        {"kind": "event", "event": "started", "step": 0}, train(1, 9000, 10, forward_ms=8000.0),
-        train(11, 100, 100, forward_ms=30.0, backward_ms=60.0), train(13, 400, 100, forward_ms=90.0, backward_ms=300.0),
+        {"kind": "event", "event": "started", "step": 0},
+        train(1, 9000, 10, forward_ms=8000.0),
+        train(11, 100, 100, forward_ms=30.0, backward_ms=60.0),
+        train(13, 400, 100, forward_ms=90.0, backward_ms=300.0),
         {"kind": "eval", "suite": "loss", "step": 5, "samples": 8, "runtime_s": 2.0, "loss": 2.0},
-        {"kind": "eval", "suite": "loss", "step": 13, "samples": 8, "full_samples": 40, "train_samples": 8, "runtime_s": 6.0},
+        {
+            "kind": "eval",
+            "suite": "loss",
+            "step": 13,
+            "samples": 8,
+            "full_samples": 40,
+            "train_samples": 8,
+            "runtime_s": 6.0,
+        },
         {"kind": "eval", "suite": "squad", "step": 13, "items": 3, "runtime_s": 100.0},
-    ]  # fmt: skip
+    ]
     times = step_times(ledger)
-    assert times == {"step_ms_mean": 1800 / 12, "forward_ms_mean": 480 / 12, "backward_ms_mean": 1200 / 12}
+    assert times == {
+        "step_ms_mean": 1800 / 12,
+        "forward_ms_mean": 480 / 12,
+        "backward_ms_mean": 1200 / 12,
+    }
     assert evaluation_speed(ledger) == {"eval_runtime_s": 8.0, "eval_samples_per_s": 56 / 8}
     assert step_times([]) == {} == evaluation_speed(ledger[:4])
 
 
 def test_mfu_by_the_numbers_of_a_known_run():
     # 124M at context 1,024: 855 MFLOP a token; 150,000 tokens/s on an A100
-    assert mfu(150_000, 855e6, peak_flops("NVIDIA A100-SXM4-40GB", "bf16"), 1) == pytest.approx(0.411, abs=1e-3)
+    assert mfu(150_000, 855e6, peak_flops("NVIDIA A100-SXM4-40GB", "bf16"), 1) == pytest.approx(
+        0.411, abs=1e-3
+    )
     assert mfu(8 * 150_000, 855e6, 312e12, 8) == pytest.approx(0.411, abs=1e-3)
     assert mfu(150_000, 855e6, None, 1) is None
 
 
 PEAKS = {
-    ("NVIDIA A100-SXM4-80GB", "bf16"): 312, ("NVIDIA A100 80GB PCIe", "fp32"): 19.5, ("NVIDIA H100 80GB HBM3", "bf16"): 989,
-    ("NVIDIA H100 PCIe", "bf16"): 756, ("NVIDIA H200", "fp16"): 989, ("NVIDIA L40S", "bf16"): 362, ("NVIDIA L40", "bf16"): 181,
-    ("NVIDIA L4", "bf16"): 121, ("NVIDIA A10", "bf16"): 125, ("Tesla V100-SXM2-32GB", "fp16"): 125, ("Tesla T4", "fp16"): 65,
-    ("NVIDIA GeForce RTX 4090", "bf16"): 165.2, ("NVIDIA GH200 480GB", "bf16"): 989, ("NVIDIA H200 NVL", "bf16"): 835,
-    ("NVIDIA H800 SXM", "tf32"): 494, ("NVIDIA H100 NVL", "fp32"): 60, ("NVIDIA B200", "bf16"): 2250,
+    ("NVIDIA A100-SXM4-80GB", "bf16"): 312,
+    ("NVIDIA A100 80GB PCIe", "fp32"): 19.5,
+    ("NVIDIA H100 80GB HBM3", "bf16"): 989,
+    ("NVIDIA H100 PCIe", "bf16"): 756,
+    ("NVIDIA H200", "fp16"): 989,
+    ("NVIDIA L40S", "bf16"): 362,
+    ("NVIDIA L40", "bf16"): 181,
+    ("NVIDIA L4", "bf16"): 121,
+    ("NVIDIA A10", "bf16"): 125,
+    ("Tesla V100-SXM2-32GB", "fp16"): 125,
+    ("Tesla T4", "fp16"): 65,
+    ("NVIDIA GeForce RTX 4090", "bf16"): 165.2,
+    ("NVIDIA GH200 480GB", "bf16"): 989,
+    ("NVIDIA H200 NVL", "bf16"): 835,
+    ("NVIDIA H800 SXM", "tf32"): 494,
+    ("NVIDIA H100 NVL", "fp32"): 60,
+    ("NVIDIA B200", "bf16"): 2250,
     # what is not known is not guessed
-    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"): None, ("Tesla V100-SXM2-32GB", "bf16"): None, ("NVIDIA A1000", "bf16"): None,
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"): None, ("Intel Xeon", "fp32"): None, ("NVIDIA H200", "fp64"): None,
+    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"): None,
+    ("Tesla V100-SXM2-32GB", "bf16"): None,
+    ("NVIDIA A1000", "bf16"): None,
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"): None,
+    ("Intel Xeon", "fp32"): None,
+    ("NVIDIA H200", "fp64"): None,
     ("", "bf16"): None,
-}  # fmt: skip
+}
 
 
 def test_peaks_of_real_names():

@@ -42,19 +42,43 @@ def write(run, attempt, first, last, event=None):
 
 def test_names_are_grouped_and_kinds_have_streams_of_their_own():
     line = {
-        "kind": "train", "step": 3, "time": TIME, "attempt": 1, "loss": 0.1, "lr": 1e-3, "grad_norm": "NaN",
-        "tokens_per_s": 5, "samples_per_s": 2, "mfu": 0.4, "step_ms": 7.5, "forward_ms": 3.0, "seconds": {"train": 2.0},
-    }  # fmt: skip
+        "kind": "train",
+        "step": 3,
+        "time": TIME,
+        "attempt": 1,
+        "loss": 0.1,
+        "lr": 1e-3,
+        "grad_norm": "NaN",
+        "tokens_per_s": 5,
+        "samples_per_s": 2,
+        "mfu": 0.4,
+        "step_ms": 7.5,
+        "forward_ms": 3.0,
+        "seconds": {"train": 2.0},
+    }
     shown = point(line)
     assert shown.step == 3 and shown.stream == "train" and shown.time == 1767225600.0
     assert math.isnan(shown.scalars.pop("train/grad_norm"))
     assert shown.scalars == {
-        "train/loss": 0.1, "train/lr": 1e-3, "throughput/tokens_per_s": 5, "throughput/samples_per_s": 2,
-        "throughput/mfu": 0.4, "time/step_ms": 7.5, "time/forward_ms": 3.0, "run/attempt": 1.0,
-    }  # fmt: skip
+        "train/loss": 0.1,
+        "train/lr": 1e-3,
+        "throughput/tokens_per_s": 5,
+        "throughput/samples_per_s": 2,
+        "throughput/mfu": 0.4,
+        "time/step_ms": 7.5,
+        "time/forward_ms": 3.0,
+        "run/attempt": 1.0,
+    }
     for fields, stream, scalars in (
         (
-            {"kind": "eval", "suite": "loss", "loss": 1.5, "samples": 9, "runtime_s": 3.0, "samples_per_s": 3.0},
+            {
+                "kind": "eval",
+                "suite": "loss",
+                "loss": 1.5,
+                "samples": 9,
+                "runtime_s": 3.0,
+                "samples_per_s": 3.0,
+            },
             "eval/loss",
             {"eval/loss": 1.5, "eval/runtime_s": 3.0, "eval/samples_per_s": 3.0},
         ),
@@ -79,7 +103,11 @@ def test_names_are_grouped_and_kinds_have_streams_of_their_own():
             },
         ),
         ({"kind": "eval", "suite": "squad", "f1": 0.3}, "eval/squad", {"eval/squad/f1": 0.3}),
-        ({"kind": "log", "log.tokens": 9.0, "log.epoch": 8.0}, "log", {"log/tokens": 9.0, "log/epoch": 8.0}),
+        (
+            {"kind": "log", "log.tokens": 9.0, "log.epoch": 8.0},
+            "log",
+            {"log/tokens": 9.0, "log/epoch": 8.0},
+        ),
     ):
         shown = point({"step": 5, "time": TIME, "attempt": 0} | fields)
         assert math.isnan(shown.scalars.pop("summary/forward_ms_mean", math.nan))
@@ -123,7 +151,9 @@ def test_where_the_run_goes_back_the_tracker_is_opened_again(run):
     live.flush()
     write(run, 1, 2, 6)
     live.flush()
-    assert len(tracker.ids) == 2 and len(set(tracker.ids)) == 1, "one run in the tracker for all attempts"
+    assert len(tracker.ids) == 2 and len(set(tracker.ids)) == 1, (
+        "one run in the tracker for all attempts"
+    )
     assert tracker.steps == [1, 2, 3, 4, 5, 6]
     live.flush(last=True)
     assert tracker.ended == ["running", "failed"], "no ending was written, and nobody trains"
@@ -189,7 +219,9 @@ def test_wandb_resumes_the_same_run_from_what_the_server_has(server, run):
     Follower(run, WandB).flush(last=True)
     Follower(run, WandB).flush(last=True)
     first, second, _ = server.starts
-    assert first["id"] == second["id"] and second["resume"] == "allow" and second["mode"] == "online"
+    assert (
+        first["id"] == second["id"] and second["resume"] == "allow" and second["mode"] == "online"
+    )
     assert KEY not in str(server.starts)
     train = [(row["step"], row["train/loss"]) for _, row in server.rows if "train/loss" in row]
     assert train == [(step, step) for step in range(1, 11)]
@@ -228,7 +260,9 @@ def test_a_studys_runs_are_sent_too(tmp_path, monkeypatch):
     from windlass.study.study import Study
 
     sent = list[str]()
-    monkeypatch.setattr("windlass.telemetry.trackers.replay", lambda run, *_: sent.append(Path(run).name) or [])
+    monkeypatch.setattr(
+        "windlass.telemetry.trackers.replay", lambda run, *_: sent.append(Path(run).name) or []
+    )
     study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2,3"], tmp_path / "study")
     for cell in study.cells[1:]:
         write(study.run_of(cell), 0, 0, 1)
@@ -249,18 +283,28 @@ def write_samples(run, ranks=2):
     run.devices_dir.mkdir()
     for rank in range(ranks):
         rows = [
-            json.dumps({"time": TIME, "kind": "start", "rank": rank, "attempt": 0, "memory_mb": 80_000}) + "\n",
+            json.dumps(
+                {"time": TIME, "kind": "start", "rank": rank, "attempt": 0, "memory_mb": 80_000}
+            )
+            + "\n",
             '{"torn\n',
         ]
         for s in range(1, 7):
             use = {"phase": "eval", "util_pct": 5.0} if s == 3 else {"util_pct": 90.0 + rank}
-            rows.append(sample(rank, s, mem_alloc_mb=100.0 * rank + s, mem_reserved_mb=500.0, **use))
+            rows.append(
+                sample(rank, s, mem_alloc_mb=100.0 * rank + s, mem_reserved_mb=500.0, **use)
+            )
         rows.append(sample(rank, 6, mem_alloc_mb=9e9, attempt=1))  # of a start that came later
         (run.devices_dir / f"rank-{rank:05d}.jsonl").write_text("".join(rows) + '{"is being wr')
 
 
 def train_line(second):
-    return {"kind": "train", "step": second, "attempt": 0, "time": f"2026-01-01T00:00:{second:02d}.500Z"}
+    return {
+        "kind": "train",
+        "step": second,
+        "attempt": 0,
+        "time": f"2026-01-01T00:00:{second:02d}.500Z",
+    }
 
 
 def test_each_rank_s_memory_and_utilisation_come_with_the_train_lines(run):
@@ -269,13 +313,22 @@ def test_each_rank_s_memory_and_utilisation_come_with_the_train_lines(run):
     assert reader.read(train_line(1)) == {}, "the files are not there yet"
     reader.find()
     assert reader.read(train_line(2)) == {
-        "device/rank0/util_pct": 90.0, "device/rank0/mem_alloc_mb": 1.5, "device/rank0/mem_reserved_mb": 500.0,
-        "device/rank1/util_pct": 91.0, "device/rank1/mem_alloc_mb": 101.5, "device/rank1/mem_reserved_mb": 500.0,
-    }  # fmt: skip
+        "device/rank0/util_pct": 90.0,
+        "device/rank0/mem_alloc_mb": 1.5,
+        "device/rank0/mem_reserved_mb": 500.0,
+        "device/rank1/util_pct": 91.0,
+        "device/rank1/mem_alloc_mb": 101.5,
+        "device/rank1/mem_reserved_mb": 500.0,
+    }
     during_evaluation = reader.read(train_line(3))
-    assert during_evaluation["device/rank0/mem_alloc_mb"] == 3.0 and "device/rank0/util_pct" not in during_evaluation
+    assert (
+        during_evaluation["device/rank0/mem_alloc_mb"] == 3.0
+        and "device/rank0/util_pct" not in during_evaluation
+    )
     assert reader.read(train_line(3)) == {}, "each sample counts once"
-    assert reader.read(train_line(9))["device/rank1/mem_alloc_mb"] == 105.0, "without the later start's"
+    assert reader.read(train_line(9))["device/rank1/mem_alloc_mb"] == 105.0, (
+        "without the later start's"
+    )
     reader.close()
 
 
@@ -308,12 +361,22 @@ def test_a_tracker_is_opened_when_the_parameters_are_known(run):
     live.flush()
     assert not seen
     ledger.write(
-        "event", 0, event="started", world=2, parameters=28_952_064, device="NVIDIA A100", precision="bf16", steps=4400
+        "event",
+        0,
+        event="started",
+        world=2,
+        parameters=28_952_064,
+        device="NVIDIA A100",
+        precision="bf16",
+        steps=4400,
     )
     ledger.close()
     live.flush()
     (settings,) = seen
-    assert (settings["parameters"], settings["device"], settings["precision"], settings["steps"]) == (
-        28_952_064, "NVIDIA A100", "bf16", 4400,
-    )  # fmt: skip
+    assert (
+        settings["parameters"],
+        settings["device"],
+        settings["precision"],
+        settings["steps"],
+    ) == (28_952_064, "NVIDIA A100", "bf16", 4400)
     assert settings["optim.lr"] == 1e-3 and settings["world"] == 2 and "trained" not in settings

@@ -31,7 +31,11 @@ def same_threads_afterwards():
     ("seconds", "expected", "tried"),
     [
         (lambda n: 0.002 * n, 1, [1, 2, 4, 8]),  # a tiny model: threads only wait for each other
-        (lambda n: 0.08 / n, 8, [4, 8]),  # scales: half as many are clearly slower, and fewer are not tried
+        (
+            lambda n: 0.08 / n,
+            8,
+            [4, 8],
+        ),  # scales: half as many are clearly slower, and fewer are not tried
         (lambda n: 0.04 / min(n, 4), 4, [2, 4, 8]),  # scales up to four
     ],
 )
@@ -70,7 +74,9 @@ def test_the_choice_is_recorded_and_a_resume_takes_it_up(corpus, tmp_path, monke
     used = set[int]()
     run = train(recipe, on_step=lambda now: used.add(torch.get_num_threads()))
     assert used == {1}
-    assert [event["threads"] for event in run.events if event["event"] in ("started", "resumed")] == [1, 1]
+    assert [
+        event["threads"] for event in run.events if event["event"] in ("started", "resumed")
+    ] == [1, 1]
     log = (run.path / "log.txt").read_text()
     assert "1 of 2 cores" in log and "1: 10 ms, 2: 20 ms" in log and "as in the run so far" in log
     newest = open_checkpoint(candidates(run.path)[0], deep=False)
@@ -81,7 +87,10 @@ def test_the_choice_is_recorded_and_a_resume_takes_it_up(corpus, tmp_path, monke
 
 def test_a_training_and_an_evaluation_give_the_process_its_settings_back(corpus, tmp_path):
     def settings():
-        exact = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+        exact = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
         return torch.get_num_threads(), torch.get_float32_matmul_precision(), *exact
 
     network = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -89,11 +98,16 @@ def test_a_training_and_an_evaluation_give_the_process_its_settings_back(corpus,
     torch.set_float32_matmul_precision("high")
     before, during = settings(), set()
     try:
-        recipe = tiny_recipe(corpus, tmp_path / "run", train__threads=1, train__deterministic=True, train__steps=2)
+        recipe = tiny_recipe(
+            corpus, tmp_path / "run", train__threads=1, train__deterministic=True, train__steps=2
+        )
         run = train(recipe, on_step=lambda now: during.add(settings()))
         assert during == {(1, "highest", True, False)} and settings() == before
         evaluate(run, overrides=["train.threads=1"], on_result=lambda *_: during.add(settings()))
-        assert during == {(1, "highest", True, False), (1, "highest", False, False)} and settings() == before
+        assert (
+            during == {(1, "highest", True, False), (1, "highest", False, False)}
+            and settings() == before
+        )
 
         def fail(now):
             raise ArithmeticError
@@ -125,8 +139,12 @@ def test_timing_changes_no_bit_of_the_training(corpus, tmp_path, monkeypatch):
 )
 def test_the_command_line_has_threads_wait_a_short_while_unless_told_otherwise(given, expected):
     code = "import os; from windlass.cli import main\ntry: main(['--version'])\nfinally: print(os.environ.get('GOMP_SPINCOUNT', ''))"
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))} | given
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    environ = {
+        k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))
+    } | given
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.split("\n")[1] == expected
 
 
@@ -146,10 +164,14 @@ def test_another_busy_process_is_told_once(monkeypatch, own_threads, busy, words
     monkeypatch.setattr(threads, "usable_cores", lambda: 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     monkeypatch.setattr(
-        threads.psutil, "cpu_times", lambda percpu: [CPU(0, seconds[0] * max(0, 2 - own - busy), 0), CPU(0, 0, 0)]
+        threads.psutil,
+        "cpu_times",
+        lambda percpu: [CPU(0, seconds[0] * max(0, 2 - own - busy), 0), CPU(0, 0, 0)],
     )
     monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
-    monkeypatch.setattr(time, "process_time", lambda: seconds[0] * (2 - busy if own + busy > 2 else own))
+    monkeypatch.setattr(
+        time, "process_time", lambda: seconds[0] * (2 - busy if own + busy > 2 else own)
+    )
     torch.set_num_threads(own_threads)
     watch = threads.Contention()
     seconds[0] = 2.0
@@ -177,8 +199,14 @@ def test_the_pass_that_is_timed_has_at_most_a_thousand_tokens(tmp_path, context,
     assert shapes == [shape]
 
 
-def test_a_phase_of_the_start_that_lasts_says_what_it_does_in_the_log_too(tmp_path, monkeypatch, capsys):
-    corpus, log, waited = write_corpus(tmp_path / "text.txt", words=2000), tmp_path / "run" / "log.txt", []
+def test_a_phase_of_the_start_that_lasts_says_what_it_does_in_the_log_too(
+    tmp_path, monkeypatch, capsys
+):
+    corpus, log, waited = (
+        write_corpus(tmp_path / "text.txt", words=2000),
+        tmp_path / "run" / "log.txt",
+        [],
+    )
     monkeypatch.setattr("windlass.telemetry.console.LASTS_SECONDS", 0.05)
 
     def slow(module, name, words):
@@ -194,8 +222,10 @@ def test_a_phase_of_the_start_that_lasts_says_what_it_does_in_the_log_too(tmp_pa
         monkeypatch.setattr(module, name, late)
 
     for module, name, words in (
-        (setup, "prepare_model", "model"), (setup, "set_threads", "CPU threads"), (trainer, "set_lr", "first step: 1 x 8 x 32"),
-    ):  # fmt: skip
+        (setup, "prepare_model", "model"),
+        (setup, "set_threads", "CPU threads"),
+        (trainer, "set_lr", "first step: 1 x 8 x 32"),
+    ):
         slow(module, name, words)
     train(tiny_recipe(corpus, tmp_path / "run", train__steps=2))
     assert len(waited) == 3 and "CPU threads" in capsys.readouterr().out

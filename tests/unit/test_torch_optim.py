@@ -30,7 +30,10 @@ def test_a_stopped_run_continues_bit_for_bit(name: str, corpus: Path, tmp_path: 
     recipe = tiny_recipe(corpus, tmp_path / "stopped", **settings)
     train(recipe, stop_at=3)
     assert curve(train(recipe)) == curve(straight) and len(curve(straight)) == 6
-    first, second = (open_checkpoint(run / "checkpoints" / "step-00000006") for run in (straight.path, recipe.run_dir))
+    first, second = (
+        open_checkpoint(run / "checkpoints" / "step-00000006")
+        for run in (straight.path, recipe.run_dir)
+    )
     assert first.names() == second.names() and any(n.startswith("optim/") for n in first.names())
     assert all(torch.equal(first.tensor(n), second.tensor(n)) for n in first.names())
 
@@ -39,7 +42,11 @@ def test_adamw_by_its_name_is_adamw_with_the_same_groups(corpus: Path, tmp_path:
     own = tiny_recipe(corpus, tmp_path / "own", train__steps=4)
     options = {"betas": list(own.optim.betas), "eps": own.optim.eps, "fused": True}
     named = own.replace(
-        **{"optim.kind": "torch.optim.AdamW", "optim.options": options, "run.dir": str(tmp_path / "named")}
+        **{
+            "optim.kind": "torch.optim.AdamW",
+            "optim.options": options,
+            "run.dir": str(tmp_path / "named"),
+        }
     )
     assert curve(train(own)) == curve(train(named))
     initialise(model := build_model(named, 257, device="cpu"), 0)
@@ -55,12 +62,20 @@ def test_adamw_by_its_name_is_adamw_with_the_same_groups(corpus: Path, tmp_path:
     [
         (["optim.kind=torch.optim.Adafctor"], ("optim.kind", "did you mean Adafactor")),
         (["optim.kind=torch.optim.LBFGS"], ("optim.kind", "LBFGS")),
-        (["optim.kind=torch.optim.SGD", "optim.options.momentun=0.9"], ("optim.options", "did you mean momentum")),
-        (["optim.kind=torch.optim.SGD", "optim.options.momentum=-1"], ("optim.options", "momentum")),
+        (
+            ["optim.kind=torch.optim.SGD", "optim.options.momentun=0.9"],
+            ("optim.options", "did you mean momentum"),
+        ),
+        (
+            ["optim.kind=torch.optim.SGD", "optim.options.momentum=-1"],
+            ("optim.options", "momentum"),
+        ),
         (["optim.kind=torch.optim.Muon"], ("optim.kind", "does not take this model")),
     ],
 )
-def test_what_torch_does_not_have_or_take_is_one_message(overrides: list[str], words: tuple[str, ...], corpus: Path, tmp_path: Path) -> None:  # fmt: skip
+def test_what_torch_does_not_have_or_take_is_one_message(
+    overrides: list[str], words: tuple[str, ...], corpus: Path, tmp_path: Path
+) -> None:
     recipe = tiny_recipe(corpus, tmp_path / "run").replace(*overrides)
     with refused(*words):
         train(recipe)

@@ -49,7 +49,9 @@ class Commit:
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
     image: memoryview  # this rank's whole file: 8 bytes of header length, the header, the data
-    tensors: Mapping[str, Mapping[str, Any]]  # `dtype`, `shape` of the whole, `chunk` (offset in the file, row, rows)
+    tensors: Mapping[
+        str, Mapping[str, Any]
+    ]  # `dtype`, `shape` of the whole, `chunk` (offset in the file, row, rows)
     aliases: Mapping[str, str]
     counters: bytes
     meta: Mapping[str, Any]
@@ -79,7 +81,9 @@ class Commit:
                 reason = "rank 0 gave the save up"
                 with contextlib.suppress(OSError):  # a full disk may have no reason on it
                     reason = (self.tombstone / REASON).read_text(encoding="utf-8", errors="replace")
-                raise GivenUp(reason) from error  # rank 0 gave up first; the error here is a consequence
+                raise GivenUp(
+                    reason
+                ) from error  # rank 0 gave up first; the error here is a consequence
             raise
 
     def _write_part(self) -> None:
@@ -87,11 +91,18 @@ class Commit:
         files = self.files
         for folder in (self.directory.parent, self.directory, self.temporary):
             files.make_dir(folder)
-        if self.rank == 0 and (short := shortage(self.directory, self.total_bytes, f"checkpoint {self.target.name}")):
+        if self.rank == 0 and (
+            short := shortage(self.directory, self.total_bytes, f"checkpoint {self.target.name}")
+        ):
             raise GivenUp(f"no room on the disk: {short}")
         if self.failed:
             raise GivenUp(self.failed)
-        part: dict[str, Any] = {"rank": self.rank, "host": socket.gethostname(), "files": {}, "tensors": self.tensors}
+        part: dict[str, Any] = {
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "files": {},
+            "tensors": self.tensors,
+        }
         if self.tensors:
             name, digest = FILE.format(self.rank), hashlib.sha256()
             direct = len(self.image) >= DIRECT_BYTES and self.piece_bytes % PAGE == 0
@@ -113,7 +124,9 @@ class Commit:
                 if rank not in parts and PART.format(rank) in names:
                     part = json.loads((self.temporary / PART.format(rank)).read_bytes())
                     if "error" in part:
-                        raise GivenUp(f"rank {rank} on {part['host']} could not write its part: {part['error']}")
+                        raise GivenUp(
+                            f"rank {rank} on {part['host']} could not write its part: {part['error']}"
+                        )
                     parts[rank] = part
             if len(parts) == self.world:
                 return [parts[rank] for rank in range(self.world)]
@@ -125,7 +138,9 @@ class Commit:
         """Rank 0: counters, manifest and digest, then the name."""
         files = self.files
         manifest = self._manifest(parts, serial)
-        format_.parse(manifest)  # what was put together from other ranks' parts is checked like a stranger's
+        format_.parse(
+            manifest
+        )  # what was put together from other ranks' parts is checked like a stranger's
         files.write_bytes(self.temporary / format_.STATE, self.counters)
         files.write_bytes(self.temporary / format_.MANIFEST, manifest)
         for rank in range(self.world):
@@ -133,7 +148,9 @@ class Commit:
         files.write_bytes(self.temporary / format_.DIGEST, format_.digest_line(manifest))
         files.sync_dir(self.temporary)
         replaced = self.target.with_name(f"{self.target.name}.replaced")
-        if format_.is_whole(self.target):  # a directory cannot be replaced in one step: for a moment there are two
+        if format_.is_whole(
+            self.target
+        ):  # a directory cannot be replaced in one step: for a moment there are two
             if replaced.exists():
                 files.remove_tree(replaced)
             files.rename(self.target, replaced)
@@ -153,7 +170,9 @@ class Commit:
             if replaced.exists():
                 discard(replaced, files)
         except OSError as error:  # what stays of the replaced one goes at the next start
-            self.warning = f"the checkpoint is committed, but the disk did not confirm it: {explain(error)}"
+            self.warning = (
+                f"the checkpoint is committed, but the disk did not confirm it: {explain(error)}"
+            )
 
     def _manifest(self, parts: list[dict[str, Any]], serial: int) -> bytes:
         """What all ranks wrote, as the bytes of one manifest."""
@@ -163,16 +182,27 @@ class Commit:
             written |= part["files"]  # one, or none
             for file in part["files"]:
                 for name, entry in part["tensors"].items():
-                    tensor = tensors.setdefault(name, {"dtype": entry["dtype"], "shape": entry["shape"], "chunks": []})
+                    tensor = tensors.setdefault(
+                        name, {"dtype": entry["dtype"], "shape": entry["shape"], "chunks": []}
+                    )
                     tensor["chunks"].append([file, *entry["chunk"]])
         for tensor in tensors.values():
             tensor["chunks"].sort(key=lambda chunk: chunk[2])  # by their first row
-        return to_json({
-            "format": "windlass-checkpoint", "version": 2, "step": self.step, "serial": serial,
-            "save_id": self.save_id, "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "world": self.world, "meta": self.meta, "aliases": self.aliases,
-            "tensors": dict(sorted(tensors.items())), "files": written,
-        })  # fmt: skip
+        return to_json(
+            {
+                "format": "windlass-checkpoint",
+                "version": 2,
+                "step": self.step,
+                "serial": serial,
+                "save_id": self.save_id,
+                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "world": self.world,
+                "meta": self.meta,
+                "aliases": self.aliases,
+                "tensors": dict(sorted(tensors.items())),
+                "files": written,
+            }
+        )
 
     def _await_commit(self) -> None:
         """Other ranks: until rank 0 has committed or given up. They wait longer than rank 0, so that it decides."""
@@ -196,7 +226,9 @@ class Commit:
             with contextlib.suppress(OSError):
                 if self.tombstone.name not in format_.names_in(self.directory):
                     files.make_dir(self.temporary)
-                    files.replace(self.temporary / PART.format(self.rank), to_json(note), durable=False)
+                    files.replace(
+                        self.temporary / PART.format(self.rank), to_json(note), durable=False
+                    )
                 else:  # rank 0 has left: the last rank removes the directory
                     files.unlink(self.temporary / PART.format(self.rank))
                     files.remove_dir(self.temporary)
@@ -205,7 +237,9 @@ class Commit:
                 files.remove_tree(self.temporary)
         else:
             with contextlib.suppress(OSError):
-                files.make_dir(self.temporary)  # there must be something to rename, also where this failed before
+                files.make_dir(
+                    self.temporary
+                )  # there must be something to rename, also where this failed before
             with contextlib.suppress(OSError):
                 files.write_bytes(self.temporary / REASON, explain(error).encode())
             with contextlib.suppress(OSError):
@@ -238,7 +272,11 @@ def format_bytes(count: int) -> str:
     """Bytes for people (1 GB = 10^9 bytes)."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
-            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
+            return (
+                f"{count / size:.3g} {unit}"
+                if count < 1000 * size
+                else f"{count / size:,.0f} {unit}"
+            )
     return f"{count} bytes"
 
 
@@ -246,4 +284,6 @@ def explain(error: BaseException) -> str:
     """What went wrong in one line, without a traceback."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({os.fspath(error.filename)})' if error.filename else ''}"
-    return str(error) if isinstance(error, GivenUp) else f"{type(error).__name__}: {first_line(error)}"
+    return (
+        str(error) if isinstance(error, GivenUp) else f"{type(error).__name__}: {first_line(error)}"
+    )

@@ -33,10 +33,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 MANIFEST, DIGEST, STATE = "manifest.json", "manifest.sha256", "state.json"
 DTYPES = {
-    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "I64": ("int64", 8),
-    "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1), "BOOL": ("bool", 1),
-    "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1),
-}  # fmt: skip
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+}
 """The types of safetensors that can be saved: their names in torch, and bytes of a number."""
 STEP_DIR = re.compile(r"^step-(\d{8,})(\.replaced)?$")
 READ_BYTES = 8 * 2**20
@@ -111,7 +120,9 @@ class Manifest(BaseModel):
             row = 0
             for chunk in tensor.chunks:
                 if chunk.start != row:
-                    raise ValueError(f"rows {row} to {chunk.start} of {name} are missing or written twice")
+                    raise ValueError(
+                        f"rows {row} to {chunk.start} of {name} are missing or written twice"
+                    )
                 row += chunk.rows
                 info = self.files.get(chunk.file)
                 if info is None or chunk.offset + chunk.rows * tensor.row_bytes > info.size:
@@ -121,7 +132,9 @@ class Manifest(BaseModel):
                 raise ValueError(f"rows {row} to {rows} of {name} are missing")
         for alias, name in self.aliases.items():
             if name not in self.tensors or alias in self.tensors:
-                raise ValueError(f"{alias} is an alias of {name}, which is not there, or is there itself")
+                raise ValueError(
+                    f"{alias} is an alias of {name}, which is not there, or is there itself"
+                )
         return self
 
 
@@ -156,7 +169,9 @@ def parse(data: bytes) -> Manifest:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise Damaged(f"{MANIFEST} is malformed: {where + ': ' if where else ''}{first['msg']}") from None
+        raise Damaged(
+            f"{MANIFEST} is malformed: {where + ': ' if where else ''}{first['msg']}"
+        ) from None
 
 
 def digest_line(manifest: bytes) -> bytes:
@@ -173,13 +188,17 @@ def read_manifest(path: Path) -> Manifest:
     try:
         digest, data = (path / DIGEST).read_bytes(), (path / MANIFEST).read_bytes()
         if digest != digest_line(data):
-            raise Damaged(f"{MANIFEST} was changed after the commit: its SHA-256 is not the one in {DIGEST}")
+            raise Damaged(
+                f"{MANIFEST} was changed after the commit: its SHA-256 is not the one in {DIGEST}"
+            )
         manifest = parse(data)
         for name, info in manifest.files.items():
             if (size := (path / name).stat().st_size) != info.size:
                 raise Damaged(f"{name} has {size:,} bytes instead of {info.size:,}")
     except OSError as error:
-        raise Damaged(f"{Path(error.filename or MANIFEST).name} cannot be read: {error.strerror}") from None
+        raise Damaged(
+            f"{Path(error.filename or MANIFEST).name} cannot be read: {error.strerror}"
+        ) from None
     return manifest
 
 
@@ -207,7 +226,9 @@ def verify(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> Non
         try:
             for name, digest in zip(mine, pool.map(sha256, mine), strict=True):
                 if digest != (expected := manifest.files[name].sha256):
-                    raise Damaged(f"{name} is not what was written: its SHA-256 is not {expected[:12]}…")
+                    raise Damaged(
+                        f"{name} is not what was written: its SHA-256 is not {expected[:12]}…"
+                    )
         except OSError as error:
             raise Damaged(f"{error.filename or path} cannot be read: {error.strerror}") from None
         finally:
@@ -239,7 +260,9 @@ def read_entry(path: Path) -> Entry:
     except Damaged as error:
         return Entry(path, step, None, str(error))
     if match and manifest.step != step:
-        return Entry(path, step, None, f"it is the checkpoint of step {manifest.step} under another name")
+        return Entry(
+            path, step, None, f"it is the checkpoint of step {manifest.step} under another name"
+        )
     return Entry(path, manifest.step, manifest)
 
 

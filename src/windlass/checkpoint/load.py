@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.checkpoint import format as format_
 from windlass.checkpoint.format import DTYPES, STATE, STEP_DIR, Damaged, Entry, Manifest, TensorInfo
-from windlass.checkpoint.retention import Lineage, committed, policy_of, ranked, read_lineage, retain, scores_by_step
+from windlass.checkpoint.retention import (
+    Lineage,
+    committed,
+    policy_of,
+    ranked,
+    read_lineage,
+    retain,
+    scores_by_step,
+)
 from windlass.errors import UserError, argument
 from windlass.fileio import Files
 from windlass.recipe import Horizon
@@ -114,7 +122,9 @@ class Choice:
 
     path: Path
     step: int
-    notes: list[str] = field(default_factory=list)  # newer or better ones that were passed over, and why
+    notes: list[str] = field(
+        default_factory=list
+    )  # newer or better ones that were passed over, and why
     damaged: list[Path] = field(default_factory=list)  # where those lie
 
 
@@ -136,7 +146,9 @@ def candidates(
         if not entries:
             return []
         problem = f"{run.path} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is never"
-        raise UserError(f"{problem}; use {argument('fresh')} to set the run aside, or resume from it")
+        raise UserError(
+            f"{problem}; use {argument('fresh')} to set the run aside, or resume from it"
+        )
     if resume == "latest":
         return _latest(run, entries, up_to)
     if resume == "best":
@@ -162,8 +174,12 @@ def _latest(run: Run, entries: list[Entry], up_to: int | None) -> list[Path]:
     if origin is None or lineage.step > limit:
         return paths
     if not paths and not origin.is_dir():
-        gone = f"{run.path} has no checkpoint yet since it started from {origin}, and that one is gone"
-        raise UserError(f"{gone}: restore it, or name another one to resume from (checkpoint.resume=STEP)")
+        gone = (
+            f"{run.path} has no checkpoint yet since it started from {origin}, and that one is gone"
+        )
+        raise UserError(
+            f"{gone}: restore it, or name another one to resume from (checkpoint.resume=STEP)"
+        )
     return [*paths, *([origin] if origin.is_dir() else [])]
 
 
@@ -171,8 +187,14 @@ def _best(run: Run, entries: list[Entry], measure: str) -> list[Path]:
     if not measure:
         measure = run.recipe.checkpoint.best if run.recipe_path.is_file() else LOSS_SUITE
     lineage, scores = read_lineage(run.path), scores_by_step(run.ledger(), measure)
-    if lineage is not None:  # abandoned steps have no score: the ledger may have that of another model there
-        entries = [e for e in entries if e.manifest is None or e.serial > lineage.serial or e.step <= lineage.step]
+    if (
+        lineage is not None
+    ):  # abandoned steps have no score: the ledger may have that of another model there
+        entries = [
+            e
+            for e in entries
+            if e.manifest is None or e.serial > lineage.serial or e.step <= lineage.step
+        ]
     scored = [e for step in ranked(scores, measure) for e in entries if e.step == step]
     return [e.path for e in (*scored, *(e for e in entries if e.step not in scores))]
 
@@ -213,7 +235,9 @@ def find(source: str | Path, ranks: Ranks | None = None) -> Choice:
     text, at, which = os.fspath(source).rpartition("@")
     run, which = (text, which) if at and Path(text).is_dir() else (os.fspath(source), "latest")
     if not Path(run).is_dir():
-        raise UserError(f"there is no run and no checkpoint at {source}; by default the runs lie in runs/")
+        raise UserError(
+            f"there is no run and no checkpoint at {source}; by default the runs lie in runs/"
+        )
     paths = [Path(run)] if (Path(run) / format_.MANIFEST).is_file() else candidates(run, which)
     if choice := first_undamaged(paths, ranks):
         return choice
@@ -231,7 +255,9 @@ def recover(directory: Path, files: Files | None = None) -> list[str]:
         if name.startswith("."):
             files.remove_tree(path)
             if name.startswith(".saving-"):
-                notes.append(f"removed what an interrupted save of step {int(name.split('-')[1])} had left")
+                notes.append(
+                    f"removed what an interrupted save of step {int(name.split('-')[1])} had left"
+                )
         elif STEP_DIR.match(name) and path.is_dir() and not format_.is_whole(path):
             files.remove_tree(path)
             notes.append(f"removed {name}, whose removal had been interrupted")
@@ -244,7 +270,9 @@ def recover(directory: Path, files: Files | None = None) -> list[str]:
                 discard(successor, files)
                 files.rename(directory / name, successor)
                 files.sync_dir(directory)
-                notes.append(f"{successor.name} is back: the save that was to replace it was interrupted")
+                notes.append(
+                    f"{successor.name} is back: the save that was to replace it was interrupted"
+                )
     return notes
 
 
@@ -262,7 +290,9 @@ def set_aside(choice: Choice, run: Path) -> None:
         if not path.resolve().is_relative_to(run.resolve()):
             continue  # another run's, which is not ours to change
         files, number = Files(), 0
-        while (target := path.with_name(f"bad-{path.name}" + (f".{number}" if number else ""))).exists():
+        while (
+            target := path.with_name(f"bad-{path.name}" + (f".{number}" if number else ""))
+        ).exists():
             number += 1
         files.rename(path, target)
         files.sync_dir(path.parent)
@@ -274,10 +304,14 @@ class CheckpointStatus:
 
     step: int
     path: Path
-    time: str | None  # when it was committed (UTC, ISO 8601); None, as the next two, where it is damaged
+    time: (
+        str | None
+    )  # when it was committed (UTC, ISO 8601); None, as the next two, where it is damaged
     bytes: int | None
     world: int | None
-    scores: dict[str, float | None]  # of its step, by the ledger: `loss`, and the recipe's `checkpoint.best`
+    scores: dict[
+        str, float | None
+    ]  # of its step, by the ledger: `loss`, and the recipe's `checkpoint.best`
     kept: list[str]  # why retention keeps it: `last`, `best`, `final`, `every`, `start`
     problem: str  # what is damaged; empty: it is good, as far as it was read
 
@@ -300,16 +334,35 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
     recipe, ledger, directory = run.recipe, run.ledger(), run.checkpoints_dir
     entries, names = format_.list_entries(directory), format_.names_in(directory)
     began = last_start(ledger)
-    horizons = [Horizon(began["steps"], began["samples_per_epoch"], recipe.train.global_batch)] if began else []
+    horizons = (
+        [Horizon(began["steps"], began["samples_per_epoch"], recipe.train.global_batch)]
+        if began
+        else []
+    )
     policy = policy_of(recipe.checkpoint, horizons, read_lineage(run.path))
     scores = {measure: scores_by_step(ledger, measure) for measure in (LOSS_SUITE, policy.measure)}
     why = retain(committed(directory).values(), policy, scores[policy.measure])
     rows = []
     for e in sorted(entries, key=lambda e: e.step):
         measured = {measure: values.get(e.step) for measure, values in scores.items()}
-        time, size, world = (e.manifest.time, e.manifest.bytes, e.manifest.world) if e.manifest else (None, None, None)
+        time, size, world = (
+            (e.manifest.time, e.manifest.bytes, e.manifest.world)
+            if e.manifest
+            else (None, None, None)
+        )
         problem = e.verify() if verify else e.problem
-        rows.append(CheckpointStatus(e.step, e.path, time, size, world, measured, why.get(e.serial, []), problem))
+        rows.append(
+            CheckpointStatus(
+                e.step, e.path, time, size, world, measured, why.get(e.serial, []), problem
+            )
+        )
     cut_off = {n for n in names if STEP_DIR.match(n) and not format_.is_whole(directory / n)}
     temporary = [n for n in names if n.startswith(".saving-") or n in cut_off]
-    return CheckpointList(run.path, verify, policy.measure, rows, temporary, [n for n in names if n.startswith("bad-")])
+    return CheckpointList(
+        run.path,
+        verify,
+        policy.measure,
+        rows,
+        temporary,
+        [n for n in names if n.startswith("bad-")],
+    )

@@ -56,7 +56,9 @@ def gather_state(model: nn.Module, optimizer: Any = None, rank: int = 0, world: 
     """
     tensors, aliases = named_state(model, optimizer)
     starts: dict[str, int] = {}
-    groups: dict[tuple[int, int], list[tuple[str, int, int]]] = {}  # what the same ranks hold is divided together
+    groups: dict[
+        tuple[int, int], list[tuple[str, int, int]]
+    ] = {}  # what the same ranks hold is divided together
     for name, tensor in tensors.items():
         starts[name], stop, replica, replicas = _row_range(tensor, rank, world)
         row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
@@ -71,7 +73,9 @@ def gather_state(model: nn.Module, optimizer: Any = None, rank: int = 0, world: 
     return State(slices, aliases, total)
 
 
-def divide_rows(tensors: Sequence[tuple[str, int, int]], index: int, count: int) -> dict[str, tuple[int, int]]:
+def divide_rows(
+    tensors: Sequence[tuple[str, int, int]], index: int, count: int
+) -> dict[str, tuple[int, int]]:
     """Divide tensors (name, rows, bytes of a row) among `count` ranks: the rows [first, last) of rank `index`, by name.
 
     The tensors are taken as laid end to end and cut into `count` pieces of equal size, each row going to the piece in
@@ -89,12 +93,16 @@ def divide_rows(tensors: Sequence[tuple[str, int, int]], index: int, count: int)
     return mine
 
 
-def named_state(model: nn.Module, optimizer: Any = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+def named_state(
+    model: nn.Module, optimizer: Any = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every tensor of model and optimizer by its name (DTensors where they are sharded), and tied weights' aliases."""
     tensors, aliases = _model_tensors(model)
     for name, parameter in _trained(model, optimizer):
         state = optimizer.state.get(parameter, {})
-        for key, value in sorted((key, value) for key, value in state.items() if isinstance(value, Tensor)):
+        for key, value in sorted(
+            (key, value) for key, value in state.items() if isinstance(value, Tensor)
+        ):
             tensors[f"{OPTIM}{name}/{key}"] = _as_sharded(value.detach(), parameter)
     return tensors, aliases
 
@@ -115,7 +123,9 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> 
             _restore_optimizer(checkpoint, model, optimizer)
     except (Damaged, FileNotFoundError) as error:
         problem = f"checkpoint {checkpoint.path} was whole when it was chosen, and is not any more: {error}"
-        raise UserError(f"{problem}; give the same command again, and the newest one that is whole is taken") from None
+        raise UserError(
+            f"{problem}; give the same command again, and the newest one that is whole is taken"
+        ) from None
 
 
 def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any) -> None:
@@ -135,19 +145,33 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
         for key in saved.get(name, ()):
             full, tensor = f"{OPTIM}{name}/{key}", old.get(key)
             shape, dtype = checkpoint.info(full).shape, checkpoint.dtype(full)
-            if tensor is None or tensor.dtype != dtype or _as_sharded(tensor, parameter).shape != shape:
+            if (
+                tensor is None
+                or tensor.dtype != dtype
+                or _as_sharded(tensor, parameter).shape != shape
+            ):
                 tensor = torch.zeros_like(parameter.detach(), dtype=dtype)
                 if shape and shape != parameter.shape:  # of Adafactor, which is not sharded
                     tensor = torch.zeros(shape, dtype=dtype, device=parameter.device)
-                if not shape:  # a scalar, which torch keeps on the host, except for fused optimizers
-                    groups = (g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+                if (
+                    not shape
+                ):  # a scalar, which torch keeps on the host, except for fused optimizers
+                    groups = (
+                        g
+                        for g in optimizer.param_groups
+                        if any(p is parameter for p in g["params"])
+                    )
                     fused = next(groups).get("fused")
-                    tensor = torch.zeros((), dtype=dtype, device=parameter.device if fused else "cpu")
+                    tensor = torch.zeros(
+                        (), dtype=dtype, device=parameter.device if fused else "cpu"
+                    )
             _fill(checkpoint, full, _as_sharded(tensor.detach(), parameter))
             state[key] = tensor
 
 
-def _check_same_model(checkpoint: Checkpoint, targets: dict[str, Tensor], aliases: Set[str]) -> None:
+def _check_same_model(
+    checkpoint: Checkpoint, targets: dict[str, Tensor], aliases: Set[str]
+) -> None:
     saved, problems = set(checkpoint.names(MODEL)), list[str]()
     for name, tensor in targets.items():
         short = name.removeprefix(MODEL)
@@ -157,7 +181,10 @@ def _check_same_model(checkpoint: Checkpoint, targets: dict[str, Tensor], aliase
             problems.append(f"{short} is {list(shape)} there and {list(tensor.shape)} here")
         elif (dtype := checkpoint.dtype(name)) != tensor.dtype:
             problems.append(f"{short} is {dtype} there and {tensor.dtype} here")
-    problems += [f"{n.removeprefix(MODEL)} is not in this model" for n in sorted(saved - set(targets) - aliases)]
+    problems += [
+        f"{n.removeprefix(MODEL)} is not in this model"
+        for n in sorted(saved - set(targets) - aliases)
+    ]
     if problems:
         raise UserError(f"checkpoint {checkpoint.path} is of another model: {_some(problems)}")
 
@@ -183,7 +210,9 @@ def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
-    buffers = {name: b for name, b in model.named_buffers(remove_duplicate=False) if name not in temporary}
+    buffers = {
+        name: b for name, b in model.named_buffers(remove_duplicate=False) if name not in temporary
+    }
     first_names, tensors, aliases = dict[int, str](), dict[str, Tensor](), dict[str, str]()
     for name, tensor in {**dict(model.named_parameters(remove_duplicate=False)), **buffers}.items():
         first = first_names.setdefault(id(tensor), MODEL + name)
@@ -196,7 +225,11 @@ def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
 
 def _trained(model: nn.Module, optimizer: Any) -> list[tuple[str, Tensor]]:
     """The parameters that the optimizer trains, in the order of the model's names; with `shard_optim` this rank's rows."""
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
+    trained = (
+        {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if optimizer is not None
+        else set()
+    )
     rows = optimizer.rows if isinstance(optimizer, ShardedOptimizer) else {}
     named = [(name, rows.get(p, p)) for name, p in unwrap(model).named_parameters()]
     parameters = [(name, p) for name, p in named if id(p) in trained]
@@ -215,7 +248,9 @@ def _as_sharded(state: Tensor, parameter: Tensor) -> Tensor:
     if state.shape != parameter.to_local().shape:
         return state
     whole = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(state, parameter.device_mesh, parameter.placements, run_check=False, **whole)
+    return DTensor.from_local(
+        state, parameter.device_mesh, parameter.placements, run_check=False, **whole
+    )
 
 
 def _row_range(tensor: Tensor, rank: int, world: int) -> tuple[int, int, int, int]:
@@ -232,10 +267,14 @@ def _row_range(tensor: Tensor, rank: int, world: int) -> tuple[int, int, int, in
         if placement.is_replicate():
             replica, replicas = replica * size + index, replicas * size
         elif type(placement) is Shard and placement.dim == 0 and not is_cut:
-            each = -(-rows // size)  # FSDP2 cuts as torch.chunk does: the last ranks may get fewer rows, or none
+            each = -(
+                -rows // size
+            )  # FSDP2 cuts as torch.chunk does: the last ranks may get fewer rows, or none
             start, stop, is_cut = min(index * each, rows), min((index + 1) * each, rows), True
         else:
-            raise NotImplementedError(f"a checkpoint of tensors with the placement {tensor.placements}")
+            raise NotImplementedError(
+                f"a checkpoint of tensors with the placement {tensor.placements}"
+            )
     local = tensor.to_local()
     assert local.shape[:1] == (stop - start,), f"{tuple(local.shape)} is not rows {start} to {stop}"
     return start, stop, replica, replicas

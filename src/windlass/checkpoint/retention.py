@@ -40,7 +40,11 @@ class Saved:
 def committed(directory: Path) -> dict[Path, Saved]:
     """The checkpoints in a run's `checkpoints` whose manifests can be read."""
     entries = ((e.path, e.serial, e.step, e.manifest) for e in list_entries(directory))
-    return {path: Saved(serial, step, str(m.meta.get("reason", PERIODIC))) for path, serial, step, m in entries if m}
+    return {
+        path: Saved(serial, step, str(m.meta.get("reason", PERIODIC)))
+        for path, serial, step, m in entries
+        if m
+    }
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,26 @@ class Policy:
     keep_forever: Callable[[int], bool] = lambda step: False
     measure: str = LOSS
     signal: int = 0
-    start: int | None = None  # the step that the current lineage started from, where that checkpoint is the run's own
+    start: int | None = (
+        None  # the step that the current lineage started from, where that checkpoint is the run's own
+    )
 
 
-def policy_of(settings: CheckpointSettings, horizons: Sequence[Horizon], lineage: Lineage | None = None) -> Policy:
+def policy_of(
+    settings: CheckpointSettings, horizons: Sequence[Horizon], lineage: Lineage | None = None
+) -> Policy:
     """The policy of a run, whose `keep_every` is measured against any of `horizons` (an extended run has two)."""
-    inside = lineage is not None and lineage.checkpoint and not Path(lineage.checkpoint).is_absolute()
+    inside = (
+        lineage is not None and lineage.checkpoint and not Path(lineage.checkpoint).is_absolute()
+    )
     return Policy(
-        settings.keep_last, settings.keep_best, lambda step: any(h.due(settings.keep_every, step) for h in horizons),
-        settings.best, settings.keep_signal, lineage.step if lineage is not None and inside else None,
-    )  # fmt: skip
+        settings.keep_last,
+        settings.keep_best,
+        lambda step: any(h.due(settings.keep_every, step) for h in horizons),
+        settings.best,
+        settings.keep_signal,
+        lineage.step if lineage is not None and inside else None,
+    )
 
 
 def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> dict[int, float]:
@@ -72,7 +86,9 @@ def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> dict[int
     suite, _, name = measure.partition(".")
     return {
         int(line["step"]): float(line[name or suite])
-        for line in comparable([line for line in lines if line["kind"] == "eval" and line.get("suite", LOSS) == suite])
+        for line in comparable(
+            [line for line in lines if line["kind"] == "eval" and line.get("suite", LOSS) == suite]
+        )
         if line.get(name or suite) is not None and math.isfinite(float(line[name or suite]))
     }
 
@@ -81,13 +97,17 @@ def without_improvement(lines: Sequence[Mapping[str, Any]], measure: str) -> int
     """How many evaluations of a measure, up to the last of a ledger's `eval` lines, came after the best one."""
     scores, suite = scores_by_step(lines, measure), measure.partition(".")[0]
     top = best(scores, measure)
-    steps = {line["step"] for line in comparable([x for x in lines if x.get("suite", LOSS) == suite])}
+    steps = {
+        line["step"] for line in comparable([x for x in lines if x.get("suite", LOSS) == suite])
+    }
     return sum(top is None or step > top for step in steps)
 
 
 def comparable(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Those of a suite's `eval` lines that were measured on the same items as the last one."""
-    return [line for line in lines if all(line.get(key) == lines[-1].get(key) for key in SAME_ITEMS)]
+    return [
+        line for line in lines if all(line.get(key) == lines[-1].get(key) for key in SAME_ITEMS)
+    ]
 
 
 def lower_is_better(measure: str) -> bool:
@@ -106,7 +126,9 @@ def best(scores: Mapping[int, float], measure: str) -> int | None:
     return next(iter(ranked(scores, measure)), None)
 
 
-def retain(checkpoints: Iterable[Saved], policy: Policy, scores: Mapping[int, float]) -> dict[int, list[str]]:
+def retain(
+    checkpoints: Iterable[Saved], policy: Policy, scores: Mapping[int, float]
+) -> dict[int, list[str]]:
     """Why each checkpoint stays, by its serial number; those with an empty list may go.
 
     The newest always stays, and so do the last N that were due or final. One that was written because it was the best, or
@@ -119,15 +141,23 @@ def retain(checkpoints: Iterable[Saved], policy: Policy, scores: Mapping[int, fl
     last = {c.serial for c in (*newest_first[:1], *regular[: policy.last])}
     signal = {c.serial for c in [c for c in newest_first if c.reason == EMERGENCY][: policy.signal]}
     steps = {c.step for c in newest_first}
-    best_step = best({s: score for s, score in scores.items() if s in steps}, policy.measure) if policy.best else None
+    best_step = (
+        best({s: score for s, score in scores.items() if s in steps}, policy.measure)
+        if policy.best
+        else None
+    )
     # An older checkpoint of the same step is another one: only the newest of it has the score.
     best_serial = next((c.serial for c in newest_first if c.step == best_step), None)
     why = {}
     for c in newest_first:
         reasons = {
-            "last": c.serial in last, "best": c.serial == best_serial, "final": c.reason == FINAL,
-            "signal": c.serial in signal, "every": policy.keep_forever(c.step), "start": c.step == policy.start,
-        }  # fmt: skip
+            "last": c.serial in last,
+            "best": c.serial == best_serial,
+            "final": c.reason == FINAL,
+            "signal": c.serial in signal,
+            "every": policy.keep_forever(c.step),
+            "start": c.step == policy.start,
+        }
         why[c.serial] = [reason for reason, applies in reasons.items() if applies]
     return why
 
@@ -145,8 +175,12 @@ class Lineage(BaseModel):
     version: Literal[1] = 1
     checkpoint: str = ""  # its path, relative to the run where it is one of the run's own; empty: the start is step 0
     step: Count = 0
-    serial: Count = 0  # the highest number of a commit when the lineage began: only later commits belong to it
-    job: dict[str, str] = Field(default_factory=dict)  # that began the lineage, to recognise its restarts
+    serial: Count = (
+        0  # the highest number of a commit when the lineage began: only later commits belong to it
+    )
+    job: dict[str, str] = Field(
+        default_factory=dict
+    )  # that began the lineage, to recognise its restarts
 
 
 def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, str]) -> Lineage:
@@ -171,7 +205,9 @@ def read_lineage(run: Path) -> Lineage | None:
         return None
     except (OSError, ValidationError):
         advice = "restore it, or delete it and name the checkpoint to resume from (checkpoint.resume=STEP)"
-        raise UserError(f"{path}, which says where the run's current steps began, cannot be read: {advice}") from None
+        raise UserError(
+            f"{path}, which says where the run's current steps began, cannot be read: {advice}"
+        ) from None
 
 
 def write_lineage(run: Path, lineage: Lineage, files: Files) -> None:

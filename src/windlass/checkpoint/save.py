@@ -73,23 +73,33 @@ class HostBuffer:
         self._bytes = torch.empty(0, dtype=torch.uint8)  # the smaller one is freed first
         memory = mmap.mmap(-1, -(-size // PAGE) * PAGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # 2 MiB pages are many times faster to touch than 4 KiB ones
+            memory.madvise(
+                mmap.MADV_HUGEPAGE
+            )  # 2 MiB pages are many times faster to touch than 4 KiB ones
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         if pinned_for is None or not self._can_pin:
             return
         # In a thread, which has the failure to itself: CUDA reports it to the next kernel of the thread that saw it.
         address, errors = self._bytes.data_ptr(), list[str]()
-        thread = threading.Thread(target=register, args=[address, len(memory), pinned_for, errors.append], daemon=True)
+        thread = threading.Thread(
+            target=register, args=[address, len(memory), pinned_for, errors.append], daemon=True
+        )
         thread.start()
         thread.join()
         if errors:  # such memory is scarce (`ulimit -l`); without it the save still works
             self._can_pin = False
-            self.warning = f"no page-locked memory for saves, which block the step for longer: {errors[0]}"
+            self.warning = (
+                f"no page-locked memory for saves, which block the step for longer: {errors[0]}"
+            )
             return
-        self._unpin = weakref.finalize(self, lambda: torch.cuda.cudart().cudaHostUnregister(address))
+        self._unpin = weakref.finalize(
+            self, lambda: torch.cuda.cudart().cudaHostUnregister(address)
+        )
         self._unpin.atexit = False  # type: ignore[attr-defined] # the end of the process frees it
 
-    def fill(self, slices: Mapping[str, Slice], rank: int) -> tuple[memoryview, dict[str, dict[str, Any]], Any]:
+    def fill(
+        self, slices: Mapping[str, Slice], rank: int
+    ) -> tuple[memoryview, dict[str, dict[str, Any]], Any]:
         """Copy the slices into the buffer, after the header that describes them.
 
         Returns `image` and `tensors` as `Commit` has them, and an event that is done when the copies from the device
@@ -103,16 +113,34 @@ class HostBuffer:
         tensors = {}
         for name, start in offsets.items():
             s = slices[name]
-            target = self._bytes[start : start + s.tensor.nbytes].view(s.tensor.dtype).view(s.tensor.shape)
+            target = (
+                self._bytes[start : start + s.tensor.nbytes]
+                .view(s.tensor.dtype)
+                .view(s.tensor.shape)
+            )
             target.copy_(s.tensor, non_blocking=True)
-            chunk = [start, s.start, s.tensor.shape[0] if s.global_shape else 1]  # a scalar is one row
-            tensors[name] = {"dtype": TYPE_NAMES[s.tensor.dtype], "shape": list(s.global_shape), "chunk": chunk}
-        return image, tensors, torch.cuda.current_stream().record_event() if device is not None else None
+            chunk = [
+                start,
+                s.start,
+                s.tensor.shape[0] if s.global_shape else 1,
+            ]  # a scalar is one row
+            tensors[name] = {
+                "dtype": TYPE_NAMES[s.tensor.dtype],
+                "shape": list(s.global_shape),
+                "chunk": chunk,
+            }
+        return (
+            image,
+            tensors,
+            torch.cuda.current_stream().record_event() if device is not None else None,
+        )
 
 
 def layout(slices: Mapping[str, Slice], rank: int) -> tuple[bytes, dict[str, int], int]:
     """The header of the file that has these slices, the place of each slice in the file, and the file's size."""
-    order = sorted(slices, key=lambda name: -slices[name].tensor.element_size())  # keeps every tensor aligned
+    order = sorted(
+        slices, key=lambda name: -slices[name].tensor.element_size()
+    )  # keeps every tensor aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "windlass": f"rows of rank {rank}"}}
     ends = [0]
     for name in order:
@@ -150,16 +178,22 @@ class Saver:
     directory: Path  # the run's `checkpoints`, on a file system that all ranks share
     rank: int = 0
     world: int = 1
-    attempt: str = "0"  # the same letters and digits on all ranks, and others at every start of the run
+    attempt: str = (
+        "0"  # the same letters and digits on all ranks, and others at every start of the run
+    )
     policy: Policy = field(default_factory=Policy)
     device: torch.device | None = None  # where the state is
     files: Files = field(default_factory=Files)
-    deadline: float = 600.0  # seconds that rank 0 waits for the parts of the others once its own is written
+    deadline: float = (
+        600.0  # seconds that rank 0 waits for the parts of the others once its own is written
+    )
     background: bool = True  # False: `save` returns when all is written
     piece_bytes: int = PIECE_BYTES  # in one write
 
     def __post_init__(self) -> None:
-        self.last_seconds: float | None = None  # of the last committed save, copy included: for a grace budget
+        self.last_seconds: float | None = (
+            None  # of the last committed save, copy included: for a grace budget
+        )
         self._began = 0.0
         self._started = self._reported = 0  # saves
         self._buffer = HostBuffer()
@@ -191,9 +225,14 @@ class Saver:
         self._reserving.start()
 
     def save(
-        self, step: int, state: State, counters: Mapping[str, Any], meta: Mapping[str, Any] | None = None,
-        scores: Mapping[int, float] | None = None, while_waiting: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        state: State,
+        counters: Mapping[str, Any],
+        meta: Mapping[str, Any] | None = None,
+        scores: Mapping[int, float] | None = None,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> None:
         """Copy the state, which may change as soon as this returns; nothing is durable before `poll` or `wait` says so.
 
         Waits for the save before this one, and calls `while_waiting` ten times a second. `counters` (JSON) is what a resume
@@ -205,24 +244,52 @@ class Saver:
         if self._reserving.ident is not None:
             self._reserving.join()
         begin = time.perf_counter()
-        image, tensors, copied, counters_json, failed = memoryview(b""), dict[str, Any](), None, b"{}", ""
+        image, tensors, copied, counters_json, failed = (
+            memoryview(b""),
+            dict[str, Any](),
+            None,
+            b"{}",
+            "",
+        )
         try:
             counters_json = to_json(dict(counters))
             image, tensors, copied = self._buffer.fill(state.slices, self.rank)
-        except (MemoryError, OSError, RuntimeError, ValueError) as error:  # fails the save on all ranks, not the run
+        except (
+            MemoryError,
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # fails the save on all ranks, not the run
             failed = f"the state could not be copied to the host: {explain(error)}"
-        finite = {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in (meta or {}).items()}
+        finite = {
+            k: None if isinstance(v, float) and not abs(v) < float("inf") else v
+            for k, v in (meta or {}).items()
+        }
         commit = Commit(
-            self.directory, self.rank, self.world, self.files, self.deadline, self.piece_bytes, step,
-            f"{step:08d}-{self.attempt}-{self._started + 1}", image, tensors, state.aliases, counters_json,
-            {"reason": PERIODIC, **finite}, state.total_bytes, failed,
-        )  # fmt: skip
+            self.directory,
+            self.rank,
+            self.world,
+            self.files,
+            self.deadline,
+            self.piece_bytes,
+            step,
+            f"{step:08d}-{self.attempt}-{self._started + 1}",
+            image,
+            tensors,
+            state.aliases,
+            counters_json,
+            {"reason": PERIODIC, **finite},
+            state.total_bytes,
+            failed,
+        )
         job = (commit, copied, time.perf_counter() - begin, begin - called, dict(scores or {}))
         self._started, self._began = self._started + 1, time.monotonic()
         if not self.background:
             self._write(*job)
             return
-        self._thread = threading.Thread(target=self._write, args=job, name="checkpoint-writer", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=job, name="checkpoint-writer", daemon=True
+        )
         self._thread.start()
 
     def poll(self) -> list[Outcome]:
@@ -231,7 +298,9 @@ class Saver:
         self._reported += len(outcomes)
         return outcomes
 
-    def wait(self, timeout: float | None = None, while_waiting: Callable[[], None] | None = None) -> list[Outcome]:
+    def wait(
+        self, timeout: float | None = None, while_waiting: Callable[[], None] | None = None
+    ) -> list[Outcome]:
         """Wait until nothing is being written, or `timeout` seconds; the outcomes since the last `poll` or `wait`."""
         self._until_idle(timeout, while_waiting)
         return self.poll()
@@ -246,21 +315,35 @@ class Saver:
                 while_waiting()
 
     def _write(
-        self, commit: Commit, copied: Any, staged_s: float, waited_s: float, scores: Mapping[int, float]
+        self,
+        commit: Commit,
+        copied: Any,
+        staged_s: float,
+        waited_s: float,
+        scores: Mapping[int, float],
     ) -> None:
         """Write and commit; any error becomes the outcome, and training continues. `copied` is the event of `fill`."""
         began, error = time.perf_counter(), ""
         warning, self._buffer.warning = self._buffer.warning, ""
         try:
             if self.device is not None and self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # a thread starts on device 0, and would make a context there
+                torch.cuda.set_device(
+                    self.device
+                )  # a thread starts on device 0, and would make a context there
             if copied is not None:
                 copied.synchronize()
             if self.rank == 0:
-                names, before = format_.names_in(self.directory), self._committed or committed(self.directory)
-                self._committed = {path: saved for path, saved in before.items() if path.name in names}
+                names, before = (
+                    format_.names_in(self.directory),
+                    self._committed or committed(self.directory),
+                )
+                self._committed = {
+                    path: saved for path, saved in before.items() if path.name in names
+                }
             serials = [saved.serial for saved in self._committed.values()]
-            with contextlib.suppress(UserError):  # commits whose checkpoints were deleted count by the lineage
+            with contextlib.suppress(
+                UserError
+            ):  # commits whose checkpoints were deleted count by the lineage
                 if lineage := read_lineage(self.directory.parent):
                     serials.append(lineage.serial)
             commit.run(serial := 1 + max(serials, default=0))
@@ -269,21 +352,34 @@ class Saver:
         else:
             warning = commit.warning or warning
             if self.rank == 0:
-                self._committed[commit.target] = Saved(serial, commit.step, str(commit.meta["reason"]))
+                self._committed[commit.target] = Saved(
+                    serial, commit.step, str(commit.meta["reason"])
+                )
                 try:
                     self._clean_up(scores)
                 except Exception as problem:  # the checkpoint is committed all the same
                     warning = f"the checkpoint is committed, but old ones could not be removed: {explain(problem)}"
             self.last_seconds = time.perf_counter() - began + staged_s
         seconds = time.perf_counter() - began
-        result = (commit.step, commit.target, error, commit.total_bytes, staged_s, waited_s, seconds, warning)
+        result = (
+            commit.step,
+            commit.target,
+            error,
+            commit.total_bytes,
+            staged_s,
+            waited_s,
+            seconds,
+            warning,
+        )
         self._outcomes.append(Outcome(*result))
 
     def _clean_up(self, scores: Mapping[int, float]) -> None:
         """After a commit: remove leftovers of earlier saves, and what retention does not keep."""
         for name in format_.names_in(self.directory):
             # Not those of a later save of this attempt: another rank may have begun it.
-            if (match := TEMPORARY.match(name)) and (match[1] != self.attempt or int(match[2]) <= self._started):
+            if (match := TEMPORARY.match(name)) and (
+                match[1] != self.attempt or int(match[2]) <= self._started
+            ):
                 self.files.remove_tree(self.directory / name)
         why = retain(self._committed.values(), self.policy, scores)
         for path in [path for path, saved in self._committed.items() if not why[saved.serial]]:

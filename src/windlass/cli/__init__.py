@@ -45,22 +45,37 @@ VERBS = {
 """The module of each verb and its line in `windlass --help`, which fits 80 columns; in the order in which a user needs them."""
 
 RECIPE_HELP = "A preset's name, a .toml file or a run directory."
-RecipeName = Annotated[str, typer.Argument(
-    metavar="RECIPE", help=RECIPE_HELP, show_default=False, autocompletion=complete.recipes,
-)]  # fmt: skip
-Overrides = Annotated[list[str], typer.Argument(
-    metavar="[KEY=VALUE]...", help="Settings to change, as optim.lr=3e-4.", default_factory=list, show_default=False,
-    autocompletion=complete.overrides,
-)]  # fmt: skip
+RecipeName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help=RECIPE_HELP, show_default=False, autocompletion=complete.recipes
+    ),
+]
+Overrides = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Settings to change, as optim.lr=3e-4.",
+        default_factory=list,
+        show_default=False,
+        autocompletion=complete.overrides,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 app = typer.Typer(
     name="windlass",
     help="Train and fine-tune language models on CPUs and NVIDIA GPUs, from one file, and prove what was done.",
-    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-)  # fmt: skip
-OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}  # where the option has another name than the argument
+)
+OPTIONS = {
+    "suites": "suite",
+    "past": "from",
+    "path": "dir",
+}  # where the option has another name than the argument
 
 
 def print_json(value: Any, indent: int | None = 1) -> None:
@@ -82,7 +97,9 @@ def as_typed(message: str) -> str:
             return "--memory GB"
         if value[:1] + value[-1:] == "[]":
             value = re.sub(r"""[]["']""", "", value).replace(", ", ",")
-        return f"--{OPTIONS.get(name, name).replace('_', '-')}" + ("" if value == "True" else f" {value}")
+        return f"--{OPTIONS.get(name, name).replace('_', '-')}" + (
+            "" if value == "True" else f" {value}"
+        )
 
     return re.sub(f"{errors.MARK}(.*?){errors.MARK}", option, message, flags=re.DOTALL)
 
@@ -96,7 +113,11 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: bool = typer.Option(
-        False, "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+        False,
+        "--version",
+        is_eager=True,
+        callback=_print_version,
+        help="Print the version and exit.",
     ),
 ) -> None:
     pass
@@ -149,14 +170,26 @@ def _run(arguments: list[str] | None) -> None:
     except (errors.UserError, errors.RunFailed, errors.Stopped) as error:
         if processes.first_to_show(str(error)):
             print(f"windlass: {as_typed(error.text)}", file=sys.stderr)
-        kinds = {errors.HostLost: errors.LOST, errors.RunFailed: errors.FAILED, errors.Stopped: errors.STOPPED}
-        sys.exit(next((code for kind, code in kinds.items() if isinstance(error, kind)), errors.BAD_INPUT))
+        kinds = {
+            errors.HostLost: errors.LOST,
+            errors.RunFailed: errors.FAILED,
+            errors.Stopped: errors.STOPPED,
+        }
+        sys.exit(
+            next(
+                (code for kind, code in kinds.items() if isinstance(error, kind)), errors.BAD_INPUT
+            )
+        )
     except Exception as error:
         if not hasattr(error, "show"):
             raise
         error.show()  # click's own error: the command line could not be parsed
         context = getattr(error, "ctx", None)
-        if (wrong := getattr(error, "option_name", "")) and context and "KEY=" in context.get_usage():
+        if (
+            (wrong := getattr(error, "option_name", ""))
+            and context
+            and "KEY=" in context.get_usage()
+        ):
             print(_as_setting(wrong), file=sys.stderr)
         sys.exit(errors.BAD_INPUT)
     gc.freeze()  # nothing is left to the collections of the interpreter's end, which take a second after torch

@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli import Json, Overrides, print_json
-from windlass.errors import DONE, FAILED, INTERRUPTED, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, RunFailed, UserError
+from windlass.errors import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    LOST,
+    NOT_MEASURED,
+    STOPPED,
+    TOO_SLOW,
+    RunFailed,
+    UserError,
+)
 from windlass.processes import WINDLASS
 
 if TYPE_CHECKING:
@@ -37,15 +47,28 @@ def valid_size(text: str) -> str:
 
 
 def launch(
-    command: list[str] = typer.Argument(metavar="-- CMD...", help="What to run on every rank.", show_default=False),
-    ranks: int = typer.Option(0, "-n", min=0, help="Ranks in all; default: as the job asked, or one a GPU."),
+    command: list[str] = typer.Argument(
+        metavar="-- CMD...", help="What to run on every rank.", show_default=False
+    ),
+    ranks: int = typer.Option(
+        0, "-n", min=0, help="Ranks in all; default: as the job asked, or one a GPU."
+    ),
     per_host: int = typer.Option(
-        0, min=0, envvar="WINDLASS_PER_HOST", help="Ranks on each host; default: as the job asked.", show_default=False
+        0,
+        min=0,
+        envvar="WINDLASS_PER_HOST",
+        help="Ranks on each host; default: as the job asked.",
+        show_default=False,
     ),
     launcher: str = typer.Option(
-        "", envvar="WINDLASS_LAUNCHER", metavar="srun|mpiexec|torchrun", help="Default: the site's, or the scheduler's."
+        "",
+        envvar="WINDLASS_LAUNCHER",
+        metavar="srun|mpiexec|torchrun",
+        help="Default: the site's, or the scheduler's.",
     ),
-    print_: bool = typer.Option(False, "--print", help="Only print the command, and tables of hosts and ranks."),
+    print_: bool = typer.Option(
+        False, "--print", help="Only print the command, and tables of hosts and ranks."
+    ),
 ) -> int:
     """Run a command on every rank of the allocation: by srun under SLURM, by mpiexec under PBS, else as local processes.
 
@@ -56,15 +79,23 @@ def launch(
     from windlass.launch import allocation as here
     from windlass.launch.submit import read_site
 
-    if parent := os.environ.pop(processes.PARENT, ""):  # a cell ends with its sweep; its ranks have other parents
+    if parent := os.environ.pop(
+        processes.PARENT, ""
+    ):  # a cell ends with its sweep; its ranks have other parents
         processes.exit_with_parent(int(parent))
-    allocation = here.read_allocation(os.environ, len(processes.visible_gpus())).with_ranks(ranks, per_host)
+    allocation = here.read_allocation(os.environ, len(processes.visible_gpus())).with_ranks(
+        ranks, per_host
+    )
     launcher = launcher or read_site().launcher
     if launcher not in ("", *here.LAUNCHERS):
         raise UserError(f"--launcher {launcher}: there are {', '.join(here.LAUNCHERS)}")
-    by_mpi = allocation.scheduler == "pbs" or (allocation.scheduler != "none" and launcher == "mpiexec")
+    by_mpi = allocation.scheduler == "pbs" or (
+        allocation.scheduler != "none" and launcher == "mpiexec"
+    )
     flavor = here.mpi_flavor(needed=not print_) if by_mpi else ""
-    if port := here.free_port(allocation.hosts[0]):  # this is the host of rank 0: all ranks meet there
+    if port := here.free_port(
+        allocation.hosts[0]
+    ):  # this is the host of rank 0: all ranks meet there
         os.environ.setdefault("MASTER_ADDR", allocation.hosts[0])
         os.environ.setdefault("MASTER_PORT", str(port))
     words = here.launch_command(allocation, command, flavor, os.environ, launcher)
@@ -82,7 +113,9 @@ def launch(
         try:
             child = subprocess.Popen(words, env=environ, preexec_fn=processes.kill_with_parent)  # noqa: PLW1509 - no threads here
         except OSError as error:
-            raise UserError(f"{words[0]} cannot be started: {error.strerror}; load the module for it") from None
+            raise UserError(
+                f"{words[0]} cannot be started: {error.strerror}; load the module for it"
+            ) from None
         # srun, torchrun and every mpiexec pass SIGUSR1 on to the ranks; at SIGTERM some end them before they have saved.
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda *_: child.send_signal(signal.SIGUSR1))
@@ -90,7 +123,9 @@ def launch(
         code = here.wait_for_ranks(child, Path(reports))
         code = here.outcome(code if code >= 0 else 128 - code, Path(reports))
         if code == LOST and (gone := here.lost_hosts(allocation, Path(reports))):
-            typer.echo(f"windlass: no rank of {', '.join(gone)} has reported its end: lost", err=True)
+            typer.echo(
+                f"windlass: no rank of {', '.join(gone)} has reported its end: lost", err=True
+            )
             if path := os.environ.get(here.LOST_HOSTS):
                 Path(path).write_text(",".join(gone))
         return code
@@ -100,22 +135,31 @@ def _show_allocation(allocation: Allocation, launcher: str, gpus: int) -> None:
     """Its hosts and ranks as tables, on stderr: the command alone is on stdout."""
     from windlass.telemetry.terminal import pairs, rich_console, table
 
-    console, firsts = rich_console(sys.stderr), list(itertools.accumulate(allocation.per_host, initial=0))
+    console, firsts = (
+        rich_console(sys.stderr),
+        list(itertools.accumulate(allocation.per_host, initial=0)),
+    )
     rows = [
         (host, str(count), f"{first}-{first + count - 1}" if count > 1 else str(first))
         for host, count, first in zip(allocation.hosts, allocation.per_host, firsts, strict=False)
     ]
     console.print(table(["host", "ranks", "numbers"], rows, console.width, text=["host"]))
     facts = {
-        "scheduler": allocation.scheduler, "job": allocation.job, "host file": allocation.hostfile,
-        "hosts": str(len(allocation.hosts)), "GPUs per host": f"{gpus} (here)", "world": str(allocation.ranks),
+        "scheduler": allocation.scheduler,
+        "job": allocation.job,
+        "host file": allocation.hostfile,
+        "hosts": str(len(allocation.hosts)),
+        "GPUs per host": f"{gpus} (here)",
+        "world": str(allocation.ranks),
         "launcher": "local processes" if allocation.scheduler == "none" else launcher,
-    }  # fmt: skip
+    }
     console.print(pairs([(name, value) for name, value in facts.items() if value]))
 
 
 def env(
-    save: bool = typer.Option(False, "--save", help="Write this job's variables, for other shells of yours."),
+    save: bool = typer.Option(
+        False, "--save", help="Write this job's variables, for other shells of yours."
+    ),
 ) -> int:
     """Print the variables of a saved job, so that another shell of the allocation joins it: eval "$(windlass env)".
 
@@ -136,23 +180,42 @@ def env(
 
 
 def submit(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE|STUDY|RUN", help="What to train; a study: its open cells.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE|STUDY|RUN", help="What to train; a study: its open cells."),
+    ],
     overrides: Overrides,
-    scheduler: str = typer.Option("", metavar="slurm|pbs", help="Default: the one that is installed."),
+    scheduler: str = typer.Option(
+        "", metavar="slurm|pbs", help="Default: the one that is installed."
+    ),
     nodes: int = typer.Option(1, min=1, help="Hosts (of each cell of a study)."),
-    gpus_per_node: int = typer.Option(-1, metavar="G", help="GPUs of each; default: the site's.", show_default=False),
-    per_host: int = typer.Option(0, min=0, help="Ranks of each host; default: one a GPU.", show_default=False),
+    gpus_per_node: int = typer.Option(
+        -1, metavar="G", help="GPUs of each; default: the site's.", show_default=False
+    ),
+    per_host: int = typer.Option(
+        0, min=0, help="Ranks of each host; default: one a GPU.", show_default=False
+    ),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit; default: the site's."),
-    site: Path | None = typer.Option(None, metavar="FILE", help="Site file; default: ~/.config/windlass/site.toml."),
+    site: Path | None = typer.Option(
+        None, metavar="FILE", help="Site file; default: ~/.config/windlass/site.toml."
+    ),
     max_restarts: int = typer.Option(3, min=0, help="Starts after lost hosts, at most."),
-    min_busbw: float = typer.Option(0.0, min=0, metavar="GB/S", help="What `windlass check` must measure first."),
+    min_busbw: float = typer.Option(
+        0.0, min=0, metavar="GB/S", help="What `windlass check` must measure first."
+    ),
     max_size: str = typer.Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),
-    retry_failed: bool = typer.Option(False, "--retry-failed", help="A study: its failed and diverged cells, too."),
+    retry_failed: bool = typer.Option(
+        False, "--retry-failed", help="A study: its failed and diverged cells, too."
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the script and write nothing."),
     watch: bool = typer.Option(
-        False, "--watch", help="Follow state and log until the job is over; also of a run or study that waits or runs."
+        False,
+        "--watch",
+        help="Follow state and log until the job is over; also of a run or study that waits or runs.",
     ),
-    cancel: bool = typer.Option(False, "--cancel", help="End the job of this run or study; it saves first."),
+    cancel: bool = typer.Option(
+        False, "--cancel", help="End the job of this run or study; it saves first."
+    ),
 ) -> int:
     """Submit a training, or the open cells of a study, to SLURM or PBS. It requeues itself at its time limit and resumes.
 
@@ -168,16 +231,27 @@ def submit(
         return DONE
     if watch and not dry_run and jobs.queued(directory)[1]:
         return _watch(directory)
-    asked = jobs.Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, valid_size(max_size))
+    asked = jobs.Resources(
+        nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, valid_size(max_size)
+    )
     chosen = jobs.read_site(site)
-    how: dict[str, Any] = {"scheduler": scheduler, "site": chosen, "asked": asked, "dry_run": dry_run}
+    how: dict[str, Any] = {
+        "scheduler": scheduler,
+        "site": chosen,
+        "asked": asked,
+        "dry_run": dry_run,
+    }
     if Study.is_study(directory):
         from windlass.study.submit import submit_study
 
         if overrides:
-            raise UserError(f"{recipe} is a study, whose cells have their settings: leave {' '.join(overrides)} out")
+            raise UserError(
+                f"{recipe} is a study, whose cells have their settings: leave {' '.join(overrides)} out"
+            )
         where = directory
-        script, job = submit_study(directory, **how, retry_failed=retry_failed, notify=partial(typer.echo, err=True))
+        script, job = submit_study(
+            directory, **how, retry_failed=retry_failed, notify=partial(typer.echo, err=True)
+        )
     else:
         loaded = Recipe.load(recipe, overrides)
         script, job = jobs.submit_run(loaded, **how)
@@ -203,7 +277,10 @@ def _watch(directory: Path) -> int:
     try:
         watch(directory, typer.echo)
     except KeyboardInterrupt:
-        typer.echo(f"the job goes on; windlass submit --watch {shlex.quote(str(directory))} follows it again", err=True)
+        typer.echo(
+            f"the job goes on; windlass submit --watch {shlex.quote(str(directory))} follows it again",
+            err=True,
+        )
         return INTERRUPTED
     if Study.is_study(directory):
         states = [result.state for result in Study.open(directory).results()]
@@ -215,20 +292,29 @@ def _watch(directory: Path) -> int:
         typer.echo("the run is finished")
         return show_end(run)
     ended = "the job ended" + (f" with exit code {text}" if text else "")
-    typer.echo(f"{ended} before the run began" if state == "new" else f"the run is {state}; {ended}")
+    typer.echo(
+        f"{ended} before the run began" if state == "new" else f"the run is {state}; {ended}"
+    )
     return int(text or (STOPPED if state == "preempted" else FAILED))
 
 
 def check(
     recipe: Annotated[
-        str, typer.Argument(metavar="[RECIPE]", help="Whose device, directories and trackers are looked at.")
+        str,
+        typer.Argument(
+            metavar="[RECIPE]", help="Whose device, directories and trackers are looked at."
+        ),
     ] = "quickstart",
     *,
     overrides: Overrides,
     world: int = typer.Option(1, min=1, help="Local processes; under a launcher, its ranks."),
-    min_busbw: float = typer.Option(0.0, min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce."),
+    min_busbw: float = typer.Option(
+        0.0, min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce."
+    ),
     max_size: str = typer.Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),
-    rates: Path | None = typer.Option(None, hidden=True, help="The scaling study whose machine this is."),
+    rates: Path | None = typer.Option(
+        None, hidden=True, help="The scaling study whose machine this is."
+    ),
     json_: Json = False,
 ) -> int:
     """Check this machine, or all ranks of a launch: packages, devices, disks, the speed of matrix products and collectives.
@@ -259,7 +345,9 @@ def check(
         typer.echo(f"windlass: the bandwidth could not be measured: {error}", err=True)
         from windlass.parallel.dist import exit_now
 
-        atexit.register(exit_now, NOT_MEASURED)  # runs before the one that a rank which failed has registered
+        atexit.register(
+            exit_now, NOT_MEASURED
+        )  # runs before the one that a rank which failed has registered
         return NOT_MEASURED
     show("")
     if env.rank == 0:
@@ -278,7 +366,11 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
     code = done.exit_code(min_busbw)
     if json_:
         outcome = {"busbw": done.busbw, "min_busbw": min_busbw or None, "exit_code": code}
-        fields = {"findings": [vars(finding) for finding in done.findings], "ranks": done.ranks, "rates": done.rates}
+        fields = {
+            "findings": [vars(finding) for finding in done.findings],
+            "ranks": done.ranks,
+            "rates": done.rates,
+        }
         print_json(outcome | fields)
         return
     rows = [(f.status if f.status != "ok" else "", f.name, f.text, f.advice) for f in done.findings]
@@ -286,11 +378,21 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
     typer.echo("\nMatrix products")
     places = ("rank", "host", "device")
     names = [f"{name} TFLOP/s" for name in done.ranks[0]["tflops"]]
-    products = [(*(str(r[x]) for x in places), *(f"{v:.3g}" for v in r["tflops"].values())) for r in done.ranks]
+    products = [
+        (*(str(r[x]) for x in places), *(f"{v:.3g}" for v in r["tflops"].values()))
+        for r in done.ranks
+    ]
     print_table([*places, *names], products)
     if done.rates:
         typer.echo("\nCollectives: GB/s by nccl-tests' formulas, medians; the slowest rank's")
-        formats = {"group": "", "collective": "", "size": ",", "us": ",.0f", "algbw": ".3g", "busbw": ".3g"}
+        formats = {
+            "group": "",
+            "collective": "",
+            "size": ",",
+            "us": ",.0f",
+            "algbw": ".3g",
+            "busbw": ".3g",
+        }
         timed = [r | {"us": 1e6 * r["seconds"]} for r in done.rates]
         rates = [[format(row[key], form) for key, form in formats.items()] for row in timed]
         print_table(["group", "collective", "bytes", "us", "algbw", "busbw"], rates)
@@ -298,7 +400,11 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
     asked = f"; asked for: {min_busbw:g}" if min_busbw else ""
     problems = sum(finding.status == "problem" for finding in done.findings)
     typer.echo(f"\nbus bandwidth of the largest all-reduce: {measured}{asked}")
-    words = {FAILED: f"{problems} problem{'s' * (problems != 1)}", NOT_MEASURED: "NOT MEASURED", TOO_SLOW: "TOO SLOW"}
+    words = {
+        FAILED: f"{problems} problem{'s' * (problems != 1)}",
+        NOT_MEASURED: "NOT MEASURED",
+        TOO_SLOW: "TOO SLOW",
+    }
     typer.echo(words.get(code, "fine"))
 
 

@@ -13,7 +13,9 @@ def recipes(incomplete: str) -> list[str]:
     """Presets, `.toml` files and run directories."""
     from windlass.recipe import presets
 
-    files = [str(path) for path in Path().glob(f"{incomplete}*.toml")] if "*" not in incomplete else []
+    files = (
+        [str(path) for path in Path().glob(f"{incomplete}*.toml")] if "*" not in incomplete else []
+    )
     return [*presets(), *files, *runs(incomplete)]
 
 
@@ -55,7 +57,9 @@ def overrides(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
         key, equals = before[-1], "="
     matching = [key] if equals else [k for k in fields if k.startswith(incomplete)]
     offers = [] if equals else [(f"{k}=", _hint(fields[k])) for k in matching]
-    if len(matching) == 1 and (key := matching[0]) in fields:  # with two offers bash sets no space behind the `=`
+    if (
+        len(matching) == 1 and (key := matching[0]) in fields
+    ):  # with two offers bash sets no space behind the `=`
         try:
             flat = Recipe.load(context.params.get("recipe") or "quickstart").flat()
         except UserError:
@@ -66,4 +70,6 @@ def overrides(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 
 def _hint(field: Any) -> str:
-    return textwrap.shorten(str(field.description), 60, placeholder=" ...")  # a shell shows it in a line
+    return textwrap.shorten(
+        str(field.description), 60, placeholder=" ..."
+    )  # a shell shows it in a line

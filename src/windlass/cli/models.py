@@ -16,15 +16,23 @@ from windlass.processes import WINDLASS
 
 UNITS = {"loss": "nats/token", "exact_match": "%", "f1": "%", "runtime_s": "s"}
 MODEL_HELP = "A run, RUN@STEP, RUN@best, a checkpoint, a directory of transformers or of an adapter, or hf:NAME."
-Model = Annotated[str, typer.Argument(metavar="RUN|HF_DIR", help=MODEL_HELP, autocompletion=complete.runs)]
+Model = Annotated[
+    str, typer.Argument(metavar="RUN|HF_DIR", help=MODEL_HELP, autocompletion=complete.runs)
+]
 
 
 def evaluate(
     run: Model,
     overrides: Overrides,
-    suite: str = typer.Option("", metavar="NAMES", help="loss, hellaswag, squad, lm-eval:TASKS; default: the run's."),
-    world: str = typer.Option("", metavar="N", help="Spread the items over so many local processes."),
-    out: Path = typer.Option(None, metavar="DIR", help="Where results and predictions go; default: RUN/eval."),
+    suite: str = typer.Option(
+        "", metavar="NAMES", help="loss, hellaswag, squad, lm-eval:TASKS; default: the run's."
+    ),
+    world: str = typer.Option(
+        "", metavar="N", help="Spread the items over so many local processes."
+    ),
+    out: Path = typer.Option(
+        None, metavar="DIR", help="Where results and predictions go; default: RUN/eval."
+    ),
     json_: Json = False,
 ) -> int:
     """Measure a model: token-weighted validation loss, perplexity and bits per byte; HellaSwag; SQuAD's EM and F1.
@@ -54,8 +62,14 @@ def evaluate(
     def show(name: str, numbers: dict[str, Any]) -> None:
         bar.close()
         if not json_:
-            forms = ("" if isinstance(v, str) else ",.4f" if isinstance(v, float) else "," for v in numbers.values())
-            rows = [(k, format(v, form), UNITS.get(k, "")) for (k, v), form in zip(numbers.items(), forms, strict=True)]
+            forms = (
+                "" if isinstance(v, str) else ",.4f" if isinstance(v, float) else ","
+                for v in numbers.values()
+            )
+            rows = [
+                (k, format(v, form), UNITS.get(k, ""))
+                for (k, v), form in zip(numbers.items(), forms, strict=True)
+            ]
             print_table((name, "value", "unit"), rows, text=(name, "unit"))
 
     source = find_source(run, overrides)
@@ -67,7 +81,10 @@ def evaluate(
     finally:
         bar.close()
     if env.rank == 0 and json_:
-        print_json({key: getattr(result, key) for key in ("model", "step", "results", "measured")}, indent=None)
+        print_json(
+            {key: getattr(result, key) for key in ("model", "step", "results", "measured")},
+            indent=None,
+        )
     if result.predictions_path:
         typer.echo(f"predictions: {result.predictions_path}", err=True)
     return 0
@@ -75,17 +92,27 @@ def evaluate(
 
 def sample(
     run: Model,
-    prompt: str = typer.Option("", help="What the text begins with; - reads it from standard input."),
+    prompt: str = typer.Option(
+        "", help="What the text begins with; - reads it from standard input."
+    ),
     n: int = typer.Option(1, "--n", min=1, help="How many texts."),
     max_tokens: int = typer.Option(256, "--max-tokens", min=1, help="Tokens to generate, at most."),
     temperature: float = typer.Option(0.8, min=0, help="0 takes the likeliest token."),
-    top_k: int = typer.Option(0, "--top-k", min=0, help="Choose among the k likeliest tokens; 0: among all."),
-    top_p: float = typer.Option(1.0, "--top-p", help="Choose among the likeliest that together have this probability."),
+    top_k: int = typer.Option(
+        0, "--top-k", min=0, help="Choose among the k likeliest tokens; 0: among all."
+    ),
+    top_p: float = typer.Option(
+        1.0, "--top-p", help="Choose among the likeliest that together have this probability."
+    ),
     seed: int = typer.Option(None, help="Determines the texts; default: the run's own."),
     chat: bool = typer.Option(
-        False, "--chat", help="Talk: each line you write is a turn, until the end of input; or answer --prompt, once."
+        False,
+        "--chat",
+        help="Talk: each line you write is a turn, until the end of input; or answer --prompt, once.",
     ),
-    device: str = typer.Option("", metavar="cpu|cuda", help="Where to compute; default: cuda where there is one."),
+    device: str = typer.Option(
+        "", metavar="cpu|cuda", help="Where to compute; default: cuda where there is one."
+    ),
 ) -> None:
     """Generate text.
 
@@ -96,7 +123,12 @@ def sample(
     from windlass.evaluation.generate import TextSampler
     from windlass.evaluation.source import find_source
 
-    settings = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    settings = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+    }
     settings |= {} if seed is None else {"seed": seed}
     source = find_source(run)
     typer.echo(f"# {source.title}", err=True)
@@ -137,12 +169,19 @@ def _write(text: str) -> None:
 
 def export(
     run: str = typer.Argument(
-        ..., metavar="RUN", help="A run (its newest checkpoint), RUN@STEP, RUN@best.", autocompletion=complete.runs
+        ...,
+        metavar="RUN",
+        help="A run (its newest checkpoint), RUN@STEP, RUN@best.",
+        autocompletion=complete.runs,
     ),
     directory: Path = typer.Argument(..., metavar="DIR", help="A new directory."),
-    adapter: bool = typer.Option(False, "--adapter", help="Of a model with model.lora: the adapter alone, for peft."),
+    adapter: bool = typer.Option(
+        False, "--adapter", help="Of a model with model.lora: the adapter alone, for peft."
+    ),
     push: str = typer.Option(
-        "", metavar="NAME/MODEL", help="Upload it to the Hub, to a private repository; needs HF_TOKEN."
+        "",
+        metavar="NAME/MODEL",
+        help="Upload it to the Hub, to a private repository; needs HF_TOKEN.",
     ),
 ) -> None:
     """Write a run's model as AutoModelForCausalLM.from_pretrained loads it, with its tokenizer and a model card.
@@ -155,6 +194,8 @@ def export(
 
     typer.echo(f"exported: {(done := export_run(run, directory, adapter, push))}")
     if not (done / "config.json").exists() and not adapter:
-        typer.echo("the weights alone: it is a model of your own code, which no architecture of transformers computes")
+        typer.echo(
+            "the weights alone: it is a model of your own code, which no architecture of transformers computes"
+        )
     if push:
         typer.echo(f"pushed: https://huggingface.co/{push}")

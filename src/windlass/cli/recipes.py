@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 def init(
     file: Path = typer.Argument("mine.toml", metavar="[FILE]", help="The file to write."),
     data: str = typer.Option(
-        "", metavar="SOURCE", help='Your data, as data.source takes it; several as \'["a.txt", "b.txt"]\'.'
+        "",
+        metavar="SOURCE",
+        help='Your data, as data.source takes it; several as \'["a.txt", "b.txt"]\'.',
     ),
-    model: str = typer.Option("", metavar="NAME", help="Fine-tune this model of the Hub, or of a directory, instead."),
+    model: str = typer.Option(
+        "", metavar="NAME", help="Fine-tune this model of the Hub, or of a directory, instead."
+    ),
 ) -> None:
     """Write a short recipe with a comment on each line, to edit and train; it overwrites nothing."""
     from windlass.data.sources import check_source
@@ -40,7 +44,9 @@ def recipe(
     *,
     overrides: Overrides,
     list_: bool = typer.Option(False, "--list", help="List the presets, of studies too."),
-    schema: bool = typer.Option(False, "--schema", help="Print the JSON schema of a recipe, for editors."),
+    schema: bool = typer.Option(
+        False, "--schema", help="Print the JSON schema of a recipe, for editors."
+    ),
     key: str = typer.Option(
         "",
         "--explain",
@@ -63,8 +69,12 @@ def recipe(
         for name, path in (
             presets() | study_presets()
         ).items():  # with the first sentence of the comment that the file opens with
-            comment = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
-            sentence = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")
+            comment = takewhile(
+                lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines()
+            )
+            sentence = (
+                " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")
+            )
             verb = {} if name in presets() else tomllib.loads(path.read_text(encoding="utf-8"))
             rows.append((name, f"{sentence}.{' (windlass ' + verb['verb'] + ')' if verb else ''}"))
         rich_console(sys.stdout).print(pairs(rows))
@@ -73,15 +83,21 @@ def recipe(
         if studied and not Path(recipe).exists():
             preset = tomllib.loads(studied.read_text(encoding="utf-8"))
             loaded, options = load_study(recipe, preset["verb"], overrides)
-            words = " ".join(f"{name}={typed(value)}" for name, value in options.items() if name != "preset")
+            words = " ".join(
+                f"{name}={typed(value)}" for name, value in options.items() if name != "preset"
+            )
             typer.echo(f"# a study of this recipe: windlass {preset['verb']} {recipe} ({words})")
         else:
             loaded = Recipe.load(recipe, overrides)
         network = f"# network: {network_of(loaded)}\n" if loaded.model.kind == "hf" else ""
-        typer.echo(f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}\n{network}")
+        typer.echo(
+            f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}\n{network}"
+        )
         typer.echo(loaded.toml())
     else:
-        raise UserError("name a recipe, as `windlass recipe quickstart`, or use --list, --schema or --explain KEY")
+        raise UserError(
+            "name a recipe, as `windlass recipe quickstart`, or use --list, --schema or --explain KEY"
+        )
 
 
 def network_of(recipe: Recipe) -> str:
@@ -113,8 +129,16 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
         "directory": str(prepared.directory),
         **lines(facts, loaded.model.context),
         **({"warning": "\n".join(found)} if (found := warnings(facts)) else {}),
-        **({"example": show_row(*data.train.row(0), prepared.tokenizer)} if isinstance(data.train, Rows) else {}),
-        **({"remarks": str(prepared.directory / REMARKS)} if (prepared.directory / REMARKS).exists() else {}),
+        **(
+            {"example": show_row(*data.train.row(0), prepared.tokenizer)}
+            if isinstance(data.train, Rows)
+            else {}
+        ),
+        **(
+            {"remarks": str(prepared.directory / REMARKS)}
+            if (prepared.directory / REMARKS).exists()
+            else {}
+        ),
         "fingerprint": prepared.index.fingerprint,
         "prepared": f"in {prepared.seconds:.1f} s" if prepared.is_new else "already",
     }
@@ -125,10 +149,18 @@ def plan(
     recipe: RecipeName,
     overrides: Overrides,
     world: int = typer.Option(0, min=0, help="Ranks; default: 1, or those of the run."),
-    device: str = typer.Option("", metavar="NAME", help="A kind of device, as A100-80GB; default: this machine's."),
-    memory: float = typer.Option(0.0, min=0, metavar="GB", help="Memory of the device, where it is not in the table."),
-    mfu: float = typer.Option(0.4, min=0.001, max=1, help="Share of the peak to assume where nothing was measured."),
-    from_: list[str] = typer.Option([], "--from", metavar="RUN|STUDY", help="Take the speed from past runs' ledgers."),
+    device: str = typer.Option(
+        "", metavar="NAME", help="A kind of device, as A100-80GB; default: this machine's."
+    ),
+    memory: float = typer.Option(
+        0.0, min=0, metavar="GB", help="Memory of the device, where it is not in the table."
+    ),
+    mfu: float = typer.Option(
+        0.4, min=0.001, max=1, help="Share of the peak to assume where nothing was measured."
+    ),
+    from_: list[str] = typer.Option(
+        [], "--from", metavar="RUN|STUDY", help="Take the speed from past runs' ledgers."
+    ),
     json_: Json = False,
 ) -> None:
     """Say what a run needs: parameters, steps, FLOPs, memory for each strategy, time, disk, and what happens when.
@@ -144,9 +176,15 @@ def plan(
     from windlass.study.study import Study
     from windlass.telemetry.terminal import rich_console
 
-    past = [run for path in from_ for run in (Study.open(path).runs() if Study.is_study(path) else [Run.open(path)])]
+    past = [
+        run
+        for path in from_
+        for run in (Study.open(path).runs() if Study.is_study(path) else [Run.open(path)])
+    ]
     size = int(memory * 1e9) or None
-    result = make_plan(recipe, overrides, world=world, device=device, memory_bytes=size, past=past, mfu=mfu)
+    result = make_plan(
+        recipe, overrides, world=world, device=device, memory_bytes=size, past=past, mfu=mfu
+    )
     if json_:
         print_json(result.as_dict())
     else:

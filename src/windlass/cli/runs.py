@@ -16,17 +16,31 @@ if TYPE_CHECKING:
     from windlass.study.study import Study
 
 STYLES = {
-    "running": "green", "failed": "red", "damaged": "red", "preempted": "yellow", "stopped": "yellow", "interrupted": "yellow",
-}  # fmt: skip
+    "running": "green",
+    "failed": "red",
+    "damaged": "red",
+    "preempted": "yellow",
+    "stopped": "yellow",
+    "interrupted": "yellow",
+}
 REASONS = {
-    "last": "among the last", "best": "best", "every": "kept forever", "final": "end of the run", "signal": "of a stop", "start": "resumed from",
-}  # fmt: skip
+    "last": "among the last",
+    "best": "best",
+    "every": "kept forever",
+    "final": "end of the run",
+    "signal": "of a stop",
+    "start": "resumed from",
+}
 
 
 def runs(
-    directory: str = typer.Argument("runs", metavar="[DIR]", help="Where the runs lie; also a single run or a study."),
+    directory: str = typer.Argument(
+        "runs", metavar="[DIR]", help="Where the runs lie; also a single run or a study."
+    ),
     sort: str = typer.Option(
-        "name", metavar="KEY", help="One of name, state, step, left, loss, best, speed, hours, changed."
+        "name",
+        metavar="KEY",
+        help="One of name, state, step, left, loss, best, speed, hours, changed.",
     ),
     json_: Json = False,
 ) -> None:
@@ -45,7 +59,9 @@ def runs(
     if sort not in SORTS:
         raise UserError(f"--sort {sort}: there are {', '.join(SORTS)}")
     if not Path(directory).is_dir():
-        raise UserError(f"{directory} is no directory: give the one that holds the runs (the default is `runs`)")
+        raise UserError(
+            f"{directory} is no directory: give the one that holds the runs (the default is `runs`)"
+        )
     rows = overview(Path(directory), sort)
     if json_:
         print_json([row._asdict() for row in rows], indent=2)
@@ -75,8 +91,12 @@ def runs(
 
 
 def checkpoints(
-    run: Path = typer.Argument(..., metavar="RUN", help="A run directory.", autocompletion=complete.runs),
-    verify: bool = typer.Option(False, "--verify", help="Read every byte and compare it with what was written."),
+    run: Path = typer.Argument(
+        ..., metavar="RUN", help="A run directory.", autocompletion=complete.runs
+    ),
+    verify: bool = typer.Option(
+        False, "--verify", help="Read every byte and compare it with what was written."
+    ),
     json_: Json = False,
 ) -> None:
     """List the checkpoints of a run: step, time, size, loss, why each is kept, good or bad. Exit 1 if one is bad."""
@@ -109,28 +129,45 @@ def checkpoints(
         for row in bad:
             typer.echo(f"step {row.step} is bad: {row.problem}")
         total = format_bytes(sum(row.bytes or 0 for row in rows))
-        typer.echo(f"{len(rows)} checkpoints, {total}{'' if verify else '; --verify reads every byte'}")
+        typer.echo(
+            f"{len(rows)} checkpoints, {total}{'' if verify else '; --verify reads every byte'}"
+        )
         for name in listing.temporary:
-            typer.echo(f"{name} is being written or removed, or was left by a kill: the next start removes it")
+            typer.echo(
+                f"{name} is being written or removed, or was left by a kill: the next start removes it"
+            )
         for name in listing.set_aside:
-            typer.echo(f"{name} was damaged and set aside; nothing reads it, delete it when you like")
+            typer.echo(
+                f"{name} was damaged and set aside; nothing reads it, delete it when you like"
+            )
     if bad:
         raise typer.Exit(FAILED)
 
 
 def report(
     paths: list[str] = typer.Argument(
-        ..., metavar="RUN|STUDY...", help="Run directories, or a study.", autocompletion=complete.runs
+        ...,
+        metavar="RUN|STUDY...",
+        help="Run directories, or a study.",
+        autocompletion=complete.runs,
     ),
-    out: str = typer.Option("", metavar="DIR", help="Where to write; default: report/ in the run or study, else here."),
-    skip: int = typer.Option(-1, min=-1, metavar="N", help="Steps left out of the second loss plot; -1: a tenth."),
+    out: str = typer.Option(
+        "", metavar="DIR", help="Where to write; default: report/ in the run or study, else here."
+    ),
+    skip: int = typer.Option(
+        -1, min=-1, metavar="N", help="Steps left out of the second loss plot; -1: a tenth."
+    ),
     plots: bool | None = typer.Option(
         None, help="Draw the PNG and PDF files, or page and tables alone; default: with matplotlib."
     ),
     table: str = typer.Option(
-        "", metavar="NAME", help="The published table to fill; default: the preset's, if it has one."
+        "",
+        metavar="NAME",
+        help="The published table to fill; default: the preset's, if it has one.",
     ),
-    text: bool = typer.Option(False, "--text", help="Also print the loss curve, the last sample and the results here."),
+    text: bool = typer.Option(
+        False, "--text", help="Also print the loss curve, the last sample and the results here."
+    ),
 ) -> None:
     """Write a report: index.html, report.md, tables (CSV, LaTeX), plots (PNG, PDF); print the page's path.
 
@@ -145,9 +182,14 @@ def report(
 
     if plots is None and not installed("matplotlib"):
         typer.echo(f"page and tables alone: a PNG plot {needs('matplotlib')}")
-    written = write_report(paths, out or None, skip=None if skip < 0 else skip, plots=plots, table=table)
+    written = write_report(
+        paths, out or None, skip=None if skip < 0 else skip, plots=plots, table=table
+    )
     for view in written.views if text else ():
-        typer.echo("\n\n".join(part for part in (view.label, curve(view), last_sample(view)) if part) + "\n")
+        typer.echo(
+            "\n\n".join(part for part in (view.label, curve(view), last_sample(view)) if part)
+            + "\n"
+        )
         print_table(("measure", ""), results(view, for_people=True).rows, text=("measure",))
         typer.echo()
     show_published(written.published)
@@ -174,11 +216,18 @@ def show_study(study: Study) -> None:
 
 def track(
     run: str = typer.Argument(
-        ..., metavar="RUN|STUDY", help="What to send; a study: all its runs.", autocompletion=complete.runs
+        ...,
+        metavar="RUN|STUDY",
+        help="What to send; a study: all its runs.",
+        autocompletion=complete.runs,
     ),
     to: str = typer.Option(..., metavar="wandb|mlflow|tensorboard", help="The tracker."),
-    timeout: float = typer.Option(0.0, min=0, help="Give up after so many seconds; 0: wait as long as it takes."),
-    only: int = typer.Option(-1, hidden=True, help="One cell of a study, by number; what an array job's tasks call."),
+    timeout: float = typer.Option(
+        0.0, min=0, help="Give up after so many seconds; 0: wait as long as it takes."
+    ),
+    only: int = typer.Option(
+        -1, hidden=True, help="One cell of a study, by number; what an array job's tasks call."
+    ),
 ) -> None:
     """Replay a run's ledger into a tracker; twice gives no duplicate."""
     from windlass.study.study import Study

@@ -39,17 +39,38 @@ RECIPE_HELP = "The recipe that all cells share, a study, or a preset of one."
 
 
 def sweep(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE|STUDY", help=RECIPE_HELP, autocompletion=complete.studies)],
-    axes: list[str] = typer.Argument(None, metavar="KEY=A,B,C...", help="Axes: values, ranges and zips; see below."),
-    set_: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="A setting that all cells share."),
-    dir_: Path | None = typer.Option(None, "--dir", help="The study's directory; default: studies/<preset>-<hash>."),
-    world: int = typer.Option(0, min=0, help="Ranks of each cell, where it sets no parallel.world; 0: 1."),
-    workers: int = typer.Option(1, min=1, help="Cells side by side, each with its share of threads or devices."),
-    stop_diverged: bool = typer.Option(False, help="Stop a cell whose loss is not finite or 1 nat above its first."),
-    halving: bool = typer.Option(False, help="Asynchronous successive halving, by checkpoint.best: see above."),
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE|STUDY", help=RECIPE_HELP, autocompletion=complete.studies),
+    ],
+    axes: list[str] = typer.Argument(
+        None, metavar="KEY=A,B,C...", help="Axes: values, ranges and zips; see below."
+    ),
+    set_: list[str] = typer.Option(
+        [], "--set", metavar="KEY=VALUE", help="A setting that all cells share."
+    ),
+    dir_: Path | None = typer.Option(
+        None, "--dir", help="The study's directory; default: studies/<preset>-<hash>."
+    ),
+    world: int = typer.Option(
+        0, min=0, help="Ranks of each cell, where it sets no parallel.world; 0: 1."
+    ),
+    workers: int = typer.Option(
+        1, min=1, help="Cells side by side, each with its share of threads or devices."
+    ),
+    stop_diverged: bool = typer.Option(
+        False, help="Stop a cell whose loss is not finite or 1 nat above its first."
+    ),
+    halving: bool = typer.Option(
+        False, help="Asynchronous successive halving, by checkpoint.best: see above."
+    ),
     retry_failed: bool = typer.Option(False, help="Train failed and diverged cells again."),
-    create: bool = typer.Option(False, "--create", help="Only create the study, for `windlass submit STUDY`."),
-    only: int = typer.Option(-1, hidden=True, help="Work on one cell by number; what an array job's tasks call."),
+    create: bool = typer.Option(
+        False, "--create", help="Only create the study, for `windlass submit STUDY`."
+    ),
+    only: int = typer.Option(
+        -1, hidden=True, help="Work on one cell by number; what an array job's tasks call."
+    ),
     launch: bool = typer.Option(False, hidden=True, help="A cell has all ranks of the allocation."),
     json_: Json = False,
 ) -> int:
@@ -79,13 +100,19 @@ def sweep(
         study = Study.create(base, axes, path)
         for note in study.notes:
             typer.echo(note)
-        typer.echo(f"{study.path}: {len(study.cells)} cells; `windlass submit {study.path}` trains them")
+        typer.echo(
+            f"{study.path}: {len(study.cells)} cells; `windlass submit {study.path}` trains them"
+        )
         return DONE
     one, shown = only if only >= 0 else None, dict[str, tuple[str, float]]()
-    console = rich_console(sys.stderr if json_ else sys.stdout)  # with --json stdout is for JSON alone
+    console = rich_console(
+        sys.stderr if json_ else sys.stdout
+    )  # with --json stdout is for JSON alone
     with Live(console=console, auto_refresh=False) as live:
         show = partial(show_cells, live, shown)
-        study = studies.sweep(base, axes, **settings, workers=workers, only=one, show=show, notify=console.out)
+        study = studies.sweep(
+            base, axes, **settings, workers=workers, only=one, show=show, notify=console.out
+        )
     results = study.results()
     if json_:
         print_json([result.row() for result in results])
@@ -129,12 +156,18 @@ def _print_end(console: Console, study: Study, world: int) -> None:
     for group in study.groups():
         if group.seeds and group.median is not None:
             low, high = min(group.scores), max(group.scores)
-            console.out(f"{group.label}: median {group.median:.4f}, {low:.4f} to {high:.4f} over {group.seeds}")
+            console.out(
+                f"{group.label}: median {group.median:.4f}, {low:.4f} to {high:.4f} over {group.seeds}"
+            )
     winners, remark = study.winners()
     for best in winners:
         name = NAMES.get(study.measure, study.measure)
-        console.out(f"best: {best.label} ({name} {best.median:.4f}{f', median of {best.seeds}' if best.seeds else ''})")
-        console.out("\n".join(f"  {line}" for line in study.winner_command(best.assignment, world) if line))
+        console.out(
+            f"best: {best.label} ({name} {best.median:.4f}{f', median of {best.seeds}' if best.seeds else ''})"
+        )
+        console.out(
+            "\n".join(f"  {line}" for line in study.winner_command(best.assignment, world) if line)
+        )
     if remark:
         console.print(remark)
     console.out(f"report: windlass report {study.path}")
@@ -162,7 +195,9 @@ def cells_table(study: Study, results: Sequence[CellResult], width: int) -> Grou
     ]
     rows = []
     for number, r in enumerate(results, 1):
-        settings = [f"{v:g}" if isinstance(v, float) else str(v) for v in r.cell.assignment.values()]
+        settings = [
+            f"{v:g}" if isinstance(v, float) else str(v) for v in r.cell.assignment.values()
+        ]
         step = f"{r.step}/{r.steps or '?'}" if r.step or r.steps else ""
         left = "" if r.left_s is None else duration(r.left_s)
         numbers = ["" if v is None else f"{v:.4f}" for v in (r.loss, r.eval_loss, r.score)]

@@ -28,14 +28,26 @@ QUIET_END = "WINDLASS_QUIET_END"  # set for a run whose end another process show
 def train(
     recipe: RecipeName,
     overrides: Overrides,
-    world: str = typer.Option("", metavar="N|A..B", help="Local processes; A..B: fewer after a rank was lost."),
-    fresh: bool = typer.Option(False, "--fresh", help="Rename an existing run directory and start over."),
-    max_restarts: int = typer.Option(0, min=0, help="Restarts from the last checkpoint when a rank is lost, at most."),
-    stop_at: int = typer.Option(0, min=0, metavar="STEP", help="Save and stop here; the same command resumes."),
-    extend_to: str = typer.Option(
-        "", metavar="STEP|EPOCHS", help='Train on to here (600, "3 epochs"), with the longer run\'s schedule.'
+    world: str = typer.Option(
+        "", metavar="N|A..B", help="Local processes; A..B: fewer after a rank was lost."
     ),
-    branch_from: str = typer.Option("", metavar="RUN@STEP|best", help="Start a new run from another run's checkpoint."),
+    fresh: bool = typer.Option(
+        False, "--fresh", help="Rename an existing run directory and start over."
+    ),
+    max_restarts: int = typer.Option(
+        0, min=0, help="Restarts from the last checkpoint when a rank is lost, at most."
+    ),
+    stop_at: int = typer.Option(
+        0, min=0, metavar="STEP", help="Save and stop here; the same command resumes."
+    ),
+    extend_to: str = typer.Option(
+        "",
+        metavar="STEP|EPOCHS",
+        help='Train on to here (600, "3 epochs"), with the longer run\'s schedule.',
+    ),
+    branch_from: str = typer.Option(
+        "", metavar="RUN@STEP|best", help="Start a new run from another run's checkpoint."
+    ),
 ) -> int:
     """Train a recipe; train again to resume.
 
@@ -51,7 +63,9 @@ def train(
     from windlass.training.start import resolve_start
     from windlass.training.stop import StopSignals
 
-    if parent := os.environ.pop(PARENT, ""):  # a rank never outlives its launcher, nor a cell of a sweep the sweep
+    if parent := os.environ.pop(
+        PARENT, ""
+    ):  # a rank never outlives its launcher, nor a cell of a sweep the sweep
         exit_with_parent(int(parent))
     loaded, env = Recipe.load(recipe, overrides), detect_env(os.environ)
     start: dict[str, Any] = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
@@ -73,11 +87,17 @@ def train(
             with quiet_end():  # this process shows the end, and not rank 0
                 code = launch([*WINDLASS, *sys.argv[1:]], worlds, max_restarts)
             if code == DONE:
-                return show_end(Run(plan.run.path))  # its recipe is read again: an extension has changed it
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C while this process ends changes no exit code
+                return show_end(
+                    Run(plan.run.path)
+                )  # its recipe is read again: an extension has changed it
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # a second Ctrl-C while this process ends changes no exit code
             return code
     elif env.launcher != "windlass" and world not in ("", str(env.world)):
-        raise UserError(f"--world {world}: this process is one of {env.world} ({env.launcher}); leave --world out")
+        raise UserError(
+            f"--world {world}: this process is one of {env.world} ({env.launcher}); leave --world out"
+        )
     with StopSignals():  # importing torch takes seconds; the training then has its own
         from windlass.training.setup import train as run_training
 
@@ -111,12 +131,20 @@ def show_end(run: Run, sample: bool = False) -> int:
         from windlass.reports.view import view
 
         run_view = view(run)
-        typer.echo("\n".join(part for part in (curve(run_view), last_sample(run_view) if sample else "") if part))
+        typer.echo(
+            "\n".join(
+                part for part in (curve(run_view), last_sample(run_view) if sample else "") if part
+            )
+        )
         written = write_report(run)
         show_published(written.published)
         typer.echo(f"report: {written.page}")
     except Exception as error:
-        why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+        why = (
+            str(error)
+            if isinstance(error, UserError)
+            else f"{type(error).__name__}: {first_line(error)}"
+        )
         typer.echo(f"no report: {why}; `windlass report {run.path}` tries again", err=True)
     chat = " --chat" if run.recipe.data.format == "chat" else ""
     typer.echo(f"sample: windlass sample {shlex.quote(str(run.path))}{chat}")
@@ -127,10 +155,14 @@ def verify(
     recipe: RecipeName = "",
     *,
     overrides: Overrides,
-    world: int = typer.Option(0, min=0, help="Use at most so many ranks; default: 4 on a CPU, else one a GPU."),
+    world: int = typer.Option(
+        0, min=0, help="Use at most so many ranks; default: 4 on a CPU, else one a GPU."
+    ),
     kills: int = typer.Option(10, min=1, help="Kill a saving run so often."),
     json_: Json = False,
-    keep: str = typer.Option("", metavar="DIR", help="Keep the runs of the proofs in this directory."),
+    keep: str = typer.Option(
+        "", metavar="DIR", help="Keep the runs of the proofs in this directory."
+    ),
 ) -> int:
     """Prove, on this machine, that nothing is lost and nothing is wrong in silence. Without a RECIPE: of a tiny model.
 
@@ -149,26 +181,40 @@ def verify(
     console = rich_console(sys.stdout)
 
     def show(proof: Proof) -> None:
-        word, color = {True: ("proved", "green"), False: ("FAILED", "red"), None: ("not tried", "yellow")}[proof.passed]
+        word, color = {
+            True: ("proved", "green"),
+            False: ("FAILED", "red"),
+            None: ("not tried", "yellow"),
+        }[proof.passed]
         claim = f"{proof.claim} ({proof.seconds:.0f} s)"
         console.print(pairs([(Text(f"{word:<9}", color), claim), ("", proof.measured)]))
 
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU {platform.machine()}"
+    device = (
+        torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU {platform.machine()}"
+    )
     conditions = (
         f"bits are compared for equal world, micro-batch, threads and versions (torch "
         f"{torch.__version__}, {device}), with train.deterministic=true and train.compile=false"
     )
     if not json_:
         console.print(f"{conditions}\n")
-    proofs = verification.verify(recipe, overrides, world, kills, keep or None, (lambda proof: None) if json_ else show)
-    failed, untried = ([proof.name for proof in proofs if proof.passed is passed] for passed in (False, None))
+    proofs = verification.verify(
+        recipe, overrides, world, kills, keep or None, (lambda proof: None) if json_ else show
+    )
+    failed, untried = (
+        [proof.name for proof in proofs if proof.passed is passed] for passed in (False, None)
+    )
     if json_:
         fields = [dataclasses.asdict(proof) for proof in proofs]
         print_json({"conditions": conditions, "proofs": fields})
     else:
         words = (
-            [f"{len(proofs) - len(failed) - len(untried)} of {len(proofs)} proved"] if failed or untried else ["proved"]
+            [f"{len(proofs) - len(failed) - len(untried)} of {len(proofs)} proved"]
+            if failed or untried
+            else ["proved"]
         )
-        words += [f"failed: {', '.join(failed)}"] * bool(failed) + [f"not tried: {', '.join(untried)}"] * bool(untried)
+        words += [f"failed: {', '.join(failed)}"] * bool(failed) + [
+            f"not tried: {', '.join(untried)}"
+        ] * bool(untried)
         typer.echo("\n" + "; ".join(words))
     return FAILED if failed else DONE

@@ -25,14 +25,18 @@ from windlass.errors import UserError
 from windlass.fileio import read_json
 
 LAYOUT = "chat 5"  # changes with the rows that a conversation gives: rows of another layout are prepared again
-Piece = tuple[str | int, bool]  # a text, or a special token by its id; and whether it counts in the loss
+Piece = tuple[
+    str | int, bool
+]  # a text, or a special token by its id; and whether it counts in the loss
 PLAIN = (
     "{% for m in messages %}{% if m.role == 'assistant' %}Assistant:{% generation %} {{ m.content | trim }}{{ end_of_text }}"
     "{% endgeneration %}{% else %}{{ m.role | capitalize }}: {{ m.content | trim }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 PLAIN_LAYOUT = "User: ... Assistant: ..."
-TODAY = date(2024, 7, 26)  # for templates, so that the same rows come out on every day; Llama 3's own default
+TODAY = date(
+    2024, 7, 26
+)  # for templates, so that the same rows come out on every day; Llama 3's own default
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 # Where generation blocks are; like MARK of Unicode's noncharacters, which are for use inside a program alone.
 BEGIN, END = "\ufdd1", "\ufdd2"
@@ -43,7 +47,9 @@ class Template:
     """How a conversation is written down, in the language of `transformers`' chat templates."""
 
     source: str = ""  # empty: PLAIN
-    special: tuple[tuple[str, str], ...] = ()  # names and texts of tokens that the template uses, such as `bos_token`
+    special: tuple[
+        tuple[str, str], ...
+    ] = ()  # names and texts of tokens that the template uses, such as `bos_token`
 
     @staticmethod
     def of_directory(directory: Path) -> Template:
@@ -66,17 +72,24 @@ class Template:
         if not any(item.messages for item in items):
             return "none: prompt and completion are one text"
         return (
-            f"the chat template of {tokenizer}" if self.source else f"{PLAIN_LAYOUT} ({tokenizer} has no chat template)"
+            f"the chat template of {tokenizer}"
+            if self.source
+            else f"{PLAIN_LAYOUT} ({tokenizer} has no chat template)"
         )
 
     def save(self, directory: Path) -> None:
         config = {**dict(self.special), "chat_template": self.source}
-        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        (directory / "tokenizer_config.json").write_text(
+            json.dumps(config, indent=1) + "\n", encoding="utf-8"
+        )
 
     def pieces(
-        self, messages: Sequence[Message], tokenizer: Tokenizer, tools: list[Any] | None = None,
+        self,
+        messages: Sequence[Message],
+        tokenizer: Tokenizer,
+        tools: list[Any] | None = None,
         untrained: frozenset[int] = frozenset(),
-    ) -> list[Piece]:  # fmt: skip
+    ) -> list[Piece]:
         """The conversation up to its last answer, in pieces, each with whether it counts; the answers at the places `untrained`
         do not.
 
@@ -93,17 +106,32 @@ class Template:
                 )
             answers = iter(places)
             block = re.compile(f"{BEGIN}(.*?){END}", flags=re.DOTALL)
-            return _cut(block.sub(lambda m: m[1] if next(answers) in untrained else m[0], whole), tokenizer)
+            return _cut(
+                block.sub(lambda m: m[1] if next(answers) in untrained else m[0], whole), tokenizer
+            )
         # An answer follows the text that asks for it, and ends with the first special token after its content.
-        heads = [self.render(messages[:place], tokenizer, ask=True, tools=tools) for place in places]
+        heads = [
+            self.render(messages[:place], tokenizer, ask=True, tools=tools) for place in places
+        ]
         limits = [*map(len, heads[1:]), len(whole)]
         for place, head, limit in reversed(list(zip(places, heads, limits, strict=True))):
             if place in untrained:
                 continue
-            tail, answer = whole[len(head) : limit], _guarded(messages[place]["content"] or "", tokenizer).strip()
-            content_end = tail.find(answer) + len(answer) if answer in tail else 0  # a template may change it
-            ends = [m.end() for m in tokenizer.special_pattern.finditer(tail) if m.start() >= content_end]
-            if messages[place].get("tool_calls"):  # may have special tokens inside: it ends with the turn's last one
+            tail, answer = (
+                whole[len(head) : limit],
+                _guarded(messages[place]["content"] or "", tokenizer).strip(),
+            )
+            content_end = (
+                tail.find(answer) + len(answer) if answer in tail else 0
+            )  # a template may change it
+            ends = [
+                m.end()
+                for m in tokenizer.special_pattern.finditer(tail)
+                if m.start() >= content_end
+            ]
+            if messages[place].get(
+                "tool_calls"
+            ):  # may have special tokens inside: it ends with the turn's last one
                 turn = self.render(messages[: place + 1], tokenizer, ask=False, tools=tools)
                 ends = [end for end in ends if end <= len(turn) - len(head)][-1:]
             if not whole.startswith(head) or not (ends or limit == limits[-1]):
@@ -127,29 +155,47 @@ class Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
+        environment.filters["tojson"] = lambda value, **how: json.dumps(
+            value, ensure_ascii=False, **how
+        )
         # A generation block is a call block of jinja's that puts its text between two marks.
         names = {"strftime_now": TODAY.strftime, "mark": lambda caller: f"{BEGIN}{caller()}{END}"}
         environment.globals.update(names, raise_exception=raise_exception)
         tags = {None: "call mark()", "end": "endcall"}
-        return environment.from_string(GENERATION.sub(lambda m: f"{m[1]}{tags[m[2]]}{m[3]}", self.source or PLAIN))
+        return environment.from_string(
+            GENERATION.sub(lambda m: f"{m[1]}{tags[m[2]]}{m[3]}", self.source or PLAIN)
+        )
 
     def render(
-        self, messages: Sequence[Message], tokenizer: Tokenizer, *, ask: bool, tools: list[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        tokenizer: Tokenizer,
+        *,
+        ask: bool,
+        tools: list[Any] | None = None,
     ) -> str:
         """The rendered conversation, its messages guarded, generation blocks between BEGIN and END."""
         from jinja2 import TemplateError
 
         if not self.source and (tools or any(message.get("tool_calls") for message in messages)):
-            raise UserError("tools are written by a tokenizer's chat template: set data.tokenizer to one that has one")
+            raise UserError(
+                "tools are written by a tokenizer's chat template: set data.tokenizer to one that has one"
+            )
         guarded = _guarded(list(messages), tokenizer)
         end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
         # `transformers` gives None for what a caller leaves out, and templates ask for that.
-        names = {"tools": _guarded(tools, tokenizer), "documents": None, "end_of_text": end, **dict(self.special)}
+        names = {
+            "tools": _guarded(tools, tokenizer),
+            "documents": None,
+            "end_of_text": end,
+            **dict(self.special),
+        }
         try:
             return str(self._compiled.render(messages=guarded, add_generation_prompt=ask, **names))
         except (TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"the tokenizer's chat template does not take this conversation: {error}") from None
+            raise UserError(
+                f"the tokenizer's chat template does not take this conversation: {error}"
+            ) from None
 
 
 def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
@@ -167,11 +213,15 @@ def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
 def _cut(text: str, tokenizer: Tokenizer) -> list[Piece]:
     """A rendered text in pieces: texts and special tokens, those between BEGIN and END counted."""
     pieces, counts = list[Piece](), False
-    for number, part in enumerate(re.split(f"([{BEGIN}{END}]|{tokenizer.special_pattern.pattern})", text)):
+    for number, part in enumerate(
+        re.split(f"([{BEGIN}{END}]|{tokenizer.special_pattern.pattern})", text)
+    ):
         if part in (BEGIN, END):
             counts = part == BEGIN
         elif part:  # separators have the odd numbers
-            pieces.append((tokenizer.special[part] if number % 2 else part.replace(MARK, ""), counts))
+            pieces.append(
+                (tokenizer.special[part] if number % 2 else part.replace(MARK, ""), counts)
+            )
     return pieces
 
 
@@ -181,9 +231,13 @@ def _cut(text: str, tokenizer: Tokenizer) -> list[Piece]:
 def show_row(tokens: Sequence[int], marks: Sequence[bool], tokenizer: Tokenizer) -> str:
     """A row as text, what counts in the loss between \u27e6 and \u27e7."""
     runs = [
-        (mark, [i for i, _ in run]) for mark, run in groupby(zip(tokens, marks, strict=True), key=lambda pair: pair[1])
+        (mark, [i for i, _ in run])
+        for mark, run in groupby(zip(tokens, marks, strict=True), key=lambda pair: pair[1])
     ]
-    return "".join(f"\u27e6{tokenizer.decode(ids)}\u27e7" if mark else tokenizer.decode(ids) for mark, ids in runs)
+    return "".join(
+        f"\u27e6{tokenizer.decode(ids)}\u27e7" if mark else tokenizer.decode(ids)
+        for mark, ids in runs
+    )
 
 
 def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> frozenset[int]:
@@ -196,9 +250,13 @@ def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> froze
     return frozenset(token for token in ends if isinstance(token, int))
 
 
-def prompt_tokens(messages: Sequence[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
+def prompt_tokens(
+    messages: Sequence[Message], template: Template, tokenizer: Tokenizer
+) -> list[int]:
     """The tokens after which the assistant answers."""
-    return tokenizer.encode_marked(_cut(template.render(messages, tokenizer, ask=True), tokenizer))[0]
+    return tokenizer.encode_marked(_cut(template.render(messages, tokenizer, ask=True), tokenizer))[
+        0
+    ]
 
 
 def row(item: Conversation, template: Template, tokenizer: Tokenizer, context: int) -> Row | None:
@@ -212,7 +270,9 @@ def row(item: Conversation, template: Template, tokenizer: Tokenizer, context: i
         marks = [False] * prompt + [True] * (len(ids) - prompt)
     else:
         try:
-            ids, marks = tokenizer.encode_marked(template.pieces(item.messages, tokenizer, item.tools, item.untrained))
+            ids, marks = tokenizer.encode_marked(
+                template.pieces(item.messages, tokenizer, item.tools, item.untrained)
+            )
         except UserError as error:
             raise UserError(f"{item.where}: {error}") from None
     size = context + 1

@@ -21,12 +21,20 @@ from windlass.errors import UserError
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
-Message = dict[str, Any]  # `role`, `content`, and what else the template reads (`tool_calls`, `name`, ...)
+Message = dict[
+    str, Any
+]  # `role`, `content`, and what else the template reads (`tool_calls`, `name`, ...)
 ROLES = ("system", "user", "assistant", "tool")
 NAMES = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
-    "function_call": "assistant", "function": "tool", "observation": "tool", "developer": "system",
-}  # fmt: skip
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "developer": "system",
+}
 """Other names of the roles, in ShareGPT's files, and OpenAI's for what the developer says."""
 
 
@@ -38,17 +46,26 @@ class Conversation:
     where: str = ""  # file and line, for messages
     tools: list[Any] | None = None
     text: tuple[str, str] | None = None  # prompt and completion, which no template lays out
-    untrained: frozenset[int] = frozenset()  # places of answers that do not count: of weight 0, or empty
+    untrained: frozenset[int] = (
+        frozenset()
+    )  # places of answers that do not count: of weight 0, or empty
 
     @property
     def remarks(self) -> list[str]:
         """What is odd about it, each with file and line."""
         empty = [number for number, message in enumerate(self.messages, 1) if _is_empty(message)]
-        return [f"{self.where}, turn {number}: an empty answer, which does not count in the loss" for number in empty]
+        return [
+            f"{self.where}, turn {number}: an empty answer, which does not count in the loss"
+            for number in empty
+        ]
 
     @property
     def texts(self) -> list[str]:
-        return list(self.text) if self.text else [message["content"] for message in self.messages if message["content"]]
+        return (
+            list(self.text)
+            if self.text
+            else [message["content"] for message in self.messages if message["content"]]
+        )
 
 
 @dataclass(frozen=True)
@@ -71,18 +88,32 @@ def _messages(turns: Any) -> list[Message]:
 def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn, dict):
         raise ValueError(f"{where} is {_kind(turn)}, not an object")
-    names = {"from", "value"} if "from" in turn else {"role"} if turn.get("tool_calls") else {"role", "content"}
+    names = (
+        {"from", "value"}
+        if "from" in turn
+        else {"role"}
+        if turn.get("tool_calls")
+        else {"role", "content"}
+    )
     if lacking := sorted(names - turn.keys()):
         raise ValueError(f"{where} has no {lacking[0]!r}; it has {', '.join(map(repr, turn))}")
-    message = {key: value for key, value in turn.items() if value is not None and key not in ("from", "value")}
+    message = {
+        key: value
+        for key, value in turn.items()
+        if value is not None and key not in ("from", "value")
+    }
     role: Any = turn.get("from", turn.get("role"))
     content = turn.get("value", turn.get("content"))
     message["role"] = NAMES.get(role, role)
     if message["role"] not in ROLES:
-        raise ValueError(f"{where} has the role {role!r}; a role is one of {', '.join((*ROLES, *NAMES))}")
+        raise ValueError(
+            f"{where} has the role {role!r}; a role is one of {', '.join((*ROLES, *NAMES))}"
+        )
     if isinstance(content, list):  # parts
         if any(part.get("type") != "text" for part in content):
-            raise ValueError(f"{where}: a part of a content is text: images and sound cannot be trained on")
+            raise ValueError(
+                f"{where}: a part of a content is text: images and sound cannot be trained on"
+            )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not message.get("tool_calls"):
         raise ValueError(f"{where}: a content is text, not {_kind(content)}")
@@ -92,7 +123,11 @@ def _message(turn: Any, where: str) -> Message:
 
 
 def _is_empty(message: Message) -> bool:
-    return message["role"] == "assistant" and not (message["content"] or "").strip() and not message.get("tool_calls")
+    return (
+        message["role"] == "assistant"
+        and not (message["content"] or "").strip()
+        and not message.get("tool_calls")
+    )
 
 
 def _take_untrained(messages: list[Message]) -> frozenset[int]:
@@ -126,7 +161,11 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 def _alpaca(item: Any) -> tuple[list[Message], None]:
     asked = "\n\n".join(filter(None, (item["instruction"], item.get("input"))))
     system = [{"role": "system", "content": item["system"]}] if item.get("system") else []
-    turns = [*system, {"role": "user", "content": asked}, {"role": "assistant", "content": item["output"]}]
+    turns = [
+        *system,
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": item["output"]},
+    ]
     return _messages(turns), None
 
 
@@ -140,13 +179,31 @@ def _pair(item: Any) -> tuple[list[Message], tuple[str, str] | None]:
 
 
 SHAPES = (
-    Shape("messages", ("messages",), '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}',
-          lambda item: (_messages(item["messages"]), None)),
-    Shape("ShareGPT", ("conversations",), '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}',
-          lambda item: (_messages(item["conversations"]), None)),
-    Shape("prompt and completion", ("prompt", "completion"), '{"prompt": "...", "completion": "..."}', _pair),
-    Shape("Alpaca", ("instruction", "output"), '{"instruction": "...", "input": "...", "output": "..."}', _alpaca),
-)  # fmt: skip
+    Shape(
+        "messages",
+        ("messages",),
+        '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}',
+        lambda item: (_messages(item["messages"]), None),
+    ),
+    Shape(
+        "ShareGPT",
+        ("conversations",),
+        '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}',
+        lambda item: (_messages(item["conversations"]), None),
+    ),
+    Shape(
+        "prompt and completion",
+        ("prompt", "completion"),
+        '{"prompt": "...", "completion": "..."}',
+        _pair,
+    ),
+    Shape(
+        "Alpaca",
+        ("instruction", "output"),
+        '{"instruction": "...", "input": "...", "output": "..."}',
+        _alpaca,
+    ),
+)
 
 
 def read_splits(recipe: Recipe, notify: Callable[[str], None] = print) -> list[list[Conversation]]:
@@ -159,11 +216,17 @@ def read_splits(recipe: Recipe, notify: Callable[[str], None] = print) -> list[l
     if data.val_fraction and len(train) > 1:
         count = max(1, int(len(train) * Fraction(str(data.val_fraction))))
         places = set(choose(map(str, range(len(train))), count, recipe.run.seed, "split"))
-    return [[item for i, item in enumerate(train) if (i in places) == held_out] for held_out in (False, True)]
+    return [
+        [item for i, item in enumerate(train) if (i in places) == held_out]
+        for held_out in (False, True)
+    ]
 
 
 def read(
-    sources: Iterable[str], split: str = "train", setting: str = "data.source", notify: Callable[[str], None] = print
+    sources: Iterable[str],
+    split: str = "train",
+    setting: str = "data.source",
+    notify: Callable[[str], None] = print,
 ) -> list[Conversation]:
     """The conversations of files of JSON (an item a line, or all in one array) and of `hf:...`."""
     conversations: list[Conversation] = []
@@ -173,7 +236,10 @@ def read(
             rows = ((f"{source}, row {number}", row) for number, row in enumerate(table))
             parts: list[tuple[str, Iterator[tuple[str, Any]]]] = [(source, rows)]
         else:
-            parts = [(str(path), read_json_items(path)) for path in find_files(source, setting, JSON_LINES)]
+            parts = [
+                (str(path), read_json_items(path))
+                for path in find_files(source, setting, JSON_LINES)
+            ]
         shapes: Counter[str] = Counter()
         for name, items in parts:
             shape, part = _read_part(items)
@@ -182,7 +248,9 @@ def read(
             shapes[shape.name] += len(part)
             conversations += part
         files = f" in {listing([Path(name) for name, _ in parts])}" if len(parts) > 1 else ""
-        notify(f"{source}: {', '.join(f'{count:,} conversations ({name})' for name, count in shapes.items())}{files}")
+        notify(
+            f"{source}: {', '.join(f'{count:,} conversations ({name})' for name, count in shapes.items())}{files}"
+        )
     return conversations
 
 
@@ -201,7 +269,9 @@ def _read_part(items: Iterator[tuple[str, Any]]) -> tuple[Shape | None, list[Con
                 raise ValueError("there is no answer of the assistant to learn from")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-            raise UserError(f"{where}: {problem}; the file is of the shape {shape.name}: {shape.example}") from None
+            raise UserError(
+                f"{where}: {problem}; the file is of the shape {shape.name}: {shape.example}"
+            ) from None
         conversations.append(Conversation(messages, where, tools or None, text, untrained))
     return shape, conversations
 
@@ -211,12 +281,22 @@ def shape_of(item: Any, where: str) -> Shape:
     for shape in SHAPES:
         if isinstance(item, dict) and all(item.get(field) is not None for field in shape.fields):
             return shape
-    there = f"has {', '.join(map(repr, list(item)[:12]))}" if isinstance(item, dict) else f"is {_kind(item)}"
+    there = (
+        f"has {', '.join(map(repr, list(item)[:12]))}"
+        if isinstance(item, dict)
+        else f"is {_kind(item)}"
+    )
     examples = "\n".join(f"  {shape.example}" for shape in SHAPES)
     raise UserError(f"{where}: the item {there}, and a conversation is one of\n{examples}")
 
 
 def _kind(value: Any) -> str:
     """A value's type in JSON's words."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
     return names.get(type(value), "a number")

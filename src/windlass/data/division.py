@@ -76,19 +76,26 @@ def parts_of(data: DataSettings, notify: Callable[[str], None]) -> list[Part]:
     if separate := data.eval_sources or (data.sources if own_split else []):
         held = open_corpora(data, separate, split=data.eval_split or data.split, notify=notify)
         for corpus in held:
-            corpus.limit = max(1, int(data.max_documents * share)) if data.max_documents and share else None
+            corpus.limit = (
+                max(1, int(data.max_documents * share)) if data.max_documents and share else None
+            )
         text = Fraction(max(1, int(most * share)) if most and share else 0)
         if held[0].single_text and text:
             held[0] = _cut_document(held[0], 0, int(text), with_rest=False)
         limits = [Limit(text=text * part) for part in _shares(held)]
         return [
             *_limited(main, most, Fraction(0), 0),
-            *(Part(stem_of(EVAL, i), *pair) for i, pair in enumerate(zip(held, limits, strict=True))),
+            *(
+                Part(stem_of(EVAL, i), *pair)
+                for i, pair in enumerate(zip(held, limits, strict=True))
+            ),
         ]
     if main[0].single_text and share and not data.val_shards:
         text_corpus = main[0]
 
-        def half(first: bool) -> Corpus:  # nanoGPT's split: between two characters, each half encoded for itself
+        def half(
+            first: bool,
+        ) -> Corpus:  # nanoGPT's split: between two characters, each half encoded for itself
             def read(start: int) -> Iterator[tuple[str, float]]:
                 text = next(text_corpus.documents())
                 cut = int(len(text) * (1 - share))
@@ -121,7 +128,11 @@ def _limited(corpora: list[Corpus], most: Fraction, share: Fraction, more: int) 
 def _held_out(part: Part) -> Part:
     """The part, with what is held out if its documents are few: they are divided by their text, between two documents if that is
     near, else inside one, which becomes two."""
-    pairs, share, seen = list[tuple[int, int]](), part.limit.share, replace(part.limit, tokens=Fraction(0))
+    pairs, share, seen = (
+        list[tuple[int, int]](),
+        part.limit.share,
+        replace(part.limit, tokens=Fraction(0)),
+    )
     for number, text in enumerate(part.corpus.documents()):
         pairs += [(number, text_size(text))] if text else []
         if len(pairs) >= FEW_DOCUMENTS:
@@ -135,7 +146,9 @@ def _held_out(part: Part) -> Part:
     wanted = end - max(1, int(end * share))
     near = (end - wanted) / 4
     held = min(count - 1, max(1, round(count * share)))
-    part = replace(part, limit=replace(part.limit, text=Fraction(end)))  # all of these documents are read, also if cut
+    part = replace(
+        part, limit=replace(part.limit, text=Fraction(end))
+    )  # all of these documents are read, also if cut
     if held and abs(starts[count - held] - wanted) <= near:
         return replace(part, held=held)
     cut = min(starts[1:-1], key=lambda start: abs(start - wanted), default=0)
@@ -187,7 +200,9 @@ def splits_of(
             start, stop, last = 0, end, len(table)
         elif data.val_shards:
             if data.val_shards >= len(shards):
-                raise UserError(f"data.val_shards = {data.val_shards} of {len(shards)}: lower it or data.shard_tokens")
+                raise UserError(
+                    f"data.val_shards = {data.val_shards} of {len(shards)}: lower it or data.shard_tokens"
+                )
             start, stop, last = (
                 0,
                 int(stream.edges[data.val_shards]),
@@ -208,7 +223,9 @@ def splits_of(
     tokens = sum(part.stop - part.start for part in train)
     if data.max_tokens and tokens > 1.5 * data.max_tokens:
         asked = f"data.max_tokens = {data.max_tokens:,} were asked for"
-        notify(f"{tokens:,} training tokens, {asked}: it stops at a document's end, and they are long")
+        notify(
+            f"{tokens:,} training tokens, {asked}: it stops at a document's end, and they are long"
+        )
     splits = {"train": Split(ranges=train, documents=documents - held_out)}
     if val:
         text = hashlib.sha256(np.concatenate(texts).tobytes()).hexdigest()[:16] if held_out else ""
@@ -226,7 +243,9 @@ def _last_documents(
         last = min(last, int(np.searchsorted(read, int(-(-part.limit.text // 1)))) + 1)
     share = part.limit.share
     held = part.held if part.held is not None else min(last - 1, max(1, round(last * share)))
-    held_share = Fraction(int(read[last - 1] - (read[last - held - 1] if held < last else 0)), int(read[last - 1]))
+    held_share = Fraction(
+        int(read[last - 1] - (read[last - held - 1] if held < last else 0)), int(read[last - 1])
+    )
     if not share / 2 < held_share < share * 3 / 2:
         notify(
             f"{part.corpus.name}: {float(held_share):.1%} of the text are held out, data.val_fraction = {data.val_fraction} "

@@ -33,14 +33,22 @@ def describe(data: Data) -> Facts:
     """
     facts: Facts = {"vocab": data.vocab}
     if index := data.index:
-        files = {file["file"] for source in index.source.values() for file in source.get("files", ())}
+        files = {
+            file["file"] for source in index.source.values() for file in source.get("files", ())
+        }
         facts |= {
-            "source": index.settings["source"], "files": len(files),
-            "items": ITEMS[index.settings.get("format", "text")], "tokenizer": index.settings["tokenizer"],
-        }  # fmt: skip
+            "source": index.settings["source"],
+            "files": len(files),
+            "items": ITEMS[index.settings.get("format", "text")],
+            "tokenizer": index.settings["tokenizer"],
+        }
         facts |= {"template": index.template} if index.template else {}
         if index.tokenizer.kind == "char" and index.streams:
-            ends = 0 if index.tokenizer.eot is None else sum(index.documents(stem) for stem in index.streams)
+            ends = (
+                0
+                if index.tokenizer.eot is None
+                else sum(index.documents(stem) for stem in index.streams)
+            )
             characters = sum(shard.tokens for shard in index.shards) - ends
             facts |= {
                 "characters": characters,
@@ -52,7 +60,10 @@ def describe(data: Data) -> Facts:
     for name, samples in (("train", data.train), ("val", data.val)):
         if samples is None:
             continue
-        split: Facts = {"samples": len(samples), "label_tokens": getattr(samples, "valid_tokens", None)}
+        split: Facts = {
+            "samples": len(samples),
+            "label_tokens": getattr(samples, "valid_tokens", None),
+        }
         tokens = real_tokens(samples)
         if per_sample := tokens / len(samples) if tokens else _tokens_per_sample(samples):
             split["tokens_per_sample"] = round(per_sample, 3)
@@ -64,7 +75,9 @@ def describe(data: Data) -> Facts:
         elif index is not None:
             items = index.splits[name].documents
             split |= {"text": index.splits[name].text or None}
-            split["items"] = items if items > 1 else None  # a text is one document, which says nothing
+            split["items"] = (
+                items if items > 1 else None
+            )  # a text is one document, which says nothing
             if hasattr(samples, "lengths"):
                 split |= {"items": len(samples), **samples.lengths}
         facts[name] = {key: value for key, value in split.items() if value is not None}
@@ -73,11 +86,15 @@ def describe(data: Data) -> Facts:
 
 def _tokens_per_sample(samples: Samples) -> float:
     """The mean over some samples of a user's own set, which does not tell; as the loader counts them."""
-    places = np.unique(np.linspace(0, len(samples) - 1, min(len(samples), MEASURED_SAMPLES)).astype(np.int64))
+    places = np.unique(
+        np.linspace(0, len(samples) - 1, min(len(samples), MEASURED_SAMPLES)).astype(np.int64)
+    )
     if length := getattr(samples, "length", None):
         counts = sum(map(length, places.tolist()))
     else:
-        counts = sum(int((samples.read(np.array([place]))[1] != IGNORE_INDEX).sum()) for place in places)
+        counts = sum(
+            int((samples.read(np.array([place]))[1] != IGNORE_INDEX).sum()) for place in places
+        )
     return counts / max(1, len(places))
 
 
@@ -94,8 +111,13 @@ def warnings(facts: Facts) -> list[str]:
     """A sentence for each of several sources of which nothing is used, and for a chat template that is a makeshift."""
     texts, template = [], facts.get("template", "")
     if template.startswith(PLAIN_LAYOUT) and facts["tokenizer"].startswith("hf:"):
-        texts = [f"conversations are written as {template}; a model that was trained to chat brings its own"]
-    for key, split, use in (("sources", "train", "trained on"), ("eval_sources", "val", "evaluated")):
+        texts = [
+            f"conversations are written as {template}; a model that was trained to chat brings its own"
+        ]
+    for key, split, use in (
+        ("sources", "train", "trained on"),
+        ("eval_sources", "val", "evaluated"),
+    ):
         for row in facts.get(key, ()):
             if not row[split]:
                 why = "all of it is held out" if row["tokens"] else "no text was read of it"
@@ -113,10 +135,18 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
         shown["data"] = f"{names}{f' ({files:,} files)' if files > 1 else ''}"
     if rows := [*facts.get("sources", ()), *facts.get("eval_sources", ())]:
         head = ("source", "documents", "tokens", "trained", "held out")
-        cells = [head, *((r["source"], *(f"{r[k]:,}" for k in ("documents", "tokens", "train", "val"))) for r in rows)]
+        cells = [
+            head,
+            *(
+                (r["source"], *(f"{r[k]:,}" for k in ("documents", "tokens", "train", "val")))
+                for r in rows
+            ),
+        ]
         widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
         shown["sources"] = "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, len(head)))])
+            "  ".join(
+                [row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, len(head)))]
+            )
             for row in cells
         )
     for name, title in (("train", "training"), ("val", "validation")):
@@ -129,15 +159,22 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
                 parts[-1] += f", {labels:,} of them ({labels / tokens:.0%}) count in the loss"
             shown[title] = ", ".join(parts)
     shown.setdefault("validation", "none")
-    shown["tokenizer"] = ", ".join([*([facts["tokenizer"]] if "tokenizer" in facts else []), f"{facts['vocab']:,} ids"])
+    shown["tokenizer"] = ", ".join(
+        [*([facts["tokenizer"]] if "tokenizer" in facts else []), f"{facts['vocab']:,} ids"]
+    )
     if "symbols" in facts:
         symbols = repr(facts["symbols"])
         shown["characters"] = f"{facts['characters']:,}"
-        shown["symbols"] = symbols if len(symbols) <= SHOWN_SYMBOLS else f"{symbols[:SHOWN_SYMBOLS]}..."
+        shown["symbols"] = (
+            symbols if len(symbols) <= SHOWN_SYMBOLS else f"{symbols[:SHOWN_SYMBOLS]}..."
+        )
     shown |= {"template": facts["template"]} if "template" in facts else {}
     if sizes := facts["train"].get("lengths"):
         shares = {"half": "50", "90 %": "90", "99 %": "99"}
-        lengths = [f"{share} up to {sizes[key]:,}{' tokens' * (key == '50')}" for share, key in shares.items()]
+        lengths = [
+            f"{share} up to {sizes[key]:,}{' tokens' * (key == '50')}"
+            for share, key in shares.items()
+        ]
         shown["lengths"] = f"{', '.join(lengths)}, the longest {sizes['max']:,}"
     if cuts := [text for name in ("train", "val") if (text := _cut(facts.get(name, {}), unit))]:
         shown["cut"] = f"at model.context = {context:,}: {'; validation: '.join(cuts)}"
@@ -155,7 +192,9 @@ def _cut(split: Facts, unit: str) -> str:
     if cut := split.get("cut", 0):
         lost = split["cut_tokens"]
         share = lost / (split["tokens"] + lost)
-        parts.append(f"{cut:,} of {count(split['items'], unit)} cut, {lost:,} tokens lost ({share:.1%})")
+        parts.append(
+            f"{cut:,} of {count(split['items'], unit)} cut, {lost:,} tokens lost ({share:.1%})"
+        )
     if left := split.get("left_out", 0):
         parts.append(f"{count(left, unit)} left out: nothing to learn is left of them")
     return ", ".join(parts)

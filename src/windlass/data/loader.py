@@ -57,10 +57,13 @@ class Loader(Iterator[StepBatch]):
         rank: int,  # whose share is read
         seed: int,
         kind: str = "shuffled",  # `data.order`
-        device: torch.device | str = "cpu",  # where the tensors go; to CUDA from pinned memory, without waiting
+        device: torch.device
+        | str = "cpu",  # where the tensors go; to CUDA from pinned memory, without waiting
         prefetch: int = 2,  # steps read ahead; 0: read when asked
         first_step: int = 0,  # steps already done
-        skipped: Sequence[tuple[int, int]] = (),  # ranges [start, stop) of global sample numbers that are left out
+        skipped: Sequence[
+            tuple[int, int]
+        ] = (),  # ranges [start, stop) of global sample numbers that are left out
         length_buckets: bool = False,  # sort the samples of a step by length first: less padding in a micro-batch
     ):
         if not len(samples):
@@ -69,14 +72,20 @@ class Loader(Iterator[StepBatch]):
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.samples, self.batch, self.rank, self.seed, self.kind = samples, batch, rank, seed, kind
-        self.skipped, self.length_buckets = tuple(skipped), length_buckets and hasattr(samples, "length")
+        self.skipped, self.length_buckets = (
+            tuple(skipped),
+            length_buckets and hasattr(samples, "length"),
+        )
         self._next, self._stop = first_step + 1, threading.Event()
         self._error: BaseException | None = None
         self._queue: queue.Queue[StepBatch | BaseException] | None = None
         if prefetch:
             self._queue = queue.Queue(prefetch)
             self._thread = threading.Thread(
-                target=self._read_ahead, args=(self._queue, self._next), name="windlass-loader", daemon=True
+                target=self._read_ahead,
+                args=(self._queue, self._next),
+                name="windlass-loader",
+                daemon=True,
             )
             self._thread.start()
 
@@ -94,7 +103,11 @@ class Loader(Iterator[StepBatch]):
             raise ValueError("the loader is closed")
         started = time.perf_counter()
         try:
-            batch = self._queue.get(timeout != 0, timeout or None) if self._queue else self._read(self._next)
+            batch = (
+                self._queue.get(timeout != 0, timeout or None)
+                if self._queue
+                else self._read(self._next)
+            )
         except queue.Empty:
             return None
         if not isinstance(batch, StepBatch):
@@ -102,7 +115,8 @@ class Loader(Iterator[StepBatch]):
             raise batch or ValueError("the loader is closed")
         self._next += 1
         micro = [
-            MicroBatch(m.k, *(t.to(self.device, non_blocking=True) for t in (m.tokens, m.labels))) for m in batch.micro
+            MicroBatch(m.k, *(t.to(self.device, non_blocking=True) for t in (m.tokens, m.labels)))
+            for m in batch.micro
         ]
         return replace(batch, micro=micro, wait_ms=1e3 * (time.perf_counter() - started))
 
@@ -138,9 +152,17 @@ class Loader(Iterator[StepBatch]):
             tokens, labels = self.samples.read(indices[k * size : (k + 1) * size])
             unmasked = int((labels != IGNORE_INDEX).sum())
             valid += unmasked
-            real += sum(map(length, indices[k * size : (k + 1) * size].tolist())) if length else unmasked
-            pair = [torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)) for a in (tokens, labels)]
-            micro.append(MicroBatch(k, *(t.pin_memory() if self.device.type == "cuda" else t for t in pair)))
+            real += (
+                sum(map(length, indices[k * size : (k + 1) * size].tolist()))
+                if length
+                else unmasked
+            )
+            pair = [
+                torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)) for a in (tokens, labels)
+            ]
+            micro.append(
+                MicroBatch(k, *(t.pin_memory() if self.device.type == "cuda" else t for t in pair))
+            )
         return StepBatch(step, int(numbers[0]), micro, valid, real)
 
     def _read_ahead(self, batches: queue.Queue[StepBatch | BaseException], step: int) -> None:
@@ -164,9 +186,15 @@ class Loader(Iterator[StepBatch]):
 
 
 def eval_batches(
-    samples: Samples, rank: int, world: int, micro_batch: int, limit_samples: int = 0, *, first: int = 0,
+    samples: Samples,
+    rank: int,
+    world: int,
+    micro_batch: int,
+    limit_samples: int = 0,
+    *,
+    first: int = 0,
     device: torch.device | str = "cpu",
-) -> Iterator[MicroBatch]:  # fmt: skip
+) -> Iterator[MicroBatch]:
     """The samples from `first` up to `limit_samples` (0: all), each once over all ranks, in equally many micro-batches on
     every rank.
 

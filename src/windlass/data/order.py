@@ -50,15 +50,23 @@ class Order:
     each epoch, the samples of a shard in order) or `sequential`; `n` and `shards` count the samples, in all and of each shard.
     """
 
-    def __init__(self, kind: str, seed: int, epoch: int, n: int, shards: Sequence[int] | None = None):
+    def __init__(
+        self, kind: str, seed: int, epoch: int, n: int, shards: Sequence[int] | None = None
+    ):
         self.n, self._starts = n, np.zeros(0, np.int64)
         self._key = f"windlass/order/samples/{seed}/{epoch}" if kind == "shuffled" else ""
         if kind == "shards-shuffled" and epoch:
             sizes = np.asarray([n] if shards is None else shards, dtype=np.int64)
             if int(sizes.sum()) != n:
-                raise ValueError(f"the shards hold {int(sizes.sum()):,} samples, and the epoch has {n:,}")
+                raise ValueError(
+                    f"the shards hold {int(sizes.sum()):,} samples, and the epoch has {n:,}"
+                )
             occupied = np.flatnonzero(sizes)  # a shard without a sample has no place in the order
-            turn = occupied[permute(np.arange(len(occupied)), len(occupied), f"windlass/order/shards/{seed}/{epoch}")]
+            turn = occupied[
+                permute(
+                    np.arange(len(occupied)), len(occupied), f"windlass/order/shards/{seed}/{epoch}"
+                )
+            ]
             self._starts = np.cumsum(sizes[turn]) - sizes[turn]
             self._shift = (np.cumsum(sizes) - sizes)[turn] - self._starts
 
@@ -77,10 +85,16 @@ def describe_order(kind: str, seed: int, epoch: int) -> str:
     """The order of an epoch (from 0) in words."""
     if kind == "shuffled":
         return f"samples shuffled{' anew' if epoch else ''}, seed {seed}"
-    return f"shards shuffled for this epoch, seed {seed}" if kind != "sequential" and epoch else "in file order"
+    return (
+        f"shards shuffled for this epoch, seed {seed}"
+        if kind != "sequential" and epoch
+        else "in file order"
+    )
 
 
-def step_samples(step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()) -> np.ndarray:
+def step_samples(
+    step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()
+) -> np.ndarray:
     """The global sample numbers of the `step`-th step (counted from 0), leaving out the `skipped` ranges [start, stop)."""
     numbers = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
     reached = 0

@@ -31,7 +31,7 @@ from windlass.data.samples import (
     lengths,
     split_documents,
     split_stream,
-)  # fmt: skip
+)
 from windlass.data.shards import EVAL, MAIN, Index, RowsFile
 from windlass.data.sources import JSON_LINES, describe_files, find_files, has_changed, slug
 from windlass.data.tokenizer import FOLDER, Tokenizer
@@ -46,10 +46,29 @@ SHOWN_REMARKS = 8
 LOCK_POLL_SECONDS = 0.2
 # What determines the shards; the rest (order, packing, workers ...) is about how they are read.
 TEXT_SETTINGS = (
-    "source", "eval_source", "sha256", "tokenizer", "text_key", "split", "eval_split", "max_documents", "max_tokens",
-    "val_fraction", "val_shards", "shard_tokens",
-)  # fmt: skip
-ROWS_SETTINGS = ("format", "source", "eval_source", "val_fraction", "train_size", "eval_size", "split", "eval_split")
+    "source",
+    "eval_source",
+    "sha256",
+    "tokenizer",
+    "text_key",
+    "split",
+    "eval_split",
+    "max_documents",
+    "max_tokens",
+    "val_fraction",
+    "val_shards",
+    "shard_tokens",
+)
+ROWS_SETTINGS = (
+    "format",
+    "source",
+    "eval_source",
+    "val_fraction",
+    "train_size",
+    "eval_size",
+    "split",
+    "eval_split",
+)
 
 
 @dataclass(frozen=True)
@@ -87,34 +106,58 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None) -> Prepared
     with other settings; RunFailed where the disk is full or fails.
     """
     recipe = as_recipe(recipe)
-    started, settings, is_new, progress = time.perf_counter(), preparing_settings(recipe), False, Progress()
+    started, settings, is_new, progress = (
+        time.perf_counter(),
+        preparing_settings(recipe),
+        False,
+        Progress(),
+    )
     directory = data_dir(recipe, settings)
     try:
         index = _ready(recipe, settings, directory)
         if index is None:
             there = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
             if there and not there & {PROGRESS, LOCK}:
-                raise UserError(f"{directory} is not empty and holds no prepared data; give another data.dir")
+                raise UserError(
+                    f"{directory} is not empty and holds no prepared data; give another data.dir"
+                )
             with _lock(directory, progress):
                 index = _ready(recipe, settings, directory)
                 if index is None:
                     for leftover in [*directory.glob(".*.tmp"), *directory.glob(".*.new")]:
                         leftover.unlink()  # half written by a process that was killed
                     write = prepare_text if recipe.data.format == "text" else _prepare_rows
-                    index, is_new = write(recipe, settings, directory, progress).save(directory), True
+                    index, is_new = (
+                        write(recipe, settings, directory, progress).save(directory),
+                        True,
+                    )
                     (directory / PROGRESS).unlink(missing_ok=True)
         tokenizer = vocabulary.load_tokenizer(recipe, directory)
         if tokenizer.fingerprint != index.tokenizer.fingerprint:
-            raise UserError(f"wrong tokenizer in {directory / FOLDER}: {shards.prepare_again(directory)}")
-        vocabulary.check_tokenizer(recipe, tokenizer, progress.note if _is_rank_0() else lambda text: None)
-        shards.verify(directory, index, lambda share: progress.update("checking SHA-256", share), ranks)
+            raise UserError(
+                f"wrong tokenizer in {directory / FOLDER}: {shards.prepare_again(directory)}"
+            )
+        vocabulary.check_tokenizer(
+            recipe, tokenizer, progress.note if _is_rank_0() else lambda text: None
+        )
+        shards.verify(
+            directory, index, lambda share: progress.update("checking SHA-256", share), ranks
+        )
         if not is_new and recipe.data.format == "text" and _is_rank_0():
-            sources = [(name, index.source[stem]) for stem, name in _streams(recipe) if stem in index.source]
+            sources = [
+                (name, index.source[stem])
+                for stem, name in _streams(recipe)
+                if stem in index.source
+            ]
             for name in [name for name, description in sources if has_changed(name, description)]:
-                progress.note(f"{name} has changed since it was prepared; delete {directory} to prepare it again")
+                progress.note(
+                    f"{name} has changed since it was prepared; delete {directory} to prepare it again"
+                )
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise RunFailed(f"{directory}: {error.strerror}; what is committed stays: start again to resume") from None
+            raise RunFailed(
+                f"{directory}: {error.strerror}; what is committed stays: start again to resume"
+            ) from None
         raise
     finally:
         progress.close()
@@ -124,7 +167,11 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None) -> Prepared
 def _streams(recipe: Recipe) -> list[tuple[str, str]]:
     """The streams of a text's sources, and the source of each."""
     parts = (MAIN, recipe.data.sources), (EVAL, recipe.data.eval_sources)
-    return [(stem_of(stream, number), name) for stream, names in parts for number, name in enumerate(names)]
+    return [
+        (stem_of(stream, number), name)
+        for stream, names in parts
+        for number, name in enumerate(names)
+    ]
 
 
 def _is_rank_0() -> bool:
@@ -136,7 +183,11 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
     settings = preparing_settings(recipe)
     directory = data_dir(recipe, settings)
     index = _ready(recipe, settings, directory)
-    return Prepared(directory, index, vocabulary.load_tokenizer(recipe, directory), False, 0.0) if index else None
+    return (
+        Prepared(directory, index, vocabulary.load_tokenizer(recipe, directory), False, 0.0)
+        if index
+        else None
+    )
 
 
 def preparing_settings(recipe: Recipe) -> dict[str, Any]:
@@ -150,13 +201,20 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
         if data.source == "stdlib":
             settings["python"] = platform.python_version()
         return {**settings, **{key: getattr(data, key) for key in TEXT_SETTINGS}}
-    files = [path for source in [*data.sources, *data.eval_sources] for path in _row_files(source, data.format)]
+    files = [
+        path
+        for source in [*data.sources, *data.eval_sources]
+        for path in _row_files(source, data.format)
+    ]
     return {
-        **settings, **{key: getattr(data, key) for key in ROWS_SETTINGS}, "tokenizer": recipe.tokenizer,
-        "context": recipe.model.context, "seed": recipe.run.seed,
+        **settings,
+        **{key: getattr(data, key) for key in ROWS_SETTINGS},
+        "tokenizer": recipe.tokenizer,
+        "context": recipe.model.context,
+        "seed": recipe.run.seed,
         "layout": squad.PROMPT if data.format == "squad" else chat.LAYOUT,
         **{f"file {f['file']}": f.get("sha256") or f["changed_ns"] for f in describe_files(files)},
-    }  # fmt: skip
+    }
 
 
 def _row_files(source: str, kind: str) -> list[Path]:
@@ -187,10 +245,17 @@ def _ready(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | N
     there, prefix = index.settings, "data." if recipe.data.format == "text" else ""
     changed = [key for key in sorted({*wanted, *there}) if wanted.get(key) != there.get(key)]
     if not wanted["tokenizer_files"] and "tokenizer_files" in changed:
-        changed.remove("tokenizer_files")  # where they are gone, what was saved beside the data is enough
+        changed.remove(
+            "tokenizer_files"
+        )  # where they are gone, what was saved beside the data is enough
     if changed:
-        lines = [f"  {prefix}{k}: prepared with {there.get(k)!r}, the recipe says {wanted.get(k)!r}" for k in changed]
-        raise UserError("\n".join([f"{directory} was prepared otherwise; give another data.dir:", *lines]))
+        lines = [
+            f"  {prefix}{k}: prepared with {there.get(k)!r}, the recipe says {wanted.get(k)!r}"
+            for k in changed
+        ]
+        raise UserError(
+            "\n".join([f"{directory} was prepared otherwise; give another data.dir:", *lines])
+        )
     return index
 
 
@@ -206,29 +271,45 @@ def _lock(directory: Path, progress: Progress) -> AbstractContextManager[Any]:
         progress.note(f"waiting for another process that prepares or checks {directory}")
         return lock.acquire()
     except OSError as error:
-        raise UserError(f"{directory} cannot be written ({error.strerror}); give another data.dir") from None
+        raise UserError(
+            f"{directory} cannot be written ({error.strerror}); give another data.dir"
+        ) from None
 
 
-def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
+def _prepare_rows(
+    recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress
+) -> Index:
     """Rows of questions or conversations, in memory, then in `train.npz` and `val.npz`; returns the index."""
     data, context, is_squad = recipe.data, recipe.model.context, recipe.data.format == "squad"
-    splits: Any = squad.read_splits(recipe) if is_squad else conversations.read_splits(recipe, progress.note)
+    splits: Any = (
+        squad.read_splits(recipe) if is_squad else conversations.read_splits(recipe, progress.note)
+    )
     for i, (size, purpose) in enumerate([(data.train_size, "train"), (data.eval_size, "eval")]):
         keys = [item.id if is_squad else str(number) for number, item in enumerate(splits[i])]
         splits[i] = [splits[i][place] for place in choose(keys, size, recipe.run.seed, purpose)]
     template = chat.Template()
     if is_squad:
-        layouts = [(squad.PROMPT.format(question=q.question, context=q.context), *q.answers) for q in splits[0]]
+        layouts = [
+            (squad.PROMPT.format(question=q.question, context=q.context), *q.answers)
+            for q in splits[0]
+        ]
     else:
         layouts = [tuple(item.texts) for item in splits[0]]
         if recipe.tokenizer.startswith("hf:"):
-            template = chat.Template.of_directory(hub.tokenizer_directory(recipe.tokenizer[3:], recipe.tokenizer_key))
-    texts, kind = dict.fromkeys(text for layout in layouts for text in layout), vocabulary.kind_of(data.tokenizer)
+            template = chat.Template.of_directory(
+                hub.tokenizer_directory(recipe.tokenizer[3:], recipe.tokenizer_key)
+            )
+    texts, kind = (
+        dict.fromkeys(text for layout in layouts for text in layout),
+        vocabulary.kind_of(data.tokenizer),
+    )
     if kind == "bpe":
         progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from the training items")
         tokenizer = vocabulary.train_bpe(texts, data.tokenizer_vocab)
     elif kind == "char":  # also the characters of the layout
-        tokenizer = vocabulary.char_tokenizer([*texts, squad.PROMPT, "User: System: Assistant: \n"], with_eot=True)
+        tokenizer = vocabulary.char_tokenizer(
+            [*texts, squad.PROMPT, "User: System: Assistant: \n"], with_eot=True
+        )
     else:
         tokenizer = vocabulary.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
     files, remarks = dict[str, RowsFile](), list[str]()
@@ -237,7 +318,11 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
             continue
         pairs: list[Row] = []
         for number, item in enumerate(items, 1):
-            row = squad.row(item, tokenizer, context) if is_squad else chat.row(item, template, tokenizer, context)
+            row = (
+                squad.row(item, tokenizer, context)
+                if is_squad
+                else chat.row(item, template, tokenizer, context)
+            )
             pairs += [row] if row else []
             remarks += _remarks(item, row, context)
             progress.update(f"{data.format} rows ({name})", number / len(items))
@@ -249,13 +334,19 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
         rows.save(directory / f".{name}.tmp")
         (directory / f".{name}.tmp").replace(directory / f"{name}.npz")
         held_out: list[Any] = [
-            (q.question, q.context, *q.answers) if is_squad else q.texts for q in items if name == "val"
+            (q.question, q.context, *q.answers) if is_squad else q.texts
+            for q in items
+            if name == "val"
         ]
         files[name] = RowsFile(
             text=hashlib.sha256(json.dumps(held_out).encode()).hexdigest()[:16] if held_out else "",
-            items=len(rows), fingerprint=rows.fingerprint, tokens=rows.tokens, unmasked=rows.valid_tokens,
-            left_out=len(items) - len(rows), **lengths([row.whole for row in pairs], context + 1),
-        )  # fmt: skip
+            items=len(rows),
+            fingerprint=rows.fingerprint,
+            tokens=rows.tokens,
+            unmasked=rows.valid_tokens,
+            left_out=len(items) - len(rows),
+            **lengths([row.whole for row in pairs], context + 1),
+        )
     tokenizer.save(directory)
     template.save(directory / FOLDER)
     _write_remarks(directory / REMARKS, remarks, progress)
@@ -263,8 +354,14 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
     for stream, names in ((MAIN, data.sources), (EVAL, data.eval_sources)):
         paths = [path for name in names for path in _row_files(name, data.format)]
         source[stream] = {"name": names, "files": describe_files(paths)}
-    named = "" if is_squad else template.describe(recipe.tokenizer, [item for split in splits for item in split])
-    return Index(settings=settings, source=source, tokenizer=tokenizer.describe(), rows=files, template=named)
+    named = (
+        ""
+        if is_squad
+        else template.describe(recipe.tokenizer, [item for split in splits for item in split])
+    )
+    return Index(
+        settings=settings, source=source, tokenizer=tokenizer.describe(), rows=files, template=named
+    )
 
 
 def _remarks(item: Any, row: Row | None, context: int) -> list[str]:
@@ -275,14 +372,22 @@ def _remarks(item: Any, row: Row | None, context: int) -> list[str]:
         return [*remarks, f"{where}: left out, because nothing to learn is left of it"]
     lost = row.whole - context - 1
     return remarks + (
-        [f"{where}: cut at model.context = {context:,}, {lost:,} of {row.whole:,} tokens lost"] if lost > 0 else []
+        [f"{where}: cut at model.context = {context:,}, {lost:,} of {row.whole:,} tokens lost"]
+        if lost > 0
+        else []
     )
 
 
 def _write_remarks(path: Path, remarks: list[str], progress: Progress) -> None:
     if remarks:
-        more = [f"and {len(remarks) - SHOWN_REMARKS:,} more"] if len(remarks) > SHOWN_REMARKS else []
-        progress.note("\n  ".join([f"{len(remarks):,} remarks on items ({path}):", *remarks[:SHOWN_REMARKS], *more]))
+        more = (
+            [f"and {len(remarks) - SHOWN_REMARKS:,} more"] if len(remarks) > SHOWN_REMARKS else []
+        )
+        progress.note(
+            "\n  ".join(
+                [f"{len(remarks):,} remarks on items ({path}):", *remarks[:SHOWN_REMARKS], *more]
+            )
+        )
         path.write_text("".join(f"{line}\n" for line in remarks), encoding="utf-8")
 
 
@@ -296,7 +401,9 @@ class Data:
     fingerprint: str  # what a resume compares: equal for equal tokens, split and tokenizer, wherever they lie
     vocab: int
     directory: Path | None = None  # of the prepared data
-    template: chat.Template | None = None  # with `data.format = "chat"`: how a conversation is written down
+    template: chat.Template | None = (
+        None  # with `data.format = "chat"`: how a conversation is written down
+    )
     index: Index | None = None  # of the prepared data: see `facts.describe`
 
     def save_tokenizer(self, directory: Path) -> None:
@@ -321,15 +428,26 @@ def open_data(recipe: Recipe, ranks: Ranks | None = None) -> Data:
 def as_data(recipe: Recipe, prepared: Prepared) -> Data:
     """Prepared data, opened."""
     train, val = open_samples(recipe, prepared)
-    template = chat.Template.of_directory(prepared.directory / FOLDER) if recipe.data.format != "text" else None
+    template = (
+        chat.Template.of_directory(prepared.directory / FOLDER)
+        if recipe.data.format != "text"
+        else None
+    )
     tokenizer, directory = prepared.tokenizer, prepared.directory
     index = prepared.index
-    return Data(train, val, tokenizer, index.fingerprint, tokenizer.vocab, directory, template, index)
+    return Data(
+        train, val, tokenizer, index.fingerprint, tokenizer.vocab, directory, template, index
+    )
 
 
 def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples | None]:
     """The training and the validation set of prepared data, as `data.packing` and `model.context` cut them."""
-    index, context, eot, directory = prepared.index, recipe.model.context, prepared.tokenizer.eot, prepared.directory
+    index, context, eot, directory = (
+        prepared.index,
+        recipe.model.context,
+        prepared.tokenizer.eot,
+        prepared.directory,
+    )
     sets: dict[str, Samples] = {}
     for name, file in index.rows.items():
         try:
@@ -338,17 +456,30 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             damage = str(error)
         if damage:
-            raise UserError(f"{directory / name}.npz is damaged ({damage}); {shards.prepare_again(directory)}")
+            raise UserError(
+                f"{directory / name}.npz is damaged ({damage}); {shards.prepare_again(directory)}"
+            )
     for name, split in index.splits.items():
-        stream, documents = split_stream(directory, index, split), recipe.data.packing == "documents"
+        stream, documents = (
+            split_stream(directory, index, split),
+            recipe.data.packing == "documents",
+        )
         if documents and eot is not None:
-            sets[name] = DocumentSamples(stream, split_documents(directory, index, split), context, eot)
+            sets[name] = DocumentSamples(
+                stream, split_documents(directory, index, split), context, eot
+            )
         else:
             sets[name] = PackedSamples(stream, context, ragged=name == "val")
         single_text = any(index.source[part.stream].get("single_text") for part in split.ranges)
-        if documents and (eot is None or single_text or not any(shard.documents for shard in stream.shards)):
-            raise UserError('data.packing = "documents": the corpus is one stream of tokens; write "packed"')
+        if documents and (
+            eot is None or single_text or not any(shard.documents for shard in stream.shards)
+        ):
+            raise UserError(
+                'data.packing = "documents": the corpus is one stream of tokens; write "packed"'
+            )
         if not len(sets[name]):
             few = f"{split.tokens:,} tokens ({name}) are too few"
-            raise UserError(f"{directory}: {few} for one sample of model.context + 1 = {context + 1:,}")
+            raise UserError(
+                f"{directory}: {few} for one sample of model.context + 1 = {context + 1:,}"
+            )
     return sets["train"], sets.get("val")

@@ -87,9 +87,14 @@ class DocumentSamples:
 
     def __init__(self, stream: Stream, starts: np.ndarray, context: int, eot: int):
         self.stream, self.context, self._eot = stream, context, eot
-        self._starts, self._sizes = starts, np.append(starts[1:], len(stream))[: len(starts)] - starts
+        self._starts, self._sizes = (
+            starts,
+            np.append(starts[1:], len(stream))[: len(starts)] - starts,
+        )
         self.lengths = lengths(self._sizes, context) if len(self._sizes) else {}
-        self.shard_samples: Sequence[int] = np.diff(np.searchsorted(self._starts, stream.edges)).tolist()
+        self.shard_samples: Sequence[int] = np.diff(
+            np.searchsorted(self._starts, stream.edges)
+        ).tolist()
         self.valid_tokens = int(np.minimum(self._sizes, context).sum())
 
     def __len__(self) -> int:
@@ -105,7 +110,9 @@ class DocumentSamples:
             count = self.length(i)
             # The label of a document's last token is the end-of-text token that the next one begins with.
             document = np.full(count + 1, self._eot, dtype=np.int64)
-            self.stream.read_into(int(self._starts[i]), document[: min(count + 1, int(self._sizes[i]))])
+            self.stream.read_into(
+                int(self._starts[i]), document[: min(count + 1, int(self._sizes[i]))]
+            )
             tokens[at, :count], labels[at, :count] = document[:-1], document[1:]
         return tokens, labels
 
@@ -153,14 +160,26 @@ class Rows:
     def __init__(self, rows: Iterable[Row | tuple[Sequence[int], Sequence[bool]]], pad: int):
         pairs = [row[:2] for row in rows]
         self._ends = np.cumsum([0, *(len(ids) for ids, _ in pairs)], dtype=np.int64)
-        self._tokens = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids, _ in pairs)])
-        self._marks = np.concatenate([np.zeros(0, bool), *(np.asarray(marks, bool) for _, marks in pairs)])
-        self._marks[self._ends[:-1]] = False  # nothing comes before a row's first token to predict it from
+        self._tokens = np.concatenate(
+            [np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids, _ in pairs)]
+        )
+        self._marks = np.concatenate(
+            [np.zeros(0, bool), *(np.asarray(marks, bool) for _, marks in pairs)]
+        )
+        self._marks[self._ends[:-1]] = (
+            False  # nothing comes before a row's first token to predict it from
+        )
         self.pad, self.valid_tokens = pad, int(self._marks.sum())
 
     def save(self, path: Path) -> None:
         with path.open("wb") as file:
-            np.savez(file, tokens=self._tokens, marks=self._marks, ends=self._ends, pad=np.int64(self.pad))
+            np.savez(
+                file,
+                tokens=self._tokens,
+                marks=self._marks,
+                ends=self._ends,
+                pad=np.int64(self.pad),
+            )
 
     @staticmethod
     def load(path: Path) -> Rows:
@@ -198,7 +217,9 @@ class Rows:
         tokens = np.full((len(indices), width), self.pad, dtype=np.int64)
         labels = np.full((len(indices), width), IGNORE_INDEX, dtype=np.int64)
         for at, i in enumerate(indices.tolist()):
-            row, marks = (part[self._ends[i] : self._ends[i + 1]] for part in (self._tokens, self._marks))
+            row, marks = (
+                part[self._ends[i] : self._ends[i + 1]] for part in (self._tokens, self._marks)
+            )
             tokens[at, : len(row) - 1] = row[:-1]
             labels[at, : len(row) - 1] = np.where(marks[1:], row[1:], IGNORE_INDEX)
         return tokens, labels

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 FORMAT = 4
 INDEX, VERIFIED = "index.json", "verified.json"
-MAIN, EVAL = "shard", "eval-shard"  # the streams of tokens in a data directory, by the first part of their files' names
+MAIN, EVAL = (
+    "shard",
+    "eval-shard",
+)  # the streams of tokens in a data directory, by the first part of their files' names
 OPEN_FILES = 128
 LLMC_HEADER_BYTES = 1024
 LLMC_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by magic number: GPT-2's tokens, Llama 3's
@@ -115,15 +118,23 @@ class Index(BaseModel):
 
     def documents(self, stem: str) -> int:
         """Documents of a stream; one that is divided between training and validation counts once."""
-        return sum(shard.documents for shard in self.streams[stem]) - bool(self.source[stem].get("divided"))
+        return sum(shard.documents for shard in self.streams[stem]) - bool(
+            self.source[stem].get("divided")
+        )
 
     def compute_fingerprint(self) -> str:
         """A hash of the tokens, their split and their tokenizer: equal data has equal fingerprints, wherever it lies."""
         content = [
             FORMAT,
             self.tokenizer.model_dump(exclude={"kind", "start"}),
-            {name: [s.model_dump(exclude={"file", "table"}) for s in shards] for name, shards in self.streams.items()},
-            {name: split.model_dump(exclude={"documents", "text"}) for name, split in self.splits.items()},
+            {
+                name: [s.model_dump(exclude={"file", "table"}) for s in shards]
+                for name, shards in self.streams.items()
+            },
+            {
+                name: split.model_dump(exclude={"documents", "text"})
+                for name, split in self.splits.items()
+            },
             {name: rows.fingerprint for name, rows in self.rows.items()},
         ]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -146,7 +157,9 @@ class Index(BaseModel):
             return None
         except ValidationError:
             pass
-        raise UserError(f"{path} is damaged, changed or of another version; {prepare_again(directory)}")
+        raise UserError(
+            f"{path} is damaged, changed or of another version; {prepare_again(directory)}"
+        )
 
 
 def prepare_again(directory: Path) -> str:
@@ -166,11 +179,27 @@ class ShardWriter:
     """
 
     def __init__(
-        self, directory: Path, stem: str, dtype: str, shard_tokens: int, shards: Sequence[Shard] = (),
-        resume: tuple[int, int] = (0, 0), on_commit: Callable[[ShardWriter], None] = lambda writer: None,
-    ):  # fmt: skip
-        self.directory, self.stem, self.dtype, self.shard_tokens = directory, stem, dtype, shard_tokens
-        self.shards, self.resume, self.finished, self._on_commit = list(shards), resume, False, on_commit
+        self,
+        directory: Path,
+        stem: str,
+        dtype: str,
+        shard_tokens: int,
+        shards: Sequence[Shard] = (),
+        resume: tuple[int, int] = (0, 0),
+        on_commit: Callable[[ShardWriter], None] = lambda writer: None,
+    ):
+        self.directory, self.stem, self.dtype, self.shard_tokens = (
+            directory,
+            stem,
+            dtype,
+            shard_tokens,
+        )
+        self.shards, self.resume, self.finished, self._on_commit = (
+            list(shards),
+            resume,
+            False,
+            on_commit,
+        )
         self.tokens = sum(s.tokens for s in self.shards)  # also those of the shard being filled
         self._number, self._done, self._skip = resume[0], 0, resume[1]
         self._raw, self._documents = bytearray(), list[tuple[int, int, int]]()
@@ -196,12 +225,19 @@ class ShardWriter:
                 self._commit((number, self._done))
 
     def _commit(self, resume: tuple[int, int]) -> None:
-        name, tokens = f"{self.stem}-{len(self.shards):05d}.bin", len(self._raw) // np.dtype(self.dtype).itemsize
+        name, tokens = (
+            f"{self.stem}-{len(self.shards):05d}.bin",
+            len(self._raw) // np.dtype(self.dtype).itemsize,
+        )
         raw, table = bytes(self._raw), np.array(self._documents, DOCUMENT).tobytes()
         shard = Shard(
-            file=name, tokens=tokens, documents=len(self._documents), sha256=hashlib.sha256(raw).hexdigest(),
-            dtype=self.dtype, table=hashlib.sha256(table).hexdigest(),
-        )  # fmt: skip
+            file=name,
+            tokens=tokens,
+            documents=len(self._documents),
+            sha256=hashlib.sha256(raw).hexdigest(),
+            dtype=self.dtype,
+            table=hashlib.sha256(table).hexdigest(),
+        )
         Files().replace(self.directory / shard.table_file, table)
         Files().replace(self.directory / name, raw)
         self.shards.append(shard)
@@ -250,7 +286,9 @@ class Stream:
                         self._open[place] = os.open(path, os.O_RDONLY)
                     except OSError as error:
                         raise UserError(f"the shard {path} cannot be read: {error}") from None
-                raw = os.pread(self._open[place], count * dtype.itemsize, shard.offset + begin * dtype.itemsize)
+                raw = os.pread(
+                    self._open[place], count * dtype.itemsize, shard.offset + begin * dtype.itemsize
+                )
             if len(raw) != count * dtype.itemsize:
                 raise UserError(f"{path} ends too early: it was truncated after it was checked")
             out[done : done + count] = np.frombuffer(raw, dtype=dtype)
@@ -298,7 +336,9 @@ def file_states(directory: Path, shards: Iterable[Shard]) -> dict[str, list[int 
     """The size, the time of the last change (ns) and the SHA-256 of each file, by its name; UserError for a wrong size."""
     states: dict[str, list[int | str]] = {}
     for shard in shards:
-        files = {shard.file: (shard.offset + shard.tokens * on_disk(shard.dtype).itemsize, shard.sha256)}
+        files = {
+            shard.file: (shard.offset + shard.tokens * on_disk(shard.dtype).itemsize, shard.sha256)
+        }
         if shard.table:
             files[shard.table_file] = shard.documents * DOCUMENT.itemsize, shard.table
         for file, (size, sha256) in files.items():
@@ -306,7 +346,9 @@ def file_states(directory: Path, shards: Iterable[Shard]) -> dict[str, list[int 
             try:
                 stat = path.stat()
             except OSError:
-                raise UserError(f"the shard {path} is missing; {prepare_again(directory)}") from None
+                raise UserError(
+                    f"the shard {path} is missing; {prepare_again(directory)}"
+                ) from None
             if stat.st_size != size:
                 raise UserError(
                     f"the shard {path} has {stat.st_size:,} bytes, not {size:,}; {prepare_again(directory)}"
@@ -315,7 +357,9 @@ def file_states(directory: Path, shards: Iterable[Shard]) -> dict[str, list[int 
     return states
 
 
-def verify(directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None) -> None:
+def verify(
+    directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None
+) -> None:
     """Check every shard as `file_states`, and its SHA-256 if the file has changed since the last check. The ranks of a host
     divide the files, because each host may have a copy of its own. `tick` gets the share of this rank's files that is read."""
     states, verified = file_states(directory, index.shards), read_json(directory / VERIFIED)
@@ -327,17 +371,25 @@ def verify(directory: Path, index: Index, tick: Callable[[float], None], ranks: 
         lists = ranks.all_gather_object("changed shards", [ranks.env.node, rank, changed])
         if not any(files for _, _, files in lists):
             return
-        changed = next((files for node, first, files in lists if (node, first) == (ranks.env.node, 0)), changed)
+        changed = next(
+            (files for node, first, files in lists if (node, first) == (ranks.env.node, 0)), changed
+        )
     own, problem = changed[rank::world], ""
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         for done, (file, sha256) in enumerate(
             zip(own, pool.map(lambda f: sha256_of(directory / f), own), strict=True), 1
         ):
             if sha256 != states[file][2]:
-                problem = f"the shard {directory / file} is damaged (SHA-256); {prepare_again(directory)}"
+                problem = (
+                    f"the shard {directory / file} is damaged (SHA-256); {prepare_again(directory)}"
+                )
                 break
             tick(done / len(own))
-    problems = [problem] if world == 1 or ranks is None else ranks.all_gather_object("damaged shards", problem)
+    problems = (
+        [problem]
+        if world == 1 or ranks is None
+        else ranks.all_gather_object("damaged shards", problem)
+    )
     if damaged := next(filter(None, problems), ""):
         raise UserError(damaged)
     if changed and rank == 0:
@@ -359,9 +411,13 @@ def scan(path: Path, vocab: int) -> Shard:
     tokens = size // 2
     if path.suffix == ".npy":
         try:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)  # an array of objects would run code when loaded
+            array = np.load(
+                path, mmap_mode="r", allow_pickle=False
+            )  # an array of objects would run code when loaded
         except (ValueError, EOFError) as error:
-            raise UserError(f"the shard {path} is no whole .npy file of tokens: {first_line(error)}") from None
+            raise UserError(
+                f"the shard {path} is no whole .npy file of tokens: {first_line(error)}"
+            ) from None
         name = {"<u2": "uint16", "<u4": "uint32"}.get(array.dtype.str, "")
         if not name or array.ndim != 1:
             raise UserError(
@@ -370,11 +426,16 @@ def scan(path: Path, vocab: int) -> Shard:
         offset, tokens = array.offset, len(array)
     elif path.suffix != ".bin":
         raise UserError(f"the shard {path} is neither .npy nor .bin")
-    elif size >= LLMC_HEADER_BYTES and (head := np.fromfile(path, "<i4", 3).tolist())[0] in LLMC_TYPES:
+    elif (
+        size >= LLMC_HEADER_BYTES
+        and (head := np.fromfile(path, "<i4", 3).tolist())[0] in LLMC_TYPES
+    ):
         name, offset, tokens = LLMC_TYPES[head[0]], LLMC_HEADER_BYTES, head[2]
     dtype, digest, done = on_disk(name), hashlib.sha256(), 0
     if not tokens or size != offset + tokens * dtype.itemsize:
-        raise UserError(f"the shard {path} is truncated, or none: {size:,} bytes for {tokens:,} tokens of {name}")
+        raise UserError(
+            f"the shard {path} is truncated, or none: {size:,} bytes for {tokens:,} tokens of {name}"
+        )
     with path.open("rb") as file:
         digest.update(file.read(offset))
         while raw := file.read(BLOCK_TOKENS * dtype.itemsize):
@@ -388,4 +449,11 @@ def scan(path: Path, vocab: int) -> Shard:
                 )
             done += len(block)
     file_name = str(path.resolve())
-    return Shard(file=file_name, tokens=tokens, documents=0, sha256=digest.hexdigest(), dtype=name, offset=offset)
+    return Shard(
+        file=file_name,
+        tokens=tokens,
+        documents=0,
+        sha256=digest.hexdigest(),
+        dtype=name,
+        offset=offset,
+    )

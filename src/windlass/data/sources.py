@@ -33,13 +33,27 @@ from windlass.recipe.settings import DataSettings
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 JSON_LINES = (".jsonl", ".ndjson")
-ENDINGS = (".txt", *JSON_LINES, ".parquet")  # of a directory's files; a `.json` in one may be about the others
+ENDINGS = (
+    ".txt",
+    *JSON_LINES,
+    ".parquet",
+)  # of a directory's files; a `.json` in one may be about the others
 NOT_PROSE = {
-    "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",  # not the library itself
-    "encodings", "pydoc_data",  # tables, not code
-}  # fmt: skip
-ABOUT = re.compile(r"(?i)\.|(readme|licen[cs]e|copying|notice|changelog|authors|contributing|requirements)\b")
-HASHED_BYTES = 64_000_000  # corpora up to this size are told apart by content, larger ones by size and time
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",  # not the library itself
+    "encodings",
+    "pydoc_data",  # tables, not code
+}
+ABOUT = re.compile(
+    r"(?i)\.|(readme|licen[cs]e|copying|notice|changelog|authors|contributing|requirements)\b"
+)
+HASHED_BYTES = (
+    64_000_000  # corpora up to this size are told apart by content, larger ones by size and time
+)
 CONVERSED = {"messages", "conversations", "prompt", "instruction"}  # the keys of conversations
 TO_UTF8 = "convert it to UTF-8, for example iconv -f latin1 -t utf-8 OLD > NEW"
 DOWNLOADS = Path("data") / "downloads"
@@ -53,7 +67,9 @@ class Corpus:
     name: str
     # `read(start)`: the documents from number `start` on, each with the share of the corpus read so far (0: not known).
     read: Callable[[int], Iterator[tuple[str, float]]]
-    description: dict[str, Any] = field(default_factory=dict)  # for the index: by what a changed source is noticed
+    description: dict[str, Any] = field(
+        default_factory=dict
+    )  # for the index: by what a changed source is noticed
     single_text: bool = False  # one document is the corpus: it is split by characters and needs no end-of-text token
     limit: int | None = None  # documents at most
     size: int = 0  # about how much there is, in bytes; 0: not known
@@ -67,17 +83,29 @@ class Corpus:
 
 
 def open_corpora(
-    data: DataSettings, sources: list[str], *, sha256: str = "", split: str = "", notify: Callable[[str], None] = print
+    data: DataSettings,
+    sources: list[str],
+    *,
+    sha256: str = "",
+    split: str = "",
+    notify: Callable[[str], None] = print,
 ) -> list[Corpus]:
     """The corpora behind `data.source` or `data.eval_source`; UserError if there is none."""
-    corpora = [open_corpus(data, source, sha256=sha256, split=split, notify=notify) for source in sources]
+    corpora = [
+        open_corpus(data, source, sha256=sha256, split=split, notify=notify) for source in sources
+    ]
     for corpus in corpora:
         corpus.single_text &= len(corpora) == 1  # a text among others ends with a token
     return corpora
 
 
 def open_corpus(
-    data: DataSettings, source: str, *, sha256: str = "", split: str = "", notify: Callable[[str], None] = print
+    data: DataSettings,
+    source: str,
+    *,
+    sha256: str = "",
+    split: str = "",
+    notify: Callable[[str], None] = print,
 ) -> Corpus:
     """The corpus behind one source; raises UserError where there is none."""
     if source == "stdlib":
@@ -87,7 +115,9 @@ def open_corpus(
     if source.startswith(("http://", "https://")):
         return _open_files(source, [download(source, sha256, DOWNLOADS, notify)], data.text_key)
     if source.startswith("shards:"):
-        raise UserError(f"data.source and data.eval_source must both be token shards, or neither: {source}")
+        raise UserError(
+            f"data.source and data.eval_source must both be token shards, or neither: {source}"
+        )
     files = find_files(source)
     if len(files) > 1:
         notify(f"{source}: {listing(files)}")
@@ -110,7 +140,9 @@ def sha256_of(path: Path) -> str:
 # -- files
 
 
-def find_files(pattern: str, setting: str = "data.source", endings: tuple[str, ...] = ENDINGS) -> list[Path]:
+def find_files(
+    pattern: str, setting: str = "data.source", endings: tuple[str, ...] = ENDINGS
+) -> list[Path]:
     """The files behind a path, a directory or a glob, sorted by name; raises UserError where there are none."""
     path = Path(pattern).expanduser()
     if path.is_dir():
@@ -119,7 +151,9 @@ def find_files(pattern: str, setting: str = "data.source", endings: tuple[str, .
         places = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
         files = [Path(place) for place in places if Path(place).is_file()]
     if not files:
-        several = json.dumps([part.strip(" []'\"") for part in pattern.split(",")], ensure_ascii=False)
+        several = json.dumps(
+            [part.strip(" []'\"") for part in pattern.split(",")], ensure_ascii=False
+        )
         written = f"{setting} '{several}'" if setting.startswith("--") else f"'{setting}={several}'"
         many = f"; several are a list: {written}" if "," in pattern else ""
         raise UserError(
@@ -134,18 +168,30 @@ def check_source(source: str, setting: str, conversations: bool = False) -> None
     kind, _, place = source.partition(":")
     if kind == "hf" or source in ("stdlib", "squad") or source.startswith(("http://", "https://")):
         return
-    find_files(place if kind in ("shards", "squad") else source, setting, JSON_LINES if conversations else ENDINGS)
+    find_files(
+        place if kind in ("shards", "squad") else source,
+        setting,
+        JSON_LINES if conversations else ENDINGS,
+    )
 
 
 def listing(files: list[Path]) -> str:
     """How many files there are, the names of a few, and those that a pattern may have matched by accident."""
-    names = ", ".join(path.name for path in files[:4]) + (f" and {len(files) - 4:,} more" if len(files) > 4 else "")
+    names = ", ".join(path.name for path in files[:4]) + (
+        f" and {len(files) - 4:,} more" if len(files) > 4 else ""
+    )
     kinds = Counter(_suffix(path)[0] or "without ending" for path in files)
     counts = ", ".join(f"{count:,} {ending}" for ending, count in kinds.most_common(4))
     unlike = f" ({counts})" if len(kinds) > 1 else ""
     unusual = set(kinds) - {*ENDINGS, ".json"}
-    unusual = unusual if unusual < set(kinds) else set()  # where all are of one's own kind, none is odd
-    odd = [path.name for path in files if ABOUT.match(path.name) or (_suffix(path)[0] or "without ending") in unusual]
+    unusual = (
+        unusual if unusual < set(kinds) else set()
+    )  # where all are of one's own kind, none is odd
+    odd = [
+        path.name
+        for path in files
+        if ABOUT.match(path.name) or (_suffix(path)[0] or "without ending") in unusual
+    ]
     among = f"; with {', '.join(odd[:4])}{', ...' if len(odd) > 4 else ''}: narrow the source if that is not meant"
     return f"{len(files):,} files{unlike}: {names}{among if odd else ''}"
 
@@ -160,8 +206,14 @@ def describe_files(files: list[Path]) -> list[dict[str, Any]]:
     """Files as the index has them: size, and SHA-256 where all of them are small, else the time of the last change."""
     stats = [(path, path.stat()) for path in files]
     if sum(stat.st_size for _, stat in stats) <= HASHED_BYTES:
-        return [{"file": str(path), "bytes": stat.st_size, "sha256": sha256_of(path)} for path, stat in stats]
-    return [{"file": str(path), "bytes": stat.st_size, "changed_ns": stat.st_mtime_ns} for path, stat in stats]
+        return [
+            {"file": str(path), "bytes": stat.st_size, "sha256": sha256_of(path)}
+            for path, stat in stats
+        ]
+    return [
+        {"file": str(path), "bytes": stat.st_size, "changed_ns": stat.st_mtime_ns}
+        for path, stat in stats
+    ]
 
 
 def has_changed(source: str, description: dict[str, Any]) -> bool:
@@ -189,11 +241,20 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
                     for place, record in _records(path, raw, text_key):
                         number += 1
                         if number > start:  # what was read before is left out without being decoded
-                            yield _document(record, is_json, place, text_key), (before + raw.tell()) / total
+                            yield (
+                                _document(record, is_json, place, text_key),
+                                (before + raw.tell()) / total,
+                            )
             except UserError:
                 raise
-            except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's are of these kinds
-                raise UserError(f"{path} is damaged, cut short or cannot be read: {first_line(error)}") from None
+            except (
+                OSError,
+                ValueError,
+                NotImplementedError,
+            ) as error:  # pyarrow's are of these kinds
+                raise UserError(
+                    f"{path} is damaged, cut short or cannot be read: {first_line(error)}"
+                ) from None
             before += size
 
     single_text = len(files) == 1 and _suffix(files[0])[0] not in (*ENDINGS[1:], ".json")
@@ -231,7 +292,9 @@ def _decompressed(path: Path, raw: BinaryIO) -> Any:
         return raw
     import pyarrow as pa  # unlike Python's and zstandard's own streams, it refuses a cut last frame in both formats
 
-    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), CODECS[codec]), 1 << 20)
+    return io.BufferedReader(
+        pa.CompressedInputStream(pa.PythonFile(raw, "r"), CODECS[codec]), 1 << 20
+    )
 
 
 def read_json_items(path: Path) -> Iterator[tuple[str, Any]]:
@@ -256,7 +319,9 @@ def read_json_items(path: Path) -> Iterator[tuple[str, Any]]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is no JSON: {error}; write an object a line (.jsonl), or one array (.json)") from None
+        raise UserError(
+            f"{where} is no JSON: {error}; write an object a line (.jsonl), or one array (.json)"
+        ) from None
 
 
 def _document(record: Any, is_json: bool, place: str, text_key: str) -> str:
@@ -280,14 +345,20 @@ def _document(record: Any, is_json: bool, place: str, text_key: str) -> str:
 def _instead(names: Iterable[str]) -> str:
     """What records without the text have, and what to do: conversations have a format of their own."""
     shown = list(names)[:12]
-    chat = 'write data.format="chat", for conversations' if CONVERSED.intersection(shown) else "set data.text_key"
+    chat = (
+        'write data.format="chat", for conversations'
+        if CONVERSED.intersection(shown)
+        else "set data.text_key"
+    )
     return f"it has {', '.join(map(repr, shown))}: {chat}"
 
 
 def _as_text(value: Any, text_key: str, where: str) -> str:
     """A null is the empty text."""
     if not isinstance(value, str | None):
-        raise UserError(f"{where}: {text_key!r} holds {type(value).__name__}, not text: set data.text_key")
+        raise UserError(
+            f"{where}: {text_key!r} holds {type(value).__name__}, not text: set data.text_key"
+        )
     return value or ""
 
 
@@ -296,15 +367,22 @@ def _open_stdlib() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     names = list[Path]()
     for folder, below, files in os.walk(root):
-        below[:] = [name for name in below if name not in NOT_PROSE]  # site-packages can be large: don't even look
+        below[:] = [
+            name for name in below if name not in NOT_PROSE
+        ]  # site-packages can be large: don't even look
         names += [Path(folder, name).relative_to(root) for name in files if name.endswith(".py")]
     if not names:
-        raise UserError(f"data.source: {root} has no source of Python's standard library; give a text file")
+        raise UserError(
+            f"data.source: {root} has no source of Python's standard library; give a text file"
+        )
     names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
 
     def read(start: int) -> Iterator[tuple[str, float]]:
         for number, name in enumerate(names[start:], start + 1):
-            yield (root / name).read_bytes().decode("utf-8", "replace").replace("\r\n", "\n"), number / len(names)
+            yield (
+                (root / name).read_bytes().decode("utf-8", "replace").replace("\r\n", "\n"),
+                number / len(names),
+            )
 
     size = sum((root / name).stat().st_size for name in names)
     description = {"python": platform.python_version(), "modules": len(names), "bytes": size}
@@ -326,16 +404,23 @@ def download(url: str, sha256: str, folder: Path, notify: Callable[[str], None] 
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         request = urllib.request.Request(url, headers={"User-Agent": f"windlass/{__version__}"})
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer, partial.open("wb") as out:
+        with (
+            urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer,
+            partial.open("wb") as out,
+        ):
             shutil.copyfileobj(answer, out, 1 << 22)
         if (actual := sha256_of(partial)) != sha256:
-            raise UserError(f"{url} broke off, or is another file: its SHA-256 is {actual}, data.sha256 = {sha256}")
+            raise UserError(
+                f"{url} broke off, or is another file: its SHA-256 is {actual}, data.sha256 = {sha256}"
+            )
         partial.replace(target)
     except UserError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as error:
         getattr(error, "close", lambda: None)()  # an HTTPError holds the connection
-        raise UserError(f"{url} could not be downloaded ({first_line(error)}); give the path of a file") from None
+        raise UserError(
+            f"{url} could not be downloaded ({first_line(error)}); give the path of a file"
+        ) from None
     finally:
         partial.unlink(missing_ok=True)
     return target
@@ -355,7 +440,9 @@ def load_dataset(place: str, split: str, streaming: bool = False) -> Any:
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
             rows = datasets.load_from_disk(str(folder))
             if isinstance(rows, dict) and split not in rows:
-                raise UserError(f"hf:{place} has no split {split!r}; it has {', '.join(rows)}: set data.split")
+                raise UserError(
+                    f"hf:{place} has no split {split!r}; it has {', '.join(rows)}: set data.split"
+                )
             rows = rows[split] if isinstance(rows, dict) else rows
             return rows.to_iterable_dataset() if streaming else rows
         name, _, config = (str(folder), "", "") if folder.is_dir() else place.partition(":")
@@ -370,7 +457,9 @@ def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
     except (UserError, RunFailed):
         raise
     except Exception as error:
-        raise kind(f"{what} ({type(error).__name__}: {first_line(error.__cause__ or error)})") from error
+        raise kind(
+            f"{what} ({type(error).__name__}: {first_line(error.__cause__ or error)})"
+        ) from error
 
 
 def _open_hf(place: str, split: str, text_key: str, streaming: bool) -> Corpus:

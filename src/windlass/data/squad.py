@@ -60,11 +60,19 @@ def read_questions(source: str, split: str = "train", key: str = "data.source") 
                 answers = [{"text": text, "answer_start": start} for text, start in pairs]
                 questions.append(_question(row, row["context"], row["title"], answers))
     except UserError as error:
-        raise error if path else UserError(f"{error}; or give a file: squad:FILE.json, eval.squad_file") from None
+        raise (
+            error
+            if path
+            else UserError(f"{error}; or give a file: squad:FILE.json, eval.squad_file")
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"{key}: {path} is not SQuAD v1.1 JSON: {type(error).__name__} {error}") from None
+        raise UserError(
+            f"{key}: {path} is not SQuAD v1.1 JSON: {type(error).__name__} {error}"
+        ) from None
     if not questions or len({q.id for q in questions}) < len(questions):
-        raise UserError(f"{key}: {path} has {'two questions with one id' if questions else 'no questions'}")
+        raise UserError(
+            f"{key}: {path} has {'two questions with one id' if questions else 'no questions'}"
+        )
     return questions
 
 
@@ -75,10 +83,14 @@ def read_all(sources: list[str], split: str = "train", key: str = "data.source")
     return questions
 
 
-def _question(entry: dict[str, Any], context: str, group: str, answers: list[dict[str, Any]]) -> Question:
+def _question(
+    entry: dict[str, Any], context: str, group: str, answers: list[dict[str, Any]]
+) -> Question:
     texts, start = tuple(str(a["text"]) for a in answers), int(answers[0]["answer_start"])
     if not texts[0] or context[start : start + len(texts[0])] != texts[0]:
-        raise UserError(f"question {entry['id']}: its answer {texts[0]!r} is not at character {start} of its context")
+        raise UserError(
+            f"question {entry['id']}: its answer {texts[0]!r} is not at character {start} of its context"
+        )
     return Question(str(entry["id"]), entry["question"].strip(), context, texts, start, group)
 
 
@@ -100,7 +112,9 @@ def split(items: list[Question], share: float) -> list[list[Question]]:
     if len(articles) < 2:
         raise UserError("data.val_fraction: there is but one article; give data.eval_source")
     first = set(articles[: min(len(articles) - 1, max(1, round(len(articles) * (1 - share))))])
-    return [[item for item in items if (item.group in first) == learned] for learned in (True, False)]
+    return [
+        [item for item in items if (item.group in first) == learned] for learned in (True, False)
+    ]
 
 
 def eval_questions(recipe: Recipe) -> list[Question]:
@@ -112,7 +126,9 @@ def eval_questions(recipe: Recipe) -> list[Question]:
     elif data.val_fraction:
         asked = split(read_all(data.sources), data.val_fraction)[1]
     if not asked:
-        raise UserError("no questions to evaluate: set eval.squad_file, data.eval_source or data.val_fraction")
+        raise UserError(
+            "no questions to evaluate: set eval.squad_file, data.eval_source or data.val_fraction"
+        )
     size = recipe.eval.squad_items or data.eval_size
     return [asked[i] for i in choose([q.id for q in asked], size, recipe.run.seed, "eval")]
 
@@ -125,7 +141,9 @@ def asked_sources(recipe: Recipe) -> list[str]:
         return [f"squad:{recipe.eval.squad_file}"]
     if data.format == "squad":
         return data.eval_sources or [source for source in data.sources if source == "squad"]
-    return [source for source in data.eval_sources if source.partition(":")[0] == "squad"] or ["squad"]
+    return [source for source in data.eval_sources if source.partition(":")[0] == "squad"] or [
+        "squad"
+    ]
 
 
 # -- rows and prompts
@@ -138,12 +156,18 @@ def row(item: Question, tokenizer: Tokenizer, context: int) -> Row | None:
     whole words. What is cut is taken from both sides in proportion, so that the answer's relative place stays.
     """
     if tokenizer.eot is None:
-        raise UserError("data.tokenizer has no end-of-text token to end an answer with; use byte, bpe, gpt2 or hf:")
+        raise UserError(
+            "data.tokenizer has no end-of-text token to end an answer with; use byte, bpe, gpt2 or hf:"
+        )
 
     def encode(text: str) -> tuple[list[int], int]:
-        return tokenizer.encode_pair(PROMPT.format(question=item.question, context=text), " " + item.answers[0])
+        return tokenizer.encode_pair(
+            PROMPT.format(question=item.question, context=text), " " + item.answers[0]
+        )
 
-    def fits(characters: int) -> bool:  # n tokens make n - 1 positions, and the end-of-text is one more token
+    def fits(
+        characters: int,
+    ) -> bool:  # n tokens make n - 1 positions, and the end-of-text is one more token
         return len(encode(around(item, characters))[0]) <= context
 
     ids, prompt_length = encode(item.context)
@@ -151,8 +175,14 @@ def row(item: Question, tokenizer: Tokenizer, context: int) -> Row | None:
     if len(ids) > context:
         if not fits(0):
             return None
-        ids, prompt_length = encode(around(item, _bisect(len(item.context) - len(item.answers[0]), fits)))
-    return Row([*ids, tokenizer.eot], [False] * prompt_length + [True] * (len(ids) - prompt_length + 1), whole)
+        ids, prompt_length = encode(
+            around(item, _bisect(len(item.context) - len(item.answers[0]), fits))
+        )
+    return Row(
+        [*ids, tokenizer.eot],
+        [False] * prompt_length + [True] * (len(ids) - prompt_length + 1),
+        whole,
+    )
 
 
 def _bisect(too_many: int, fits: Callable[[int], bool]) -> int:
@@ -170,7 +200,9 @@ def around(item: Question, characters: int) -> str:
     before = round(characters * len(left) / max(1, len(left) + len(right)))
     after = characters - before
     if before < len(left) and not left[len(left) - before - 1 : len(left) - before].isspace():
-        space = next((i for i in range(len(left) - before, len(left)) if left[i].isspace()), len(left))
+        space = next(
+            (i for i in range(len(left) - before, len(left)) if left[i].isspace()), len(left)
+        )
         before = len(left) - space
     if after < len(right) and not right[after : after + 1].isspace():
         after = next((i for i in range(after, 0, -1) if right[i - 1].isspace()), 0)
@@ -189,6 +221,8 @@ def prompt(item: Question, tokenizer: Tokenizer, room: int) -> list[int]:
     if len(ids) <= room:
         return ids
     most = _bisect(len(item.context), lambda characters: len(encode(characters)) <= room)
-    ids = encode(max((i for i in range(most + 1) if i == 0 or item.context[i : i + 1].isspace()), default=0))
+    ids = encode(
+        max((i for i in range(most + 1) if i == 0 or item.context[i : i + 1].isspace()), default=0)
+    )
     bos = len(tokenizer.bos)
     return [*ids[:bos], *ids[bos + max(0, len(ids) - room) :]][-room:]

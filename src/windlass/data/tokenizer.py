@@ -63,7 +63,9 @@ class Tokenizer:
         # Equal for tokenizers that give the same ids for every text.
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         # Texts and ids of the special tokens: what a chat template writes, and a user does not.
-        self.special: dict[str, int] = {t.content: i for i, t in inner.get_added_tokens_decoder().items() if t.special}
+        self.special: dict[str, int] = {
+            t.content: i for i, t in inner.get_added_tokens_decoder().items() if t.special
+        }
         if eot is not None:
             self.special[inner.id_to_token(eot)] = eot
         # What the tokenizer's post-processor puts before a text, as in `transformers`; `encode` does not.
@@ -73,14 +75,19 @@ class Tokenizer:
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
         """Matches the texts of special tokens that have no mark."""
-        texts = sorted(self.special, key=len, reverse=True)  # the longest that matches, as in `tokenizers`
+        texts = sorted(
+            self.special, key=len, reverse=True
+        )  # the longest that matches, as in `tokenizers`
         return re.compile(f"(?:{'|'.join(map(re.escape, texts)) or '(?!)'})(?!{MARK})")
 
     @cached_property
     def _fast(self) -> Any:
         """For characters the id of each code point, -1 where the corpus has none; for GPT-2 `tiktoken`'s encoding."""
         if self.kind == "char":
-            points = np.array(sorted(ord(c) for c in self.inner.get_vocab(with_added_tokens=False)), dtype=np.int64)
+            points = np.array(
+                sorted(ord(c) for c in self.inner.get_vocab(with_added_tokens=False)),
+                dtype=np.int64,
+            )
             ids = np.full(int(points[-1]) + 2, -1, dtype=np.int64)
             ids[points] = np.arange(len(points))
             return ids
@@ -88,7 +95,9 @@ class Tokenizer:
 
         ranks = {piece: i for i, piece in enumerate(self._bytes or ()) if i != self.eot}
         special = {END_OF_TEXT: len(ranks)}
-        return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+        return tiktoken.Encoding(
+            "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
+        )
 
     @cached_property
     def _bytes(self) -> list[bytes] | None:
@@ -109,7 +118,9 @@ class Tokenizer:
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
         if self.kind == "char":
-            points = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4").astype(np.int64)
+            points = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4").astype(
+                np.int64
+            )
             ids: np.ndarray = self._fast[np.minimum(points, len(self._fast) - 1)]
             if (ids < 0).any():
                 named = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
@@ -117,16 +128,23 @@ class Tokenizer:
             return ids
         text = text.encode("utf-8", "replace").decode()
         if self.kind == "gpt2":
-            parts = [self._fast.encode_to_numpy(part, disallowed_special=()) for part in cut_at_lines(text)]
+            parts = [
+                self._fast.encode_to_numpy(part, disallowed_special=())
+                for part in cut_at_lines(text)
+            ]
             return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
-        ids = np.array(self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.int64)
+        ids = np.array(
+            self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.int64
+        )
         return ids if self.eot is None else ids[ids != self.eot]
 
     def stretches(self, text: str) -> Iterable[str]:
         """The text in parts that can be encoded one by one with the same result, so that many workers share a long text."""
         if self.kind in ("byte", "char"):
             return (text[i : i + STRETCH] for i in range(0, len(text), STRETCH))
-        return cut_at_lines(text) if self.kind == "gpt2" else [text]  # other normalisers may work across a cut
+        return (
+            cut_at_lines(text) if self.kind == "gpt2" else [text]
+        )  # other normalisers may work across a cut
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; an id that stands for nothing (padding of the vocabulary) becomes U+FFFD."""
@@ -136,7 +154,9 @@ class Tokenizer:
         # The library would leave out an id that it does not have.
         runs = groupby(map(int, ids), lambda i: i < self.vocab)
         return "".join(
-            self.inner.decode(list(run), skip_special_tokens=False) if valid else UNKNOWN * len(list(run))
+            self.inner.decode(list(run), skip_special_tokens=False)
+            if valid
+            else UNKNOWN * len(list(run))
             for valid, run in runs
         )
 
@@ -148,7 +168,10 @@ class Tokenizer:
         else:
             # The decoder tells what pieces are made of: stand-ins for bytes, or text with "\u2581" for spaces.
             parts = (self.inner.decoder, self.inner.pre_tokenizer)
-            states = ["" if p is None else json.dumps(json.loads(p.__getstate__()), ensure_ascii=False) for p in parts]
+            states = [
+                "" if p is None else json.dumps(json.loads(p.__getstate__()), ensure_ascii=False)
+                for p in parts
+            ]
             letters = byte_letters() if '"ByteLevel"' in "".join(states) else {}
             space = " " if "\u2581" in states[0] else "\u2581"
             for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
@@ -187,7 +210,9 @@ class Tokenizer:
             return [0]
         return self.encode("\n").tolist()[:1]
 
-    def encode_pair(self, prompt: str, answer: str, prompt_ids: list[int] | None = None) -> tuple[list[int], int]:
+    def encode_pair(
+        self, prompt: str, answer: str, prompt_ids: list[int] | None = None
+    ) -> tuple[list[int], int]:
         """The tokens of prompt and answer in one sequence, and how many of them are the prompt's: encoded as one text where the
         prompt's tokens (`prompt_ids`) stay as they are alone; else one by one."""
         alone = self.encode_with_bos(prompt) if prompt_ids is None else prompt_ids
@@ -199,7 +224,9 @@ class Tokenizer:
             both = alone + (after[len(letter) :] if same else self.encode(answer).tolist())
         return both, len(alone)
 
-    def encode_marked(self, parts: Sequence[tuple[str | int, bool]]) -> tuple[list[int], list[bool]]:
+    def encode_marked(
+        self, parts: Sequence[tuple[str | int, bool]]
+    ) -> tuple[list[int], list[bool]]:
         """The tokens of texts and special tokens (by id) in one sequence, each with the mark of the part it is of.
 
         They are those of the parts' texts joined, special tokens recognised in the parts that are ids and in no other. A
@@ -222,7 +249,11 @@ class Tokenizer:
         for i, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
             if i not in sentinel_ids and self.special.get(whole[start:stop]) == i:
                 continue  # a special token's text out of the common vocabulary: `encode` has none either
-            token, mark = next(special) if i in sentinel_ids else (i, any(marked[start : max(stop, start + 1)]))
+            token, mark = (
+                next(special)
+                if i in sentinel_ids
+                else (i, any(marked[start : max(stop, start + 1)]))
+            )
             ids.append(token)
             marks.append(mark)
         return ids, marks
@@ -240,7 +271,11 @@ class Tokenizer:
         added, nonce = self.inner.get_added_tokens_decoder(), secrets.token_hex(8)
         texts = {i: f"\U000f0010{nonce}-{i}\U000f0011" for i in self.special.values()}
         for i, text in texts.items():
-            flags = {name: getattr(added[i], name) for name in ("lstrip", "rstrip", "normalized") if i in added}
+            flags = {
+                name: getattr(added[i], name)
+                for name in ("lstrip", "rstrip", "normalized")
+                if i in added
+            }
             copy.add_tokens([AddedToken(text, **{"normalized": False, **flags})])
         return copy, texts
 
@@ -252,7 +287,12 @@ class Tokenizer:
         write_atomic(folder / DESCRIPTION, self.describe().model_dump_json(indent=1) + "\n")
 
     def describe(self) -> Description:
-        known = {"fingerprint": self.fingerprint, "vocab": self.vocab, "eot": self.eot, "start": self.start}
+        known = {
+            "fingerprint": self.fingerprint,
+            "vocab": self.vocab,
+            "eot": self.eot,
+            "start": self.start,
+        }
         return Description.model_validate({"kind": self.kind, **known})
 
 

@@ -11,7 +11,15 @@ from pydantic import ValidationError
 
 from windlass import hub
 from windlass.data.sources import sha256_of
-from windlass.data.tokenizer import DESCRIPTION, END_OF_TEXT, FOLDER, JSON_FILE, Description, Tokenizer, byte_letters
+from windlass.data.tokenizer import (
+    DESCRIPTION,
+    END_OF_TEXT,
+    FOLDER,
+    JSON_FILE,
+    Description,
+    Tokenizer,
+    byte_letters,
+)
 from windlass.errors import UserError, first_line, require
 from windlass.fileio import read_json
 from windlass.recipe.load import own_tokenizer
@@ -22,7 +30,14 @@ if TYPE_CHECKING:
 GPT2_FILES, GPT2_NAME, GPT2_EOT = ("encoder.json", "vocab.bpe"), "openai-community/gpt2", 50256
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 LAYOUT_FILES = (*CONFIG_FILES, "chat_template.jinja")
-OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt")
+OLDER_FILES = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
 # How well-known tokenizers write the end of a text, where no configuration has it.
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 
@@ -50,15 +65,23 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
         try:
             saved = Description.model_validate_json((folder / DESCRIPTION).read_bytes())
         except (OSError, ValidationError) as error:
-            raise UserError(f"{folder} cannot be read ({first_line(error)}); prepare the data again") from None
+            raise UserError(
+                f"{folder} cannot be read ({first_line(error)}); prepare the data again"
+            ) from None
         tokenizer = Tokenizer(saved.kind, _read_json(folder / JSON_FILE), saved.eot, saved.start)
         if tokenizer.fingerprint != saved.fingerprint:
-            raise UserError(f"{folder / JSON_FILE} was changed after it was saved; prepare the data again")
+            raise UserError(
+                f"{folder / JSON_FILE} was changed after it was saved; prepare the data again"
+            )
     elif kind in ("char", "bpe"):
-        raise UserError(f"data.tokenizer: {kind} needs the corpus: prepare the data first, or name another for shards:")
+        raise UserError(
+            f"data.tokenizer: {kind} needs the corpus: prepare the data first, or name another for shards:"
+        )
     else:
         tokenizer = named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
-    pretrained = recipe.model.init_from or (recipe.model.kind == "hf" and not recipe.model.from_scratch)
+    pretrained = recipe.model.init_from or (
+        recipe.model.kind == "hf" and not recipe.model.from_scratch
+    )
     tokenizer.start = tokenizer.start if pretrained else None
     if recipe.data.format == "text" and not pretrained and tokenizer.bos:
         tokenizer.inner.post_processor, tokenizer.bos = None, ()
@@ -68,7 +91,13 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
 def named_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
     """The tokenizer of a setting that needs no corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:NAME_OR_DIR`; `key` is where it stands."""
     kind, place = kind_of(setting), setting.partition(":")[2]
-    return byte_tokenizer() if kind == "byte" else gpt2_tokenizer(place) if kind == "gpt2" else hf_tokenizer(place, key)
+    return (
+        byte_tokenizer()
+        if kind == "byte"
+        else gpt2_tokenizer(place)
+        if kind == "gpt2"
+        else hf_tokenizer(place, key)
+    )
 
 
 def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str], None]) -> None:
@@ -78,7 +107,9 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
     if own in (wanted, "byte"):
         return
     try:
-        trained = named_tokenizer(f"{own}@{model.revision}" if model.revision and own == f"hf:{model.name}" else own)
+        trained = named_tokenizer(
+            f"{own}@{model.revision}" if model.revision and own == f"hf:{model.name}" else own
+        )
     except UserError:  # the model comes without one, or is gone
         return
     ids, trained_ids = (one.inner.get_vocab(with_added_tokens=True) for one in (tokenizer, trained))
@@ -91,7 +122,9 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
     elif trained.vocab == tokenizer.vocab:
         notify(f"{text}: its weights were trained with that; leave data.tokenizer out to use it")
     else:
-        raise UserError(f"{text}: its weights were trained with that; leave data.tokenizer out, or write {own}")
+        raise UserError(
+            f"{text}: its weights were trained with that; leave data.tokenizer out, or write {own}"
+        )
 
 
 def tokenizer_files(setting: str) -> dict[str, str]:
@@ -99,7 +132,10 @@ def tokenizer_files(setting: str) -> dict[str, str]:
     kind, path = kind_of(setting), Path(setting.partition(":")[2]).expanduser()
     if ":" not in setting:
         return {}
-    files = [path / name for name in (GPT2_FILES if kind == "gpt2" else (JSON_FILE, *LAYOUT_FILES, *OLDER_FILES))]
+    files = [
+        path / name
+        for name in (GPT2_FILES if kind == "gpt2" else (JSON_FILE, *LAYOUT_FILES, *OLDER_FILES))
+    ]
     if path.is_file():
         files = [path, *(path.parent / name for name in LAYOUT_FILES)]
     return {str(file): sha256_of(file) for file in files if file.is_file()}
@@ -138,7 +174,9 @@ def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
     alphabet = sorted(set("".join(characters).encode("utf-8", "replace").decode()))
     if not alphabet:
         raise UserError("a character tokenizer needs a corpus with at least one character")
-    inner = Inner(models.WordLevel(vocab={c: i for i, c in enumerate(alphabet)}, unk_token=alphabet[0]))
+    inner = Inner(
+        models.WordLevel(vocab={c: i for i, c in enumerate(alphabet)}, unk_token=alphabet[0])
+    )
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     inner.decoder = decoders.Fuse()
     return Tokenizer("char", inner, _add_end(inner) if with_eot else None)
@@ -148,15 +186,21 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
     """GPT-2's 50,256 pieces, from `vocab.bpe` and `encoder.json` in a directory or else from the Hub."""
     require("tiktoken", 'data.tokenizer = "gpt2"')
     if not directory:
-        return Tokenizer("gpt2", _read_json(hub.tokenizer_directory(GPT2_NAME) / JSON_FILE), GPT2_EOT)
+        return Tokenizer(
+            "gpt2", _read_json(hub.tokenizer_directory(GPT2_NAME) / JSON_FILE), GPT2_EOT
+        )
     from tokenizers import models
 
     try:
-        ids, merges = models.BPE.read_file(*(str(Path(directory).expanduser() / name) for name in GPT2_FILES))
+        ids, merges = models.BPE.read_file(
+            *(str(Path(directory).expanduser() / name) for name in GPT2_FILES)
+        )
         ids.pop(END_OF_TEXT, None)
         return _byte_level("gpt2", ids, merges)
     except Exception as error:  # the library raises a bare Exception
-        raise UserError(f"data.tokenizer: no vocab.bpe and encoder.json in {directory}: {first_line(error)}") from None
+        raise UserError(
+            f"data.tokenizer: no vocab.bpe and encoder.json in {directory}: {first_line(error)}"
+        ) from None
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
@@ -168,7 +212,11 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    how: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet, "show_progress": False}
+    how: dict[str, Any] = {
+        "special_tokens": [END_OF_TEXT],
+        "initial_alphabet": alphabet,
+        "show_progress": False,
+    }
     trainer = trainers.BpeTrainer(vocab_size=vocab, **how)
     inner.train_from_iterator((text.encode("utf-8", "replace").decode() for text in texts), trainer)
     return Tokenizer("bpe", inner, inner.token_to_id(END_OF_TEXT))
@@ -188,7 +236,9 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
         hub.prepare()
         try:
             if path.is_dir() and not any((path / name).is_file() for name in OLDER_FILES):
-                raise FileNotFoundError(f"{path} has no files of a tokenizer")  # without seconds of imports
+                raise FileNotFoundError(
+                    f"{path} has no files of a tokenizer"
+                )  # without seconds of imports
             from transformers import AutoTokenizer
 
             whole: Any = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
@@ -199,11 +249,15 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
     if (file.parent / DESCRIPTION).is_file():  # of a run: also bytes and characters
         saved = Description.model_validate_json((file.parent / DESCRIPTION).read_bytes())
         return Tokenizer(saved.kind, _read_json(file), saved.eot, saved.start)
-    named = [eos for config in CONFIG_FILES if (eos := read_json(file.parent / config).get("eos_token"))]
+    named = [
+        eos for config in CONFIG_FILES if (eos := read_json(file.parent / config).get("eos_token"))
+    ]
     names = [*(eos["content"] if isinstance(eos, dict) else eos for eos in named), *END_TOKENS]
     inner, start = _read_json(file), read_json(file.parent / "config.json").get("bos_token_id")
     start = start if isinstance(start, int) and inner.id_to_token(start) is not None else None
-    return Tokenizer("hf", inner, next((i for i in map(inner.token_to_id, names) if i is not None), None), start)
+    return Tokenizer(
+        "hf", inner, next((i for i in map(inner.token_to_id, names) if i is not None), None), start
+    )
 
 
 def _read_json(file: Path) -> Any:
@@ -212,4 +266,6 @@ def _read_json(file: Path) -> Any:
     try:
         return Inner.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception
-        raise UserError(f"data.tokenizer: {file} is no tokenizer.json: {first_line(error)}") from None
+        raise UserError(
+            f"data.tokenizer: {file} is no tokenizer.json: {first_line(error)}"
+        ) from None

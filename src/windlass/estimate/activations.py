@@ -37,7 +37,9 @@ def _peaks_of(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> t
     """Micro-batch, and the most bytes without and with the gradients of the weights."""
     model, low = build_model(recipe, vocab).train(), LOW.get(precision)
     blocks = getattr(model, "blocks", list)
-    checkpoint_activations(list(blocks() if callable(blocks) else blocks), recipe.parallel.activation_checkpointing)
+    checkpoint_activations(
+        list(blocks() if callable(blocks) else blocks), recipe.parallel.activation_checkpointing
+    )
     with FakeTensorMode(allow_non_fake_inputs=True), _no_packed_rows():
         _replace_parameters(model)
         with Meter() as meter, Attention():
@@ -46,7 +48,11 @@ def _peaks_of(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> t
                 loss = model(tokens, tokens)
             loss.backward()
             del loss
-    gradients = {meter.live[p.grad.untyped_storage()._cdata][0] for p in model.parameters() if p.grad is not None}
+    gradients = {
+        meter.live[p.grad.untyped_storage()._cdata][0]
+        for p in model.parameters()
+        if p.grad is not None
+    }
     without = together = most_without = most = 0
     for number, size in meter.events:
         without += 0 if number in gradients else size
@@ -59,7 +65,11 @@ def _no_packed_rows() -> contextlib.AbstractContextManager[Any]:
     """Have `transformers` make the masks of real rows: it cannot tell that fake ones hold one text each."""
     masking = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"
-    return mock.patch.object(masking, name, lambda *_: None) if hasattr(masking, name) else contextlib.nullcontext()
+    return (
+        mock.patch.object(masking, name, lambda *_: None)
+        if hasattr(masking, name)
+        else contextlib.nullcontext()
+    )
 
 
 def _replace_parameters(model: nn.Module) -> None:
@@ -69,7 +79,9 @@ def _replace_parameters(model: nn.Module) -> None:
         for name, old in module._parameters.items():
             if old is not None and old.is_meta:
                 empty = torch.empty(old.shape, dtype=old.dtype, device="cpu")
-                module._parameters[name] = new.setdefault(old, nn.Parameter(empty, old.requires_grad))
+                module._parameters[name] = new.setdefault(
+                    old, nn.Parameter(empty, old.requires_grad)
+                )
 
 
 class Meter(TorchDispatchMode):
@@ -77,13 +89,18 @@ class Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: dict[int, tuple[int, int]] = {}  # by address, which is used again: number and bytes
+        self.live: dict[
+            int, tuple[int, int]
+        ] = {}  # by address, which is used again: number and bytes
         self.events: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage())._cdata not in self.live:
+            if (
+                isinstance(leaf, torch.Tensor)
+                and (storage := leaf.untyped_storage())._cdata not in self.live
+            ):
                 self.live[storage._cdata] = number, size = len(self.events), storage.nbytes()
                 self.events.append((number, size))
                 weakref.finalize(storage, self._free, storage._cdata)
@@ -98,12 +115,18 @@ class Attention(TorchFunctionMode):
     """Attention with the kernel that real tensors would have: fake ones on a CPU always take the plain one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+        given = dict(
+            zip(
+                ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False
+            )
+        )
         given |= kwargs or {}
         if func is scaled_dot_product_attention and detect_fake_mode() is not None:
             tensors = ("query", "key", "value", "attn_mask")
             with unset_fake_temporarily():  # memory that is never touched
-                real = given | {name: _like(given[name]) for name in tensors if given.get(name) is not None}
+                real = given | {
+                    name: _like(given[name]) for name in tensors if given.get(name) is not None
+                }
                 choice = torch._fused_sdp_choice(**real)
             if choice == FLASH:
                 mask = given.get("attn_mask")

@@ -15,7 +15,9 @@ USABLE = 0.9
 
 
 HANDLES = 2  # of cuBLAS: threads that multiply matrices
-WORKSPACE = 8 * 4096 * 1024  # bytes for a handle: CUBLAS_WORKSPACE_CONFIG=:4096:8, which `import windlass` sets
+WORKSPACE = (
+    8 * 4096 * 1024
+)  # bytes for a handle: CUBLAS_WORKSPACE_CONFIG=:4096:8, which `import windlass` sets
 
 
 @dataclass(frozen=True)
@@ -38,19 +40,34 @@ class Device:
 
 
 TABLE = (  # what is typed, the name that the driver reports, GiB by the maker's datasheet
-    ("B200", "NVIDIA B200", 180), ("GH200-96GB", "NVIDIA GH200 480GB", 96), ("H200", "NVIDIA H200", 141),
-    ("H200-NVL", "NVIDIA H200 NVL", 141), ("H100", "NVIDIA H100 80GB HBM3", 80),
-    ("H100-PCIe", "NVIDIA H100 PCIe", 80), ("H100-NVL", "NVIDIA H100 NVL", 94),
-    ("A100-80GB", "NVIDIA A100-SXM4-80GB", 80), ("A100-40GB", "NVIDIA A100-SXM4-40GB", 40),
-    ("A100-PCIe-80GB", "NVIDIA A100 80GB PCIe", 80), ("A100-PCIe-40GB", "NVIDIA A100-PCIE-40GB", 40),
-    ("A40", "NVIDIA A40", 48), ("A30", "NVIDIA A30", 24), ("A10", "NVIDIA A10", 24),
-    ("A6000", "NVIDIA RTX A6000", 48), ("L40S", "NVIDIA L40S", 48), ("L40", "NVIDIA L40", 48),
-    ("L4", "NVIDIA L4", 24), ("V100-32GB", "Tesla V100-SXM2-32GB", 32),
-    ("V100-16GB", "Tesla V100-SXM2-16GB", 16), ("V100-PCIe-32GB", "Tesla V100-PCIE-32GB", 32),
-    ("V100-PCIe-16GB", "Tesla V100-PCIE-16GB", 16), ("T4", "Tesla T4", 16),
-    ("RTX-5090", "NVIDIA GeForce RTX 5090", 32), ("RTX-4090", "NVIDIA GeForce RTX 4090", 24),
-    ("RTX-3090", "NVIDIA GeForce RTX 3090", 24), ("MI300X", "AMD Instinct MI300X", 192),
-)  # fmt: skip
+    ("B200", "NVIDIA B200", 180),
+    ("GH200-96GB", "NVIDIA GH200 480GB", 96),
+    ("H200", "NVIDIA H200", 141),
+    ("H200-NVL", "NVIDIA H200 NVL", 141),
+    ("H100", "NVIDIA H100 80GB HBM3", 80),
+    ("H100-PCIe", "NVIDIA H100 PCIe", 80),
+    ("H100-NVL", "NVIDIA H100 NVL", 94),
+    ("A100-80GB", "NVIDIA A100-SXM4-80GB", 80),
+    ("A100-40GB", "NVIDIA A100-SXM4-40GB", 40),
+    ("A100-PCIe-80GB", "NVIDIA A100 80GB PCIe", 80),
+    ("A100-PCIe-40GB", "NVIDIA A100-PCIE-40GB", 40),
+    ("A40", "NVIDIA A40", 48),
+    ("A30", "NVIDIA A30", 24),
+    ("A10", "NVIDIA A10", 24),
+    ("A6000", "NVIDIA RTX A6000", 48),
+    ("L40S", "NVIDIA L40S", 48),
+    ("L40", "NVIDIA L40", 48),
+    ("L4", "NVIDIA L4", 24),
+    ("V100-32GB", "Tesla V100-SXM2-32GB", 32),
+    ("V100-16GB", "Tesla V100-SXM2-16GB", 16),
+    ("V100-PCIe-32GB", "Tesla V100-PCIE-32GB", 32),
+    ("V100-PCIe-16GB", "Tesla V100-PCIE-16GB", 16),
+    ("T4", "Tesla T4", 16),
+    ("RTX-5090", "NVIDIA GeForce RTX 5090", 32),
+    ("RTX-4090", "NVIDIA GeForce RTX 4090", 24),
+    ("RTX-3090", "NVIDIA GeForce RTX 3090", 24),
+    ("MI300X", "AMD Instinct MI300X", 192),
+)
 
 
 def find_device(name: str, memory_bytes: int | None = None) -> Device:
@@ -74,7 +91,9 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
 def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = False) -> Device:
     """This machine's first NVIDIA device, or with `cpu` or where there is none its CPU, whose memory `ranks` share. No torch."""
     if not cpu:
-        with contextlib.suppress(Exception):  # no driver, no device, or a driver that does not answer
+        with contextlib.suppress(
+            Exception
+        ):  # no driver, no device, or a driver that does not answer
             import pynvml
 
             pynvml.nvmlInit()
@@ -88,4 +107,9 @@ def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = Fal
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("tesla").removeprefix("geforce")
+    return (
+        re.sub(r"[^a-z0-9]", "", name.lower())
+        .removeprefix("nvidia")
+        .removeprefix("tesla")
+        .removeprefix("geforce")
+    )

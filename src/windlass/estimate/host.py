@@ -10,7 +10,10 @@ from windlass.estimate.optimum import recipe_vocab
 from windlass.model.size import CountedSizes, checkpoint_bytes
 from windlass.recipe import ModelSettings, Recipe
 
-GPU_RANK_GB, CPU_RANK_GB = 8, 3  # Python, torch, the driver's maps, tokens that are prepared, and some air
+GPU_RANK_GB, CPU_RANK_GB = (
+    8,
+    3,
+)  # Python, torch, the driver's maps, tokens that are prepared, and some air
 LARGE_VOCAB = 2**18  # taken where only the prepared data says how many rows the embedding has
 
 
@@ -29,7 +32,11 @@ def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> i
             network = read_sizes(recipe, 0)
         except (ImportError, UserError):
             return 0
-    on_disk = network.checkpoint_bytes() if isinstance(network, CountedSizes) else checkpoint_bytes(network, vocab)
+    on_disk = (
+        network.checkpoint_bytes()
+        if isinstance(network, CountedSizes)
+        else checkpoint_bytes(network, vocab)
+    )
     layout = layout_of(recipe, world, "cpu" if on_cpu else "cuda")
     peak = memory(network, vocab, layout, recipe.optim.kind)
     in_use = peak.host + (peak.total if on_cpu else 0)

@@ -25,7 +25,9 @@ class Milestone(NamedTuple):
 
     what: str
     step: int
-    size: float = 1.0  # a last evaluation of all validation data takes so many times as long as one before it
+    size: float = (
+        1.0  # a last evaluation of all validation data takes so many times as long as one before it
+    )
 
 
 class Evaluations(NamedTuple):
@@ -41,7 +43,11 @@ class Evaluations(NamedTuple):
     def warning(self) -> str:
         """What to do where they take much of the run; else empty."""
         share = f"evaluations are {100 * self.share:.0f} % of the run's work"
-        return f"{share}: lower eval.batches, raise eval.every, or hold out less" if self.share > MUCH else ""
+        return (
+            f"{share}: lower eval.batches, raise eval.every, or hold out less"
+            if self.share > MUCH
+            else ""
+        )
 
     def __str__(self) -> str:
         last = f", the last one {self.last:,}" if self.last != self.batches else ""
@@ -70,13 +76,22 @@ def occurrences(horizon: Horizon, every: Duration) -> list[int]:
     if not (samples := epochs_in(every) * horizon.samples_per_epoch):
         return []
     edges = range(1, int(horizon.steps * horizon.samples_per_step / samples) + 1)
-    return sorted({-((-samples.numerator * k) // (samples.denominator * horizon.samples_per_step)) for k in edges})
+    return sorted(
+        {
+            -((-samples.numerator * k) // (samples.denominator * horizon.samples_per_step))
+            for k in edges
+        }
+    )
 
 
 def measures_all(recipe: Recipe, horizon: Horizon, val_samples: int) -> bool:
     """Whether a run's last evaluation is of all validation data (`eval.at_end`)."""
-    work = -(-val_samples // horizon.samples_per_step) / 3  # in training steps, of which a forward pass is a third
-    return recipe.eval.at_end == "all" or (recipe.eval.at_end == "auto" and work <= AT_END * (work + horizon.steps))
+    work = (
+        -(-val_samples // horizon.samples_per_step) / 3
+    )  # in training steps, of which a forward pass is a third
+    return recipe.eval.at_end == "all" or (
+        recipe.eval.at_end == "auto" and work <= AT_END * (work + horizon.steps)
+    )
 
 
 def evaluations(recipe: Recipe, horizon: Horizon, val_samples: int) -> Evaluations | None:
@@ -87,7 +102,9 @@ def evaluations(recipe: Recipe, horizon: Horizon, val_samples: int) -> Evaluatio
     whole = -(-val_samples // horizon.samples_per_step)
     batches = min(recipe.eval.batches or whole, whole)
     last = whole if measures_all(recipe, horizon, val_samples) else batches
-    train = min(recipe.eval.train_batches, -(-horizon.samples_per_epoch // horizon.samples_per_step))
+    train = min(
+        recipe.eval.train_batches, -(-horizon.samples_per_epoch // horizon.samples_per_step)
+    )
     work = ((len(steps) - 1) * batches + last + len(steps) * train) / 3
     return Evaluations(len(steps), batches, last, train, work / (work + horizon.steps))
 
@@ -98,24 +115,42 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
     Where the data is not prepared (`samples_per_epoch` 0) nothing that is counted in epochs is in the list. With the size of
     the validation set the last evaluation is as long as it will be.
     """
-    steps, (warmup, fall), settings = horizon.steps, phases(recipe.optim.schedule, horizon), recipe.checkpoint
-    saves = [step for every in (settings.every, settings.keep_every) for step in occurrences(horizon, every)]
+    steps, (warmup, fall), settings = (
+        horizon.steps,
+        phases(recipe.optim.schedule, horizon),
+        recipe.checkpoint,
+    )
+    saves = [
+        step
+        for every in (settings.every, settings.keep_every)
+        for step in occurrences(horizon, every)
+    ]
     at: dict[str, Iterable[int]] = {
         "warm-up ends": [warmup] if 0 < warmup < steps else [],
         "decay starts": [fall] if recipe.optim.schedule.kind == "wsd" and 0 < fall < steps else [],
-        "schedule ends": [end] if (end := schedule_horizon(recipe.optim.schedule, horizon).steps) < steps else [],
+        "schedule ends": [end]
+        if (end := schedule_horizon(recipe.optim.schedule, horizon).steps) < steps
+        else [],
         "epoch ends": occurrences(horizon, "1 epoch"),
-        EVALUATION: sorted({0, *occurrences(horizon, recipe.eval.every), steps}) if recipe.eval.every else [],
+        EVALUATION: sorted({0, *occurrences(horizon, recipe.eval.every), steps})
+        if recipe.eval.every
+        else [],
         SAMPLE: occurrences(horizon, recipe.eval.sample_every),
         CHECKPOINT: sorted({*saves, steps}),
         "end": [steps],
     }
     limit = recipe.eval.batches * horizon.samples_per_step
-    loss_alone = recipe.eval.suites == [LOSS_SUITE]  # other suites are measured the same way each time
+    loss_alone = recipe.eval.suites == [
+        LOSS_SUITE
+    ]  # other suites are measured the same way each time
     train = min(recipe.eval.train_batches * horizon.samples_per_step, horizon.samples_per_epoch)
     whole = limit and loss_alone and measures_all(recipe, horizon, val_samples)
     size = {(EVALUATION, steps): max(1.0, (val_samples + train) / (limit + train))} if whole else {}
-    every = (Milestone(what, step, size.get((what, step), 1.0)) for what, places in at.items() for step in places)
+    every = (
+        Milestone(what, step, size.get((what, step), 1.0))
+        for what, places in at.items()
+        for step in places
+    )
     return sorted(every, key=lambda m: m.step)
 
 
@@ -125,7 +160,11 @@ def ahead(milestones: Sequence[Milestone], now: int = 0) -> list[Milestone]:
 
 
 def seconds_until(
-    milestones: Sequence[Milestone], step: int, now: int, seconds_per_step: float, costs: Mapping[str, float]
+    milestones: Sequence[Milestone],
+    step: int,
+    now: int,
+    seconds_per_step: float,
+    costs: Mapping[str, float],
 ) -> float:
     """Seconds from step `now` until `step` is done, with the milestones up to it, as far as `costs` has their seconds."""
     extra = sum(costs.get(m.what, 0.0) * m.size for m in ahead(milestones, now) if m.step <= step)
@@ -133,7 +172,10 @@ def seconds_until(
 
 
 def milestone_rows(
-    milestones: Sequence[Milestone], now: int, seconds_per_step: float | None, costs: Mapping[str, float]
+    milestones: Sequence[Milestone],
+    now: int,
+    seconds_per_step: float | None,
+    costs: Mapping[str, float],
 ) -> list[MilestoneRow]:
     """The milestones after step `now`, a row a kind, in the order in which they come first."""
     kinds: dict[str, list[int]] = {}
@@ -141,9 +183,16 @@ def milestone_rows(
         kinds.setdefault(m.what, []).append(m.step)
 
     def seconds(step: int) -> float | None:
-        return None if seconds_per_step is None else seconds_until(milestones, step, now, seconds_per_step, costs)
+        return (
+            None
+            if seconds_per_step is None
+            else seconds_until(milestones, step, now, seconds_per_step, costs)
+        )
 
-    return [MilestoneRow(what, s[0], s[-1], len(s), seconds(s[0]), seconds(s[-1])) for what, s in kinds.items()]
+    return [
+        MilestoneRow(what, s[0], s[-1], len(s), seconds(s[0]), seconds(s[-1]))
+        for what, s in kinds.items()
+    ]
 
 
 def checkpoints_to_come(recipe: Recipe, horizon: Horizon, done: int = 0, present: int = 0) -> int:
@@ -154,6 +203,10 @@ def checkpoints_to_come(recipe: Recipe, horizon: Horizon, done: int = 0, present
     saves = [m.step for m in milestones(recipe, horizon) if m.what == CHECKPOINT]
     older = saves[: -settings.keep_last]
     permanent = sum(horizon.due(settings.keep_every, step) for step in older)
-    stay = min(len(saves), settings.keep_last) + permanent + (settings.keep_best and len(older) > permanent)
+    stay = (
+        min(len(saves), settings.keep_last)
+        + permanent
+        + (settings.keep_best and len(older) > permanent)
+    )
     stay += settings.keep_signal
     return min(sum(step > done for step in saves), max(1, stay + 1 - present))

@@ -36,9 +36,12 @@ def optimal_steps(recipe: Recipe, parameters: int, tokens_per_sample: float | No
 
 
 def resolve_steps(
-    recipe: Recipe, vocab: int | None = None, tokens_per_sample: float | None = None,
-    samples_per_epoch: int | None = None, parameters: int | None = None,
-) -> int:  # fmt: skip
+    recipe: Recipe,
+    vocab: int | None = None,
+    tokens_per_sample: float | None = None,
+    samples_per_epoch: int | None = None,
+    parameters: int | None = None,
+) -> int:
     """The number of optimizer steps of a recipe, rounded up where `train.steps` is in epochs.
 
     `vocab` is used where the recipe leaves it to the tokenizer, `tokens_per_sample` (real ones, on average) instead of
@@ -56,7 +59,9 @@ def resolve_steps(
     if parameters is None:
         if recipe.model.kind != "gpt":
             needs = "compute-optimal steps need the number of parameters, and a Hugging Face model's is in its configuration"
-            raise UserError(f"{needs}, which could not be read: write train.steps as a number or in epochs")
+            raise UserError(
+                f"{needs}, which could not be read: write train.steps as a number or in epochs"
+            )
         if not (rows := recipe.model.vocab or vocab or recipe_vocab(recipe)):
             problem = f"the vocabulary of {recipe.data.tokenizer!r} is not fixed before the data is prepared"
             raise UserError(f"{problem}: prepare it first, or set model.vocab")

@@ -47,11 +47,17 @@ class Size:
     vocab: int | None = None
     parameters: int | None = None
     trained: int | None = None  # fewer than all with low-rank adapters or `model.freeze`
-    non_embedding: int | None = None  # in blocks and norms; None for a Hugging Face model, which has no parts here
+    non_embedding: int | None = (
+        None  # in blocks and norms; None for a Hugging Face model, which has no parts here
+    )
     parts: dict[str, int] = field(default_factory=dict)
-    flops_per_token: int | None = None  # with attention over the whole context; of a Hugging Face model by the rule 6 N
+    flops_per_token: int | None = (
+        None  # with attention over the whole context; of a Hugging Face model by the rule 6 N
+    )
     checkpoint_bytes: int | None = None
-    network: dict[str, Any] = field(default_factory=dict)  # of a Hugging Face model: architecture, layers, heads, width
+    network: dict[str, Any] = field(
+        default_factory=dict
+    )  # of a Hugging Face model: architecture, layers, heads, width
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,9 @@ class Subject:
     reason: str = "unknown until the data is prepared"  # why the four above are not known
     done: int = 0  # steps done
     steps: int | None = None  # of a run that has begun
-    counted: CountedSizes | None = None  # of a Hugging Face model whose configuration can be read, or with `freeze`
+    counted: CountedSizes | None = (
+        None  # of a Hugging Face model whose configuration can be read, or with `freeze`
+    )
     hf_reason: str = ""  # why it could not
     activations_reason: str = ""  # why its activations could not be measured
 
@@ -85,7 +93,10 @@ class Subject:
         vocab = model.vocab or self.vocab or recipe_vocab(recipe)
         sizes, flops = count(model, vocab or 0), flops_per_token(model, vocab or 0)
         names = ("positions", "attention", "feed_forward", "norms")
-        parts = {name: getattr(sizes, name) for name in (("embedding", *names, "head") if vocab else names)}
+        parts = {
+            name: getattr(sizes, name)
+            for name in (("embedding", *names, "head") if vocab else names)
+        }
         if not vocab:
             return Size(non_embedding=sizes.non_embedding, parts=parts)
         on_disk = checkpoint_bytes(model, vocab, recipe.optim.kind)
@@ -116,15 +127,21 @@ class Plan:
     optimal_steps: int | None = None
     flops: int | None = None  # of the run, with padding, which is computed too
     memory: list[MemoryRow] = field(default_factory=list)  # the cheapest in time first
-    recommended: dict[str, str | int | bool] = field(default_factory=dict)  # settings of the first layout that fits
+    recommended: dict[str, str | int | bool] = field(
+        default_factory=dict
+    )  # settings of the first layout that fits
     advice: str = ""  # why these, or what to change where nothing fits
     checkpoints: int | None = None  # on disk at a time, at most
-    tokens_bytes: int | None = None  # of the token shards, where `data.max_tokens` says how many tokens there are
+    tokens_bytes: int | None = (
+        None  # of the token shards, where `data.max_tokens` says how many tokens there are
+    )
     speed: Speed | None = None
     seconds_per_step: float | None = None
     seconds: float | None = None  # from now to the end
     device_hours: float | None = None  # the same, times ranks
-    not_counted: list[str] = field(default_factory=list)  # milestones to come whose time was not measured
+    not_counted: list[str] = field(
+        default_factory=list
+    )  # milestones to come whose time was not measured
     milestones: list[MilestoneRow] = field(default_factory=list)
     evaluations: Evaluations | None = None  # of the loss, and their share of the work
     optimizer: str = ""  # `optim.kind`
@@ -149,9 +166,15 @@ class Plan:
 
 
 def plan(
-    source: Recipe | Run | str | Path, overrides: Changes = (), *, world: int = 0, device: str = "",
-    memory_bytes: int | None = None, past: Sequence[Run] = (), mfu: float = ASSUMED_MFU,
-) -> Plan:  # fmt: skip
+    source: Recipe | Run | str | Path,
+    overrides: Changes = (),
+    *,
+    world: int = 0,
+    device: str = "",
+    memory_bytes: int | None = None,
+    past: Sequence[Run] = (),
+    mfu: float = ASSUMED_MFU,
+) -> Plan:
     """The plan of a recipe, or of what is left of a run by its own ledger.
 
     Args:
@@ -174,15 +197,18 @@ def plan(
         names = ", ".join(str(run.path) for run in past)
         problem = f"no steps of this model on {subject.device.name} are logged in {names}"
         device_option, past_option = argument("device", "NAME"), argument("past", "RUN")
-        advice = (
-            f"name a run of the same model, with {device_option} if that is of another one, or leave {past_option} out"
-        )
+        advice = f"name a run of the same model, with {device_option} if that is of another one, or leave {past_option} out"
         raise UserError(f"{problem}: {advice} and have the speed assumed from the device's peak")
     return assemble(subject, speed or assumed_speed(subject, mfu), run)
 
 
 def subject_of(
-    recipe: Recipe, run: Run | None, past: Sequence[Run], world: int, device: str, memory_bytes: int | None
+    recipe: Recipe,
+    run: Run | None,
+    past: Sequence[Run],
+    world: int,
+    device: str,
+    memory_bytes: int | None,
 ) -> Subject:
     """Who trains what on what, from the recipe and from the run's ledger or the prepared data."""
     started: dict[str, Any] = last_start(run.ledger()) if run else {}
@@ -197,13 +223,19 @@ def subject_of(
             raise UserError(f"{argument('device', device)} is not in the table; {advice}")
     else:
         where = this_device(ranks, memory_bytes, cpu=bool(name) or recipe.parallel.device == "cpu")
-    recipe.batch(ranks, where.kind)  # raises where the global batch is not divisible by the world size
+    recipe.batch(
+        ranks, where.kind
+    )  # raises where the global batch is not divisible by the world size
     if recipe.strategy(ranks) == "single" and ranks > 1:
-        raise UserError(f'parallel.strategy = "single" is for one rank, not for {ranks}; use "auto" or "ddp"')
+        raise UserError(
+            f'parallel.strategy = "single" is for one rank, not for {ranks}; use "auto" or "ddp"'
+        )
     precision = str(started.get("precision", "")) if not device else ""
     precision = precision or recipe.train.precision
     if precision == "auto":
-        no_bf16 = peak_flops(where.name, "fp16") is not None and peak_flops(where.name, "bf16") is None
+        no_bf16 = (
+            peak_flops(where.name, "fp16") is not None and peak_flops(where.name, "bf16") is None
+        )
         precision = "fp32" if where.kind == "cpu" else "fp16" if no_bf16 else "bf16"
     subject = Subject(recipe, ranks, where, precision)
     if run is None:
@@ -215,11 +247,16 @@ def subject_of(
         without, with_one = (count(recipe.model, rows).total for rows in (0, 1))
         vocab = (int(parameters) - without) // (with_one - without)
     subject = replace(
-        subject, vocab=vocab, samples_per_epoch=int(started.get("samples_per_epoch", 0)),
-        tokens_per_sample=last["tokens"] / last["samples"] if last.get("samples") and last.get("tokens") else None,
-        done=int(last.get("step", started["step"])), steps=int(started["steps"]),
+        subject,
+        vocab=vocab,
+        samples_per_epoch=int(started.get("samples_per_epoch", 0)),
+        tokens_per_sample=last["tokens"] / last["samples"]
+        if last.get("samples") and last.get("tokens")
+        else None,
+        done=int(last.get("step", started["step"])),
+        steps=int(started["steps"]),
         val_samples=started.get("data", {}).get("val", {}).get("samples", 0),
-    )  # fmt: skip
+    )
     return with_counted_sizes(subject)
 
 
@@ -236,7 +273,11 @@ def with_counted_sizes(subject: Subject) -> Subject:
     except (ImportError, UserError) as error:
         if model.kind == "gpt":
             raise
-        needs = f"counting a Hugging Face model {missing_package(error)}" if isinstance(error, ImportError) else ""
+        needs = (
+            f"counting a Hugging Face model {missing_package(error)}"
+            if isinstance(error, ImportError)
+            else ""
+        )
         return replace(subject, hf_reason=needs or str(error))
 
 
@@ -251,7 +292,9 @@ def with_activations(subject: Subject) -> Subject:
 
         peaks = measure_peaks(recipe, own.vocab, subject.precision, micro_batch)
         return replace(subject, counted=replace(own, peaks=peaks))
-    except Exception as error:  # of code of `transformers`, or of an operation without a fake kernel
+    except (
+        Exception
+    ) as error:  # of code of `transformers`, or of an operation without a fake kernel
         return replace(subject, activations_reason=f"{type(error).__name__}: {first_line(error)}")
 
 
@@ -268,46 +311,72 @@ def with_prepared_data(subject: Subject) -> Subject:
         return replace(subject, reason=str(error))
     tokens = (real_tokens(samples) or 0) / len(samples)
     return replace(
-        subject, vocab=prepared.tokenizer.vocab, samples_per_epoch=len(samples), tokens_per_sample=tokens,
+        subject,
+        vocab=prepared.tokenizer.vocab,
+        samples_per_epoch=len(samples),
+        tokens_per_sample=tokens,
         val_samples=len(val or ()),
-    )  # fmt: skip
+    )
 
 
 def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
     """The speed of those of the runs that train the same model on the same kind of device; None where there is none."""
-    same = [run for run in runs if run.recipe_path.is_file() and run.recipe.model == subject.recipe.model]
+    same = [
+        run
+        for run in runs
+        if run.recipe_path.is_file() and run.recipe.model == subject.recipe.model
+    ]
     speeds = [speed for run in same if (speed := measured_speed(run.ledger(), run.name))]
-    speeds = [speed for speed in speeds if speed.device.lower() in ("", subject.device.name.lower())]
+    speeds = [
+        speed for speed in speeds if speed.device.lower() in ("", subject.device.name.lower())
+    ]
     return speed_on(speeds, subject.world) if speeds else None
 
 
 def assumed_speed(subject: Subject, mfu: float) -> Speed | None:
     """The speed that a share of the device's peak gives; None where the peak or the model's FLOPs are not known."""
     name, model = subject.device.name, subject.recipe.model
-    flops, peak = subject.size.flops_per_token, peak_flops(name, subject.precision, subject.recipe.train.tf32)
+    flops, peak = (
+        subject.size.flops_per_token,
+        peak_flops(name, subject.precision, subject.recipe.train.tf32),
+    )
     if flops is None or peak is None:
         return None
     detail = f"{name}: peak {peak / 1e12:.4g} TFLOP/s x an assumed MFU of {100 * mfu:g} %, nothing measured"
-    real = min(1.0, (subject.tokens_per_sample or model.context) / model.context)  # padding is computed too
+    real = min(
+        1.0, (subject.tokens_per_sample or model.context) / model.context
+    )  # padding is computed too
     if real < 1:
         detail += f"; {100 * real:.0f} % of the places are tokens, the rest padding"
     if model.kind == "gpt" and model.width < SMALL_WIDTH:
-        detail += f"; matrices of width {model.width} hardly fill such a device, so take it for a bound"
-    return Speed(peak * mfu * subject.world * real / flops, subject.world, "assumed", detail, device=name)
+        detail += (
+            f"; matrices of width {model.width} hardly fill such a device, so take it for a bound"
+        )
+    return Speed(
+        peak * mfu * subject.world * real / flops, subject.world, "assumed", detail, device=name
+    )
 
 
 def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> Plan:
     """Every part of the plan that these determine, and the reasons for the others."""
     recipe, size, done, unknown = subject.recipe, subject.size, subject.done, {}
-    batch, context, samples = recipe.train.global_batch, recipe.model.context, subject.samples_per_epoch
+    batch, context, samples = (
+        recipe.train.global_batch,
+        recipe.model.context,
+        subject.samples_per_epoch,
+    )
     steps = subject.steps
     if steps is None:
         try:
-            steps = resolve_steps(recipe, size.vocab, subject.tokens_per_sample, samples, size.parameters)
+            steps = resolve_steps(
+                recipe, size.vocab, subject.tokens_per_sample, samples, size.parameters
+            )
         except UserError as error:
             unknown["steps"] = str(error)
     if size.parameters is None:
-        unknown["size"] = subject.hf_reason or f"{subject.reason}: the vocabulary of {recipe.data.tokenizer!r}"
+        unknown["size"] = (
+            subject.hf_reason or f"{subject.reason}: the vocabulary of {recipe.data.tokenizer!r}"
+        )
     if subject.activations_reason:
         unknown["activations"] = subject.activations_reason
     if not samples:
@@ -315,46 +384,76 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
     if speed is None:
         peak = f"the peak of {subject.device.name} in {subject.precision} is not known"
         cause = peak if size.flops_per_token else "the FLOPs of a token are not known"
-        unknown["time"] = f"nothing was measured, and {cause}: name a past run of this model, or a device of the table"
+        unknown["time"] = (
+            f"nothing was measured, and {cause}: name a past run of this model, or a device of the table"
+        )
     tokens_per_step = batch * (subject.tokens_per_sample or float(context))
     plan = Plan(
-        recipe=recipe.preset, config_hash=recipe.config_hash, run_dir=str(run.path if run else recipe.run_dir),
-        state=run.state if run else "", world=subject.world, device=subject.device, precision=subject.precision,
-        size=size, optimizer=recipe.optim.kind, export=export_note(recipe.model), steps=steps, done=done,
-        tokens_per_step=tokens_per_step, padded_tokens_per_step=batch * context,
+        recipe=recipe.preset,
+        config_hash=recipe.config_hash,
+        run_dir=str(run.path if run else recipe.run_dir),
+        state=run.state if run else "",
+        world=subject.world,
+        device=subject.device,
+        precision=subject.precision,
+        size=size,
+        optimizer=recipe.optim.kind,
+        export=export_note(recipe.model),
+        steps=steps,
+        done=done,
+        tokens_per_step=tokens_per_step,
+        padded_tokens_per_step=batch * context,
         taken_as_full=subject.tokens_per_sample is None
         and (recipe.data.packing == "documents" or recipe.data.format != "text"),
         tokens=None if steps is None else round(steps * tokens_per_step),
         epochs=steps * batch / samples if steps is not None and samples else None,
-        tokens_bytes=recipe.data.max_tokens * (2 if (size.vocab or 0) <= 2**16 else 4) or None,  # uint16, uint32
-        speed=speed, seconds_per_step=tokens_per_step / speed.tokens_per_s if speed else None, unknown=unknown,
-    )  # fmt: skip
+        tokens_bytes=recipe.data.max_tokens * (2 if (size.vocab or 0) <= 2**16 else 4)
+        or None,  # uint16, uint32
+        speed=speed,
+        seconds_per_step=tokens_per_step / speed.tokens_per_s if speed else None,
+        unknown=unknown,
+    )
     if size.parameters and size.flops_per_token:
         network = subject.counted or recipe.model
         layout = layout_of(recipe, subject.world, subject.device.kind, subject.precision)
         layout = replace(layout, workspace=subject.device.workspace_bytes)
-        rows = memory_rows(network, size.vocab or 0, recipe.optim.kind, layout, subject.device.usable_bytes)
+        rows = memory_rows(
+            network, size.vocab or 0, recipe.optim.kind, layout, subject.device.usable_bytes
+        )
         settings, advice = recommend(rows, recipe.train.micro_batch)
         plan = replace(
-            plan, memory=rows, recommended=settings, advice=advice,
+            plan,
+            memory=rows,
+            recommended=settings,
+            advice=advice,
             optimal_tokens=optimal_tokens(size.parameters, recipe.train.tokens_per_parameter),
             optimal_steps=optimal_steps(recipe, size.parameters, subject.tokens_per_sample),
             flops=None if steps is None else size.flops_per_token * batch * context * steps,
-        )  # fmt: skip
-    return plan if steps is None else with_milestones(plan, recipe, Horizon(steps, samples, batch), subject.val_samples)
+        )
+    return (
+        plan
+        if steps is None
+        else with_milestones(plan, recipe, Horizon(steps, samples, batch), subject.val_samples)
+    )
 
 
 def with_milestones(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> Plan:
     """The plan of a run of known length with what happens in it, and with the time to its end where a speed is known."""
     costs = plan.speed.costs if plan.speed else {}
-    rows = milestone_rows(milestones(recipe, horizon, val_samples), plan.done, plan.seconds_per_step, costs)
+    rows = milestone_rows(
+        milestones(recipe, horizon, val_samples), plan.done, plan.seconds_per_step, costs
+    )
     schedule_steps = schedule_horizon(recipe.optim.schedule, horizon).steps
     plan = replace(
-        plan, milestones=rows, checkpoints=checkpoints_to_come(recipe, horizon),
+        plan,
+        milestones=rows,
+        checkpoints=checkpoints_to_come(recipe, horizon),
         schedule_steps=schedule_steps if schedule_steps != horizon.steps else None,
         evaluations=evaluations(recipe, horizon, val_samples),
-    )  # fmt: skip
+    )
     if plan.speed is None or (seconds := rows[-1].last_seconds if rows else 0.0) is None:
         return plan
     missing = [m.what for m in rows if m.what in TIMED and m.what not in costs]
-    return replace(plan, seconds=seconds, device_hours=seconds * plan.world / 3600, not_counted=missing)
+    return replace(
+        plan, seconds=seconds, device_hours=seconds * plan.world / 3600, not_counted=missing
+    )

@@ -16,9 +16,18 @@ import numpy as np
 from windlass.estimate.memory import COMPUTE_BYTES, Layout
 from windlass.recipe.settings import SHARD_OPTIM, SHARDED
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}  # as rates are named
-RECOMPUTED = {"full": 4 / 3}  # of forward and backward, with a second forward pass; `selective` repeats no product
-Rates = Mapping[str, Any]  # of a machine, by preflight: `matrix_tflops` by dtype, and the rows `collectives`
+DTYPES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp64": "float64",
+}  # as rates are named
+RECOMPUTED = {
+    "full": 4 / 3
+}  # of forward and backward, with a second forward pass; `selective` repeats no product
+Rates = Mapping[
+    str, Any
+]  # of a machine, by preflight: `matrix_tflops` by dtype, and the rows `collectives`
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,13 @@ class Collective(NamedTuple):
     @property
     def bus_bytes(self) -> float:
         """What a ring sends over each link in all calls: 2 (n-1)/n of an all-reduce's buffer, (n-1)/n of the others'."""
-        return self.calls * self.size * (2 if self.name == "all_reduce" else 1) * (self.ranks - 1) / self.ranks
+        return (
+            self.calls
+            * self.size
+            * (2 if self.name == "all_reduce" else 1)
+            * (self.ranks - 1)
+            / self.ranks
+        )
 
 
 def collectives(layout: Layout, tensors: Tensors, bucket_mb: float = 25.0) -> list[Collective]:
@@ -62,9 +77,13 @@ def collectives(layout: Layout, tensors: Tensors, bucket_mb: float = 25.0) -> li
         return sent + [Collective("all_gather", gradients, 1, world)] * (strategy == SHARD_OPTIM)
     share = tensors.trained / tensors.total  # gradients a parameter
     root, steps = tensors.total - tensors.blocks * tensors.block, layout.accumulation
-    gathers = 1 if strategy == "shard_grad_op" else 2 * steps  # of a block: for each forward and each backward pass
+    gathers = (
+        1 if strategy == "shard_grad_op" else 2 * steps
+    )  # of a block: for each forward and each backward pass
     reductions = steps if layout.reduces_each else 1
-    sent = [Collective("all_gather", low * root, 1 if strategy == "shard_grad_op" else steps, shard)]
+    sent = [
+        Collective("all_gather", low * root, 1 if strategy == "shard_grad_op" else steps, shard)
+    ]
     sent += [Collective("all_gather", low * tensors.block, gathers * tensors.blocks, shard)]
     for unit, number in ((root, 1), (tensors.block, tensors.blocks)):
         size = master * share * unit
@@ -77,7 +96,11 @@ def collectives(layout: Layout, tensors: Tensors, bucket_mb: float = 25.0) -> li
 def bus_bandwidth_at(rows: Sequence[Mapping[str, Any]], name: str, size: float) -> float | None:
     """Bytes a second over the bus of a collective of this size: between the measured sizes linear in the logarithm of the
     size, beyond them that of the nearest. None where it was not measured."""
-    measured = sorted((math.log(float(row["size"])), float(row["busbw"])) for row in rows if row["collective"] == name)
+    measured = sorted(
+        (math.log(float(row["size"])), float(row["busbw"]))
+        for row in rows
+        if row["collective"] == name
+    )
     if not measured:
         return None
     sizes, rates = zip(*measured, strict=True)
@@ -103,5 +126,9 @@ def predict(rates: Rates, flops: float, layout: Layout, sent: Sequence[Collectiv
         if rate is None:
             return StepTime(compute, None, f"the bandwidth of {one.name} was not measured")
         seconds += one.bus_bytes / rate
-    reason = "" if compute is not None else f"the rate of matrix products in {layout.precision} was not measured"
+    reason = (
+        ""
+        if compute is not None
+        else f"the rate of matrix products in {layout.precision} was not measured"
+    )
     return StepTime(compute, seconds, reason)

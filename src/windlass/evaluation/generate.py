@@ -23,7 +23,14 @@ from torch import Tensor, nn
 from windlass.data.chat import prompt_tokens
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.source import Source, alone, evaluating, find_source, open_model, stop_tokens
+from windlass.evaluation.source import (
+    Source,
+    alone,
+    evaluating,
+    find_source,
+    open_model,
+    stop_tokens,
+)
 from windlass.parallel.collectives import sum_async
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast as recipe_autocast
@@ -45,11 +52,20 @@ class Sampling:
     top_k: int = 0  # choose among the k likeliest tokens; 0: among all
     top_p: float = 1.0  # among the likeliest that together have this probability (arXiv 1904.09751)
     seed: int = 0
-    stop: frozenset[int] = field(default_factory=frozenset)  # tokens that end a text and are not part of it
+    stop: frozenset[int] = field(
+        default_factory=frozenset
+    )  # tokens that end a text and are not part of it
 
     def __post_init__(self) -> None:
-        if not (self.max_tokens >= 1 and self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
-            limits = "max-tokens 1 or more, temperature and top-k 0 or more, top-p above 0 and at most 1"
+        if not (
+            self.max_tokens >= 1
+            and self.temperature >= 0
+            and self.top_k >= 0
+            and 0 < self.top_p <= 1
+        ):
+            limits = (
+                "max-tokens 1 or more, temperature and top-k 0 or more, top-p above 0 and at most 1"
+            )
             raise UserError(f"{limits}; not {self}")
 
 
@@ -81,7 +97,9 @@ def mask_unlikely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     if top_p < 1:
         ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
         probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # the likeliest token has 0 before it: it always stays
+        before = (
+            probabilities.cumsum(-1) - probabilities
+        )  # the likeliest token has 0 before it: it always stays
         left_out = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
         logits = logits.masked_fill(left_out, -torch.inf)
     return logits
@@ -107,9 +125,13 @@ def text_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) 
 
 
 def generate(
-    model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, *arguments: Any,
-    progress: Callable[[int, int], object] | None = None, **how: Any,
-) -> list[list[int]] | None:  # fmt: skip
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *arguments: Any,
+    progress: Callable[[int, int], object] | None = None,
+    **how: Any,
+) -> list[list[int]] | None:
     """The tokens that follow each prompt, without the one that stopped it; None where `poll` cut it short.
 
     Arguments as `generate_events`; `progress` is called with the number of complete texts, and of all.
@@ -128,9 +150,15 @@ def generate(
 
 
 def generate_divided(
-    model: Any, tokenizer: Tokenizer, ranks: Ranks, sampling: Sampling, numbers: Sequence[int],
-    prompt_of: Callable[[int], list[int]], progress: Callable[[int, int], object] | None = None, **how: Any,
-) -> dict[int, str] | None:  # fmt: skip
+    model: Any,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    sampling: Sampling,
+    numbers: Sequence[int],
+    prompt_of: Callable[[int], list[int]],
+    progress: Callable[[int, int], object] | None = None,
+    **how: Any,
+) -> dict[int, str] | None:
     """A text for each of the numbers, each generated on one rank; the same result on every rank."""
     own, count = numbers[ranks.rank :: ranks.world], len(numbers)
     if progress is not None:  # the other ranks are about as far as this one
@@ -139,15 +167,25 @@ def generate_divided(
     texts = generate(model, prompts, sampling, ranks, indices=own, vocab=tokenizer.vocab, **how)
     if texts is None:
         return None
-    decoded = [(n, text_after(tokenizer, prompt, ids)) for n, prompt, ids in zip(own, prompts, texts, strict=True)]
+    decoded = [
+        (n, text_after(tokenizer, prompt, ids))
+        for n, prompt, ids in zip(own, prompts, texts, strict=True)
+    ]
     return {n: text for part in ranks.all_gather_object("texts", decoded) for n, text in part}
 
 
 def generate_events(
-    model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, ranks: Ranks | None = None, *,
-    indices: Sequence[int] | None = None, batch: int = 16, vocab: int = 0,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext, poll: Callable[[], bool] | None = None,
-) -> Generator[Event, None, bool]:  # fmt: skip
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    ranks: Ranks | None = None,
+    *,
+    indices: Sequence[int] | None = None,
+    batch: int = 16,
+    vocab: int = 0,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    poll: Callable[[], bool] | None = None,
+) -> Generator[Event, None, bool]:
     """Continue prompts: yields (index, token) for each token as it is chosen, and (index, None) when a text is complete.
 
     A text longer than the model's window continues from its last half: when the window is full, the first half of it is
@@ -162,21 +200,29 @@ def generate_events(
     ranks = ranks or alone(next(model.parameters()).device)
     if any(not len(prompt) for prompt in prompts):
         raise UserError("a prompt is empty: generation needs at least one token to begin with")
-    groups = iter(batches([len(prompt) for prompt in prompts], batch, window(model), sampling.max_tokens))
+    groups = iter(
+        batches([len(prompt) for prompt in prompts], batch, window(model), sampling.max_tokens)
+    )
     group: _Batch | None = None
     with evaluating(model), varying_shapes():
         while True:
             if group is None or not group.active:
-                members = [(prompts[i], i if indices is None else indices[i]) for i in next(groups, [])]
+                members = [
+                    (prompts[i], i if indices is None else indices[i]) for i in next(groups, [])
+                ]
                 group = _Batch(model, members, sampling) if members else None
             # Ranks have different work, and sharded parameters are gathered in every pass: so a rank without work takes
             # part with one token, until no rank has any left, and all stop before the same pass.
-            active, stops = sum_async([group is not None, poll is not None and poll()], ranks).wait()
+            active, stops = sum_async(
+                [group is not None, poll is not None and poll()], ranks
+            ).wait()
             if stops or not active:
                 return not stops
             tokens, cache = group.next_pass() if group else ([[0]], model.new_cache(1, 1))
             with torch.no_grad(), autocast():
-                logits = model(torch.tensor(tokens, dtype=torch.int64, device=ranks.device), cache=cache)[:, -1]
+                logits = model(
+                    torch.tensor(tokens, dtype=torch.int64, device=ranks.device), cache=cache
+                )[:, -1]
             if group is not None:
                 yield from group.add(logits[:, : vocab or None].float())
 
@@ -184,18 +230,27 @@ def generate_events(
 class _Batch:
     """Texts that are continued together: the columns that every prompt has are read in one pass, then one a pass."""
 
-    def __init__(self, model: Any, members: Sequence[tuple[Sequence[int], int]], sampling: Sampling):
+    def __init__(
+        self, model: Any, members: Sequence[tuple[Sequence[int], int]], sampling: Sampling
+    ):
         self.model, self.limit, self.sampling, self.cache = model, window(model), sampling, None
         self.rows = [[int(token) for token in prompt] for prompt, _ in members]
-        self.prompt_lengths, self.indices = [len(row) for row in self.rows], [index for _, index in members]
+        self.prompt_lengths, self.indices = (
+            [len(row) for row in self.rows],
+            [index for _, index in members],
+        )
         self.active = set(range(len(members)))  # rows that have not ended
-        self.column = min(self.prompt_lengths)  # tokens of each row that are read with the next pass
+        self.column = min(
+            self.prompt_lengths
+        )  # tokens of each row that are read with the next pass
         self.start = max(0, self.column - self.limit)  # the first column that the model still sees
 
     def next_pass(self) -> tuple[list[list[int]], Any]:
         """The tokens [B, T] to read next, and the cache of those before them."""
         first = self.column - 1
-        if self.cache is not None and first - self.start == self.limit:  # the window is full: drop its first half
+        if (
+            self.cache is not None and first - self.start == self.limit
+        ):  # the window is full: drop its first half
             self.start, self.cache = first - self.limit // 2, None
         if self.cache is None:
             first, longest = self.start, max(self.prompt_lengths) + self.sampling.max_tokens
@@ -206,12 +261,20 @@ class _Batch:
         """Choose the next column from the last logits [B, V], in the rows whose prompt does not have it; yields the events."""
         live = [i for i in sorted(self.active) if len(self.rows[i]) == self.column]
         if live:
-            draws = [uniform(self.sampling.seed, self.indices[i], self.column - self.prompt_lengths[i]) for i in live]
-            for i, token in zip(live, choose(logits[live], self.sampling, draws).tolist(), strict=True):
+            draws = [
+                uniform(self.sampling.seed, self.indices[i], self.column - self.prompt_lengths[i])
+                for i in live
+            ]
+            for i, token in zip(
+                live, choose(logits[live], self.sampling, draws).tolist(), strict=True
+            ):
                 self.rows[i].append(token)
                 if token not in self.sampling.stop:
                     yield self.indices[i], token
-                if token in self.sampling.stop or self.column + 1 - self.prompt_lengths[i] == self.sampling.max_tokens:
+                if (
+                    token in self.sampling.stop
+                    or self.column + 1 - self.prompt_lengths[i] == self.sampling.max_tokens
+                ):
                     self.active.discard(i)
                     yield self.indices[i], None
         self.column += 1
@@ -227,7 +290,11 @@ def batches(lengths: Sequence[int], batch: int, context: int, max_tokens: int) -
     groups: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
         slides = lengths[place] + max_tokens > context
-        if not groups or len(groups[-1]) == batch or (slides and lengths[place] != lengths[groups[-1][0]]):
+        if (
+            not groups
+            or len(groups[-1]) == batch
+            or (slides and lengths[place] != lengths[groups[-1][0]])
+        ):
             groups.append([])
         groups[-1].append(place)
     return groups
@@ -264,14 +331,27 @@ class TextSampler:
     """A saved model opened on one device, to be sampled many times. Arguments as `sample`."""
 
     def __init__(
-        self, run: str | Path | Run | Source, device: str = "", *, model: nn.Module | None = None, **settings: Any
+        self,
+        run: str | Path | Run | Source,
+        device: str = "",
+        *,
+        model: nn.Module | None = None,
+        **settings: Any,
     ):
         self.source = run if isinstance(run, Source) else find_source(run, module=model)
-        settings = {"max_tokens": 256, "temperature": 0.8, "seed": self.source.recipe.run.seed} | settings
+        settings = {
+            "max_tokens": 256,
+            "temperature": 0.8,
+            "seed": self.source.recipe.run.seed,
+        } | settings
         self.sampling, self.ranks = Sampling(**settings), alone(device or None)
         self.model = open_model(self.source, self.ranks)
         if not hasattr(unwrap(self.model), "new_cache") or self.source.tokenizer is None:
-            lack = "data without a tokenizer" if self.source.tokenizer is None else "a model without new_cache"
+            lack = (
+                "data without a tokenizer"
+                if self.source.tokenizer is None
+                else "a model without new_cache"
+            )
             needs = "text needs a tokenizer and new_cache(batch, length)"
             raise UserError(f"{self.source.name} is the run of {lack}: {needs}")
         self.sampling = replace(self.sampling, stop=stop_tokens(self.source, self.model))
@@ -279,8 +359,13 @@ class TextSampler:
 
     def pieces(self, prompts: list[list[int]], after: Sequence[int]) -> Iterator[tuple[int, str]]:
         """The continuations of prompts, as (number of the text, next piece of it), text after text."""
-        vocab, context = self.source.tokenizer.vocab, partial(recipe_autocast, self.source.recipe, self.ranks.device)
-        events = generate_events(self.model, prompts, self.sampling, self.ranks, vocab=vocab, autocast=context)
+        vocab, context = (
+            self.source.tokenizer.vocab,
+            partial(recipe_autocast, self.source.recipe, self.ranks.device),
+        )
+        events = generate_events(
+            self.model, prompts, self.sampling, self.ranks, vocab=vocab, autocast=context
+        )
         return in_order(events, self.source.tokenizer, len(prompts), after)
 
     def reply(self, message: str) -> Iterator[str]:
@@ -295,9 +380,14 @@ class TextSampler:
 
 
 def sample(
-    run: str | Path | Run | Source, prompt: str = "", n: int = 1, device: str = "", *, model: nn.Module | None = None,
+    run: str | Path | Run | Source,
+    prompt: str = "",
+    n: int = 1,
+    device: str = "",
+    *,
+    model: nn.Module | None = None,
     **settings: Any,
-) -> Iterator[tuple[int, str]]:  # fmt: skip
+) -> Iterator[tuple[int, str]]:
     """`n` texts that continue a prompt, as (number of the text, next piece of it), text after text; a function of the seed.
 
     Args:

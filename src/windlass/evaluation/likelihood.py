@@ -37,10 +37,18 @@ LOGITS_PER_PASS = {"cpu": 2**26, "cuda": 2**29}  # in fp32 256 MB on a CPU, 2 GB
 
 
 def evaluate_loss(
-    model: Any, samples: Samples, ranks: Ranks, batch: int, limit: int = 0, *, whole: bool = False,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext, poll: Callable[[], bool] | None = None,
-    progress: Progress | None = None, token_bytes: np.ndarray | None = None,
-) -> dict[str, float] | None:  # fmt: skip
+    model: Any,
+    samples: Samples,
+    ranks: Ranks,
+    batch: int,
+    limit: int = 0,
+    *,
+    whole: bool = False,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    poll: Callable[[], bool] | None = None,
+    progress: Progress | None = None,
+    token_bytes: np.ndarray | None = None,
+) -> dict[str, float] | None:
     """`loss` over the unmasked labels of a validation set (nats a token), or of its first `limit` samples (0: all), `perplexity`,
     `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`; with `token_bytes` [V] also `bits_per_byte` of text.
 
@@ -55,15 +63,21 @@ def evaluate_loss(
     tokens = text_bytes = done = 0
     results: list[dict[str, float]] = []
     with evaluating(model), torch.no_grad():
-        for first, end in itertools.pairwise([0, *ends]):  # the rest begins a pass: the sum is as without it
-            batches = eval_batches(samples, ranks.rank, ranks.world, batch, limit_samples=end, first=first)
+        for first, end in itertools.pairwise(
+            [0, *ends]
+        ):  # the rest begins a pass: the sum is as without it
+            batches = eval_batches(
+                samples, ranks.rank, ranks.world, batch, limit_samples=end, first=first
+            )
             for micro in read_ahead(batches, ranks.device):
                 unmasked = micro.labels[micro.labels != IGNORE_INDEX]
                 tokens += unmasked.numel()
                 if token_bytes is not None:
                     text_bytes += int(token_bytes[unmasked.numpy()].sum())
                 with autocast():
-                    total += model(to_device(micro.tokens, ranks), to_device(micro.labels, ranks)).detach()
+                    total += model(
+                        to_device(micro.tokens, ranks), to_device(micro.labels, ranks)
+                    ).detach()
                 if poll is not None and sum_async([poll()], ranks).wait()[0]:
                     return None
                 if progress is not None:
@@ -89,7 +103,9 @@ def read_ahead(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[
         )
 
     # A thread starts on device 0, and pinning would open a context there.
-    with ThreadPoolExecutor(1, initializer=torch.cuda.set_device if cuda else None, initargs=(device,) * cuda) as pool:
+    with ThreadPoolExecutor(
+        1, initializer=torch.cuda.set_device if cuda else None, initargs=(device,) * cuda
+    ) as pool:
         pending = [pool.submit(read) for _ in range(BATCHES_AHEAD)]
         while (batch := pending.pop(0).result()) is not None:
             pending.append(pool.submit(read))
@@ -101,13 +117,17 @@ def to_device(tensor: Tensor, ranks: Ranks) -> Tensor:
     return tensor.to(ranks.device, non_blocking=True)
 
 
-def _mean_loss(loss_sum: float, tokens: float, text_bytes: float, *, samples: int) -> dict[str, float]:
+def _mean_loss(
+    loss_sum: float, tokens: float, text_bytes: float, *, samples: int
+) -> dict[str, float]:
     if not tokens:
         raise UserError("every label of the validation set is masked: look at data.eval_source")
     loss = loss_sum / tokens
     numbers = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
     numbers |= {"tokens": int(tokens), "samples": samples}
-    return numbers | ({"bits_per_byte": loss_sum / (math.log(2) * int(text_bytes))} if text_bytes else {})
+    return numbers | (
+        {"bits_per_byte": loss_sum / (math.log(2) * int(text_bytes))} if text_bytes else {}
+    )
 
 
 class Continuation(NamedTuple):
@@ -124,10 +144,14 @@ class Likelihood(NamedTuple):
 
 
 def log_likelihoods(
-    model: Any, rows: Sequence[Continuation], ranks: Ranks, *,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext, poll: Callable[[], bool] | None = None,
+    model: Any,
+    rows: Sequence[Continuation],
+    ranks: Ranks,
+    *,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    poll: Callable[[], bool] | None = None,
     progress: Progress | None = None,
-) -> list[Likelihood] | None:  # fmt: skip
+) -> list[Likelihood] | None:
     """Log-likelihood of each ending after its context, each scored on one rank; equal on every rank, which all have the rows.
 
     A row longer than the model's context loses its beginning. Rows in a pass are of similar length; padding is at their
@@ -137,13 +161,20 @@ def log_likelihoods(
     texts = [[*row.context, *row.ending][-(model.context + 1) :] for row in rows]
     counts = [min(len(row.ending), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
     passes = plan_passes([len(text) - 1 for text in texts], model.vocab, ranks.device.type)
-    scored, found = list[int](), list[Tensor]()  # rows of this rank, and for each pass their sums and whether greedy
+    scored, found = (
+        list[int](),
+        list[Tensor](),
+    )  # rows of this rank, and for each pass their sums and whether greedy
     with evaluating(model), torch.no_grad():
         for first in range(0, len(passes), ranks.world):
             own = passes[first + ranks.rank] if first + ranks.rank < len(passes) else []
             # A rank without work in the last round takes part with one token.
-            padded = pad_sequence([torch.tensor(texts[i]) for i in own] or [torch.tensor([0, 0])], batch_first=True)
-            padded = to_device(padded.pin_memory() if ranks.device.type == "cuda" else padded, ranks)  # [B, T + 1]
+            padded = pad_sequence(
+                [torch.tensor(texts[i]) for i in own] or [torch.tensor([0, 0])], batch_first=True
+            )
+            padded = to_device(
+                padded.pin_memory() if ranks.device.type == "cuda" else padded, ranks
+            )  # [B, T + 1]
             with autocast():
                 logits = model(padded[:, :-1])
             for row, i in enumerate(own):
@@ -152,14 +183,20 @@ def log_likelihoods(
                 chosen = logits[row, stop - counts[i] : stop]  # [tokens of the ending, V]
                 chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
                 scores = chosen.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - chosen.logsumexp(-1)
-                found.append(torch.stack([scores.double().sum(), (chosen.argmax(-1) == wanted).all().double()]))
+                found.append(
+                    torch.stack(
+                        [scores.double().sum(), (chosen.argmax(-1) == wanted).all().double()]
+                    )
+                )
             scored += own
             if poll is not None and sum_async([poll()], ranks).wait()[0]:
                 return None
             if progress is not None:
                 progress(min(first + ranks.world, len(passes)), len(passes))
     sums, greedy = [0.0] * len(rows), [0.0] * len(rows)
-    for i, (total, likeliest) in zip(scored, torch.stack(found).tolist() if found else [], strict=True):
+    for i, (total, likeliest) in zip(
+        scored, torch.stack(found).tolist() if found else [], strict=True
+    ):
         sums[i], greedy[i] = total, likeliest  # the host waits for the device here alone
     merged = sum_async([*sums, *greedy], ranks).wait()
     return list(map(Likelihood, merged[: len(rows)], counts, map(bool, merged[len(rows) :])))
@@ -192,7 +229,9 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
         rows = read_json_items(Path(file))
     else:
         hub.prepare()
-        with hub.explained(f"HellaSwag (the data set {HELLASWAG}; or give a JSONL as eval.hellaswag_file)"):
+        with hub.explained(
+            f"HellaSwag (the data set {HELLASWAG}; or give a JSONL as eval.hellaswag_file)"
+        ):
             from datasets import load_dataset
 
             rows = ((HELLASWAG, row) for row in load_dataset(HELLASWAG, split="validation"))
@@ -203,7 +242,9 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
             if not item.context or not all(item.endings) or not 0 <= item.label < len(item.endings):
                 raise ValueError
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{where}: a HellaSwag item has ctx, endings, and as label the number of one") from None
+            raise UserError(
+                f"{where}: a HellaSwag item has ctx, endings, and as label the number of one"
+            ) from None
         items.append(item)
     if not items:
         raise UserError(f"eval.hellaswag_file: {file} has no items")
@@ -215,7 +256,9 @@ def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuat
     rows = []
     for item in items:
         context = tokenizer.encode_with_bos(item.context)
-        both = [tokenizer.encode_pair(item.context, " " + ending, context)[0] for ending in item.endings]
+        both = [
+            tokenizer.encode_pair(item.context, " " + ending, context)[0] for ending in item.endings
+        ]
         rows += [Continuation(context, ids[len(context) :]) for ids in both]
     return rows
 
@@ -239,11 +282,18 @@ def evaluate_hellaswag(
         first += len(endings)
         normalised = {
             "acc": [ending.sum for ending in endings],
-            "acc_norm": [ending.sum / len(text) for ending, text in zip(endings, item.endings, strict=True)],
+            "acc_norm": [
+                ending.sum / len(text) for ending, text in zip(endings, item.endings, strict=True)
+            ],
             "acc_per_token": [ending.sum / ending.tokens for ending in endings],
         }
         for name, values in normalised.items():
             right[name] += values.index(max(values)) == item.label
     count, runtime_s = len(items), time.perf_counter() - started
     accuracies = {name: number / count for name, number in right.items()}
-    return {**accuracies, "items": count, "runtime_s": runtime_s, "samples_per_s": count / runtime_s}
+    return {
+        **accuracies,
+        "items": count,
+        "runtime_s": runtime_s,
+        "samples_per_s": count / runtime_s,
+    }

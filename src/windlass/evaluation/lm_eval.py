@@ -29,7 +29,13 @@ class Interrupted(Exception):
 
 
 def run_harness(
-    tasks: str, model: Any, tokenizer: Tokenizer, ranks: Ranks, *, task_manager: Any = None, **how: Any
+    tasks: str,
+    model: Any,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    *,
+    task_manager: Any = None,
+    **how: Any,
 ) -> dict[str, Any] | None:
     """Measure tasks of the harness, their names joined by `+`: `TASK/METRIC` → number, and `runtime_s`.
 
@@ -46,9 +52,11 @@ def run_harness(
     try:
         with hub.explained(f"the suite lm-eval:{tasks}"), torch.random.fork_rng(devices=devices):
             report = simple_evaluate(
-                model=adapter(model, tokenizer, ranks, **how), tasks=[name for name in tasks.split("+") if name],
-                task_manager=task_manager, log_samples=False,
-            )  # fmt: skip
+                model=adapter(model, tokenizer, ranks, **how),
+                tasks=[name for name in tasks.split("+") if name],
+                task_manager=task_manager,
+                log_samples=False,
+            )
     except Interrupted:
         return None
     except KeyError as error:  # how the harness says that there is no such task
@@ -91,18 +99,24 @@ def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
             context, sums = unwrap(model).context, []
             for request in requests:
                 ids = tokenizer.encode(request.args[0]).tolist()
-                starts = range(0, len(ids), context)  # each token once, after those before it in its stretch
+                starts = range(
+                    0, len(ids), context
+                )  # each token once, after those before it in its stretch
                 rows = [Continuation(ids[i - 1 : i] or start, ids[i : i + context]) for i in starts]
                 sums.append(sum(value for value, _greedy in score(rows)))
             return sums
 
         def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-            return generate_until(model, tokenizer, ranks, [request.args for request in requests], **how)
+            return generate_until(
+                model, tokenizer, ranks, [request.args for request in requests], **how
+            )
 
     return Adapter()
 
 
-def encode_request(tokenizer: Tokenizer, start: list[int], context: str, ending: str) -> Continuation:
+def encode_request(
+    tokenizer: Tokenizer, start: list[int], context: str, ending: str
+) -> Continuation:
     """Context and ending tokenized together, cut where the context's own tokens end; its trailing spaces go to the ending."""
     stripped = context.rstrip()
     ending = context[len(stripped) :] + ending
@@ -114,7 +128,11 @@ def encode_request(tokenizer: Tokenizer, start: list[int], context: str, ending:
 
 
 def generate_until(
-    model: Any, tokenizer: Tokenizer, ranks: Ranks, asked: Sequence[tuple[str, dict[str, Any]]], **how: Any
+    model: Any,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    asked: Sequence[tuple[str, dict[str, Any]]],
+    **how: Any,
 ) -> list[str]:
     """A text for each request (a context and the harness's settings), the same on every rank; all ranks call it together.
 
@@ -122,22 +140,38 @@ def generate_until(
     """
     samplings = []
     for _, settings in asked:
-        given = settings if settings.get("do_sample") else {"temperature": 0.0}  # without it the likeliest tokens
-        samplings.append(Sampling(
-            int(settings.get("max_gen_toks", MAX_TOKENS)), float(given.get("temperature", 1.0)), int(given.get("top_k", 0)),
-            float(given.get("top_p", 1.0)), stop=frozenset() if tokenizer.eot is None else frozenset({tokenizer.eot}),
-        ))  # fmt: skip
-    ids = [tokenizer.encode(context).tolist() or prompt_ids(model, tokenizer, "") for context, _ in asked]
+        given = (
+            settings if settings.get("do_sample") else {"temperature": 0.0}
+        )  # without it the likeliest tokens
+        samplings.append(
+            Sampling(
+                int(settings.get("max_gen_toks", MAX_TOKENS)),
+                float(given.get("temperature", 1.0)),
+                int(given.get("top_k", 0)),
+                float(given.get("top_p", 1.0)),
+                stop=frozenset() if tokenizer.eot is None else frozenset({tokenizer.eot}),
+            )
+        )
+    ids = [
+        tokenizer.encode(context).tolist() or prompt_ids(model, tokenizer, "")
+        for context, _ in asked
+    ]
     texts: dict[int, str] = {}
     for sampling in dict.fromkeys(samplings):
         room = max(1, window(unwrap(model)) - sampling.max_tokens)
         prompts = {n: ids[n][-room:] for n, one in enumerate(samplings) if one == sampling}
-        group = generate_divided(model, tokenizer, ranks, sampling, list(prompts), prompts.__getitem__, **how)
+        group = generate_divided(
+            model, tokenizer, ranks, sampling, list(prompts), prompts.__getitem__, **how
+        )
         if group is None:
             raise Interrupted
         texts |= group
     for number, (_, settings) in enumerate(asked):  # a text ends before the first of the stop texts
         text, until = texts[number], settings.get("until") or []
-        places = [text.find(stop) for stop in ([until] if isinstance(until, str) else until) if stop and stop in text]
+        places = [
+            text.find(stop)
+            for stop in ([until] if isinstance(until, str) else until)
+            if stop and stop in text
+        ]
         texts[number] = text[: min(places, default=len(text))]
     return [texts[number] for number in range(len(asked))]

@@ -58,10 +58,16 @@ class Source:
 
 def alone(device: str | torch.device | None = None) -> Ranks:
     """A group of this process only, on CUDA where there is one."""
-    return Ranks(DistEnv(), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), "single")
+    return Ranks(
+        DistEnv(),
+        torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+        "single",
+    )
 
 
-def find_source(name: str | Path | Run, overrides: Changes = (), module: nn.Module | None = None) -> Source:
+def find_source(
+    name: str | Path | Run, overrides: Changes = (), module: nn.Module | None = None
+) -> Source:
     """Look at what `name` says: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best`, a checkpoint's path, a directory of
     `transformers` or of an adapter, or `hf:NAME` of the Hub; raises UserError if there is no such thing, or it is damaged.
 
@@ -75,15 +81,21 @@ def find_source(name: str | Path | Run, overrides: Changes = (), module: nn.Modu
         choice = load.find(path if path.exists() else name)
         run = Run(choice.path.parent.parent)
         if not run.recipe_path.is_file():
-            raise UserError(f"{choice.path} does not lie in a run directory: there is no {run.recipe_path}")
+            raise UserError(
+                f"{choice.path} does not lie in a run directory: there is no {run.recipe_path}"
+            )
         home = run.path if (run.path / FOLDER).is_dir() else data_dir(run.recipe)
         has_none = home != run.path and "own_model" in run.environment
         tokenizer: Any = None if has_none else load_tokenizer(run.recipe, home)
         template, recipe = Template.of_directory(home / FOLDER), run.recipe.replace(overrides)
-        return Source(str(run.path), recipe, tokenizer, template, choice.path, choice.step, run, module)
+        return Source(
+            str(run.path), recipe, tokenizer, template, choice.path, choice.step, run, module
+        )
     from windlass.model.hf import open_hf
 
-    settings = adapter_settings(adapter) if adapter else {"kind": "hf", "name": name.removeprefix("hf:")}
+    settings = (
+        adapter_settings(adapter) if adapter else {"kind": "hf", "name": name.removeprefix("hf:")}
+    )
     recipe = Recipe.from_dict({"preset": "hf", "model": settings})
     model = recipe.replace(overrides).model
     directory = hub.directory(model.name, model.revision, key=name)
@@ -91,7 +103,9 @@ def find_source(name: str | Path | Run, overrides: Changes = (), module: nn.Modu
     home = adapter if adapter and (adapter / "tokenizer.json").is_file() else directory
     own = {"model.context": open_hf(directory, model).context, "data.tokenizer": f"hf:{home}"}
     recipe = recipe.replace(own).replace(overrides)
-    return Source(name, recipe, named_tokenizer(f"hf:{home}"), Template.of_directory(home), adapter=adapter)
+    return Source(
+        name, recipe, named_tokenizer(f"hf:{home}"), Template.of_directory(home), adapter=adapter
+    )
 
 
 def open_model(source: Source, ranks: Ranks) -> nn.Module:
@@ -103,9 +117,13 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
     model = source.module and own_module(source.module, recipe.model.context)
     if source.own_model and model is None:
         problem = f"{source.name} is the run of a model of your own code ({source.own_model}), which it cannot be opened without"
-        raise UserError(f"{problem}: give the model from Python, as evaluate(run, model={source.own_model}(...))")
+        raise UserError(
+            f"{problem}: give the model from Python, as evaluate(run, model={source.own_model}(...))"
+        )
     if model is None:
-        model = build_model(recipe, source.tokenizer.vocab, run=source.run.path if source.run else None)
+        model = build_model(
+            recipe, source.tokenizer.vocab, run=source.run.path if source.run else None
+        )
     if recipe.train.precision == "fp64":
         model = model.double()
     wrapped = parallelize(model, ranks, recipe)

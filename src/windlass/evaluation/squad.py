@@ -45,7 +45,9 @@ def f1(prediction: str, reference: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def score(predictions: Mapping[str, str], references: Mapping[str, Sequence[str]]) -> dict[str, float]:
+def score(
+    predictions: Mapping[str, str], references: Mapping[str, Sequence[str]]
+) -> dict[str, float]:
     """`exact_match` and `f1` in percent over all questions, and `items`.
 
     Each question counts its best reference; one without a prediction counts 0, as in the official script. Predictions and
@@ -55,7 +57,9 @@ def score(predictions: Mapping[str, str], references: Mapping[str, Sequence[str]
         raise UserError("there is no question to score")
 
     def percent(metric: Callable[[str, str], float]) -> float:
-        answered = ((predictions[key], answers) for key, answers in references.items() if key in predictions)
+        answered = (
+            (predictions[key], answers) for key, answers in references.items() if key in predictions
+        )
         total = sum(max(metric(text, answer) for answer in answers) for text, answers in answered)
         return 100.0 * total / len(references)
 
@@ -63,7 +67,13 @@ def score(predictions: Mapping[str, str], references: Mapping[str, Sequence[str]
 
 
 def evaluate_squad(
-    model: Any, tokenizer: Tokenizer, questions: Sequence[Question], ranks: Ranks, *, max_tokens: int = 0, **how: Any
+    model: Any,
+    tokenizer: Tokenizer,
+    questions: Sequence[Question],
+    ranks: Ranks,
+    *,
+    max_tokens: int = 0,
+    **how: Any,
 ) -> tuple[dict[str, float], dict[str, str]] | None:
     """Exact Match and F1 in percent, `items`, `runtime_s`, `samples_per_s`; and the predictions, question id → answer.
 
@@ -73,17 +83,29 @@ def evaluate_squad(
     started, model = time.perf_counter(), unwrap(model)
     if not max_tokens:
         texts = [question.question + " " + question.context for question in questions[:64]]
-        tokens_per_character = sum(len(tokenizer.encode(text)) for text in texts) / max(1, sum(map(len, texts)))
-        max_tokens = max(1, min(math.ceil(tokens_per_character * MAX_ANSWER_CHARACTERS), model.context // 2))
+        tokens_per_character = sum(len(tokenizer.encode(text)) for text in texts) / max(
+            1, sum(map(len, texts))
+        )
+        max_tokens = max(
+            1, min(math.ceil(tokens_per_character * MAX_ANSWER_CHARACTERS), model.context // 2)
+        )
     longest = min(model.context, window(model) - max_tokens)
     sampling = Sampling(max_tokens=max_tokens, temperature=0, stop=stop_tokens(tokenizer))
     answers = generate_divided(
-        model, tokenizer, ranks, sampling, range(len(questions)), lambda i: prompt(questions[i], tokenizer, longest),
+        model,
+        tokenizer,
+        ranks,
+        sampling,
+        range(len(questions)),
+        lambda i: prompt(questions[i], tokenizer, longest),
         **how,
-    )  # fmt: skip
+    )
     if answers is None:
         return None
     predictions = {question.id: answers[i].strip() for i, question in enumerate(questions)}
     result = score(predictions, {question.id: question.answers for question in questions})
     runtime_s = time.perf_counter() - started
-    return result | {"runtime_s": runtime_s, "samples_per_s": len(questions) / runtime_s}, predictions
+    return result | {
+        "runtime_s": runtime_s,
+        "samples_per_s": len(questions) / runtime_s,
+    }, predictions

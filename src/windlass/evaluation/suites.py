@@ -54,13 +54,19 @@ class Suites:
     ranks: Ranks
     val: Samples | None = None  # the validation set of the suite `loss`
     batch: int = 1  # sequences of it in one forward pass of one rank
-    own: Mapping[str, Callable[[Any], Numbers]] = field(default_factory=dict)  # suites of the user's own, by name
+    own: Mapping[str, Callable[[Any], Numbers]] = field(
+        default_factory=dict
+    )  # suites of the user's own, by name
     train: Samples | None = None  # the training set, for `eval.train_batches`
 
     def measure(
-        self, suite: str, model: Any, poll: Callable[[], bool] | None = None, whole: bool = False,
+        self,
+        suite: str,
+        model: Any,
+        poll: Callable[[], bool] | None = None,
+        whole: bool = False,
         progress: likelihood.Progress | None = None,
-    ) -> tuple[Numbers, dict[str, str] | None] | None:  # fmt: skip
+    ) -> tuple[Numbers, dict[str, str] | None] | None:
         """The numbers of a suite, and SQuAD's predictions; None if `poll`, asked between passes, cut it short.
 
         `whole`: also measure the loss of all validation data, beside the loss of `eval.batches`.
@@ -71,7 +77,12 @@ class Suites:
             return self._measure(suite, model, poll, whole, progress)
 
     def _measure(
-        self, suite: str, model: Any, poll: Callable[[], bool] | None, whole: bool, progress: likelihood.Progress | None
+        self,
+        suite: str,
+        model: Any,
+        poll: Callable[[], bool] | None,
+        whole: bool,
+        progress: likelihood.Progress | None,
     ) -> tuple[Numbers, dict[str, str] | None] | None:
         recipe, ranks, tokenizer = self.recipe, self.ranks, self.tokenizer
         if suite in self.own:
@@ -79,11 +90,20 @@ class Suites:
         how: dict[str, Any] = {"autocast": partial(autocast, recipe, ranks.device), "poll": poll}
         numbers: Numbers | None
         if suite == SQUAD_SUITE:
-            scored = evaluate_squad(model, tokenizer, self._questions, ranks, **how, progress=progress)
-            return None if scored is None else (scored[0] | {"items_hash": items_hash(self._questions)}, scored[1])
+            scored = evaluate_squad(
+                model, tokenizer, self._questions, ranks, **how, progress=progress
+            )
+            return (
+                None
+                if scored is None
+                else (scored[0] | {"items_hash": items_hash(self._questions)}, scored[1])
+            )
         if suite == LOSS_SUITE:
             assert self.val is not None
-            how |= {"limit": recipe.eval.batches * recipe.train.global_batch, "token_bytes": self._token_bytes}
+            how |= {
+                "limit": recipe.eval.batches * recipe.train.global_batch,
+                "token_bytes": self._token_bytes,
+            }
             how |= {"whole": whole, "progress": progress}
             numbers = likelihood.evaluate_loss(model, self.val, ranks, self.batch, **how)
             if numbers is not None and self._sample is not None:
@@ -91,7 +111,9 @@ class Suites:
                 own = likelihood.evaluate_loss(model, self._sample, ranks, self.batch, **how)
                 numbers = own and with_train_loss(numbers, own)
         elif suite == HELLASWAG_SUITE:
-            chosen = likelihood.evaluate_hellaswag(model, *self._endings, ranks, **how, progress=progress)
+            chosen = likelihood.evaluate_hellaswag(
+                model, *self._endings, ranks, **how, progress=progress
+            )
             numbers = chosen and {**chosen, "items_hash": items_hash(self._endings[0])}
         else:  # the recipe has checked the name
             numbers = run_harness(suite.removeprefix(HARNESS), model, tokenizer, ranks, **how)
@@ -106,7 +128,11 @@ class Suites:
     def _sample(self) -> Samples | None:
         """The part of the training set whose loss is measured."""
         count = self.recipe.eval.train_batches * self.recipe.train.global_batch
-        return Subset(self.train, count, self.recipe.run.seed) if count and self.train is not None else None
+        return (
+            Subset(self.train, count, self.recipe.run.seed)
+            if count and self.train is not None
+            else None
+        )
 
     @cached_property
     def _token_bytes(self) -> Any:  # a user's own tokenizer may not have it
@@ -118,13 +144,18 @@ class Suites:
 
     @cached_property
     def _endings(self) -> tuple[list[likelihood.Item], list[likelihood.Continuation]]:
-        items = likelihood.read_items(self.recipe.eval.hellaswag_file, self.recipe.eval.hellaswag_items)
+        items = likelihood.read_items(
+            self.recipe.eval.hellaswag_file, self.recipe.eval.hellaswag_items
+        )
         return items, likelihood.continuations(items, self.tokenizer)
 
 
 def with_train_loss(numbers: Numbers, own: Numbers) -> Numbers:
     """The numbers of a validation set with those of a part of the training set; time and speed are those of both."""
-    runtime_s, samples = numbers["runtime_s"] + own["runtime_s"], numbers.get("full_samples", numbers["samples"])
+    runtime_s, samples = (
+        numbers["runtime_s"] + own["runtime_s"],
+        numbers.get("full_samples", numbers["samples"]),
+    )
     both = {"runtime_s": runtime_s, "samples_per_s": (samples + own["samples"]) / runtime_s}
     return numbers | both | {f"train_{name}": own[name] for name in ("loss", "tokens", "samples")}
 
@@ -141,18 +172,25 @@ class Evaluation:
     model: str
     step: int | None
     results: dict[str, Numbers]
-    measured: dict[str, dict[str, Any]] = field(repr=False)  # by suite what its numbers depend on: see `measured_on`
+    measured: dict[str, dict[str, Any]] = field(
+        repr=False
+    )  # by suite what its numbers depend on: see `measured_on`
     predictions: dict[str, str] | None = None  # SQuAD's: question id → answer
     path: Path | None = None
     predictions_path: Path | None = None
 
 
 def evaluate(
-    run: str | Path | Run | Source, suites: Sequence[str] = (), overrides: Changes = (), out: str | Path | None = None,
+    run: str | Path | Run | Source,
+    suites: Sequence[str] = (),
+    overrides: Changes = (),
+    out: str | Path | None = None,
     on_result: Callable[[str, Numbers], None] = lambda suite, numbers: None,
-    on_progress: Callable[[str, int, int], object] = lambda suite, done, total: None, *, model: nn.Module | None = None,
+    on_progress: Callable[[str, int, int], object] = lambda suite, done, total: None,
+    *,
+    model: nn.Module | None = None,
     data: Data | None = None,
-) -> Evaluation:  # fmt: skip
+) -> Evaluation:
     """Measure a saved model, spread over the ranks of the launch that this process is part of, and record the scores.
 
     Args:
@@ -176,16 +214,27 @@ def evaluate(
         raise UserError(
             f"name what to measure, as {argument('suites', ['loss'])}; there are loss, hellaswag, squad and lm-eval:TASKS"
         )
-    if source.run is None and LOSS_SUITE in suites and data is None and "data.source" not in changes:
-        raise UserError("the loss of a model without a run needs data: add data.source=FILE and data.val_fraction=0.1")
+    if (
+        source.run is None
+        and LOSS_SUITE in suites
+        and data is None
+        and "data.source" not in changes
+    ):
+        raise UserError(
+            "the loss of a model without a run needs data: add data.source=FILE and data.val_fraction=0.1"
+        )
     env = detect_env(os.environ)
     # Sharded where the training was, else whole on each rank. What the run's best was chosen by need not be measured here.
     sharded = source.recipe.parallel.strategy in SHARDED
     settings = {
-        "parallel.strategy": "single" if env.world == 1 else "full_shard" if sharded else "ddp", "parallel.shard_size": 0,
-        "parallel.offload": False, "parallel.activation_checkpointing": "none", "eval.suites": suites, "checkpoint.best": "loss",
+        "parallel.strategy": "single" if env.world == 1 else "full_shard" if sharded else "ddp",
+        "parallel.shard_size": 0,
+        "parallel.offload": False,
+        "parallel.activation_checkpointing": "none",
+        "eval.suites": suites,
+        "checkpoint.best": "loss",
         "telemetry.trackers": [],
-    }  # fmt: skip
+    }
     gpu = source.recipe.parallel.device != "cpu" and torch.cuda.is_available()
     settings["train.precision"] = precision_of(source.recipe, changes, gpu)
     if "eval.batches" not in changes:
@@ -206,17 +255,28 @@ def precision_of(recipe: Recipe, changes: Collection[str], gpu: bool) -> str:
 
 
 def measure(
-    source: Source, ranks: Ranks, on_result: Callable[[str, Numbers], None],
-    on_progress: Callable[[str, int, int], object], given: Data | None = None,
-) -> Evaluation:  # fmt: skip
+    source: Source,
+    ranks: Ranks,
+    on_result: Callable[[str, Numbers], None],
+    on_progress: Callable[[str, int, int], object],
+    given: Data | None = None,
+) -> Evaluation:
     """Every suite of the source's recipe in turn; all ranks call it together."""
     recipe, suites = source.recipe, source.recipe.eval.suites
     model = open_model(source, ranks)
     data = given or (open_data(recipe, ranks) if LOSS_SUITE in suites else None)
-    if data is not None and given is None and data.tokenizer.fingerprint != source.tokenizer.fingerprint:
-        raise UserError(f"the data of this recipe have another tokenizer than {source.name}: set data.tokenizer")
+    if (
+        data is not None
+        and given is None
+        and data.tokenizer.fingerprint != source.tokenizer.fingerprint
+    ):
+        raise UserError(
+            f"the data of this recipe have another tokenizer than {source.name}: set data.tokenizer"
+        )
     if data is not None and data.val is None:
-        raise UserError("there is no validation set: give data.eval_source=FILE, or data.val_fraction=0.1")
+        raise UserError(
+            "there is no validation set: give data.eval_source=FILE, or data.val_fraction=0.1"
+        )
     batch = max(1, TOKENS_PER_MICRO_BATCH[ranks.device.type] // recipe.model.context)
     measurer = Suites(recipe, source.tokenizer, ranks, data.val if data else None, batch)
     results, measured, predictions = {}, {}, None
@@ -225,12 +285,16 @@ def measure(
         assert outcome is not None, "only a poll cuts a suite short"
         results[suite], predictions = outcome[0], outcome[1] or predictions
         if ranks.main:
-            measured[suite] = measured_on(suite, recipe, ranks.device, data.fingerprint if data else "")
+            measured[suite] = measured_on(
+                suite, recipe, ranks.device, data.fingerprint if data else ""
+            )
             on_result(suite, outcome[0])
     return Evaluation(source.name, source.step, results, measured, predictions)
 
 
-def measured_on(suite: str, recipe: Recipe, device: torch.device, fingerprint: str = "") -> dict[str, Any]:
+def measured_on(
+    suite: str, recipe: Recipe, device: torch.device, fingerprint: str = ""
+) -> dict[str, Any]:
     """What the numbers of a suite depend on besides the model: `settings` (the precision is the one used), and, as the suite has
     them, `files` (path → SHA-256), `data` (the prepared data's fingerprint), `lm_eval` (the harness's version).
     """
@@ -243,20 +307,30 @@ def measured_on(suite: str, recipe: Recipe, device: torch.device, fingerprint: s
         return {"settings": settings, "lm_eval": metadata.version("lm_eval")}
     files = [recipe.eval.hellaswag_file]
     if suite == SQUAD_SUITE:
-        files = [source.partition(":")[2] for source in squad_data.asked_sources(recipe) or recipe.data.sources]
+        files = [
+            source.partition(":")[2]
+            for source in squad_data.asked_sources(recipe) or recipe.data.sources
+        ]
     # Those that are not named come from the Hub.
-    return {"settings": settings, "files": {f: hashlib.sha256(Path(f).read_bytes()).hexdigest() for f in files if f}}
+    return {
+        "settings": settings,
+        "files": {f: hashlib.sha256(Path(f).read_bytes()).hexdigest() for f in files if f},
+    }
 
 
 def write(result: Evaluation, folder: Path) -> Evaluation:
     """Add results to the record of their step in `folder`, and SQuAD's predictions as the official script reads them."""
     path = folder / f"{_step_name(result.step)}.json"
-    record: dict[str, Any] = {key: getattr(result, key) for key in ("model", "step", "results", "measured")}
+    record: dict[str, Any] = {
+        key: getattr(result, key) for key in ("model", "step", "results", "measured")
+    }
     before = read_json(path)
     if before.get("model") == result.model:  # what is not measured again stays
         record |= {key: {**before.get(key, {}), **record[key]} for key in ("results", "measured")}
     write_atomic(path, json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
-    predictions = write_predictions(folder, result.step, result.predictions) if result.predictions else None
+    predictions = (
+        write_predictions(folder, result.step, result.predictions) if result.predictions else None
+    )
     return replace(result, path=path, predictions_path=predictions)
 
 
@@ -264,7 +338,11 @@ def write_predictions(folder: Path, step: int | None, predictions: Mapping[str, 
     """SQuAD's predictions at a step, question id → answer, as a file in `folder`. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"squad-predictions-{_step_name(step)}.json"
-    write_atomic(path, json.dumps(dict(predictions), ensure_ascii=False, indent=0).encode("utf-8", "replace") + b"\n")
+    write_atomic(
+        path,
+        json.dumps(dict(predictions), ensure_ascii=False, indent=0).encode("utf-8", "replace")
+        + b"\n",
+    )
     return path
 
 

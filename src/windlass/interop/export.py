@@ -34,13 +34,26 @@ from windlass.run import Run, number
 from windlass.telemetry.ledger import plain
 from windlass.variables import scrub
 
-CODE = Path(__file__).with_name("modeling_windlass.py")  # our GPT for `transformers`, copied beside its weights
+CODE = Path(__file__).with_name(
+    "modeling_windlass.py"
+)  # our GPT for `transformers`, copied beside its weights
 FILE_BYTES = 4 * 10**9  # weights in one file, at most
 # What the card takes from a suite's results; of lm-eval's tasks it is every `TASK/METRIC`.
-MEASURES = ("loss", "perplexity", "bits_per_byte", "acc", "acc_norm", "acc_per_token", "exact_match", "f1")
+MEASURES = (
+    "loss",
+    "perplexity",
+    "bits_per_byte",
+    "acc",
+    "acc_norm",
+    "acc_per_token",
+    "exact_match",
+    "f1",
+)
 
 
-def export(run: str | Path | Run, directory: str | Path, adapter: bool = False, push: str = "") -> Path:
+def export(
+    run: str | Path | Run, directory: str | Path, adapter: bool = False, push: str = ""
+) -> Path:
     """Write the model of a run as `transformers` reads it, with its tokenizer and a card; returns the directory.
 
     Args:
@@ -62,7 +75,9 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False, 
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         raise UserError(f"{directory} is a file or not empty: name a new directory")
     if adapter and not model.lora.rank:
-        raise UserError(f"{run} has no adapter (model.lora.rank is 0): leave {argument('adapter')} out")
+        raise UserError(
+            f"{run} has no adapter (model.lora.rank is 0): leave {argument('adapter')} out"
+        )
     partial, there = directory.with_name(f".{directory.name}.partial"), directory.is_dir()
     shutil.rmtree(partial, ignore_errors=True)
     make_dir(directory, "name another directory")
@@ -77,9 +92,13 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False, 
         else:
             _write_hf(source, partial)
         if source.recipe.data.format == "chat" and not source.template.source:
-            (partial / "chat_template.jinja").write_text(plain_template(source.tokenizer), encoding="utf-8")
+            (partial / "chat_template.jinja").write_text(
+                plain_template(source.tokenizer), encoding="utf-8"
+            )
         if not source.own_model:
-            (partial / "README.md").write_text(card(source, push or directory.name, adapter), encoding="utf-8")
+            (partial / "README.md").write_text(
+                card(source, push or directory.name, adapter), encoding="utf-8"
+            )
         os.umask(umask := os.umask(0))
         for file in partial.iterdir():  # those of some libraries are for their owner alone
             file.chmod(0o666 & ~umask)
@@ -105,7 +124,9 @@ def plain_template(tokenizer: Tokenizer) -> str:
 def _write_own(source: Source, path: Path, directory: Path) -> None:
     """The weights of a model of the user's own code, which has no counterpart, and how to load them."""
     checkpoint = open_checkpoint(path, deep=False)
-    prefix = MODEL + "model." * bool(source.run and source.run.environment.get("wrapped"))  # of `HfModel`
+    prefix = MODEL + "model." * bool(
+        source.run and source.run.environment.get("wrapped")
+    )  # of `HfModel`
     names = [name.removeprefix(prefix) for name in checkpoint.names(MODEL)]
     save_weights(((name, checkpoint.tensor(prefix + name)) for name in names), directory)
     if source.tokenizer is not None:
@@ -136,7 +157,9 @@ def _write_gpt(source: Source, path: Path, directory: Path) -> None:
     def read(name: str) -> Tensor:
         return checkpoint.tensor(MODEL + name).float()
 
-    if convert.export_note(settings):  # no architecture computes it: the names stay, and its code comes with it
+    if convert.export_note(
+        settings
+    ):  # no architecture computes it: the names stay, and its code comes with it
         _write_json(directory / "config.json", convert.own_config(settings, rows, eot))
         shutil.copyfile(CODE, directory / CODE.name)
         names = [name.removeprefix(MODEL) for name in checkpoint.names(MODEL)]
@@ -150,10 +173,14 @@ def _write_gpt(source: Source, path: Path, directory: Path) -> None:
 def _write_hf(source: Source, directory: Path) -> None:
     model: Any = open_model(source, alone("cpu"))
     # Adapters are merged into the layers that they adapt, which then take their place.
-    for name, small in [(name, m) for name, m in model.model.named_modules() if isinstance(m, Linear4bit)]:
+    for name, small in [
+        (name, m) for name, m in model.model.named_modules() if isinstance(m, Linear4bit)
+    ]:
         parent, _, child = name.rpartition(".")
         setattr(model.model.get_submodule(parent), child, small.plain())
-    for name, layer in [(name, m) for name, m in model.model.named_modules() if hasattr(m, "get_base_layer")]:
+    for name, layer in [
+        (name, m) for name, m in model.model.named_modules() if hasattr(m, "get_base_layer")
+    ]:
         layer.merge()
         parent, _, child = name.rpartition(".")
         setattr(model.model.get_submodule(parent), child, layer.get_base_layer())
@@ -176,27 +203,42 @@ def _write_adapter(source: Source, directory: Path) -> None:
 
     model: Any = open_model(source, alone("cpu"))
     config = model.model.peft_config["default"]
-    config.base_model_name_or_path, config.task_type = source.recipe.model.name.removeprefix("hf:"), "CAUSAL_LM"
+    config.base_model_name_or_path, config.task_type = (
+        source.recipe.model.name.removeprefix("hf:"),
+        "CAUSAL_LM",
+    )
     if (base := Path(source.recipe.model.name).expanduser()).is_dir():
         config.base_model_name_or_path = str(base.resolve())
     config.inference_mode = True
     config.save_pretrained(directory)
     # A PeftModel holds the model as `base_model.model`; ours has its adapters put in without one.
-    weights = {f"base_model.model.{name}": t for name, t in get_peft_model_state_dict(model.model).items()}
+    weights = {
+        f"base_model.model.{name}": t for name, t in get_peft_model_state_dict(model.model).items()
+    }
     save_weights(weights.items(), directory, stem="adapter_model")
     save_tokenizer(source.tokenizer, source.template, model.context, directory)
 
 
 def save_weights(
-    tensors: Iterable[tuple[str, Tensor]], directory: Path, file_bytes: int = FILE_BYTES, stem: str = "model"
+    tensors: Iterable[tuple[str, Tensor]],
+    directory: Path,
+    file_bytes: int = FILE_BYTES,
+    stem: str = "model",
 ) -> None:
     """Tensors as safetensors files of at most about `file_bytes`, with an index where there are several."""
     from huggingface_hub import save_torch_state_dict
 
     # Copies of their own: the format has no views of another tensor's storage.
-    copies = {name: tensor.detach().to(torch.device("cpu")).clone().contiguous() for name, tensor in tensors}
+    copies = {
+        name: tensor.detach().to(torch.device("cpu")).clone().contiguous()
+        for name, tensor in tensors
+    }
     pattern = stem + "{suffix}.safetensors"
-    how: dict[str, Any] = {"filename_pattern": pattern, "max_shard_size": file_bytes, "metadata": {"format": "pt"}}
+    how: dict[str, Any] = {
+        "filename_pattern": pattern,
+        "max_shard_size": file_bytes,
+        "metadata": {"format": "pt"},
+    }
     save_torch_state_dict(copies, directory, **how)
 
 
@@ -206,10 +248,14 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
     inner.save(str(directory / "tokenizer.json"))
     end = None if tokenizer.eot is None else inner.id_to_token(tokenizer.eot)
     config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": False,
-        "bos_token": end if tokenizer.first is None else inner.id_to_token(tokenizer.first), "eos_token": end, "pad_token": end,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": end if tokenizer.first is None else inner.id_to_token(tokenizer.first),
+        "eos_token": end,
+        "pad_token": end,
         **dict(template.special),
-    }  # fmt: skip
+    }
     if template.source:
         config["chat_template"] = template.source
     _write_json(directory / "tokenizer_config.json", config)
@@ -220,28 +266,47 @@ def card(source: Source, name: str, adapter: bool = False) -> str:
     run, recipe, step = source.run, source.recipe, source.step or 0
     assert run is not None and source.checkpoint is not None
     # What was measured at this step while training and by `windlass eval` (which counts where both did).
-    lines: dict[str, dict[str, Any]] = {str(line["suite"]): line for line in run.lines("eval", step=step)}
+    lines: dict[str, dict[str, Any]] = {
+        str(line["suite"]): line for line in run.lines("eval", step=step)
+    }
     lines |= read_json(run.path / "eval" / f"step-{step:08d}.json").get("results", {})
-    scores = {suite: {name: number(value) for name, value in line.items()} for suite, line in lines.items()}
+    scores = {
+        suite: {name: number(value) for name, value in line.items()}
+        for suite, line in lines.items()
+    }
     rows = "".join(
         f"| {suite} | {name} | {_shown(line[name])} |\n"
         for suite, line in scores.items()
         for name in [*MEASURES, *(key for key in line if "/" in key)]
         if isinstance(line.get(name), float)
     )
-    results = f"## Results at this step\n\n| suite | measure | value |\n|---|---|---|\n{rows}\n" if rows else ""
+    results = (
+        f"## Results at this step\n\n| suite | measure | value |\n|---|---|---|\n{rows}\n"
+        if rows
+        else ""
+    )
     base, origin = _origin(source)
-    loss = next((number(line["loss"]) for line in reversed(run.lines("train")) if line["step"] <= step), None)
-    shown = "" if loss is None else f"; the last logged training loss is {_shown(loss)} nats per token"
+    loss = next(
+        (number(line["loss"]) for line in reversed(run.lines("train")) if line["step"] <= step),
+        None,
+    )
+    shown = (
+        "" if loss is None else f"; the last logged training loss is {_shown(loss)} nats per token"
+    )
     tokens = open_checkpoint(source.checkpoint, deep=False).counters["tokens"]
     settings = scrub(recipe.tree())
     data = ", ".join(f"`{scrub(one)}`" for one in recipe.data.sources)
     code = ", trust_remote_code=True" if convert.export_note(recipe.model) else ""
     load = f'model = AutoModelForCausalLM.from_pretrained("{name}"{code})'
-    imports, library = "from transformers import AutoModelForCausalLM, AutoTokenizer", "transformers"
+    imports, library = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "transformers",
+    )
     if adapter:
         load, library = f'model = AutoPeftModelForCausalLM.from_pretrained("{name}")', "peft"
-        imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
+        imports = (
+            "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
+        )
     return (
         f"---\nlibrary_name: {library}\nlicense: unknown\n{base}pipeline_tag: text-generation\ntags:\n- windlass\n---\n\n"
         f"# {Path(name).name}\n\n"
@@ -267,7 +332,10 @@ def _origin(source: Source) -> tuple[str, str]:
     if not name.startswith("hf:") and not commit:
         return "", f"Trained further from `{Path(name).name}`.\n\n"
     repo, at = name.removeprefix("hf:"), f", commit `{commit}`" if commit else ""
-    return f"base_model: {repo}\n", f"Trained further from [{repo}](https://huggingface.co/{repo}){at}.\n\n"
+    return (
+        f"base_model: {repo}\n",
+        f"Trained further from [{repo}](https://huggingface.co/{repo}){at}.\n\n",
+    )
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -19,11 +19,27 @@ from windlass.recipe import Recipe
 
 # Entries of a configuration that do not change what a network of the same shapes computes.
 IRRELEVANT = (
-    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
-    "id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task", "initializer_range",
-    "pretraining_tp", "vocab_size", "return_dict", "output_attentions", "output_hidden_states", "router_aux_loss_coef",
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "task_specific_params",
+    "finetuning_task",
+    "initializer_range",
+    "pretraining_tp",
+    "vocab_size",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "router_aux_loss_coef",
     "output_router_logits",
-)  # fmt: skip
+)
 IRRELEVANT_PARTS = ("dropout", "_pdrop", "_token_id", "summary_", "chunk_size_feed_forward")
 
 
@@ -38,7 +54,9 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
     """
     name = recipe.model.init_from
     path = Path(name).expanduser()
-    if name.startswith("hf:") or ((path / "config.json").is_file() and not (path / "recipe.toml").is_file()):
+    if name.startswith("hf:") or (
+        (path / "config.json").is_file() and not (path / "recipe.toml").is_file()
+    ):
         directory = hub.directory(name.removeprefix("hf:"), key="model.init_from", weights=True)
         if isinstance(model, GPT):
             fill_from_hf(model, directory, recipe.run.seed)
@@ -56,11 +74,16 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
 def check_same_network(model: nn.Module, directory: Path) -> None:
     """Raise UserError, with what differs, where `model` is not the network of the weights in `directory`."""
     ours: Any = model
-    here, there = ours.config.to_dict(), _config(directory, ours.settings.trust_remote_code).to_dict()
+    here, there = (
+        ours.config.to_dict(),
+        _config(directory, ours.settings.trust_remote_code).to_dict(),
+    )
     differs = [
         f"{key} = {there.get(key)!r} (it is {here.get(key)!r})"
         for key in sorted({*here, *there})
-        if here.get(key) != there.get(key) and key not in IRRELEVANT and not any(p in key for p in IRRELEVANT_PARTS)
+        if here.get(key) != there.get(key)
+        and key not in IRRELEVANT
+        and not any(p in key for p in IRRELEVANT_PARTS)
     ]
     if differs:
         raise UserError(
@@ -104,7 +127,9 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
             )
     for name in convert.dropped(model.settings, there):
         if convert.from_hf(model.settings, name, read).any():
-            raise UserError(f"model.init_from: the bias for {name} in {directory} is not zero, and the model has none")
+            raise UserError(
+                f"model.init_from: the bias for {name} in {directory} is not zero, and the model has none"
+            )
     for name, parameter in model.named_parameters():
         value = convert.from_hf(model.settings, name, read)
         if value.shape[0] < parameter.shape[0] and name in ("embedding.weight", "head.weight"):

@@ -21,21 +21,71 @@ class WindlassConfig(PretrainedConfig):
     model_type = "windlass"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     attribute_map = {  # noqa: RUF012
-        "hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
-        "intermediate_size": "ff_width", "max_position_embeddings": "context",
-    }  # fmt: skip
+        "hidden_size": "width",
+        "num_hidden_layers": "layers",
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "intermediate_size": "ff_width",
+        "max_position_embeddings": "context",
+    }
 
     def __init__(
-        self, vocab_size=257, layers=6, heads=6, kv_heads=6, width=384, ff_width=1536, context=256, norm="layernorm",
-        final_norm=True, norm_eps=1e-5, position="learned", rope_theta=10_000.0, activation="gelu", attn_bias=True,
-        ff_bias=True, norm_bias=True, head_bias=False, qk_norm=False, logit_cap=0.0, dropout=0.0, init_std=0.02,
-        tie_word_embeddings=True, **more,
-    ):  # fmt: skip
-        self.vocab_size, self.layers, self.heads, self.kv_heads, self.width = vocab_size, layers, heads, kv_heads, width
-        self.ff_width, self.context, self.norm, self.final_norm = ff_width, context, norm, final_norm
-        self.norm_eps, self.position, self.rope_theta, self.activation = norm_eps, position, rope_theta, activation
-        self.attn_bias, self.ff_bias, self.norm_bias, self.head_bias = attn_bias, ff_bias, norm_bias, head_bias
-        self.qk_norm, self.logit_cap, self.dropout, self.init_std = qk_norm, logit_cap, dropout, init_std
+        self,
+        vocab_size=257,
+        layers=6,
+        heads=6,
+        kv_heads=6,
+        width=384,
+        ff_width=1536,
+        context=256,
+        norm="layernorm",
+        final_norm=True,
+        norm_eps=1e-5,
+        position="learned",
+        rope_theta=10_000.0,
+        activation="gelu",
+        attn_bias=True,
+        ff_bias=True,
+        norm_bias=True,
+        head_bias=False,
+        qk_norm=False,
+        logit_cap=0.0,
+        dropout=0.0,
+        init_std=0.02,
+        tie_word_embeddings=True,
+        **more,
+    ):
+        self.vocab_size, self.layers, self.heads, self.kv_heads, self.width = (
+            vocab_size,
+            layers,
+            heads,
+            kv_heads,
+            width,
+        )
+        self.ff_width, self.context, self.norm, self.final_norm = (
+            ff_width,
+            context,
+            norm,
+            final_norm,
+        )
+        self.norm_eps, self.position, self.rope_theta, self.activation = (
+            norm_eps,
+            position,
+            rope_theta,
+            activation,
+        )
+        self.attn_bias, self.ff_bias, self.norm_bias, self.head_bias = (
+            attn_bias,
+            ff_bias,
+            norm_bias,
+            head_bias,
+        )
+        self.qk_norm, self.logit_cap, self.dropout, self.init_std = (
+            qk_norm,
+            logit_cap,
+            dropout,
+            init_std,
+        )
         super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
 
 
@@ -46,7 +96,9 @@ class Norm(nn.Module):
         super().__init__()
         self.rms, self.eps = config.norm == "rmsnorm", config.norm_eps
         self.weight = nn.Parameter(torch.ones(config.width))
-        self.bias = nn.Parameter(torch.zeros(config.width)) if config.norm_bias and not self.rms else None
+        self.bias = (
+            nn.Parameter(torch.zeros(config.width)) if config.norm_bias and not self.rms else None
+        )
 
     def forward(self, x):  # [..., D]
         if self.rms:
@@ -80,8 +132,14 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer)  # [B, K, S, E]
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=self.dropout if self.training else 0.0, enable_gqa=H != K
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=H != K,
+        )
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -118,7 +176,9 @@ class Block(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x, rotary, mask, cache):
-        x = x + F.dropout(self.attn(self.attn_norm(x), rotary, mask, cache), self.dropout, self.training)
+        x = x + F.dropout(
+            self.attn(self.attn_norm(x), rotary, mask, cache), self.dropout, self.training
+        )
         return x + F.dropout(self.ff(self.ff_norm(x)), self.dropout, self.training)
 
 
@@ -162,9 +222,17 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
             nn.init.zeros_(module.bias)
 
     def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, labels=None,
-        use_cache=None, logits_to_keep=0, **_,
-    ):  # fmt: skip
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        **_,
+    ):
         """Logits [B, T, V] of the last `logits_to_keep` tokens (0: all), and with `labels` the mean loss of the next tokens."""
         m = self.config
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
@@ -217,4 +285,6 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         half = torch.arange(0, width, 2, device=x.device, dtype=dtype) / width
         angles = places.to(dtype).unsqueeze(-1) * self.config.rope_theta**-half
         cos, sin = angles.cos(), angles.sin()
-        return torch.cat([cos, cos], dim=-1).unsqueeze(2), torch.cat([-sin, sin], dim=-1).unsqueeze(2)
+        return torch.cat([cos, cos], dim=-1).unsqueeze(2), torch.cat([-sin, sin], dim=-1).unsqueeze(
+            2
+        )

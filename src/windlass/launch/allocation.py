@@ -39,7 +39,11 @@ LOST_HOSTS = "WINDLASS_LOST_HOSTS"  # set by a batch script: the file that is to
 LAUNCHER_SECONDS = 120.0  # srun and mpiexec have ended by then
 TORCHRUN_PORT = 29_400
 LAUNCHERS = ("srun", "mpiexec", "torchrun")
-FLAVORS = {"openmpi": r"open ?mpi|openrte|prrte", "pals": r"\bpals\b|cray", "mpich": r"hydra|mpich|intel\(r\) mpi"}
+FLAVORS = {
+    "openmpi": r"open ?mpi|openrte|prrte",
+    "pals": r"\bpals\b|cray",
+    "mpich": r"hydra|mpich|intel\(r\) mpi",
+}
 """What `mpiexec --version` prints, by implementation; they have different names for ranks per host."""
 
 
@@ -83,12 +87,16 @@ def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
         if not (nodes := environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")):
             raise UserError(f"SLURM_JOB_ID={job} is set, SLURM_JOB_NODELIST is not: {SECOND_SHELL}")
         hosts = expand_hosts(nodes)
-        tasks = expand_counts(environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else "")
+        tasks = expand_counts(
+            environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
+        )
         per_host = tasks if len(tasks) == len(hosts) else [1] * len(hosts)
     else:
         hostfile = environ.get("PBS_NODEFILE", "")
         try:
-            lines = [line.strip() for line in Path(hostfile).read_text().splitlines() if line.strip()]
+            lines = [
+                line.strip() for line in Path(hostfile).read_text().splitlines() if line.strip()
+            ]
         except OSError:
             raise UserError(
                 f"PBS_JOBID={job} is set and PBS_NODEFILE={hostfile!r} cannot be read: {SECOND_SHELL}"
@@ -101,9 +109,12 @@ def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
 
 
 def launch_command(
-    allocation: Allocation, command: Sequence[str], flavor: str = "mpich", environ: Mapping[str, str] | None = None,
+    allocation: Allocation,
+    command: Sequence[str],
+    flavor: str = "mpich",
+    environ: Mapping[str, str] | None = None,
     launcher: str = "",
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """The `srun` or `mpiexec` that runs `command` on all ranks; the bare command where there is no scheduler.
 
     `launcher` is `srun`, `mpiexec` or `torchrun` (which one of those starts on each host); by default that of the scheduler.
@@ -115,35 +126,68 @@ def launch_command(
         return list(command)
     if launcher == "torchrun":
         if len(set(per_host)) > 1:
-            raise UserError("torchrun starts as many ranks on each host, and these hosts differ: give --per-host N")
+            raise UserError(
+                "torchrun starts as many ranks on each host, and these hosts differ: give --per-host N"
+            )
         environ = environ or {}
-        where = f"{environ.get('MASTER_ADDR', hosts[0])}:{environ.get('MASTER_PORT', TORCHRUN_PORT)}"
+        where = (
+            f"{environ.get('MASTER_ADDR', hosts[0])}:{environ.get('MASTER_PORT', TORCHRUN_PORT)}"
+        )
         words = [
-            "env", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120",  # seconds for a save; by default it kills after 30
-            sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--nproc-per-node={per_host[0]}",
-            "--rdzv-backend=c10d", f"--rdzv-endpoint={where}", f"--rdzv-id={allocation.job}",
-            "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--no-python", *command,
-        ]  # fmt: skip
+            "env",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120",  # seconds for a save; by default it kills after 30
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={len(hosts)}",
+            f"--nproc-per-node={per_host[0]}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={where}",
+            f"--rdzv-id={allocation.job}",
+            "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+            "--no-python",
+            *command,
+        ]
         if "SLURM_CPUS_PER_TASK" in environ:  # of a rank
-            environ = {**environ, "SLURM_CPUS_PER_TASK": str(int(environ["SLURM_CPUS_PER_TASK"]) * per_host[0])}
-        return launch_command(replace(allocation, per_host=(1,) * len(hosts)), words, flavor, environ)
+            environ = {
+                **environ,
+                "SLURM_CPUS_PER_TASK": str(int(environ["SLURM_CPUS_PER_TASK"]) * per_host[0]),
+            }
+        return launch_command(
+            replace(allocation, per_host=(1,) * len(hosts)), words, flavor, environ
+        )
     if launcher == "srun" or (not launcher and allocation.scheduler == "slurm"):
         if allocation.scheduler == "pbs":
-            raise UserError(f"job {allocation.job} is one of PBS, which has no srun: launcher = mpiexec or torchrun")
+            raise UserError(
+                f"job {allocation.job} is one of PBS, which has no srun: launcher = mpiexec or torchrun"
+            )
         # Ranks that stop exit with 75, one after another: the first must not end the others (--kill-on-bad-exit). One that
         # is lost is seen by the others, and what is left of them ends 60 s after the first.
-        spread = f"--ntasks-per-node={per_host[0]}" if len(set(per_host)) == 1 else "--distribution=block"
+        spread = (
+            f"--ntasks-per-node={per_host[0]}"
+            if len(set(per_host)) == 1
+            else "--distribution=block"
+        )
         size = [f"--nodes={len(hosts)}", f"--ntasks={ranks}", spread]
-        if cores := (environ or {}).get("SLURM_CPUS_PER_TASK"):  # srun leaves the job's out (SLURM 22.05 and later)
+        if cores := (environ or {}).get(
+            "SLURM_CPUS_PER_TASK"
+        ):  # srun leaves the job's out (SLURM 22.05 and later)
             size.append(f"--cpus-per-task={cores}")
         return ["srun", *size, "--kill-on-bad-exit=0", "--wait=60", *command]
     equal = len(set(per_host)) == 1
     if flavor == "openmpi":
         by_host = ["--map-by", f"ppr:{per_host[0]}:node"] if equal else []
-        options = ["--bind-to", "none", *by_host, *environment_options(environ or {})]  # bound, a rank may get one core
+        options = [
+            "--bind-to",
+            "none",
+            *by_host,
+            *environment_options(environ or {}),
+        ]  # bound, a rank may get one core
     else:
         options = ["-ppn", str(per_host[0])] if equal else []
-    hostfile = ["--hostfile", allocation.hostfile] if allocation.hostfile else []  # under SLURM mpiexec asks SLURM
+    hostfile = (
+        ["--hostfile", allocation.hostfile] if allocation.hostfile else []
+    )  # under SLURM mpiexec asks SLURM
     return ["mpiexec", "-n", str(ranks), *options, *hostfile, *command]
 
 
@@ -156,7 +200,9 @@ def reports_dir() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="windlass-")
 
 
-def wait_for_ranks(child: subprocess.Popen[bytes], reports: Path, seconds: float = LAUNCHER_SECONDS) -> int:
+def wait_for_ranks(
+    child: subprocess.Popen[bytes], reports: Path, seconds: float = LAUNCHER_SECONDS
+) -> int:
     """The exit code of `srun` or `mpiexec`; killed where it still waits for a lost host so long after a rank has failed."""
     failed_at = None
     while True:
@@ -186,7 +232,11 @@ def outcome(code: int, reports: Path) -> int:
 def lost_hosts(allocation: Allocation, reports: Path) -> list[str]:
     """The hosts of which no rank has reported why it ended."""
     alive = {path.name.partition("-")[2] for path in reports.glob("host-*")}
-    return [host for host in allocation.hosts if host.partition(".")[0] not in alive and host not in alive]
+    return [
+        host
+        for host in allocation.hosts
+        if host.partition(".")[0] not in alive and host not in alive
+    ]
 
 
 def environment_options(environ: Mapping[str, str]) -> list[str]:
@@ -209,28 +259,39 @@ def mpi_flavor(needed: bool = True) -> str:
         if not needed:
             return "mpich"
         raise UserError("there is no mpiexec here: load the machine's MPI module, then start again")
-    done = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        ["mpiexec", "--version"], capture_output=True, text=True, check=False, timeout=60
+    )
     text = (done.stdout + done.stderr).lower()
     return next((name for name, words in FLAVORS.items() if re.search(words, text)), "mpich")
 
 
 def jobs_dir() -> Path:
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "windlass" / "jobs"
+    return (
+        Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        / "windlass"
+        / "jobs"
+    )
 
 
 def job_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """What a second shell needs to act as the job's own, by allow-list; nothing of a single task, nothing secret."""
     return {
-        name: value for name, value in sorted(environ.items())
-        if JOB_VARIABLE.fullmatch(name) and not OF_ONE_TASK.fullmatch(name) and not SECRET_NAME.search(name)
-    }  # fmt: skip
+        name: value
+        for name, value in sorted(environ.items())
+        if JOB_VARIABLE.fullmatch(name)
+        and not OF_ONE_TASK.fullmatch(name)
+        and not SECRET_NAME.search(name)
+    }
 
 
 def save_job(environ: Mapping[str, str], directory: Path) -> Path:
     """Write the job's variables, and the lines of its host file, for other shells of this user; returns the file."""
     allocation = read_allocation(environ, 0)
     if allocation.scheduler == "none":
-        raise UserError("this shell is in no job (SLURM_JOB_ID, PBS_JOBID): run it in the job's own shell")
+        raise UserError(
+            "this shell is in no job (SLURM_JOB_ID, PBS_JOBID): run it in the job's own shell"
+        )
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     nodes = Path(allocation.hostfile).read_text() if allocation.hostfile else ""
     path = directory / f"{allocation.scheduler}-{allocation.job}.json"
@@ -254,4 +315,6 @@ def load_job(directory: Path, host: str) -> dict[str, str]:
             variables["PBS_NODEFILE"] = str(nodes)
         return variables
     others = f"; those of {', '.join(jobs)} have other hosts" if jobs else ""
-    raise UserError(f"no saved job has the host {host}{others}: run `windlass env --save` in the job's own shell first")
+    raise UserError(
+        f"no saved job has the host {host}{others}: run `windlass env --save` in the job's own shell first"
+    )

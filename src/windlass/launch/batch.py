@@ -25,7 +25,9 @@ FOLLOWING = "job-*.json"  # beside it: the same of a job that goes on with one t
 EXIT_CODE = ".exit"  # of a run's last job, in its directory
 GRACE_SECONDS = 120  # between the signal and the time limit
 GPU_RANK_CORES = 4  # Python, autograd, NCCL's proxy and the thread that saves; small GPU nodes have no more for a GPU
-PER_HOST = "WINDLASS_PER_HOST"  # set by a script: the ranks of a host, which `windlass launch` starts
+PER_HOST = (
+    "WINDLASS_PER_HOST"  # set by a script: the ranks of a host, which `windlass launch` starts
+)
 
 
 class Site(BaseModel):
@@ -87,7 +89,9 @@ class Job:
     memory_gb: int = 0  # of a host; 0: the scheduler's default
     time: str = ""  # HH:MM:SS; empty: the site's
     array: Sequence[int] = ()  # task numbers, which the command gets as INDEX
-    before: Sequence[str] = ()  # a check that has to succeed first, with a log of its own; its exit code ends the job
+    before: Sequence[
+        str
+    ] = ()  # a check that has to succeed first, with a log of its own; its exit code ends the job
     after: Sequence[Sequence[str]] = ()  # commands at the end, whose failures change nothing
     max_restarts: int = 3  # after lost hosts
 
@@ -106,7 +110,9 @@ def render(job: Job, site: Site, scheduler: str) -> str:
 
     replaced = {option(text) for text in site.directives}
     lines = [text for text in header if option(text) not in replaced] + site.directives
-    return "\n".join(["#!/bin/bash", *(f"{mark} {text}" for text in lines), "", *body(job, site, scheduler), ""])
+    return "\n".join(
+        ["#!/bin/bash", *(f"{mark} {text}" for text in lines), "", *body(job, site, scheduler), ""]
+    )
 
 
 def slurm_header(job: Job, site: Site) -> list[str]:
@@ -114,16 +120,27 @@ def slurm_header(job: Job, site: Site) -> list[str]:
     output = "%x_%A_%a.out" if job.array else "%x_%j.out"
     at_once = f"%{site.cells_at_once}" if site.cells_at_once else ""
     optional = {
-        "--array": f"{','.join(map(str, job.array))}{at_once}" if job.array else "", "--gpus-per-node": job.gpus_per_node,
-        "--mem": f"{job.memory_gb}G" if job.memory_gb else "", "--time": job.time or site.time,
-        "--partition": site.partition, "--account": site.account, "--constraint": site.constraint, "--mail-user": site.mail,
+        "--array": f"{','.join(map(str, job.array))}{at_once}" if job.array else "",
+        "--gpus-per-node": job.gpus_per_node,
+        "--mem": f"{job.memory_gb}G" if job.memory_gb else "",
+        "--time": job.time or site.time,
+        "--partition": site.partition,
+        "--account": site.account,
+        "--constraint": site.constraint,
+        "--mail-user": site.mail,
         "--mail-type": "END,FAIL" if site.mail else "",
-    }  # fmt: skip
+    }
     return [
-        f"--job-name={_quoted(job.name)}", f"--nodes={job.nodes}", f"--ntasks-per-node={job.ranks_per_node}",
-        f"--cpus-per-task={site.cores(job.gpus_per_node)}", *(f"{name}={value}" for name, value in optional.items() if value),
-        f"--output={_quoted(f'{job.logs}/{output}')}", "--open-mode=append", "--requeue", f"--signal=B:USR1@{GRACE_SECONDS}",
-    ]  # fmt: skip
+        f"--job-name={_quoted(job.name)}",
+        f"--nodes={job.nodes}",
+        f"--ntasks-per-node={job.ranks_per_node}",
+        f"--cpus-per-task={site.cores(job.gpus_per_node)}",
+        *(f"{name}={value}" for name, value in optional.items() if value),
+        f"--output={_quoted(f'{job.logs}/{output}')}",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{GRACE_SECONDS}",
+    ]
 
 
 def _quoted(value: str) -> str:
@@ -142,14 +159,32 @@ def pbs_header(job: Job, site: Site) -> list[str]:
     memory = f":mem={job.memory_gb}gb" if job.memory_gb else ""
     select = f"-l select={job.nodes}:ncpus={cores}{gpus}{memory}:mpiprocs={job.ranks_per_node}"
     optional = {
-        "-J": f"{job.array[0]}-{job.array[-1]}{at_once}" if len(job.array) > 1 else "", "-l walltime=": job.time or site.time,
-        "-q": site.partition, "-A": site.account, "-M": site.mail, "-m": "ae" if site.mail else "",
-    }  # fmt: skip
-    given = [f"{name}{'' if name.endswith('=') else ' '}{value}" for name, value in optional.items() if value]
+        "-J": f"{job.array[0]}-{job.array[-1]}{at_once}" if len(job.array) > 1 else "",
+        "-l walltime=": job.time or site.time,
+        "-q": site.partition,
+        "-A": site.account,
+        "-M": site.mail,
+        "-m": "ae" if site.mail else "",
+    }
+    given = [
+        f"{name}{'' if name.endswith('=') else ' '}{value}"
+        for name, value in optional.items()
+        if value
+    ]
     select += f":{site.constraint}" if site.constraint else ""
-    scatter = ["-l place=scatter"] if job.nodes > 1 else []  # else PBS may put two chunks on one host
+    scatter = (
+        ["-l place=scatter"] if job.nodes > 1 else []
+    )  # else PBS may put two chunks on one host
     name = re.sub(r"[^\w.+-]", "_", job.name)[:15]
-    return [f"-N {name}", select, *scatter, *given, "-r y", "-j oe", f"-o {_quoted(f'{job.logs}/')}"]
+    return [
+        f"-N {name}",
+        select,
+        *scatter,
+        *given,
+        "-r y",
+        "-j oe",
+        f"-o {_quoted(f'{job.logs}/')}",
+    ]
 
 
 START = """\
@@ -226,8 +261,14 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
     job_id = "$SLURM_JOB_ID" if slurm else "${PBS_JOBID%%.*}"
     pbs_index = f"${{WINDLASS_TASK:-${{PBS_ARRAY_INDEX:-{job.array[0]}}}}}" if job.array else ""
     index = "$SLURM_ARRAY_TASK_ID" if slurm else pbs_index
-    command, *after = (shlex.join(one).replace(shlex.quote(INDEX), '"$task"') for one in (job.command, *job.after))
-    left_out = set(range(job.array[0], job.array[-1])) - set(job.array) if job.array and not slurm else set()
+    command, *after = (
+        shlex.join(one).replace(shlex.quote(INDEX), '"$task"') for one in (job.command, *job.after)
+    )
+    left_out = (
+        set(range(job.array[0], job.array[-1])) - set(job.array)
+        if job.array and not slurm
+        else set()
+    )
     limit = seconds(job.time or site.time)
     folder = shlex.quote(str(job.logs))
     log = f'{shlex.quote(str(job.logs / job.name))}_"{job_id}.out"'
@@ -235,8 +276,14 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
         task = ' --array="$SLURM_ARRAY_TASK_ID"' if job.array else ""
         again = SLURM_AGAIN.format(id=job_id, task=task, script=script)
     else:
-        again = PBS_AGAIN.format(script=script, task=' -v WINDLASS_TASK="$task"' if job.array else "")
-    check = CHECK.format(rates=f'{folder}/"check_{job_id}.out"', command=shlex.join(job.before)) if job.before else ""
+        again = PBS_AGAIN.format(
+            script=script, task=' -v WINDLASS_TASK="$task"' if job.array else ""
+        )
+    check = (
+        CHECK.format(rates=f'{folder}/"check_{job_id}.out"', command=shlex.join(job.before))
+        if job.before
+        else ""
+    )
     submitted = f'{folder}/"job-$task.json"' if job.array else f"{folder}/{SUBMITTED}"
     launcher = {"WINDLASS_LAUNCHER": site.launcher} if site.launcher else {}
     ours = {"WINDLASS_JOB_DIR": str(job.logs), PER_HOST: str(job.ranks_per_node)}
@@ -245,10 +292,25 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
     return [
         *([] if slurm else [f"exec >>{log} 2>&1"]),
         f"task={index}",
-        *([] if job.array else ["trap " + shlex.quote(f"echo $? >{shlex.quote(str(job.logs / EXIT_CODE))}") + " EXIT"]),
+        *(
+            []
+            if job.array
+            else [
+                "trap "
+                + shlex.quote(f"echo $? >{shlex.quote(str(job.logs / EXIT_CODE))}")
+                + " EXIT"
+            ]
+        ),
         *([f'case "$task" in {done}) exit 0;; esac  # cells that are done'] if left_out else []),
         f"cd {shlex.quote(str(job.directory))} || exit 1",
-        *(['[ "$(type -t module)" ] || . /etc/profile', f"module load {shlex.join(site.modules)} || exit 1"] if site.modules else []),
+        *(
+            [
+                '[ "$(type -t module)" ] || . /etc/profile',
+                f"module load {shlex.join(site.modules)} || exit 1",
+            ]
+            if site.modules
+            else []
+        ),
         *(f"export {name}={shlex.quote(value)}" for name, value in sorted(exported.items())),
         *site.setup,
         "",
@@ -257,12 +319,19 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
         "trap '' USR2  # PBS signals all processes of a job: one without a handler, as mpiexec, must not end by it",
         f"{command} &",
         *WAIT.format(
-            timer=f"(sleep $(({max(1, limit - GRACE_SECONDS)} - SECONDS)); kill -USR1 $$) 2>/dev/null & timer=$!" if limit and not slurm else "",
-            again=again, most=job.max_restarts, scheduler=scheduler, submitted=submitted,
+            timer=f"(sleep $(({max(1, limit - GRACE_SECONDS)} - SECONDS)); kill -USR1 $$) 2>/dev/null & timer=$!"
+            if limit and not slurm
+            else "",
+            again=again,
+            most=job.max_restarts,
+            scheduler=scheduler,
+            submitted=submitted,
         ).splitlines(),
-        *(f"[ $code = 75 ] || [ $code = 69 ] || {one}" for one in after),  # at its end, not a restart
+        *(
+            f"[ $code = 75 ] || [ $code = 69 ] || {one}" for one in after
+        ),  # at its end, not a restart
         "exit $code",
-    ]  # fmt: skip
+    ]
 
 
 def seconds(time: str) -> int:

@@ -33,7 +33,11 @@ STOP_SECONDS = 60.0  # for the other ranks to end after the first one stopped: r
 SECOND_SECONDS = 0.5  # for rank 0 to end by a first Ctrl-C when a second one comes
 STOPPED_SECONDS = 15.0  # a rank that has been suspended (SIGSTOP) for this long counts as lost
 TAIL_LINES = 30
-MEANT_CODES = (errors.BAD_INPUT, errors.NOT_MEASURED, errors.TOO_SLOW)  # no restart would change them
+MEANT_CODES = (
+    errors.BAD_INPUT,
+    errors.NOT_MEASURED,
+    errors.TOO_SLOW,
+)  # no restart would change them
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
@@ -46,9 +50,12 @@ def parse_worlds(text: str) -> list[int]:
 
 
 def launch(
-    command: Sequence[str], worlds: int | Sequence[int], max_restarts: int = 0,
-    log: Callable[[str], None] | None = None, stopped_seconds: float = STOPPED_SECONDS,
-) -> int:  # fmt: skip
+    command: Sequence[str],
+    worlds: int | Sequence[int],
+    max_restarts: int = 0,
+    log: Callable[[str], None] | None = None,
+    stopped_seconds: float = STOPPED_SECONDS,
+) -> int:
     """Run `command` as so many ranks on this machine, and return the exit code for all of them.
 
     Args:
@@ -63,11 +70,17 @@ def launch(
         the first rank to end. 1: a failure.
     """
     allowed = [worlds] if isinstance(worlds, int) else sorted(worlds, reverse=True)
-    log, world, attempt = log or functools.partial(print, file=sys.stderr, flush=True), allowed[0], 0
+    log, world, attempt = (
+        log or functools.partial(print, file=sys.stderr, flush=True),
+        allowed[0],
+        0,
+    )
     received = list[int]()  # the signals to pass on, in the order in which they come
     with processes.catch_signals(SIGNALS, received.append):
         while True:
-            with tempfile.TemporaryDirectory(prefix="windlass-", ignore_cleanup_errors=True) as watch_dir:
+            with tempfile.TemporaryDirectory(
+                prefix="windlass-", ignore_cleanup_errors=True
+            ) as watch_dir:
                 group = Group(command, world, attempt, Path(watch_dir), log, received)
                 try:
                     code = group.run(stopped_seconds)
@@ -80,7 +93,9 @@ def launch(
             if group.lost:
                 world = max((smaller for smaller in allowed if smaller < world), default=world)
             attempt += 1
-            log(f"windlass: restart {attempt} of {max_restarts}, with {world} rank{'s' * (world > 1)}")
+            log(
+                f"windlass: restart {attempt} of {max_restarts}, with {world} rank{'s' * (world > 1)}"
+            )
 
 
 @dataclass
@@ -139,8 +154,13 @@ class Group:
                     return self._end_at_once()
                 self._forward(number)
             ended = [worker for worker in self.workers if worker.poll()]
-            hung = [worker for worker in self.workers if worker.suspended_seconds() >= stopped_seconds]
-            if ended and (first := min(ended, key=lambda worker: worker.ended)).code == errors.STOPPED:
+            hung = [
+                worker for worker in self.workers if worker.suspended_seconds() >= stopped_seconds
+            ]
+            if (
+                ended
+                and (first := min(ended, key=lambda worker: worker.ended)).code == errors.STOPPED
+            ):
                 # In training all ranks stop together. One that is signalled alone before step 1 ends at once: the others
                 # may wait for it, and are signalled, too (in training a second SIGTERM changes nothing).
                 seconds = time.time() - first.ended
@@ -157,30 +177,47 @@ class Group:
 
     def _start(self) -> None:
         # A rank of its own chooses by measurement (training/threads.py); several share the cores.
-        threads = {"OMP_NUM_THREADS": str(processes.thread_share(self.world))} if self.world > 1 else {}
+        threads = (
+            {"OMP_NUM_THREADS": str(processes.thread_share(self.world))} if self.world > 1 else {}
+        )
         # The kernel's signal follows the thread that forks: from another one only the rank itself watches its parent.
         is_main = threading.current_thread() is threading.main_thread()
         with socket.create_server(("127.0.0.1", 0), backlog=max(64, self.world)) as listening:
             for rank in range(self.world):
                 environ = {
-                    **threads, **os.environ, "WORLD_SIZE": str(self.world),
-                    "LOCAL_WORLD_SIZE": str(self.world), "RANK": str(rank), "LOCAL_RANK": str(rank),
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1]), "WINDLASS_LAUNCHED": "1",
-                    "WINDLASS_ATTEMPT": str(self.attempt), "PYTHONFAULTHANDLER": "1",
-                    processes.WATCH_DIR: str(self.watch_dir), processes.PARENT: str(os.getpid()),
+                    **threads,
+                    **os.environ,
+                    "WORLD_SIZE": str(self.world),
+                    "LOCAL_WORLD_SIZE": str(self.world),
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(listening.getsockname()[1]),
+                    "WINDLASS_LAUNCHED": "1",
+                    "WINDLASS_ATTEMPT": str(self.attempt),
+                    "PYTHONFAULTHANDLER": "1",
+                    processes.WATCH_DIR: str(self.watch_dir),
+                    processes.PARENT: str(os.getpid()),
                     # Rank 0 gets MASTER_PORT as an open socket, so that nobody else takes it.
                     **({} if rank else {processes.STORE_FD: str(listening.fileno())}),
-                }  # fmt: skip
+                }
                 output = self.watch_dir / f"rank-{rank}.log" if rank else None
                 with output.open("wb") if output else contextlib.nullcontext() as out:
                     try:  # in a session of its own: Ctrl-C reaches the launcher alone, which passes it on once
                         process = subprocess.Popen(
-                            list(self.command), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ,
-                            pass_fds=() if rank else (listening.fileno(),), start_new_session=True,
+                            list(self.command),
+                            stdin=subprocess.DEVNULL,
+                            stdout=out,
+                            stderr=out,
+                            env=environ,
+                            pass_fds=() if rank else (listening.fileno(),),
+                            start_new_session=True,
                             preexec_fn=processes.kill_with_parent if is_main else None,  # noqa: PLW1509 - no threads here
-                        )  # fmt: skip
+                        )
                     except OSError as error:
-                        raise errors.UserError(f"rank {rank} cannot be started: {self.command[0]}: {error}") from None
+                        raise errors.UserError(
+                            f"rank {rank} cannot be started: {self.command[0]}: {error}"
+                        ) from None
                 self.workers.append(Worker(rank, process, output))
 
     def _forward(self, number: int) -> None:
@@ -232,20 +269,33 @@ class Group:
         self.lost = bool(hung) or (first not in alive and code < 0)
         how = "was suspended" if hung else "failed"
         if not hung and first not in alive:
-            how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+            how = (
+                f"failed with exit code {code}"
+                if code > 0
+                else f"was killed by {signal.Signals(-code).name}"
+            )
             how += " (often the kernel, for want of memory)" if code == -signal.SIGKILL else ""
-        status, failure = (processes.read(self.watch_dir, what, rank) for what in ("status", "failure"))
+        status, failure = (
+            processes.read(self.watch_dir, what, rank) for what in ("status", "failure")
+        )
         where = f" at step {status['step']}, phase {status['phase']}" if status else ""
-        self.log(f"windlass: rank {rank} of {self.world} on {socket.gethostname()} {how}{where}; the run has ended")
+        self.log(
+            f"windlass: rank {rank} of {self.world} on {socket.gethostname()} {how}{where}; the run has ended"
+        )
         if failure:
-            self.log(f"  last error: {processes.Failure(**failure) if failure['rank'] != rank else failure['error']}")
+            self.log(
+                f"  last error: {processes.Failure(**failure) if failure['rank'] != rank else failure['error']}"
+            )
         if tail := first.tail():
             self.log(f"  its last lines:\n{tail}".replace("\n", f"\n  [rank {rank}] "))
         return errors.FAILED
 
     def _settle(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while sum(worker.poll() for worker in self.workers) < len(self.workers) and time.monotonic() < until:
+        while (
+            sum(worker.poll() for worker in self.workers) < len(self.workers)
+            and time.monotonic() < until
+        ):
             time.sleep(0.02)
 
     def kill(self) -> None:
@@ -256,9 +306,21 @@ class Group:
 
     def _first_to_fail(self, ended_by_us: Sequence[Worker]) -> Worker:
         """The rank that failed first, by time; also one that reported a failure and was slow to end. Lost contacts last."""
-        reports = {worker.rank: processes.read(self.watch_dir, "failure", worker.rank) for worker in self.workers}
-        secondary = {rank: bool(r) and (r["secondary"] or r["rank"] != rank) for rank, r in reports.items()}
-        failed = [w for w in self.workers if w not in ended_by_us and w.code not in (errors.DONE, errors.STOPPED)]
+        reports = {
+            worker.rank: processes.read(self.watch_dir, "failure", worker.rank)
+            for worker in self.workers
+        }
+        secondary = {
+            rank: bool(r) and (r["secondary"] or r["rank"] != rank) for rank, r in reports.items()
+        }
+        failed = [
+            w
+            for w in self.workers
+            if w not in ended_by_us and w.code not in (errors.DONE, errors.STOPPED)
+        ]
         if not any(w.code in MEANT_CODES for w in failed):
             failed += [w for w in ended_by_us if reports[w.rank] and not secondary[w.rank]]
-        return min(failed, key=lambda w: (secondary[w.rank], min(reports[w.rank].get("time", w.ended), w.ended)))
+        return min(
+            failed,
+            key=lambda w: (secondary[w.rank], min(reports[w.rank].get("time", w.ended), w.ended)),
+        )

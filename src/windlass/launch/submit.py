@@ -20,18 +20,37 @@ from pydantic import ValidationError
 from windlass.errors import RunFailed, UserError
 from windlass.estimate.host import host_memory_gb
 from windlass.fileio import read_json, write_atomic
-from windlass.launch.batch import EXIT_CODE, FOLLOWING, GRACE_SECONDS, SCHEDULERS, SUBMITTED, TIME, Job, Site, render
+from windlass.launch.batch import (
+    EXIT_CODE,
+    FOLLOWING,
+    GRACE_SECONDS,
+    SCHEDULERS,
+    SUBMITTED,
+    TIME,
+    Job,
+    Site,
+    render,
+)
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.variables import SECRET_NAME
 
-SCRIPT, SNAPSHOT = "submit.sh", "submit.toml"  # beside it: the script, and the recipe that the job trains
+SCRIPT, SNAPSHOT = (
+    "submit.sh",
+    "submit.toml",
+)  # beside it: the script, and the recipe that the job trains
 WATCH_SECONDS = 5.0
 PBS_STATES = {
-    "Q": "pending", "H": "held", "W": "waiting", "R": "running", "B": "begun", "S": "suspended", "U": "suspended",
+    "Q": "pending",
+    "H": "held",
+    "W": "waiting",
+    "R": "running",
+    "B": "begun",
+    "S": "suspended",
+    "U": "suspended",
     "E": "exiting",
-}  # fmt: skip
+}
 OVER = re.compile(
     "invalid job|unknown job|has finished", re.IGNORECASE
 )  # what squeue and qstat say of a job that is over
@@ -51,11 +70,19 @@ class Resources:
 
     def check(self) -> list[str]:
         """The options of `windlass check` that ask for the bandwidth."""
-        return ["--min-busbw", f"{self.min_busbw:g}", *(["--max-size", self.max_size] if self.max_size else [])]
+        return [
+            "--min-busbw",
+            f"{self.min_busbw:g}",
+            *(["--max-size", self.max_size] if self.max_size else []),
+        ]
 
 
 def site_file() -> Path:
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "windlass" / "site.toml"
+    return (
+        Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+        / "windlass"
+        / "site.toml"
+    )
 
 
 def read_site(path: Path | None = None) -> Site:
@@ -73,12 +100,14 @@ def read_site(path: Path | None = None) -> Site:
             name, key = ".".join(map(str, e["loc"])), Site.model_fields.get(str(e["loc"][0]))
             what = f"= {e['input']!r}: {e['msg']}. {key.description}" if key else "is no key of it"
             wrong.append(f"  {name} {what}")
-        raise UserError("\n".join([*wrong, f"  Its keys are {', '.join(sorted(Site.model_fields))}"])) from None
+        raise UserError(
+            "\n".join([*wrong, f"  Its keys are {', '.join(sorted(Site.model_fields))}"])
+        ) from None
     if secret := [name for name in site.environment if SECRET_NAME.search(name)]:
         raise UserError(
             f"{chosen}: environment has {', '.join(secret)}, and a batch script is a file that others may read: leave it out; "
-            "SLURM passes the variables of the shell that submits (PBS: `directives = [\"-V\"]`), and W&B reads ~/.netrc"
-        )  # fmt: skip
+            'SLURM passes the variables of the shell that submits (PBS: `directives = ["-V"]`), and W&B reads ~/.netrc'
+        )
     return site
 
 
@@ -94,14 +123,23 @@ def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
             "prints the script"
         )
     if chosen == "pbs" and site.launcher == "srun":
-        raise UserError("launcher = srun in the site file is SLURM's, and PBS has none: write mpiexec or torchrun")
+        raise UserError(
+            "launcher = srun in the site file is SLURM's, and PBS has none: write mpiexec or torchrun"
+        )
     if chosen not in installed and not dry_run:
-        raise UserError(f"there is no {SCHEDULERS[chosen]} here: submit from a login node, or look with --dry-run")
+        raise UserError(
+            f"there is no {SCHEDULERS[chosen]} here: submit from a login node, or look with --dry-run"
+        )
     return chosen
 
 
 def make_job(
-    name: str, command: Sequence[str], recipes: Sequence[Recipe], logs: Path, site: Site, asked: Resources
+    name: str,
+    command: Sequence[str],
+    recipes: Sequence[Recipe],
+    logs: Path,
+    site: Site,
+    asked: Resources,
 ) -> Job:
     """A job that asks for what training any of these recipes needs; UserError if the site does not have it."""
     on_cpu = all(recipe.parallel.device == "cpu" for recipe in recipes)
@@ -112,19 +150,34 @@ def make_job(
             "parallel.device=cpu"
         )
     if site.gpus_per_node and gpus > site.gpus_per_node:
-        raise UserError(f"--gpus-per-node {gpus}: a node of this site has {site.gpus_per_node} (gpus_per_node)")
+        raise UserError(
+            f"--gpus-per-node {gpus}: a node of this site has {site.gpus_per_node} (gpus_per_node)"
+        )
     if asked.time and not re.fullmatch(TIME, asked.time):
         raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
     if asked.max_size and not asked.min_busbw:
-        raise UserError(f"--max-size {asked.max_size}: it is the message of --min-busbw GB/S; give both")
+        raise UserError(
+            f"--max-size {asked.max_size}: it is the message of --min-busbw GB/S; give both"
+        )
     ranks = asked.per_host or max(1, gpus)
     memory = site.memory_per_rank * ranks
     if memory < 0:
-        memory = max(host_memory_gb(recipe, asked.nodes * ranks, ranks, on_cpu) for recipe in recipes)
+        memory = max(
+            host_memory_gb(recipe, asked.nodes * ranks, ranks, on_cpu) for recipe in recipes
+        )
     return Job(
-        name, command, Path.cwd(), logs, logs / SCRIPT, asked.nodes, ranks, gpus, memory, asked.time,
+        name,
+        command,
+        Path.cwd(),
+        logs,
+        logs / SCRIPT,
+        asked.nodes,
+        ranks,
+        gpus,
+        memory,
+        asked.time,
         max_restarts=asked.max_restarts,
-    )  # fmt: skip
+    )
 
 
 def submit_run(
@@ -147,12 +200,17 @@ def submit_run(
     place = Path(site.scratch or Path.cwd())
     run = Run((place / recipe.run_dir).resolve())
     name, recipe = run.name, with_places(recipe, place).replace({"run.dir": str(run.path)})
-    if recipe.checkpoint.grace_seconds == type(recipe.checkpoint).model_fields["grace_seconds"].default:  # torchrun's
+    if (
+        recipe.checkpoint.grace_seconds
+        == type(recipe.checkpoint).model_fields["grace_seconds"].default
+    ):  # torchrun's
         recipe = recipe.replace({"checkpoint.grace_seconds": GRACE_SECONDS - 10})
     snapshot = str(run.path / SNAPSHOT)
     launch = (*WINDLASS, "launch", "--", *WINDLASS)
     job = make_job(name, (*launch, "train", snapshot), [recipe], run.path, site, asked)
-    recipe.batch(job.nodes * job.ranks_per_node)  # UserError where the global batch cannot be divided
+    recipe.batch(
+        job.nodes * job.ranks_per_node
+    )  # UserError where the global batch cannot be divided
     before = (*launch, "check", snapshot, *asked.check()) if asked.min_busbw else ()
     after = track_commands([recipe], site, str(run.path))
     job = replace(job, directory=place, before=before, after=after)
@@ -166,35 +224,54 @@ def submit_run(
 
 # Settings that may name a file or directory that is there already, with a prefix or without one.
 INPUTS = (
-    "data.source", "data.eval_source", "data.tokenizer", "model.name", "model.init_from", "eval.hellaswag_file",
-    "eval.squad_file", "checkpoint.resume",
-)  # fmt: skip
+    "data.source",
+    "data.eval_source",
+    "data.tokenizer",
+    "model.name",
+    "model.init_from",
+    "eval.hellaswag_file",
+    "eval.squad_file",
+    "checkpoint.resume",
+)
 
 
 def with_places(recipe: Recipe, directory: Path) -> Recipe:
     """The recipe for a job that runs in `directory`: files named relative to this directory get their whole paths."""
 
     def whole(text: str) -> str:
-        prefix, place = re.fullmatch(r"((?:hf|squad|shards|gpt2):)?(.*)", text, re.DOTALL).groups("")  # type: ignore[union-attr]
-        is_here = place and not Path(place).is_absolute() and (Path(place).exists() or glob.glob(place))
+        match = re.fullmatch(r"((?:hf|squad|shards|gpt2):)?(.*)", text, re.DOTALL)
+        assert match is not None, "every text matches"
+        prefix, place = match.groups("")
+        is_here = (
+            place and not Path(place).is_absolute() and (Path(place).exists() or glob.glob(place))
+        )
         return f"{prefix}{Path.cwd() / place}" if is_here else text
 
     if directory.resolve() == Path.cwd():
         return recipe
-    given = {key: value for key, value in recipe.flat().items() if key in INPUTS and value != "stdlib"}
-    changed = {k: [whole(one) for one in v] if isinstance(v, list) else whole(v) for k, v in given.items() if v}
+    given = {
+        key: value for key, value in recipe.flat().items() if key in INPUTS and value != "stdlib"
+    }
+    changed = {
+        k: [whole(one) for one in v] if isinstance(v, list) else whole(v)
+        for k, v in given.items()
+        if v
+    }
     return recipe.replace({key: value for key, value in changed.items() if value != given[key]})
 
 
-def track_commands(recipes: Sequence[Recipe], site: Site, run: str, *options: str) -> list[Sequence[str]]:
+def track_commands(
+    recipes: Sequence[Recipe], site: Site, run: str, *options: str
+) -> list[Sequence[str]]:
     """What sends to the trackers of these recipes what they did not get while a run trained.
 
     W&B's offline runs, and what an MLflow server did not get. Local files need nothing.
     """
     environ = os.environ | site.environment
     behind = {
-        "wandb": environ.get("WANDB_MODE") == "offline", "mlflow": environ.get("MLFLOW_TRACKING_URI", "").startswith("http"),
-    }  # fmt: skip
+        "wandb": environ.get("WANDB_MODE") == "offline",
+        "mlflow": environ.get("MLFLOW_TRACKING_URI", "").startswith("http"),
+    }
     used = dict.fromkeys(name for recipe in recipes for name in recipe.telemetry.trackers)
     track = ("env", "WANDB_MODE=online", "timeout", "600", *WINDLASS, "track", run)
     return [(*track, *options, "--to", name) for name in used if behind.get(name)]
@@ -209,23 +286,32 @@ def submit(
         return script, ""
     try:
         job.logs.mkdir(parents=True, exist_ok=True)
-        for mark in (*job.logs.glob(".open-*"), job.logs / EXIT_CODE):  # of an earlier job, which does not count here
+        for mark in (
+            *job.logs.glob(".open-*"),
+            job.logs / EXIT_CODE,
+        ):  # of an earlier job, which does not count here
             mark.unlink(missing_ok=True)
         _keep_records(job.logs)
         if recipe:
             write_atomic(job.logs / SNAPSHOT, recipe.toml())
         job.script.write_text(script, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{job.script} cannot be written: {error.strerror}; give another run.dir") from None
+        raise UserError(
+            f"{job.script} cannot be written: {error.strerror}; give another run.dir"
+        ) from None
     program = ["sbatch", "--parsable"] if scheduler == "slurm" else ["qsub"]
-    done = subprocess.run([*program, str(job.script)], capture_output=True, text=True, check=False, cwd=job.directory)
+    done = subprocess.run(
+        [*program, str(job.script)], capture_output=True, text=True, check=False, cwd=job.directory
+    )
     if done.returncode:
         why = (done.stderr or done.stdout).strip()
         raise UserError(
             f"{program[0]} refused {job.script}: {why}. Change what is asked for: --nodes, --gpus-per-node, --time, or "
             f"partition, account, constraint, cpus_per_rank and memory_per_rank (0: none) in {site_file()} or --site FILE"
         )
-    job_id = done.stdout.split()[-1].partition(";")[0]  # SLURM adds `;cluster` where there are several
+    job_id = done.stdout.split()[-1].partition(";")[
+        0
+    ]  # SLURM adds `;cluster` where there are several
     write_atomic(job.logs / SUBMITTED, json.dumps({"scheduler": scheduler, "job": job_id}) + "\n")
     return script, job_id
 
@@ -235,7 +321,9 @@ def queued(directory: Path) -> tuple[str, str]:
 
     An array has more than one job where some of its tasks go on in jobs of their own: this is the first that is not over.
     """
-    jobs = [(str(submitted["job"]), _state(submitted)) for submitted in _records(directory).values()]
+    jobs = [
+        (str(submitted["job"]), _state(submitted)) for submitted in _records(directory).values()
+    ]
     return next((job for job in jobs if job[1]), jobs[0] if jobs else ("", ""))
 
 
@@ -259,7 +347,11 @@ def _state(submitted: Mapping[str, str]) -> str:
     job, scheduler = submitted["job"], submitted["scheduler"]
     if shutil.which(SCHEDULERS[scheduler]) is None:
         return ""
-    query = ["squeue", "--noheader", "-o", "%T %r", "-j", job] if scheduler == "slurm" else ["qstat", job]
+    query = (
+        ["squeue", "--noheader", "-o", "%T %r", "-j", job]
+        if scheduler == "slurm"
+        else ["qstat", job]
+    )
     done = subprocess.run(query, capture_output=True, text=True, check=False)
     if done.returncode and not OVER.search(done.stderr):  # a scheduler that is busy
         return f"unknown ({(done.stderr or query[0]).strip()})"
@@ -276,7 +368,9 @@ def cancel(directory: Path) -> str:
     """End the jobs of a run or study; what runs saves first. Returns the jobs' ids; UserError where there is none."""
     records = _records(directory)
     if not records:
-        raise UserError(f"{directory} has no {SUBMITTED}: it was not submitted with `windlass submit`")
+        raise UserError(
+            f"{directory} has no {SUBMITTED}: it was not submitted with `windlass submit`"
+        )
     alive = [(submitted, state) for submitted in records.values() if (state := _state(submitted))]
     if not alive:
         job = next(iter(records.values()))["job"]
@@ -297,7 +391,9 @@ def cancel(directory: Path) -> str:
 
 
 def _end_on_slurm(job: str, state: str) -> list[list[str]]:
-    done = subprocess.run(["squeue", "--noheader", "-o", "%T", "-j", job], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["squeue", "--noheader", "-o", "%T", "-j", job], capture_output=True, text=True, check=False
+    )
     waits = ["scancel", "--state=PENDING", job]
     return [waits] + [["scancel", "--batch", "--signal=USR2", job]] * bool(
         set(done.stdout.split()) - {"PENDING", "COMPLETING"}
@@ -306,12 +402,22 @@ def _end_on_slurm(job: str, state: str) -> list[list[str]]:
 
 def _end_on_pbs(job: str, state: str) -> list[list[str]]:
     if state != "begun":
-        return [["qsig", "-s", "SIGUSR2", job] if state in ("running", "suspended") else ["qdel", job]]
-    listed = subprocess.run(["qstat", "-t", job], capture_output=True, text=True, check=False).stdout.splitlines()
-    tasks = [(match[1], line.split()[-2]) for line in listed if (match := re.match(r"\d+\[(\d+)\]", line))]
+        return [
+            ["qsig", "-s", "SIGUSR2", job] if state in ("running", "suspended") else ["qdel", job]
+        ]
+    listed = subprocess.run(
+        ["qstat", "-t", job], capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    tasks = [
+        (match[1], line.split()[-2])
+        for line in listed
+        if (match := re.match(r"\d+\[(\d+)\]", line))
+    ]
     waiting = [job.replace("[]", f"[{index}]") for index, letter in tasks if letter in "QHWT"]
     running = [job.replace("[]", f"[{index}]") for index, letter in tasks if letter in "RSU"]
-    return [["qdel", *waiting]] * bool(waiting) + [["qsig", "-s", "SIGUSR2", *running]] * bool(running)
+    return [["qdel", *waiting]] * bool(waiting) + [["qsig", "-s", "SIGUSR2", *running]] * bool(
+        running
+    )
 
 
 def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_SECONDS) -> None:
@@ -321,7 +427,10 @@ def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_S
         job, state = queued(directory)
         if state and state != last:
             show(f"[{job}: {state}]")
-        logs = [*directory.glob("*.out"), *directory.glob("*.OU")]  # the latter: what PBS itself says
+        logs = [
+            *directory.glob("*.out"),
+            *directory.glob("*.OU"),
+        ]  # the latter: what PBS itself says
         for log in sorted(log for log in logs if log.stat().st_mtime >= since):
             with log.open(errors="replace") as file:
                 file.seek(shown.get(log, 0))

@@ -18,9 +18,12 @@ from windlass.recipe import Recipe
 
 
 def build_model(
-    recipe: Recipe, vocab: int, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32,
+    recipe: Recipe,
+    vocab: int,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.float32,
     run: Path | None = None,
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """The network of a recipe's `[model]`, its weights not yet filled; `device` and `dtype` are of the parameters.
 
     On the meta device it takes no memory: `parallelize` gives it storage, then `initialise` or a checkpoint gives it
@@ -36,7 +39,9 @@ def build_model(
         return hf
     rows = recipe.model.vocab or vocab
     if rows < vocab:
-        raise UserError(f"model.vocab = {rows} is too small for the tokenizer: write {vocab} or more, or 0")
+        raise UserError(
+            f"model.vocab = {rows} is too small for the tokenizer: write {vocab} or more, or 0"
+        )
     with torch.device("meta"):
         model = GPT(recipe.model, rows).to(dtype)
     freeze(model, recipe.model.freeze)
@@ -54,17 +59,23 @@ def own_module(model: nn.Module, context: int) -> nn.Module:
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:
     """Take the parameters whose names match a pattern out of training; UserError where one matches none, or all match."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one by each of its names
+    parameters = dict(
+        model.named_parameters(remove_duplicate=False)
+    )  # a tied one by each of its names
     for pattern in patterns:
         names = [name for name in parameters if fnmatchcase(name, pattern)]
         if not names:
             near = difflib.get_close_matches(pattern, parameters, n=4, cutoff=0.3)
             shown = ", ".join(list(dict.fromkeys([*near, *parameters]))[:4])
-            raise UserError(f"model.freeze: no parameter is named {pattern}; among the {len(parameters)} are {shown}")
+            raise UserError(
+                f"model.freeze: no parameter is named {pattern}; among the {len(parameters)} are {shown}"
+            )
         for name in names:
             parameters[name].requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
-        raise UserError(f"model.freeze: {', '.join(patterns)} leave no parameter to train; leave one out")
+        raise UserError(
+            f"model.freeze: {', '.join(patterns)} leave no parameter to train; leave one out"
+        )
 
 
 def read_sizes(recipe: Recipe, vocab: int = 0) -> CountedSizes:
@@ -80,14 +91,27 @@ def sizes_of(model: nn.Module) -> CountedSizes:
     vocab = int(getattr(model, "vocab", 0))  # a user's own model may not say it
     in_4bit = sum(m.numbers for m in model.modules() if isinstance(m, Linear4bit))
     trained = sum(n for n, trained in sizes if trained)
-    positions = model.positions.weight.numel() if isinstance(model, GPT) and hasattr(model, "positions") else 0
-    return CountedSizes(sum(n for n, _ in sizes) + in_4bit, trained, vocab, network, positions, in_4bit)
+    positions = (
+        model.positions.weight.numel()
+        if isinstance(model, GPT) and hasattr(model, "positions")
+        else 0
+    )
+    return CountedSizes(
+        sum(n for n, _ in sizes) + in_4bit, trained, vocab, network, positions, in_4bit
+    )
 
 
 def hf_network(config: Any) -> dict[str, Any]:
     """What a configuration of `transformers` says of the network, in the words of `[model]`."""
     names = {
-        "layers": "num_hidden_layers", "heads": "num_attention_heads", "width": "hidden_size", "vocab": "vocab_size",
-    }  # fmt: skip
-    network = {own: value for own, name in names.items() if isinstance(value := getattr(config, name, None), int)}
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "width": "hidden_size",
+        "vocab": "vocab_size",
+    }
+    network = {
+        own: value
+        for own, name in names.items()
+        if isinstance(value := getattr(config, name, None), int)
+    }
     return {"architecture": config.model_type, **network}

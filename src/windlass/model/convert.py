@@ -18,63 +18,122 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Read = Callable[[str], "Tensor"]  # gives the tensor of a name, whole, on the CPU
-ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "relu2": "relu2"}  # our names, and GPT-2's
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_new",
+    "relu": "relu",
+    "relu2": "relu2",
+}  # our names, and GPT-2's
 BIASES = {"norm_bias": "norm", "attn_bias": ".attn.", "ff_bias": ".ff."}
 """The settings that say which modules have a bias, and what is in the names of those modules."""
 LLAMA = {
     "embedding": "model.embed_tokens",
-    "blocks.#.attn_norm": "model.layers.#.input_layernorm", "blocks.#.ff_norm": "model.layers.#.post_attention_layernorm",
+    "blocks.#.attn_norm": "model.layers.#.input_layernorm",
+    "blocks.#.ff_norm": "model.layers.#.post_attention_layernorm",
     "blocks.#.attn.qkv": "model.layers.#.self_attn.q_proj model.layers.#.self_attn.k_proj model.layers.#.self_attn.v_proj",
-    "blocks.#.attn.out": "model.layers.#.self_attn.o_proj", "blocks.#.ff.gate": "model.layers.#.mlp.gate_proj",
-    "blocks.#.ff.up": "model.layers.#.mlp.up_proj", "blocks.#.ff.down": "model.layers.#.mlp.down_proj",
-    "norm": "model.norm", "head": "lm_head",
-}  # fmt: skip
+    "blocks.#.attn.out": "model.layers.#.self_attn.o_proj",
+    "blocks.#.ff.gate": "model.layers.#.mlp.gate_proj",
+    "blocks.#.ff.up": "model.layers.#.mlp.up_proj",
+    "blocks.#.ff.down": "model.layers.#.mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
 UNGATED = {name: there for name, there in LLAMA.items() if name != "blocks.#.ff.gate"}
 APERTUS_NORMS = {
-    "blocks.#.attn_norm": "model.layers.#.attention_layernorm", "blocks.#.ff_norm": "model.layers.#.feedforward_layernorm",
-}  # fmt: skip
+    "blocks.#.attn_norm": "model.layers.#.attention_layernorm",
+    "blocks.#.ff_norm": "model.layers.#.feedforward_layernorm",
+}
 MODULES = {
     "gpt2": {
-        "embedding": "transformer.wte", "positions": "transformer.wpe",
-        "blocks.#.attn_norm": "transformer.h.#.ln_1", "blocks.#.ff_norm": "transformer.h.#.ln_2",
-        "blocks.#.attn.qkv": "transformer.h.#.attn.c_attn", "blocks.#.attn.out": "transformer.h.#.attn.c_proj",
-        "blocks.#.ff.up": "transformer.h.#.mlp.c_fc", "blocks.#.ff.down": "transformer.h.#.mlp.c_proj",
-        "norm": "transformer.ln_f", "head": "lm_head",
+        "embedding": "transformer.wte",
+        "positions": "transformer.wpe",
+        "blocks.#.attn_norm": "transformer.h.#.ln_1",
+        "blocks.#.ff_norm": "transformer.h.#.ln_2",
+        "blocks.#.attn.qkv": "transformer.h.#.attn.c_attn",
+        "blocks.#.attn.out": "transformer.h.#.attn.c_proj",
+        "blocks.#.ff.up": "transformer.h.#.mlp.c_fc",
+        "blocks.#.ff.down": "transformer.h.#.mlp.c_proj",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
     },
-    "llama": LLAMA, "qwen3": LLAMA, "arcee": UNGATED, "apertus": UNGATED | APERTUS_NORMS,
-}  # fmt: skip
+    "llama": LLAMA,
+    "qwen3": LLAMA,
+    "arcee": UNGATED,
+    "apertus": UNGATED | APERTUS_NORMS,
+}
 """Our modules in order, and those of `transformers`; several of those lie in ours on top of one another."""
 LLAMA_SETTINGS = {
-    "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
-    "width": "hidden_size", "ff_width": "intermediate_size", "context": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps", "attn_bias": "attention_bias",
-}  # fmt: skip
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "width": "hidden_size",
+    "ff_width": "intermediate_size",
+    "context": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "attn_bias": "attention_bias",
+}
 SETTINGS = {
     "gpt2": {
-        "layers": "n_layer", "heads": "n_head", "width": "n_embd", "ff_width": "n_inner", "context": "n_positions",
+        "layers": "n_layer",
+        "heads": "n_head",
+        "width": "n_embd",
+        "ff_width": "n_inner",
+        "context": "n_positions",
         "norm_eps": "layer_norm_epsilon",
     },
-    "llama": LLAMA_SETTINGS | {"ff_bias": "mlp_bias"}, "qwen3": LLAMA_SETTINGS,
-    "arcee": LLAMA_SETTINGS | {"ff_bias": "mlp_bias"}, "apertus": LLAMA_SETTINGS,
-}  # fmt: skip
+    "llama": LLAMA_SETTINGS | {"ff_bias": "mlp_bias"},
+    "qwen3": LLAMA_SETTINGS,
+    "arcee": LLAMA_SETTINGS | {"ff_bias": "mlp_bias"},
+    "apertus": LLAMA_SETTINGS,
+}
 """Our settings, and the entries of a configuration that say the same."""
 COMMON: dict[str, Any] = {"logit_cap": (0.0,), "head_bias": (False,), "final_norm": (True,)}
 ROPE: dict[str, Any] = {"position": ("rope",), "norm": ("rmsnorm",), **COMMON}
 ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "gpt2": {"position": ("learned",), "norm": ("layernorm",), "activation": tuple(ACTIVATIONS), "qk_norm": (False,), **COMMON},
+    "gpt2": {
+        "position": ("learned",),
+        "norm": ("layernorm",),
+        "activation": tuple(ACTIVATIONS),
+        "qk_norm": (False,),
+        **COMMON,
+    },
     "llama": {"activation": ("swiglu",), "qk_norm": (False,), **ROPE},
     "qwen3": {"activation": ("swiglu",), "qk_norm": (True,), "ff_bias": (False,), **ROPE},
     "arcee": {"activation": tuple(ACTIVATIONS), "qk_norm": (False,), **ROPE},
     "apertus": {"activation": tuple(ACTIVATIONS), "qk_norm": (True,), "ff_bias": (False,), **ROPE},
-}  # fmt: skip
+}
 """What our settings may be where the architecture has no choice. With RoPE and RMSNorm there is one for each combination
 of a gated feed-forward layer and normalised queries and keys."""
 OWN_SETTINGS = (
-    "layers", "heads", "kv_heads", "width", "ff_width", "context", "norm", "final_norm", "norm_eps", "position", "rope_theta",
-    "activation", "attn_bias", "ff_bias", "norm_bias", "head_bias", "qk_norm", "logit_cap", "dropout", "init_std",
-)  # fmt: skip
+    "layers",
+    "heads",
+    "kv_heads",
+    "width",
+    "ff_width",
+    "context",
+    "norm",
+    "final_norm",
+    "norm_eps",
+    "position",
+    "rope_theta",
+    "activation",
+    "attn_bias",
+    "ff_bias",
+    "norm_bias",
+    "head_bias",
+    "qk_norm",
+    "logit_cap",
+    "dropout",
+    "init_std",
+)
 """What the configuration of a model that is exported with its code has under our own names."""
-CLASSES = {"gpt2": "GPT2", "llama": "Llama", "qwen3": "Qwen3", "arcee": "Arcee", "apertus": "Apertus"}
+CLASSES = {
+    "gpt2": "GPT2",
+    "llama": "Llama",
+    "qwen3": "Qwen3",
+    "arcee": "Arcee",
+    "apertus": "Apertus",
+}
 
 
 def their_names(m: ModelSettings, name: str) -> list[str]:
@@ -90,7 +149,11 @@ def our_names(kind: str, m: ModelSettings, biases: Collection[str]) -> Iterator[
     first, *modules = MODULES[kind]
     inside = [name for name in modules if "#" in name]
     outside = [name for name in modules if "#" not in name and not (name == "head" and m.tie_head)]
-    for module in (first, *(name.replace("#", str(i)) for i in range(m.layers) for name in inside), *outside):
+    for module in (
+        first,
+        *(name.replace("#", str(i)) for i in range(m.layers) for name in inside),
+        *outside,
+    ):
         yield f"{module}.weight"
         if next((key for key, part in BIASES.items() if part in module), "") in biases:
             yield f"{module}.bias"
@@ -98,7 +161,9 @@ def our_names(kind: str, m: ModelSettings, biases: Collection[str]) -> Iterator[
 
 def own_biases(m: ModelSettings) -> set[str]:
     """Which of `BIASES` our model has."""
-    return {key for key in BIASES if getattr(m, key) and (key != "norm_bias" or m.norm == "layernorm")}
+    return {
+        key for key in BIASES if getattr(m, key) and (key != "norm_bias" or m.norm == "layernorm")
+    }
 
 
 def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
@@ -127,7 +192,9 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
 
 def unit_weights(m: ModelSettings) -> dict[str, int]:
     """The weights of the norms of queries and keys, which ours has not, and their size: 1 where the two are equal."""
-    norms = [f"model.layers.{i}.self_attn.{one}_norm.weight" for i in range(m.layers) for one in "qk"]
+    norms = [
+        f"model.layers.{i}.self_attn.{one}_norm.weight" for i in range(m.layers) for one in "qk"
+    ]
     return dict.fromkeys(norms if m.qk_norm else [], m.width // m.heads)
 
 
@@ -138,26 +205,40 @@ def from_hf(m: ModelSettings, name: str, read: Read) -> Tensor:
     tensor = torch.cat([read(there) for there in their_names(m, name)])
     if name == "positions.weight":
         return tensor[: m.context]
-    return tensor.t() if m.position == "learned" and name.startswith("blocks.") and tensor.dim() == 2 else tensor
+    return (
+        tensor.t()
+        if m.position == "learned" and name.startswith("blocks.") and tensor.dim() == 2
+        else tensor
+    )
 
 
 def dropped(m: ModelSettings, there: dict[str, Any]) -> list[str]:
     """Our names of the biases that their weights have and our model has not: they must be zero for the two to be equal."""
     kind = architecture(m)
     own = set(our_names(kind, m, own_biases(m)))
-    return [name for name in our_names(kind, m, [key for key in BIASES if there.get(key)]) if name not in own]
+    return [
+        name
+        for name in our_names(kind, m, [key for key in BIASES if there.get(key)])
+        if name not in own
+    ]
 
 
 def architecture(m: ModelSettings) -> str:
     """The `model_type` in `transformers`; a UserError says what differs from the nearest where it is none of them."""
     allowed = {**ALLOWED, "gpt2": {**ALLOWED["gpt2"], "kv_heads": (0, m.heads)}}
     differs = {
-        kind: [f"model.{key} = {json.dumps(getattr(m, key))}" for key, ok in keys.items() if getattr(m, key) not in ok]
+        kind: [
+            f"model.{key} = {json.dumps(getattr(m, key))}"
+            for key, ok in keys.items()
+            if getattr(m, key) not in ok
+        ]
         for kind, keys in allowed.items()
     }
     kind = min(differs, key=lambda kind: len(differs[kind]))
     if differs[kind]:
-        raise UserError(f"transformers has no such model; {CLASSES[kind]} differs in {', '.join(differs[kind])}")
+        raise UserError(
+            f"transformers has no such model; {CLASSES[kind]} differs in {', '.join(differs[kind])}"
+        )
     return kind
 
 
@@ -174,10 +255,18 @@ def own_config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
     module = "modeling_windlass"
     resolved = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_}
     return {key: resolved[key] for key in OWN_SETTINGS} | {
-        "model_type": "windlass", "architectures": ["WindlassForCausalLM"],
-        "auto_map": {"AutoConfig": f"{module}.WindlassConfig", "AutoModelForCausalLM": f"{module}.WindlassForCausalLM"},
-        "vocab_size": vocab, "bos_token_id": eot, "eos_token_id": eot, "tie_word_embeddings": m.tie_head, "dtype": "float32",
-    }  # fmt: skip
+        "model_type": "windlass",
+        "architectures": ["WindlassForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"{module}.WindlassConfig",
+            "AutoModelForCausalLM": f"{module}.WindlassForCausalLM",
+        },
+        "vocab_size": vocab,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+        "tie_word_embeddings": m.tie_head,
+        "dtype": "float32",
+    }
 
 
 def config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
@@ -185,18 +274,28 @@ def config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
     kind = architecture(m)
     resolved = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_}
     entries = {there: resolved[key] for key, there in SETTINGS[kind].items()} | {
-        "model_type": kind, "vocab_size": vocab, "bos_token_id": eot, "eos_token_id": eot,
-        "tie_word_embeddings": m.tie_head, "initializer_range": m.init_std, "dtype": "float32",
-    }  # fmt: skip
-    entries["architectures"] = ["GPT2LMHeadModel" if kind == "gpt2" else f"{CLASSES[kind]}ForCausalLM"]
+        "model_type": kind,
+        "vocab_size": vocab,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+        "tie_word_embeddings": m.tie_head,
+        "initializer_range": m.init_std,
+        "dtype": "float32",
+    }
+    entries["architectures"] = [
+        "GPT2LMHeadModel" if kind == "gpt2" else f"{CLASSES[kind]}ForCausalLM"
+    ]
     if kind == "gpt2":
         dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), m.dropout)
         return entries | dropout | {"activation_function": ACTIVATIONS[m.activation]}
     return entries | {
-        "head_dim": m.width // m.heads, "hidden_act": ACTIVATIONS.get(m.activation, "silu"),
-        "attention_dropout": m.dropout, "rope_theta": m.rope_theta, "pad_token_id": None,
+        "head_dim": m.width // m.heads,
+        "hidden_act": ACTIVATIONS.get(m.activation, "silu"),
+        "attention_dropout": m.dropout,
+        "rope_theta": m.rope_theta,
+        "pad_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta},
-    }  # fmt: skip
+    }
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -206,7 +305,9 @@ def settings_of(config: Any) -> dict[str, Any]:
     """
     kind = getattr(config, "model_type", "")
     if kind not in SETTINGS:
-        raise UserError(f"model.init_from: architecture {kind!r} does not fit; {', '.join(SETTINGS)} do")
+        raise UserError(
+            f"model.init_from: architecture {kind!r} does not fit; {', '.join(SETTINGS)} do"
+        )
     settings = {key: getattr(config, there) for key, there in SETTINGS[kind].items()}
     settings |= {key: values[0] for key, values in ALLOWED[kind].items()}
     ours = {there: own for own, there in ACTIVATIONS.items()}
@@ -215,11 +316,15 @@ def settings_of(config: Any) -> dict[str, Any]:
             "activation_function": config.activation_function not in ours,
             "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
         }
-        settings |= dict.fromkeys(BIASES, True) | {"activation": ours.get(config.activation_function)}
+        settings |= dict.fromkeys(BIASES, True) | {
+            "activation": ours.get(config.activation_function)
+        }
         settings |= {"kv_heads": config.n_head, "ff_width": config.n_inner or 4 * config.n_embd}
     else:
         rope = getattr(config, "rope_parameters", None) or {}
-        head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         gated = "swiglu" in ALLOWED[kind]["activation"]
         settings["activation"] = "swiglu" if gated else ours.get(config.hidden_act)
         unlike = {
@@ -228,9 +333,13 @@ def settings_of(config: Any) -> dict[str, Any]:
             "rope scaling": rope.get("rope_type", "default") != "default",
             "head_dim": head_width * config.num_attention_heads != config.hidden_size,
         }
-        settings["rope_theta"] = float(rope.get("rope_theta", getattr(config, "rope_theta", 10_000.0)))
+        settings["rope_theta"] = float(
+            rope.get("rope_theta", getattr(config, "rope_theta", 10_000.0))
+        )
     if names := [name for name, differs in unlike.items() if differs]:
-        raise UserError(f"model.init_from: this {kind} is a variant that our GPT is not: {', '.join(names)}")
+        raise UserError(
+            f"model.init_from: this {kind} is a variant that our GPT is not: {', '.join(names)}"
+        )
     return settings | {"tie_head": bool(config.tie_word_embeddings), "vocab": config.vocab_size}
 
 
@@ -244,5 +353,12 @@ def check_fit(m: ModelSettings, vocab: int, there: dict[str, Any], where: str) -
     fits = {"context": own["context"] <= there["context"], "vocab": vocab >= there["vocab"]}
     fits |= {key: True for key in BIASES if there.get(key)}
     wrong = {key: value for key, value in there.items() if not fits.get(key, own[key] == value)}
-    if lines := [f"  model.{k} = {json.dumps(value)}  (it is {json.dumps(own[k])})" for k, value in wrong.items()]:
-        raise UserError("\n".join([f"model.init_from: the weights of {where} are of another shape; write", *lines]))
+    if lines := [
+        f"  model.{k} = {json.dumps(value)}  (it is {json.dumps(own[k])})"
+        for k, value in wrong.items()
+    ]:
+        raise UserError(
+            "\n".join(
+                [f"model.init_from: the weights of {where} are of another shape; write", *lines]
+            )
+        )

@@ -36,9 +36,13 @@ class LayerCache:
             causal mask (the cache was empty) and for a single new token (it sees all).
         """
         start, stop = self.length, self.length + k.shape[2]
-        assert k.shape[0] == self.batch and stop <= self.capacity, "more rows or tokens than the cache was made for"
+        assert k.shape[0] == self.batch and stop <= self.capacity, (
+            "more rows or tokens than the cache was made for"
+        )
         if not start:
-            self.keys, self.values = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in (k, v))
+            self.keys, self.values = (
+                x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in (k, v)
+            )
         self.keys[:, :, start:stop], self.values[:, :, start:stop], self.length = k, v, stop
         mask = None
         if start and stop - start > 1:
@@ -92,14 +96,20 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_width = m.heads, m.kv_heads_, m.width // m.heads
         self.qk_norm, self.norm_eps, self.dropout = m.qk_norm, m.norm_eps, m.dropout
-        self.qkv = nn.Linear(m.width, (m.heads + 2 * m.kv_heads_) * self.head_width, bias=m.attn_bias)
+        self.qkv = nn.Linear(
+            m.width, (m.heads + 2 * m.kv_heads_) * self.head_width, bias=m.attn_bias
+        )
         self.out = nn.Linear(m.width, m.width, bias=m.attn_bias)
 
-    def forward(self, x: Tensor, rotation: Rotation | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
         H, K = self.heads, self.kv_heads
         qkv = self.qkv(x).unflatten(-1, (H + 2 * K, self.head_width))  # [B, T, H + 2K, E]
         if rotation or self.qk_norm:
-            qk, v = qkv.split([H + K, K], dim=2)  # queries and keys are treated alike, and in one go
+            qk, v = qkv.split(
+                [H + K, K], dim=2
+            )  # queries and keys are treated alike, and in one go
             if self.qk_norm:
                 qk = F.rms_norm(qk, (self.head_width,), eps=self.norm_eps)
             if rotation:
@@ -112,13 +122,15 @@ class Attention(nn.Module):
         if cache:
             k, v, mask = cache.extend(k, v)  # [B, K, S, E]
         y = F.scaled_dot_product_attention(
-            q, k, v,
+            q,
+            k,
+            v,
             attn_mask=mask,
             # A constant without a cache: compared with a size that varies, it would break a compiled graph.
             is_causal=mask is None and not (cache and q.shape[2] == 1),
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=H != K,
-        )  # fmt: skip
+        )
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -156,7 +168,9 @@ class Block(nn.Module):
         self.ff_norm, self.ff = Norm(settings), FeedForward(settings)
         self.dropout = settings.dropout
 
-    def forward(self, x: Tensor, rotation: Rotation | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
         x = x + drop(self.attn(self.attn_norm(x), rotation, cache), self.dropout, self.training)
         return x + drop(self.ff(self.ff_norm(x)), self.dropout, self.training)
 
@@ -171,7 +185,9 @@ class Head(nn.Module):
 
     def __init__(self, settings: ModelSettings, vocab: int):
         super().__init__()
-        self.weight = None if settings.tie_head else nn.Parameter(torch.empty(vocab, settings.width))
+        self.weight = (
+            None if settings.tie_head else nn.Parameter(torch.empty(vocab, settings.width))
+        )
         self.bias = nn.Parameter(torch.empty(vocab)) if settings.head_bias else None
         self.cap = settings.logit_cap
 
@@ -204,7 +220,9 @@ class GPT(nn.Module):
             self.norm = Norm(settings)
         self.head = Head(settings, vocab)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: list[LayerCache] | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, cache: list[LayerCache] | None = None
+    ) -> Tensor:
         """Logits [B, T, V], or the loss.
 
         Args:
@@ -215,7 +233,9 @@ class GPT(nn.Module):
                 last token's logits [B, 1, V].
         """
         m, start, length = self.settings, cache[0].length if cache else 0, tokens.shape[1]
-        assert start + length <= self.context, f"{start + length} tokens do not fit into a context of {self.context}"
+        assert start + length <= self.context, (
+            f"{start + length} tokens do not fit into a context of {self.context}"
+        )
         x = self.embedding(tokens)
         rotation = None
         if m.position == "learned":
@@ -239,7 +259,9 @@ class GPT(nn.Module):
 
     def new_cache(self, batch: int, length: int) -> list[LayerCache]:
         """Room for each layer's keys and values of `batch` rows of up to `length` tokens, for `forward`."""
-        assert length <= self.context, f"{length} tokens do not fit into a context of {self.context}"
+        assert length <= self.context, (
+            f"{length} tokens do not fit into a context of {self.context}"
+        )
         return [LayerCache(batch, length) for _ in self.blocks]
 
     def matrix_parts(self, name: str) -> tuple[int, ...]:
@@ -296,5 +318,7 @@ def assign(parameter: Tensor, full: Tensor) -> None:
 
     mesh: Any = parameter.device_mesh
     # `src_data_rank=None`: every rank has the whole tensor already, so nothing is sent.
-    part = distribute_tensor(full.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+    part = distribute_tensor(
+        full.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None
+    )
     parameter.to_local().copy_(part.to_local())  # type: ignore[attr-defined]

@@ -24,9 +24,14 @@ from windlass.recipe.network import CONTEXT_KEYS, LoraSettings, ModelSettings
 from windlass.recipe.settings import IGNORE_INDEX
 
 UNLIMITED = 2**31  # the limit of a model whose configuration has none
-UNKNOWN_CONTEXT = 2048  # the context of such a model (ALiBi, for one), where the recipe does not set it
+UNKNOWN_CONTEXT = (
+    2048  # the context of such a model (ALiBi, for one), where the recipe does not set it
+)
 MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")  # as `peft` has them
-CACHE_NAMES = ("past_key_values", "cache_params")  # the argument for a cache: of attention and most hybrids, of Mamba
+CACHE_NAMES = (
+    "past_key_values",
+    "cache_params",
+)  # the argument for a cache: of attention and most hybrids, of Mamba
 
 
 class HfModel(nn.Module):
@@ -86,7 +91,9 @@ class HfModel(nn.Module):
         for module in self.modules():
             for name, old in module._parameters.items():
                 if old is not None and old.is_meta:
-                    empty = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+                    empty = nn.Parameter(
+                        torch.empty_like(old, device=device), requires_grad=old.requires_grad
+                    )
                     module._parameters[name] = new.setdefault(old, empty)
         return self.to(device)
 
@@ -104,7 +111,9 @@ class HfModel(nn.Module):
         """An empty cache of keys, values and states; it grows as it is used."""
         return HfCache(self.model)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: HfCache | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, cache: HfCache | None = None
+    ) -> Tensor:
         """Logits [B, T, V], or the summed loss; arguments as of `GPT.forward`.
 
         Padding, if any, is at the end, where no unmasked token sees it.
@@ -116,7 +125,9 @@ class HfModel(nn.Module):
             if labels is None:
                 return logits
             wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-            return nn.functional.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+            return nn.functional.cross_entropy(
+                wide, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+            )
         # The loss is computed inside the root's forward, where a sharded head is whole.
         hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()  # type: ignore[operator]
@@ -130,13 +141,19 @@ def wrap(model: Any, context: int) -> HfModel:
     """
     kind, config = type(model).__name__, model.config
     if model.get_output_embeddings() is None or config.get_text_config().is_encoder_decoder:
-        raise UserError(f"model: {kind} is not a causal language model; load it with AutoModelForCausalLM")
+        raise UserError(
+            f"model: {kind} is not a causal language model; load it with AutoModelForCausalLM"
+        )
     if getattr(model, "is_quantized", False):
-        raise UserError(f"model: {kind} is quantised; load it without, or use model.lora.base=4bit in the recipe")
+        raise UserError(
+            f"model: {kind} is quantised; load it without, or use model.lora.base=4bit in the recipe"
+        )
     name = str(getattr(config, "_name_or_path", "") or kind)
     own = HfModel(model.float(), Path(name), ModelSettings(kind="hf", name=name))
     if context > own.limit:
-        raise UserError(f"model.context = {context} is longer than {kind}'s limit: write {own.limit}, or less")
+        raise UserError(
+            f"model.context = {context} is longer than {kind}'s limit: write {own.limit}, or less"
+        )
     own.context = context
     return own
 
@@ -165,7 +182,9 @@ class HfCache:
             self.cache = None  # recurrent networks continue from their state by one token at a time
         cached = self.cache is not None
         given = {self.name: self.cache, **self.last_only} if cached else self.last_only
-        logits: Tensor = self.model(input_ids=tokens if cached else self.tokens, use_cache=cached, **given).logits
+        logits: Tensor = self.model(
+            input_ids=tokens if cached else self.tokens, use_cache=cached, **given
+        ).logits
         if cached and first and not is_filled(self.cache, tokens.shape[1]):
             self.cache = None
         return logits[:, -1:]
@@ -183,7 +202,9 @@ def is_filled(cache: Any, length: int) -> bool:
     return bool(layers)
 
 
-def build_hf(recipe: Recipe, vocab: int, device: str | torch.device, dtype: torch.dtype, run: Path | None) -> HfModel:
+def build_hf(
+    recipe: Recipe, vocab: int, device: str | torch.device, dtype: torch.dtype, run: Path | None
+) -> HfModel:
     """The model of a recipe, its buffers filled and its parameters without values; arguments as `windlass.model.build`.
 
     Raises UserError where there is no such causal language model, or its context or its embedding is too short.
@@ -192,13 +213,17 @@ def build_hf(recipe: Recipe, vocab: int, device: str | torch.device, dtype: torc
     directory = hf_files.saved_origin(run, settings) if run else None
     model = open_hf(directory or hub.directory(name, settings.revision), settings, dtype)
     if settings.context > model.limit:
-        limit = f"{name}'s limit of {model.limit} tokens: write model.context={model.limit}, or less"
+        limit = (
+            f"{name}'s limit of {model.limit} tokens: write model.context={model.limit}, or less"
+        )
         raise UserError(f"model.context = {settings.context} is longer than {limit}")
     model.context = settings.context
     if model.vocab < vocab:
         rows = f"{vocab:,} tokens, and {name} has {model.vocab:,} token embeddings"
         write = f'write data.tokenizer = "hf:{name}"'
-        if recipe.data.tokenizer.removeprefix("hf:").removesuffix("/") == name.removesuffix("/"):  # the model's own one
+        if recipe.data.tokenizer.removeprefix("hf:").removesuffix("/") == name.removesuffix(
+            "/"
+        ):  # the model's own one
             resize = f'"vocab_size": {vocab} in a copy of its config.json'
             if not settings.from_scratch:
                 resize = f"model.resize_token_embeddings({vocab}) of transformers"
@@ -207,14 +232,18 @@ def build_hf(recipe: Recipe, vocab: int, device: str | torch.device, dtype: torc
     return model if torch.device(device).type == "meta" else model.to_empty_parameters(device)
 
 
-def open_hf(directory: Path, settings: ModelSettings | None = None, dtype: torch.dtype = torch.float32) -> HfModel:
+def open_hf(
+    directory: Path, settings: ModelSettings | None = None, dtype: torch.dtype = torch.float32
+) -> HfModel:
     """The model in a directory with its own context, its parameters on the meta device."""
     settings = settings or ModelSettings(kind="hf", name=str(directory))
     model = from_directory(directory, settings, dtype)
     if settings.lora.base == "4bit":
         require("bitsandbytes", 'model.lora.base = "4bit"')
         if not quantise_linear(find_blocks(model)):
-            raise UserError(f'model.lora.base: {settings.name} has no linear layers to hold in 4 bits; write "fp32"')
+            raise UserError(
+                f'model.lora.base: {settings.name} has no linear layers to hold in 4 bits; write "fp32"'
+            )
     if settings.lora.rank:
         add_lora(model, settings.lora)
     return HfModel(model, directory, settings)
@@ -230,15 +259,21 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
     if settings.attention == "flash_attention_2":
         require("flash_attn", 'model.attention = "flash_attention_2"')
     try:
-        from accelerate import init_empty_weights  # peft needs it, so that it comes with windlass-lm[hf]
+        from accelerate import (
+            init_empty_weights,
+        )  # peft needs it, so that it comes with windlass-lm[hf]
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.initialization import no_init_weights
 
         config = AutoConfig.from_pretrained(directory, trust_remote_code=remote)
         if getattr(config, "quantization_config", None):
-            raise UserError(f"{what} is quantised, which cannot be used here: name the model that it was made from")
+            raise UserError(
+                f"{what} is quantised, which cannot be used here: name the model that it was made from"
+            )
         with no_init_weights(), init_empty_weights(include_buffers=False):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote, **how)
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=remote, **how
+            )
     except UserError:
         raise
     except ImportError as error:
@@ -246,10 +281,14 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
     except Exception as error:  # of `transformers`, or of code that came with the model
         if how and "ttention" in str(error):
             name = f'model.attention = "{settings.attention}"'
-            raise UserError(f"{name} is not for {settings.name} here: {first_line(error)}; write auto") from None
+            raise UserError(
+                f"{name} is not for {settings.name} here: {first_line(error)}; write auto"
+            ) from None
         remedy = "look through the code that comes with it, and set model.trust_remote_code=true to run it"
         reason = f"no causal language model that can be built ({type(error).__name__}: {first_line(error)})"
-        raise UserError(f"{what}: {remedy if 'trust_remote_code' in str(error) else reason}") from None
+        raise UserError(
+            f"{what}: {remedy if 'trust_remote_code' in str(error) else reason}"
+        ) from None
     model.tie_weights()  # type: ignore[operator]
     return model
 
@@ -263,7 +302,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         if module not in inside and names & {cls.__name__ for cls in type(module).__mro__}:
             blocks.append(module)
             inside |= set(module.modules())
-    return blocks or max((list(m) for m in model.modules() if isinstance(m, nn.ModuleList)), key=len, default=[])
+    return blocks or max(
+        (list(m) for m in model.modules() if isinstance(m, nn.ModuleList)), key=len, default=[]
+    )
 
 
 def has_plain_head(model: Any) -> bool:
@@ -295,7 +336,9 @@ def has_plain_head(model: Any) -> bool:
         with torch.no_grad():
             logits = probe(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False).logits
             return torch.equal(logits, stand_in(hidden))
-    except Exception:  # a network that needs more than a hidden state: its own forward makes the logits
+    except (
+        Exception
+    ):  # a network that needs more than a hidden state: its own forward makes the logits
         return False
 
 
@@ -304,19 +347,31 @@ def add_lora(model: nn.Module, lora: LoraSettings) -> None:
     require("peft", "model.lora")
     from peft import LoraConfig, inject_adapter_in_model
 
-    layers = [(name.rpartition(".")[2], type(module).__name__) for name, module in model.named_modules()]
+    layers = [
+        (name.rpartition(".")[2], type(module).__name__) for name, module in model.named_modules()
+    ]
     transposed = any(kind == "Conv1D" for _, kind in layers)  # as GPT-2's matrices are
     every = lora.targets in ([], ["all-linear"])
     # Mamba's kernels read this weight without its layer, so that `peft` refuses an adapter there.
-    kernels_own = ["out_proj"] if every and getattr(model.config, "model_type", "") in MAMBA else None
+    kernels_own = (
+        ["out_proj"] if every and getattr(model.config, "model_type", "") in MAMBA else None
+    )
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, fan_in_fan_out=transposed,
-        target_modules="all-linear" if every else lora.targets, exclude_modules=kernels_own,
-    )  # fmt: skip
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        fan_in_fan_out=transposed,
+        target_modules="all-linear" if every else lora.targets,
+        exclude_modules=kernels_own,
+    )
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
-        names = ", ".join(sorted({name for name, kind in layers if kind in ("Linear", "Linear4bit", "Conv1D")}))
-        raise UserError(f"model.lora.targets: {first_line(error)} This model's layers are named {names}") from None
+        names = ", ".join(
+            sorted({name for name, kind in layers if kind in ("Linear", "Linear4bit", "Conv1D")})
+        )
+        raise UserError(
+            f"model.lora.targets: {first_line(error)} This model's layers are named {names}"
+        ) from None
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)

@@ -27,7 +27,13 @@ def head_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, cap: floa
 
 
 def cross_entropy_sum(
-    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, cap: float = 0.0, chunk: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cap: float = 0.0,
+    chunk: int | None = None,
 ) -> Tensor:
     """Sum of the cross-entropy over the unmasked labels: a scalar, float32 (float64 for float64 hidden states).
 
@@ -40,12 +46,16 @@ def cross_entropy_sum(
         chunk: Tokens whose logits are held at a time; None: chosen by the size of the logits; 0: all, through autograd.
     """
     x, labels = x.flatten(0, -2), labels.flatten()
-    if chunk is None:  # chunks as even as possible, each of at most CHUNK_BYTES; none where one would do
+    if (
+        chunk is None
+    ):  # chunks as even as possible, each of at most CHUNK_BYTES; none where one would do
         most = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * len(weight)))
         chunks = -(-len(labels) // most)
         chunk = 0 if chunks <= 1 else -(-len(labels) // chunks)
     if chunk:
-        return _ChunkedCrossEntropy.apply(x, weight, bias, labels, cap, chunk, torch.is_grad_enabled())
+        return _ChunkedCrossEntropy.apply(
+            x, weight, bias, labels, cap, chunk, torch.is_grad_enabled()
+        )
     logits = head_logits(x, weight, bias, cap)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
@@ -57,7 +67,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cap: float, chunk: int, grad: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        cap: float,
+        chunk: int,
+        grad: bool,
     ) -> Tensor:
         dtype, device = weight.dtype, x.device.type
         if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
@@ -73,7 +90,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for start in range(0, len(labels), chunk):
                 part = slice(start, start + chunk)
                 unmasked = (labels[part] != IGNORE_INDEX).unsqueeze(1)
-                rows = x[part].to(dtype).masked_fill(~unmasked, 0.0)  # a NaN in a masked row has no effect
+                rows = (
+                    x[part].to(dtype).masked_fill(~unmasked, 0.0)
+                )  # a NaN in a masked row has no effect
                 logits = F.linear(rows, head, shift).to(total)
                 slope = None
                 if cap:  # in place: the capped logits, and the slope of the cap at each of them
@@ -97,7 +116,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     db += unmasked.squeeze(1).to(dtype) @ d
                 del d, log_p, slope
         ctx.grads = tuple(
-            None if g is None or t is None else g.to(t.dtype) for g, t in ((dx, x), (dw, weight), (db, bias))
+            None if g is None or t is None else g.to(t.dtype)
+            for g, t in ((dx, x), (dw, weight), (db, bias))
         )
         return loss
 

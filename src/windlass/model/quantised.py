@@ -20,9 +20,15 @@ class Linear4bit(nn.Linear):
 
     def __init__(self, like: nn.Linear):
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = like.in_features, like.out_features, like.bias
+        self.in_features, self.out_features, self.bias = (
+            like.in_features,
+            like.out_features,
+            like.bias,
+        )
         self.register_parameter("weight", None)
-        self.qweight = nn.Buffer(torch.empty(-(-self.numbers // 2), 1, dtype=torch.uint8))  # a name that `peft` knows
+        self.qweight = nn.Buffer(
+            torch.empty(-(-self.numbers // 2), 1, dtype=torch.uint8)
+        )  # a name that `peft` knows
         self.scales = nn.Buffer(torch.empty(-(-self.numbers // BLOCK)))
 
     @property
@@ -34,7 +40,9 @@ class Linear4bit(nn.Linear):
         """Take the values of a matrix [out, in]."""
         from bitsandbytes.functional import quantize_4bit
 
-        codes, state = quantize_4bit(weight.to(self.qweight.device), blocksize=BLOCK, quant_type="nf4")
+        codes, state = quantize_4bit(
+            weight.to(self.qweight.device), blocksize=BLOCK, quant_type="nf4"
+        )
         self.qweight.copy_(codes)
         self.scales.copy_(state.absmax)
 
@@ -44,9 +52,13 @@ class Linear4bit(nn.Linear):
 
         computed = torch.float32 if dtype == torch.float64 else dtype
         state = QuantState(
-            absmax=self.scales.float(), shape=torch.Size([self.out_features, self.in_features]), blocksize=BLOCK,
-            code=get_4bit_type("nf4", device=self.qweight.device), quant_type="nf4", dtype=computed,
-        )  # fmt: skip
+            absmax=self.scales.float(),
+            shape=torch.Size([self.out_features, self.in_features]),
+            blocksize=BLOCK,
+            code=get_4bit_type("nf4", device=self.qweight.device),
+            quant_type="nf4",
+            dtype=computed,
+        )
         whole: Tensor = dequantize_4bit(self.qweight, state)
         return whole.to(dtype)
 
@@ -66,7 +78,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Linear4bit) -> Tensor:
         ctx.layer = layer
-        return F.linear(x, layer.matrix(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
+        return F.linear(
+            x, layer.matrix(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype)
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -75,7 +89,12 @@ class _Product(torch.autograd.Function):
 
 def quantise_linear(blocks: list[nn.Module]) -> int:
     """Put a `Linear4bit` in the place of each linear layer in the blocks; how many."""
-    children = [(m, name, child) for block in blocks for m in block.modules() for name, child in m.named_children()]
+    children = [
+        (m, name, child)
+        for block in blocks
+        for m in block.modules()
+        for name, child in m.named_children()
+    ]
     linear = [(module, name, child) for module, name, child in children if type(child) is nn.Linear]
     for module, name, child in linear:
         setattr(module, name, Linear4bit(child))

@@ -45,8 +45,12 @@ def count(settings: ModelSettings, vocab: int) -> Parameters:
     return Parameters(
         embedding=vocab * m.width,
         positions=m.context * m.width if m.position == "learned" else 0,
-        attention=m.layers * (m.width + m.attn_bias) * 2 * (m.width + kv),  # a bias is one more column of inputs
-        feed_forward=m.layers * (ups * (m.width + m.ff_bias) * m.ff_width_ + (m.ff_width_ + m.ff_bias) * m.width),
+        attention=m.layers
+        * (m.width + m.attn_bias)
+        * 2
+        * (m.width + kv),  # a bias is one more column of inputs
+        feed_forward=m.layers
+        * (ups * (m.width + m.ff_bias) * m.ff_width_ + (m.ff_width_ + m.ff_bias) * m.width),
         norms=(2 * m.layers + m.final_norm) * norm,
         head=(0 if m.tie_head else vocab * m.width) + (vocab if m.head_bias else 0),
         tied=m.tie_head,
@@ -72,17 +76,23 @@ def flops_per_token(settings: ModelSettings, vocab: int, length: int = 0) -> int
     N is what every token is multiplied with, and 12 L d T is attention over all T places (`length`; 0: the model's context),
     the half that causality masks included (arXiv 2204.02311, appendix B). GPT-2 small at context 1,024: 855 MFLOP.
     """
-    return 6 * count(settings, vocab).multiplied + 12 * settings.layers * settings.width * (length or settings.context)
+    return 6 * count(settings, vocab).multiplied + 12 * settings.layers * settings.width * (
+        length or settings.context
+    )
 
 
 def checkpoint_bytes(settings: ModelSettings, vocab: int, optimizer: str = "adamw") -> int:
     """Bytes of a checkpoint, without the few kB of documents: fp32 weights and optimizer state."""
     # AdamW has two moments of each parameter; Muon one of the blocks' matrices.
     tensors = 3 * count(settings, vocab).total
-    return BYTES_FP32 * (tensors - (settings.layers * block_matrices(settings) if optimizer == "muon" else 0))
+    return BYTES_FP32 * (
+        tensors - (settings.layers * block_matrices(settings) if optimizer == "muon" else 0)
+    )
 
 
-Peaks = tuple[tuple[int, int, int], ...]  # micro-batch, and the most bytes without and with gradients
+Peaks = tuple[
+    tuple[int, int, int], ...
+]  # micro-batch, and the most bytes without and with gradients
 
 
 @dataclass(frozen=True)
@@ -93,15 +103,21 @@ class CountedSizes:
     total: int  # all parameters, each tensor once; with low-rank adapters those too
     trained: int  # that get gradients: all, the adapters alone, or those that `model.freeze` leaves
     vocab: int  # rows of its embedding
-    network: dict[str, Any] = field(default_factory=dict)  # of `transformers`: architecture, layers, heads, ...
+    network: dict[str, Any] = field(
+        default_factory=dict
+    )  # of `transformers`: architecture, layers, heads, ...
     positions: int = 0  # of `total` in our GPT's table of learned positions
-    in_4bit: int = 0  # of all parameters those held in 4 bits, with a scale of 32 bits for each 64 of them
+    in_4bit: int = (
+        0  # of all parameters those held in 4 bits, with a scale of 32 bits for each 64 of them
+    )
     peaks: Peaks = ()  # of a step, where they were measured
 
     def peak(self, micro_batch: int) -> tuple[int, int]:
         """Bytes of a step beside weights and state, without and with gradients: on the line through those measured."""
         (n, *low), (m, *high) = self.peaks
-        without, together = (a + (b - a) * (micro_batch - n) // (m - n) for a, b in zip(low, high, strict=True))
+        without, together = (
+            a + (b - a) * (micro_batch - n) // (m - n) for a, b in zip(low, high, strict=True)
+        )
         return without, together
 
     def weight_bytes(self, each: int = BYTES_FP32) -> int:
@@ -119,8 +135,18 @@ class CountedSizes:
 
 def describe_network(network: dict[str, Any]) -> str:
     """`CountedSizes.network` in words: llama, 5 layers, 4 heads, width 64, vocabulary 512."""
-    words = {"layers": "{} layers", "heads": "{} heads", "width": "width {}", "vocab": "vocabulary {:,}"}
-    return ", ".join([network["architecture"], *(text.format(network[k]) for k, text in words.items() if k in network)])
+    words = {
+        "layers": "{} layers",
+        "heads": "{} heads",
+        "width": "width {}",
+        "vocab": "vocabulary {:,}",
+    }
+    return ", ".join(
+        [
+            network["architecture"],
+            *(text.format(network[k]) for k, text in words.items() if k in network),
+        ]
+    )
 
 
 def describe_sizes(sizes: CountedSizes) -> str:
@@ -128,8 +154,14 @@ def describe_sizes(sizes: CountedSizes) -> str:
     all_of_them = f"{sizes.total:,} parameters"
     if sizes.positions:  # as nanoGPT counts them
         rest = sizes.total - sizes.positions
-        all_of_them += f" ({f'{rest / 1e6:,.2f}M' if rest >= 1e6 else f'{rest:,}'} without positions)"
-    text = all_of_them if sizes.trained == sizes.total else f"trainable {trainable(sizes.trained, sizes.total)}"
+        all_of_them += (
+            f" ({f'{rest / 1e6:,.2f}M' if rest >= 1e6 else f'{rest:,}'} without positions)"
+        )
+    text = (
+        all_of_them
+        if sizes.trained == sizes.total
+        else f"trainable {trainable(sizes.trained, sizes.total)}"
+    )
     return f"{text}: {describe_network(sizes.network)}" if sizes.network else text
 
 

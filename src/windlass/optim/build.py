@@ -15,14 +15,24 @@ from windlass.optim.muon import Muon, new_state
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
 from windlass.recipe.settings import OptimSettings
 
-FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}  # with PyTorch's AdamW in one kernel for all tensors, 4 to 5 times faster
-Group = dict[str, Any]  # `name`, `params`, `base_lr`, `lr`, `weight_decay`, and `muon` where the optimizer is Muon
+FUSED_DEVICES = {
+    "cpu",
+    "cuda",
+    "mps",
+    "xpu",
+}  # with PyTorch's AdamW in one kernel for all tensors, 4 to 5 times faster
+Group = dict[
+    str, Any
+]  # `name`, `params`, `base_lr`, `lr`, `weight_decay`, and `muon` where the optimizer is Muon
 
 
 def build_optimizer(
-    model: nn.Module, settings: OptimSettings, device_type: str, group: torch.distributed.ProcessGroup | None = None,
+    model: nn.Module,
+    settings: OptimSettings,
+    device_type: str,
+    group: torch.distributed.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
-) -> torch.optim.Optimizer:  # fmt: skip
+) -> torch.optim.Optimizer:
     """The optimizer of a recipe, for a model that is already parallelized; `set_lr` sets its learning rate.
 
     Args:
@@ -38,13 +48,22 @@ def build_optimizer(
     fused = settings.kind in ("adamw", "muon") or settings.options.get("fused")
     lines = device_type == "cpu" and fused  # see LINE_BYTES
     for g in groups if mesh is not None else ():
-        any_row, whole = not lines or g.get("muon", False), [p for p in g["params"] if not isinstance(p, DTensor)]
+        any_row, whole = (
+            not lines or g.get("muon", False),
+            [p for p in g["params"] if not isinstance(p, DTensor)],
+        )
         rows |= {p: nn.Parameter(own_rows(p, mesh, placement(p, mesh, any_row))) for p in whole}
         g["params"] = [rows.get(p, p) for p in g["params"]]
-    adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps, "fused": devices <= FUSED_DEVICES}
+    adam: dict[str, Any] = {
+        "betas": settings.betas,
+        "eps": settings.eps,
+        "fused": devices <= FUSED_DEVICES,
+    }
     if settings.kind == "muon":
         momentum = settings.muon_momentum
-        optimizer: torch.optim.Optimizer = Muon(groups, momentum=momentum, **adam, device_type=device_type, group=group)
+        optimizer: torch.optim.Optimizer = Muon(
+            groups, momentum=momentum, **adam, device_type=device_type, group=group
+        )
     elif settings.kind == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=settings.lr, **adam)
     else:
@@ -62,10 +81,17 @@ def torch_optimizer(settings: OptimSettings) -> type[Any] | None:
     if not settings.kind.startswith("torch.optim."):
         return None
     optimizers: dict[str, Any] = {
-        name: one for name, one in vars(torch.optim).items()
-        if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer)
-        and name not in ("Optimizer", "LBFGS", "SparseAdam")  # the base; wants a closure; wants sparse gradients
-    }  # fmt: skip
+        name: one
+        for name, one in vars(torch.optim).items()
+        if inspect.isclass(one)
+        and issubclass(one, torch.optim.Optimizer)
+        and name
+        not in (
+            "Optimizer",
+            "LBFGS",
+            "SparseAdam",
+        )  # the base; wants a closure; wants sparse gradients
+    }
     name = settings.kind.removeprefix("torch.optim.")
     if (optimizer := optimizers.get(name)) is None:
         instead = did_you_mean(name, optimizers)
@@ -73,7 +99,9 @@ def torch_optimizer(settings: OptimSettings) -> type[Any] | None:
     taken = set(inspect.signature(optimizer).parameters) - {"params", "lr", "weight_decay"}
     for option in settings.options:
         if option not in taken:
-            raise UserError(f"optim.options: {settings.kind} takes no {option}; {did_you_mean(option, taken)}")
+            raise UserError(
+                f"optim.options: {settings.kind} takes no {option}; {did_you_mean(option, taken)}"
+            )
     try:  # the class checks the values, before anything is written
         one_step(optimizer([nn.Parameter(torch.zeros(3, 2))], lr=settings.lr, **settings.options))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -87,23 +115,38 @@ def one_step(optimizer: torch.optim.Optimizer) -> list[Tensor]:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
 
 
 def build_torch_optimizer(groups: list[Group], settings: OptimSettings) -> torch.optim.Optimizer:
     """An optimizer of `torch.optim`; UserError where its state cannot be sharded like the parameters and they are."""
     optimizer: Any = torch_optimizer(settings)
-    sharded = next((p for g in groups for p in g["params"] if isinstance(p, DTensor) and p.dim()), None)
+    sharded = next(
+        (p for g in groups for p in g["params"] if isinstance(p, DTensor) and p.dim()), None
+    )
     if sharded is not None and sharded.device_mesh.size() > 1:
         some = torch.zeros(3, 2, device=sharded.device)
-        probe = nn.Parameter(DTensor.from_local(some, sharded.device_mesh, sharded.placements, run_check=False))
+        probe = nn.Parameter(
+            DTensor.from_local(some, sharded.device_mesh, sharded.placements, run_check=False)
+        )
         try:
-            shapes = {x.shape for x in one_step(optimizer([probe], lr=settings.lr, **settings.options))}
-        except RuntimeError:  # torch has not written one of its operations for tensors that are sharded
+            shapes = {
+                x.shape for x in one_step(optimizer([probe], lr=settings.lr, **settings.options))
+            }
+        except (
+            RuntimeError
+        ):  # torch has not written one of its operations for tensors that are sharded
             shapes = {torch.Size([0])}
         if shapes - {torch.Size(), probe.shape}:  # rows of a matrix do not determine its factors
             why = f"{settings.kind} needs whole parameters, and here each rank updates rows of them"
-            raise UserError(f'optim.kind: {why}: write parallel.strategy = "ddp", or another optimizer')
+            raise UserError(
+                f'optim.kind: {why}: write parallel.strategy = "ddp", or another optimizer'
+            )
     try:
         built: torch.optim.Optimizer = optimizer(groups, lr=settings.lr, **settings.options)
     except (TypeError, ValueError) as error:  # torch's Muon takes matrices alone
@@ -129,38 +172,60 @@ def make_groups(model: Any, settings: OptimSettings) -> list[Group]:
     if settings.kind != "muon":
         return _split_by_decay(parameters, settings, settings.lr, "")
     inside = {id(p) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
-    matrices, rest = ([p for p in parameters if (id(p) in inside) == muon] for muon in (True, False))
+    matrices, rest = (
+        [p for p in parameters if (id(p) in inside) == muon] for muon in (True, False)
+    )
     names = {id(p): name for name, p in model.named_parameters()}
     split = getattr(model, "matrix_parts", lambda name: ())
     groups = _split_by_decay(matrices, settings, settings.muon_lr, "muon.")
     for g in groups:
         g["muon"] = True
         g["parts"] = [tuple(split(names[id(p)])) or (p.shape[0],) for p in g["params"]]
-    return [*groups, *({**g, "muon": False} for g in _split_by_decay(rest, settings, settings.lr, "adamw."))]
+    return [
+        *groups,
+        *({**g, "muon": False} for g in _split_by_decay(rest, settings, settings.lr, "adamw.")),
+    ]
 
 
 def count_groups(model: Any, settings: OptimSettings) -> list[Group]:
     """Tensors and parameters, over all shards, of each group of trained parameters, with its weight decay."""
     groups = make_groups(model, settings)
-    sizes = [{"tensors": len(g["params"]), "parameters": sum(p.numel() for p in g["params"])} for g in groups]
-    return [{key: g[key] for key in ("name", "weight_decay")} | size for g, size in zip(groups, sizes, strict=True)]
+    sizes = [
+        {"tensors": len(g["params"]), "parameters": sum(p.numel() for p in g["params"])}
+        for g in groups
+    ]
+    return [
+        {key: g[key] for key in ("name", "weight_decay")} | size
+        for g, size in zip(groups, sizes, strict=True)
+    ]
 
 
 def describe_groups(groups: list[Group]) -> str:
     """The groups in words: 26 decayed tensors with 10,740,096 parameters, 13 undecayed with 4,992."""
     totals: dict[str, list[int]] = {}
     for g in groups:
-        total, at = totals.setdefault(g["name"].rpartition(".")[0], [0] * 4), 0 if g["weight_decay"] else 2
+        total, at = (
+            totals.setdefault(g["name"].rpartition(".")[0], [0] * 4),
+            0 if g["weight_decay"] else 2,
+        )
         total[at] += g["tensors"]
         total[at + 1] += g["parameters"]
     text = "{:,} decayed tensors with {:,} parameters, {:,} undecayed with {:,}"
-    return "; ".join(f"{name}{': ' * bool(name)}{text.format(*total)}" for name, total in totals.items())
+    return "; ".join(
+        f"{name}{': ' * bool(name)}{text.format(*total)}" for name, total in totals.items()
+    )
 
 
-def _split_by_decay(parameters: list[nn.Parameter], settings: OptimSettings, lr: float, prefix: str) -> list[Group]:
+def _split_by_decay(
+    parameters: list[nn.Parameter], settings: OptimSettings, lr: float, prefix: str
+) -> list[Group]:
     """One or two groups; with `optim.decay_on = "matrices"` weight decay is for two and more (global) dimensions."""
     split: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": []}
     for p in parameters:
         split["decay" if settings.decay_on == "all" or p.ndim >= 2 else "no_decay"].append(p)
     common, decay = {"base_lr": lr, "lr": lr}, {"decay": settings.weight_decay, "no_decay": 0.0}
-    return [{"name": prefix + k, "params": ps, **common, "weight_decay": decay[k]} for k, ps in split.items() if ps]
+    return [
+        {"name": prefix + k, "params": ps, **common, "weight_decay": decay[k]}
+        for k, ps in split.items()
+        if ps
+    ]

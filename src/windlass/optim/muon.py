@@ -22,9 +22,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # from Jordan's post: steepest at 0, and [0, 1] goes to about [0.7, 1.2]
+COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # from Jordan's post: steepest at 0, and [0, 1] goes to about [0.7, 1.2]
 NEWTON_SCHULZ_STEPS = 5
-Matrix = tuple[Tensor, tuple[int, ...]]  # a parameter, and the rows of each of the matrices stacked in it
+Matrix = tuple[
+    Tensor, tuple[int, ...]
+]  # a parameter, and the rows of each of the matrices stacked in it
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int] = ()) -> Tensor:
@@ -36,7 +42,9 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int] = ())
     tall = x.size(0) > x.size(1)
     if tall:
         x = x.T  # so that the gram matrix is taken on the shorter side
-    x = x / x.norm().clamp(min=1e-7)  # the Frobenius norm, an upper bound of the largest singular value
+    x = x / x.norm().clamp(
+        min=1e-7
+    )  # the Frobenius norm, an upper bound of the largest singular value
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -58,18 +66,31 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], *, momentum: float = 0.95, betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8, fused: bool = True, device_type: str = "cpu", group: dist.ProcessGroup | None = None,
-    ):  # fmt: skip
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        fused: bool = True,
+        device_type: str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ):
         # Matrices are orthogonalised on `device_type`; the ranks of `group` hold equal plain tensors (DDP) and share the work.
         self.device_type, self.group = device_type, group
         # The name by which torch asks whether `found_inf` makes the update conditional, on the device.
         self._step_supports_amp_scaling = fused
         self.found_inf: Tensor | None = None
-        self.dtype = torch.bfloat16 if device_type == "cuda" else None  # of the Newton-Schulz steps; None: the matrix's
+        self.dtype = (
+            torch.bfloat16 if device_type == "cuda" else None
+        )  # of the Newton-Schulz steps; None: the matrix's
         super().__init__(list(groups), {"lr": 0.0, "weight_decay": 0.0, "muon": False})
         for g in self.param_groups:
-            g.update({"momentum": momentum} if g["muon"] else {"betas": betas, "eps": eps, "fused": fused})
+            g.update(
+                {"momentum": momentum}
+                if g["muon"]
+                else {"betas": betas, "eps": eps, "fused": fused}
+            )
             if g["muon"]:
                 g.setdefault("parts", [(p.shape[0],) for p in g["params"]])
 
@@ -88,19 +109,35 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p] = new_state(p, g)
         states = [self.state[p] for p in parameters]
-        first, second, steps = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        first, second, steps = (
+            [s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step")
+        )
         adamw(
-            parameters, [p.grad for p in parameters], first, second, [], steps, fused=g["fused"] or None,
-            found_inf=self.found_inf, amsgrad=False, beta1=g["betas"][0], beta2=g["betas"][1], lr=g["lr"],
-            weight_decay=g["weight_decay"], eps=g["eps"], maximize=False,
-        )  # fmt: skip
+            parameters,
+            [p.grad for p in parameters],
+            first,
+            second,
+            [],
+            steps,
+            fused=g["fused"] or None,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=g["betas"][0],
+            beta2=g["betas"][1],
+            lr=g["lr"],
+            weight_decay=g["weight_decay"],
+            eps=g["eps"],
+            maximize=False,
+        )
 
     def _muon(self, g: dict[str, Any], matrices: list[Matrix]) -> None:
         lr, shrink = g["lr"], 1 - g["lr"] * g["weight_decay"]
         ahead = (self._momentum(p, g) for p, _ in matrices)
         for (p, parts), update in zip(matrices, self._orthogonalised(matrices, ahead), strict=True):
             weight = _local(p)
-            new = (weight * shrink).add_(update.to(weight), alpha=-lr * update_scale((max(parts), p.shape[1])))
+            new = (weight * shrink).add_(
+                update.to(weight), alpha=-lr * update_scale((max(parts), p.shape[1]))
+            )
             weight.copy_(self._if_finite(new, weight))
 
     def _momentum(self, p: Tensor, g: dict[str, Any]) -> Tensor:
@@ -109,13 +146,19 @@ class Muon(torch.optim.Optimizer):
             self.state[p] = new_state(p, g)
         rate = g["momentum"]
         gradient, momentum = _local(p.grad), _local(self.state[p]["momentum_buffer"])
-        gradient = self._if_finite(gradient, momentum)  # replaced by the momentum it leaves the momentum as it was
+        gradient = self._if_finite(
+            gradient, momentum
+        )  # replaced by the momentum it leaves the momentum as it was
         momentum.lerp_(gradient, 1 - rate)
         return gradient.lerp(momentum, rate)
 
     def _if_finite(self, new: Tensor, old: Tensor) -> Tensor:
         """`new`, or `old` where this step's gradients were not finite: decided on the device, the host does not wait."""
-        return new if self.found_inf is None else torch.where(self.found_inf.to(new.device) > 0, old, new)
+        return (
+            new
+            if self.found_inf is None
+            else torch.where(self.found_inf.to(new.device) > 0, old, new)
+        )
 
     def _orthogonalised(self, matrices: list[Matrix], ahead: Iterator[Tensor]) -> Iterator[Tensor]:
         """This rank's part of each orthogonalised update, in order; a few matrices at a time."""
@@ -130,7 +173,9 @@ class Muon(torch.optim.Optimizer):
             for (_, parts), x in zip(matrices, ahead, strict=True):
                 yield orthogonalise(x, dtype, parts)
 
-    def _sharded(self, matrices: list[Matrix], ahead: Iterator[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    def _sharded(
+        self, matrices: list[Matrix], ahead: Iterator[Tensor], dtype: torch.dtype
+    ) -> Iterator[Tensor]:
         """Rows over ranks: each rank collects its own matrices, orthogonalises them and sends the rows back."""
         like: Any = matrices[0][0]
         # One mesh dimension shards rows; every other one holds replicas.
@@ -145,15 +190,22 @@ class Muon(torch.optim.Optimizer):
             if rank < len(batch):
                 mine, parts = batch[rank]
                 rows, columns = mine.shape
-                each = -(-rows // world)  # torch.chunk's division: the last ranks perhaps with fewer rows or none
+                each = -(
+                    -rows // world
+                )  # torch.chunk's division: the last ranks perhaps with fewer rows or none
                 into = [max(0, min(each, rows - r * each)) * columns for r in range(world)]
             flat = local[0].new_empty(sum(into))
-            dist.all_to_all_single(flat, torch.cat([x.reshape(-1) for x in local]), into, out, group=group)
+            dist.all_to_all_single(
+                flat, torch.cat([x.reshape(-1) for x in local]), into, out, group=group
+            )
             if rank < len(batch):
                 flat = orthogonalise(flat.view(mine.shape), dtype, parts).reshape(-1)
             back = flat.new_empty(sum(out))
             dist.all_to_all_single(back, flat, out, into, group=group)
-            yield from (x.view(like.shape) for x, like in zip(back.split(out[: len(batch)]), local, strict=True))
+            yield from (
+                x.view(like.shape)
+                for x, like in zip(back.split(out[: len(batch)]), local, strict=True)
+            )
 
 
 def new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -172,10 +224,15 @@ def _replicated(
     for start in range(0, len(matrices), world):
         batch = zip(matrices[start : start + world], islice(ahead, world), strict=True)
         updates = [
-            orthogonalise(x, dtype, parts).contiguous() if owner == rank else torch.empty_like(x, dtype=dtype)
+            orthogonalise(x, dtype, parts).contiguous()
+            if owner == rank
+            else torch.empty_like(x, dtype=dtype)
             for owner, ((_, parts), x) in enumerate(batch)
         ]
-        waits = [dist.broadcast(x, group=group, group_src=owner, async_op=True) for owner, x in enumerate(updates)]
+        waits = [
+            dist.broadcast(x, group=group, group_src=owner, async_op=True)
+            for owner, x in enumerate(updates)
+        ]
         for update, wait in zip(updates, waits, strict=True):
             assert wait is not None
             wait.wait()

@@ -28,7 +28,9 @@ def own_rows(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     if placement.is_shard():
         each = -(-tensor.shape[0] // mesh.size())
         local = local[mesh.get_local_rank() * each :][:each]
-    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def placement(p: Tensor, mesh: DeviceMesh, any_row: bool) -> Placement:
@@ -36,17 +38,27 @@ def placement(p: Tensor, mesh: DeviceMesh, any_row: bool) -> Placement:
     if not p.dim():
         return Replicate()
     bytes_of_a_rank = -(-p.shape[0] // mesh.size()) * p[0].nbytes
-    return Shard(0) if any_row or bytes_of_a_rank % LINE_BYTES == 0 or mesh.size() == 1 else Replicate()
+    return (
+        Shard(0)
+        if any_row or bytes_of_a_rank % LINE_BYTES == 0 or mesh.size() == 1
+        else Replicate()
+    )
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer of this rank's rows, for whole parameters: hands it the gradients' rows, and gathers what it updated."""
 
-    def __init__(self, rows: dict[nn.Parameter, Any], optimizer: torch.optim.Optimizer, mesh: DeviceMesh):
+    def __init__(
+        self, rows: dict[nn.Parameter, Any], optimizer: torch.optim.Optimizer, mesh: DeviceMesh
+    ):
         # `rows`: by whole parameter what the optimizer trains in its place, a DTensor, and the key of its state. The base
         # class would create groups and state of its own.
         self.rows, self.mesh, self.inner = rows, mesh, optimizer
-        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+        self.param_groups, self.state, self.defaults = (
+            optimizer.param_groups,
+            optimizer.state,
+            optimizer.defaults,
+        )
         # As torch's fused optimizers and Muon have them: whether the device may leave an update out, and where it says so.
         self._step_supports_amp_scaling = getattr(optimizer, "_step_supports_amp_scaling", False)
         self.found_inf: Tensor | None = None
@@ -76,13 +88,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _gather(self, bucket: list[nn.Parameter]) -> None:
         """Every rank's rows of some parameters into the whole ones, in one collective; the host does not wait."""
         world = self.mesh.size()
-        sizes = [-(-p.shape[0] // world) * p[0].numel() for p in bucket]  # of the first rank, which has the most rows
+        sizes = [
+            -(-p.shape[0] // world) * p[0].numel() for p in bucket
+        ]  # of the first rank, which has the most rows
         sent = bucket[0].new_zeros(sum(sizes))
         for part, p in zip(sent.split(sizes), bucket, strict=True):
             local = self.rows[p].to_local()
             part[: local.numel()].copy_(local.reshape(-1))
         received = sent.new_empty(world, len(sent))
-        gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+        gather: Any = getattr(
+            dist, "all_gather_single", dist.all_gather_into_tensor
+        )  # its name from torch 2.13 on
         gather(received.view(-1), sent, group=self.mesh.get_group())
         for part, p in zip(received.split(sizes, dim=1), bucket, strict=True):
             p.copy_(part.reshape(-1)[: p.numel()].view(p.shape))  # what is missing lies at the end

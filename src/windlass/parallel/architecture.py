@@ -17,10 +17,15 @@ def code_for(
     own = f"sm_{capability[0]}{capability[1]}"
     same = [m for m in (re.fullmatch(rf"sm_{capability[0]}(\d)[a-z]?", a) for a in built_for) if m]
     ptx = [m for m in (re.fullmatch(r"compute_(\d+)(\d)[a-z]?", a) for a in built_for) if m]
-    if any(int(m[1]) <= capability[1] for m in same) or any((int(m[1]), int(m[2])) <= capability for m in ptx):
+    if any(int(m[1]) <= capability[1] for m in same) or any(
+        (int(m[1]), int(m[2])) <= capability for m in ptx
+    ):
         return f"{name} ({own}); torch {torch} for CUDA {cuda} has code for it", ""
     wheel = f"install a torch whose wheel was built for {own}"
     if (5, 0) <= capability <= (7, 0):
         index = "install torch from the index whose name ends in cu126"
         wheel = f"the wheels of the same torch for CUDA 12.6 have it: {index}"
-    return f"{name} is {own}, and torch {torch} for CUDA {cuda} was built for {', '.join(built_for)} only", wheel
+    return (
+        f"{name} is {own}, and torch {torch} for CUDA {cuda} was built for {', '.join(built_for)} only",
+        wheel,
+    )

@@ -25,11 +25,20 @@ class Pending:
     Every rank begins this (and everything else on the control group) in the same order.
     """
 
-    def __init__(self, numbers: Sequence[float], ranks: Ranks, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM):
+    def __init__(
+        self,
+        numbers: Sequence[float],
+        ranks: Ranks,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    ):
         exact = all(isinstance(number, int) for number in numbers)
         self._numbers = torch.tensor(numbers, dtype=torch.int64 if exact else torch.float64)
         control = ranks.control
-        self._work = dist.all_reduce(self._numbers, op, control, async_op=True) if control is not None else None
+        self._work = (
+            dist.all_reduce(self._numbers, op, control, async_op=True)
+            if control is not None
+            else None
+        )
 
     def wait(self) -> list[float]:
         """The reduced numbers, the same on every rank; ints where ints were given."""
@@ -62,17 +71,27 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor
     gradients' own precision (at least float32) in small chunks, in float64 between the chunks. The host does not wait.
     """
     grads = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
-    is_shard = [isinstance(g, DTensor) and any(isinstance(p, Shard) for p in g.placements) for g in grads]
-    total = _square_sum([g for g, shard in zip(grads, is_shard, strict=True) if shard], ranks.device)
+    is_shard = [
+        isinstance(g, DTensor) and any(isinstance(p, Shard) for p in g.placements) for g in grads
+    ]
+    total = _square_sum(
+        [g for g, shard in zip(grads, is_shard, strict=True) if shard], ranks.device
+    )
     if ranks.mesh is not None and ranks.world > 1 and ranks.strategy in SHARDED:
         dist.all_reduce(total, group=ranks.mesh.get_group("shard"))
-    total += _square_sum([g for g, shard in zip(grads, is_shard, strict=True) if not shard], ranks.device)
-    return total.sqrt().to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32)
+    total += _square_sum(
+        [g for g, shard in zip(grads, is_shard, strict=True) if not shard], ranks.device
+    )
+    return total.sqrt().to(
+        torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+    )
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply all gradients by a scalar tensor, in place; the host waits for it only where gradients are offloaded."""
-    for (device, dtype), grads in _by_kind(p.grad for p in dict.fromkeys(parameters) if p.grad is not None).items():
+    for (device, dtype), grads in _by_kind(
+        p.grad for p in dict.fromkeys(parameters) if p.grad is not None
+    ).items():
         torch._foreach_mul_(grads, factor.detach().to(device, dtype))
 
 
@@ -80,7 +99,9 @@ def _by_kind(grads: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
     """This rank's part of gradients, by device and type."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        kinds.setdefault((grad.device, grad.dtype), []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
+        kinds.setdefault((grad.device, grad.dtype), []).append(
+            grad.to_local() if isinstance(grad, DTensor) else grad
+        )
     return kinds
 
 

@@ -35,7 +35,9 @@ from windlass.recipe import Recipe
 from windlass.recipe.settings import SHARD_OPTIM, SHARDED
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable from which gloo takes its network interface
-EXIT_SECONDS = 10.0  # a rank that failed has ended after this long, also where its communicators still wait
+EXIT_SECONDS = (
+    10.0  # a rank that failed has ended after this long, also where its communicators still wait
+)
 STOP_SECONDS = 30.0  # how long rank 0, which holds the store, waits at a clean end for the others
 POLL_SECONDS = 0.02  # how often a rank that waits on the store looks: between two looks Python handles its signals
 GLOO_NOISE = r"\[[^]]*\.cc:\d+\] |\. This is typically .*"
@@ -43,7 +45,9 @@ STORES: dict[tuple[str, int], dist.Store] = {}
 """The store of this process, by its address: the one thing that lasts from a training or evaluation to the next one. Ranks that
 are ahead may begin the next one before rank 0 has ended this one, and would connect to a server that is closing; and the socket
 that our launcher opened for it serves once."""
-LOST_CONTACT = r"connection closed by peer|connection reset|timed out|timeout|broken pipe|socket|nccl"
+LOST_CONTACT = (
+    r"connection closed by peer|connection reset|timed out|timeout|broken pipe|socket|nccl"
+)
 
 
 class Ranks:
@@ -75,12 +79,17 @@ class Ranks:
     def set_timeout(self, seconds: float) -> None:
         """From now on a collective or a wait on the store may take so long."""
         self._timeout = seconds
-        if self._heartbeat is not None and self.device.type == "cuda":  # gloo's collectives end in time by themselves
+        if (
+            self._heartbeat is not None and self.device.type == "cuda"
+        ):  # gloo's collectives end in time by themselves
             self._heartbeat.progress_seconds = seconds
         if self.store is None:
             return
         self.store.set_timeout(timedelta(seconds=seconds))
-        for group in filter(None, [dist.group.WORLD, self.control, *(self.mesh.get_all_groups() if self.mesh else [])]):
+        for group in filter(
+            None,
+            [dist.group.WORLD, self.control, *(self.mesh.get_all_groups() if self.mesh else [])],
+        ):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def all_gather_object(self, name: str, value: Any) -> list[Any]:
@@ -109,7 +118,9 @@ class Ranks:
                 raise dist.DistStoreError("another rank has failed")
             if time.monotonic() > until:
                 missing = [str(rank) for rank, key in keys.items() if not self.store.check([key])]
-                raise dist.DistStoreError(f"timed out: waited {self._timeout:g} s for rank {', '.join(missing)}")
+                raise dist.DistStoreError(
+                    f"timed out: waited {self._timeout:g} s for rank {', '.join(missing)}"
+                )
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS)
         return [json.loads(raw) for raw in self.store.multi_get(list(keys.values()))]
@@ -119,10 +130,15 @@ class Ranks:
         if self._heartbeat:
             self._heartbeat.stop()
         if self.store is not None:
-            with contextlib.suppress(dist.DistError):  # a rank that failed after its last collective says so itself
+            with contextlib.suppress(
+                dist.DistError
+            ):  # a rank that failed after its last collective says so itself
                 self.store.set(f"done/{self.rank}", "1")
                 if self.main:
-                    self.store.wait([f"done/{rank}" for rank in range(self.world)], timedelta(seconds=STOP_SECONDS))
+                    self.store.wait(
+                        [f"done/{rank}" for rank in range(self.world)],
+                        timedelta(seconds=STOP_SECONDS),
+                    )
         if self.store is not None and dist.is_initialized():
             dist.destroy_process_group()
         self.store = self.control = self.mesh = None
@@ -148,9 +164,13 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self._restore()
-        if error is None or self.world == 1 or isinstance(error, Stopped):  # all ranks stop together
+        if (
+            error is None or self.world == 1 or isinstance(error, Stopped)
+        ):  # all ranks stop together
             self.stop()
         elif not self._failed:
             lost = lost_contact(error)
@@ -206,7 +226,9 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
     """The first half of `init_ranks`: the store and the heartbeat; raises the same."""
     strategy = recipe.strategy(env.world)
     if strategy == "single" and env.world > 1:
-        raise UserError(f'parallel.strategy = "single" is for one rank, and there are {env.world}; use "ddp" or "auto"')
+        raise UserError(
+            f'parallel.strategy = "single" is for one rank, and there are {env.world}; use "ddp" or "auto"'
+        )
     if env.launcher not in ("none", "environment"):
         processes.exit_with_parent(int(os.environ.pop(processes.PARENT, os.getppid())))
     ranks = Ranks(env, torch.device("cpu"), strategy)
@@ -223,7 +245,9 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
         elif store is None:
             address = (env.addr, env.port)
             if address not in STORES:
-                options["master_listen_fd"] = int(fd) if fd else listen_at(env) if is_master else None
+                options["master_listen_fd"] = (
+                    int(fd) if fd else listen_at(env) if is_master else None
+                )
                 STORES[address] = dist.TCPStore(*address, env.world, is_master, **options)
             store = STORES[address]
         # A restart under torchrun sees the old keys, and so does a second training in the same processes.
@@ -231,14 +255,23 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
         ranks.store = dist.PrefixStore(f"attempt{env.attempt}/{start}", store)
         ranks.set_timeout(seconds)
         if env.world > 1:
-            ranks._heartbeat = Heartbeat(ranks.status, env, ranks.store, recipe.parallel.heartbeat_seconds)
+            ranks._heartbeat = Heartbeat(
+                ranks.status, env, ranks.store, recipe.parallel.heartbeat_seconds
+            )
             ranks._wait({rank: f"beat/{rank}" for rank in range(env.world)})
             ranks._heartbeat.start()
-            if env.launcher in ("openmpi", "mpi"):  # they say nothing of hosts, which may have unequal numbers of ranks
+            if env.launcher in (
+                "openmpi",
+                "mpi",
+            ):  # they say nothing of hosts, which may have unequal numbers of ranks
                 ranks.env = by_hosts(env, ranks.all_gather_object("host", socket.gethostname()))
     except (dist.DistError, RuntimeError) as error:
         first = ranks.fail(error)
-        why = first_line(error) if first.rank == env.rank else f"the first failure was that of {first}"
+        why = (
+            first_line(error)
+            if first.rank == env.rank
+            else f"the first failure was that of {first}"
+        )
         where = f"rank {env.rank} of {env.world} did not meet the others at {env.addr}:{env.port}"
         raise RunFailed(f"{where}: {why}") from error
     return ranks
@@ -250,11 +283,17 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     ranks.device = device = choose_device(settings.device, env)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
-    elif env.world > 1 and (device.type == "cpu" or settings.offload) and "OMP_NUM_THREADS" not in os.environ:
+    elif (
+        env.world > 1
+        and (device.type == "cpu" or settings.offload)
+        and "OMP_NUM_THREADS" not in os.environ
+    ):
         torch.set_num_threads(processes.thread_share(env.local_world))
     if device.type == "cpu":
         processes.keep_freed_memory()
-    torch.set_float32_matmul_precision("high" if recipe.train.tf32 and device.type == "cuda" else "highest")
+    torch.set_float32_matmul_precision(
+        "high" if recipe.train.tf32 and device.type == "cuda" else "highest"
+    )
     if ranks.strategy == "single":
         return
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -262,13 +301,20 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     if interface:  # gloo takes that of the host name, which may resolve to nowhere, or to a slow or foreign network
         os.environ.setdefault(INTERFACE, interface)
     timeout = timedelta(seconds=settings.startup_timeout_seconds)
-    backend, store = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", dist.PrefixStore("group", ranks.store)
-    dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world, timeout=timeout)
+    backend, store = (
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        dist.PrefixStore("group", ranks.store),
+    )
+    dist.init_process_group(
+        backend, store=store, rank=env.rank, world_size=env.world, timeout=timeout
+    )
     if env.world > 1:
         ranks.control = dist.new_group(backend="gloo", timeout=timeout)
     if ranks.strategy == "hybrid_shard":
         size = shard_size(settings.shard_size, env)
-        ranks.mesh = init_device_mesh(device.type, (env.world // size, size), mesh_dim_names=("replicate", "shard"))
+        ranks.mesh = init_device_mesh(
+            device.type, (env.world // size, size), mesh_dim_names=("replicate", "shard")
+        )
     elif ranks.strategy in (*SHARDED, SHARD_OPTIM):
         ranks.mesh = init_device_mesh(device.type, (env.world,), mesh_dim_names=("shard",))
     ranks.set_timeout(settings.startup_timeout_seconds)
@@ -296,7 +342,9 @@ def by_hosts(env: DistEnv, hosts: Sequence[str]) -> DistEnv:
     """With the node and local numbers that follow from every rank's host."""
     own, order = hosts[env.rank], list(dict.fromkeys(hosts))
     local_rank, local_world = hosts[: env.rank].count(own), hosts.count(own)
-    return replace(env, node=order.index(own), nodes=len(order), local_rank=local_rank, local_world=local_world)
+    return replace(
+        env, node=order.index(own), nodes=len(order), local_rank=local_rank, local_world=local_world
+    )
 
 
 def lost_contact(error: BaseException) -> bool:
@@ -316,7 +364,9 @@ def exit_now(code: int) -> None:
 def shard_size(wanted: int, env: DistEnv) -> int:
     """Ranks in a sharding group: as wanted, else those of one host, else (on one host) `half_of` all."""
     if wanted and env.world % wanted:
-        raise UserError(f"parallel.shard_size = {wanted} does not divide the {env.world} ranks: write a size that does")
+        raise UserError(
+            f"parallel.shard_size = {wanted} does not divide the {env.world} ranks: write a size that does"
+        )
     if not wanted and env.nodes > 1 and env.world % env.local_world == 0:
         return env.local_world
     return wanted or half_of(env.world)
@@ -326,10 +376,14 @@ def choose_device(wanted: str, env: DistEnv) -> torch.device:
     """This rank's device: its own GPU where there are GPUs, else the CPU; UserError where one is wanted and missing."""
     visible = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if not visible and wanted == "cuda":
-        raise UserError('parallel.device = "cuda", but torch finds no CUDA device here; use "auto" or "cpu"')
+        raise UserError(
+            'parallel.device = "cuda", but torch finds no CUDA device here; use "auto" or "cpu"'
+        )
     if not visible:
         return torch.device("cpu")
-    if env.local_world > visible > 1:  # a single visible device may be this rank's own; if not, NCCL says so
+    if (
+        env.local_world > visible > 1
+    ):  # a single visible device may be this rank's own; if not, NCCL says so
         here = f"{env.local_world} ranks on this host and {visible} CUDA devices"
         raise UserError(f'{here}: start as many ranks as devices, or set parallel.device = "cpu"')
     device = torch.device("cuda", env.local_rank if visible > 1 else 0)

@@ -14,37 +14,59 @@ from windlass.errors import UserError
 from windlass.variables import expand_counts, expand_hosts
 
 LOOPBACK = "127.0.0.1"
-FIRST_PORT, PORTS = 15_000, 15_000  # derived ports: under the range from which Linux hands out ports
-INTERACTIVE_STEP = 0xFFFF_FFF0  # SLURM's steps that are no srun of the user's (batch, interactive) begin here
+FIRST_PORT, PORTS = (
+    15_000,
+    15_000,
+)  # derived ports: under the range from which Linux hands out ports
+INTERACTIVE_STEP = (
+    0xFFFF_FFF0  # SLURM's steps that are no srun of the user's (batch, interactive) begin here
+)
 
 TORCH = {
-    "rank": "RANK", "world": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world": "LOCAL_WORLD_SIZE", "node": "GROUP_RANK",
-    "nodes": "GROUP_WORLD_SIZE", "attempt": "WINDLASS_ATTEMPT TORCHELASTIC_RESTART_COUNT",
-}  # fmt: skip
+    "rank": "RANK",
+    "world": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_world": "LOCAL_WORLD_SIZE",
+    "node": "GROUP_RANK",
+    "nodes": "GROUP_WORLD_SIZE",
+    "attempt": "WINDLASS_ATTEMPT TORCHELASTIC_RESTART_COUNT",
+}
 VARIABLES = {
-    "windlass": TORCH, "torchrun": TORCH, "environment": TORCH,
+    "windlass": TORCH,
+    "torchrun": TORCH,
+    "environment": TORCH,
     "openmpi": {
-        "rank": "OMPI_COMM_WORLD_RANK", "world": "OMPI_COMM_WORLD_SIZE", "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
+        "rank": "OMPI_COMM_WORLD_RANK",
+        "world": "OMPI_COMM_WORLD_SIZE",
+        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
         "local_world": "OMPI_COMM_WORLD_LOCAL_SIZE",
         "job": "PMIX_NAMESPACE OMPI_MCA_ess_base_jobid PBS_JOBID SLURM_JOB_ID",
     },
     "mpi": {
-        "rank": "PMI_RANK PALS_RANKID", "world": "PMI_SIZE",
+        "rank": "PMI_RANK PALS_RANKID",
+        "world": "PMI_SIZE",
         "local_rank": "PMI_LOCAL_RANK MPI_LOCALRANKID PALS_LOCAL_RANKID SLURM_LOCALID",
-        "local_world": "PMI_LOCAL_SIZE MPI_LOCALNRANKS PALS_LOCAL_SIZE", "node": "PALS_NODEID",
+        "local_world": "PMI_LOCAL_SIZE MPI_LOCALNRANKS PALS_LOCAL_SIZE",
+        "node": "PALS_NODEID",
         "job": "PALS_APID PBS_JOBID SLURM_JOB_ID",
     },
     "slurm": {
-        "rank": "SLURM_PROCID", "world": "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "local_rank": "SLURM_LOCALID",
-        "node": "SLURM_NODEID", "nodes": "SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_JOB_NUM_NODES",
-        "attempt": "SLURM_RESTART_COUNT", "job": "SLURM_JOB_ID",
+        "rank": "SLURM_PROCID",
+        "world": "SLURM_STEP_NUM_TASKS SLURM_NTASKS",
+        "local_rank": "SLURM_LOCALID",
+        "node": "SLURM_NODEID",
+        "nodes": "SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_JOB_NUM_NODES",
+        "attempt": "SLURM_RESTART_COUNT",
+        "job": "SLURM_JOB_ID",
     },
-}  # fmt: skip
+}
 """By launcher: the variables that hold each number, the first one that is set counts; what none holds is derived."""
 SIGNS = {
-    "windlass": {"WINDLASS_LAUNCHED"}, "environment": {"RANK", "WORLD_SIZE"},
-    "openmpi": {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, "mpi": {"PMI_RANK", "PMI_SIZE", "PALS_RANKID"},
-}  # fmt: skip
+    "windlass": {"WINDLASS_LAUNCHED"},
+    "environment": {"RANK", "WORLD_SIZE"},
+    "openmpi": {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+    "mpi": {"PMI_RANK", "PMI_SIZE", "PALS_RANKID"},
+}
 
 
 @dataclass(frozen=True)
@@ -75,12 +97,23 @@ def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
     """
     # Whether srun started this process, as one of several tasks. The shell of a batch job also has SLURM_PROCID = 0 and the
     # job's SLURM_NTASKS, but no step; an interactive shell is a step of its own, with a number near 2**32, and of one task.
-    step, tasks = environ.get("SLURM_STEP_ID", ""), _number(environ, "SLURM_STEP_NUM_TASKS SLURM_NTASKS", 1)
-    in_slurm = "SLURM_PROCID" in environ and step.isdigit() and int(step) < INTERACTIVE_STEP and tasks > 1
-    launcher = next((name for name, signs in SIGNS.items() if signs & environ.keys()), "slurm" if in_slurm else "none")
+    step, tasks = (
+        environ.get("SLURM_STEP_ID", ""),
+        _number(environ, "SLURM_STEP_NUM_TASKS SLURM_NTASKS", 1),
+    )
+    in_slurm = (
+        "SLURM_PROCID" in environ and step.isdigit() and int(step) < INTERACTIVE_STEP and tasks > 1
+    )
+    launcher = next(
+        (name for name, signs in SIGNS.items() if signs & environ.keys()),
+        "slurm" if in_slurm else "none",
+    )
     if launcher == "environment" and "TORCHELASTIC_RUN_ID" in environ:
         launcher = "torchrun"
-    own_pmi = (environ.get("PMI_RANK"), environ.get("PMI_SIZE")) == (environ.get("SLURM_PROCID"), str(tasks))
+    own_pmi = (environ.get("PMI_RANK"), environ.get("PMI_SIZE")) == (
+        environ.get("SLURM_PROCID"),
+        str(tasks),
+    )
     if in_slurm and own_pmi and "RANK" not in environ:
         launcher = "slurm"  # PMI is srun's own, and names no hosts
     if launcher == "none":
@@ -109,9 +142,22 @@ def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
     addr = environ.get("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _first_host(environ, nodes))
     job = next((environ[name] for name in names.get("job", "").split() if environ.get(name)), "")
     step = environ.get("SLURM_STEP_ID", "") if launcher == "slurm" else ""
-    derived = FIRST_PORT + zlib.crc32(f"{job}.{step}".encode()) % PORTS  # the same on all ranks of the job
+    derived = (
+        FIRST_PORT + zlib.crc32(f"{job}.{step}".encode()) % PORTS
+    )  # the same on all ranks of the job
     port = _number(environ, "MASTER_PORT", None if names is TORCH and world > 1 else derived)
-    return DistEnv(rank, world, local_rank, local_world, node, nodes, launcher, addr, port, number("attempt", 0))
+    return DistEnv(
+        rank,
+        world,
+        local_rank,
+        local_world,
+        node,
+        nodes,
+        launcher,
+        addr,
+        port,
+        number("attempt", 0),
+    )
 
 
 def half_of(world: int) -> int:
@@ -126,7 +172,11 @@ def interface_to(host: str) -> str:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing: it only asks the kernel for the route
         own = probe.getsockname()[0]
-        names = [name for name, addresses in psutil.net_if_addrs().items() if own in {a.address for a in addresses}]
+        names = [
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if own in {a.address for a in addresses}
+        ]
         return "" if own.startswith("127.") or not names else names[0]
     return ""
 
@@ -140,7 +190,9 @@ def _first_host(environ: Mapping[str, str], nodes: int) -> str:
     with contextlib.suppress(UserError):
         if names := expand_hosts(hosts):
             return names[0]
-    raise UserError(f"no variable says which of {nodes} hosts is the first: set MASTER_ADDR to rank 0's host")
+    raise UserError(
+        f"no variable says which of {nodes} hosts is the first: set MASTER_ADDR to rank 0's host"
+    )
 
 
 def _number(environ: Mapping[str, str], names: str, default: int | None = None) -> int:
@@ -148,9 +200,13 @@ def _number(environ: Mapping[str, str], names: str, default: int | None = None) 
     for name in names.split():
         if text := environ.get(name, "").strip():
             if not text.isdigit():
-                raise UserError(f"{name}={text!r} in the environment is no number: unset it, or start with a launcher")
+                raise UserError(
+                    f"{name}={text!r} in the environment is no number: unset it, or start with a launcher"
+                )
             return int(text)
     if default is None:
         missing = f"in the environment {' or '.join(names.split())} is missing"
-        raise UserError(f"{missing}: start all ranks with one launcher, or unset its other variables")
+        raise UserError(
+            f"{missing}: start all ranks with one launcher, or unset its other variables"
+        )
     return default

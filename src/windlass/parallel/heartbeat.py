@@ -31,10 +31,20 @@ from windlass.processes import Failure, RankStatus
 
 MISSED = 5  # intervals without a beat after which a rank is lost
 POLL_SECONDS = 1.0  # how often a rank looks for a reported failure, at least
-EXIT_SECONDS = 2.0  # how long the main thread has to end with a message of its own, once the run is lost
-CAUSE_SECONDS = 1.0  # how long a rank that only lost contact waits for the report of the one that failed
+EXIT_SECONDS = (
+    2.0  # how long the main thread has to end with a message of its own, once the run is lost
+)
+CAUSE_SECONDS = (
+    1.0  # how long a rank that only lost contact waits for the report of the one that failed
+)
 
-ORDER = ("data", "forward", "backward", "optimizer", "step")  # the phases of a step; what else there is comes after it
+ORDER = (
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "step",
+)  # the phases of a step; what else there is comes after it
 HAS_COLLECTIVES = (*ORDER[1:], "evaluation", "sample")  # a user's callbacks may take any time
 
 Result = TypeVar("Result")
@@ -47,9 +57,15 @@ class Heartbeat:
         self.status, self.env, self.store, self.interval = status, env, store.clone(), interval
         self.failure: Failure | None = None  # the first one that this rank has heard of
         self._watched = list(range(1, env.world)) if env.rank == 0 else [0]
-        self._seen: dict[int, tuple[dict[str, Any], float]] = {}  # of each watched rank: the last new beat, and when
-        self.progress_seconds = math.inf  # how long a collective may take; rank 0 judges progress by it
-        self._still: dict[int, tuple[Any, float]] = {}  # of each rank: its last new place in the run, and when
+        self._seen: dict[
+            int, tuple[dict[str, Any], float]
+        ] = {}  # of each watched rank: the last new beat, and when
+        self.progress_seconds = (
+            math.inf
+        )  # how long a collective may take; rank 0 judges progress by it
+        self._still: dict[
+            int, tuple[Any, float]
+        ] = {}  # of each rank: its last new place in the run, and when
         self._count, self._over = 0, threading.Event()
         self._beat()
 
@@ -66,10 +82,16 @@ class Heartbeat:
         Rank 0, whose end takes the store away, waits a moment until all others have read it.
         """
         until = time.monotonic() + (CAUSE_SECONDS if failure.secondary else 0.0)
-        while not (first := self.failure or within(EXIT_SECONDS, self._reported)) and time.monotonic() < until:
+        while (
+            not (first := self.failure or within(EXIT_SECONDS, self._reported))
+            and time.monotonic() < until
+        ):
             time.sleep(0.02)
         if not first:
-            text = within(EXIT_SECONDS, lambda: self.store.compare_set("failure", "", json.dumps(asdict(failure))))
+            text = within(
+                EXIT_SECONDS,
+                lambda: self.store.compare_set("failure", "", json.dumps(asdict(failure))),
+            )
             first = Failure(**json.loads(text)) if text else failure
         self.failure = first
         within(EXIT_SECONDS, lambda: self.store.set(f"heard/{self.env.rank}", "1"))
@@ -81,23 +103,37 @@ class Heartbeat:
     def last_seen(self) -> str:
         """The last beat of each other rank, to say who is late; empty where the store does not answer."""
         keys = [f"beat/{rank}" for rank in range(self.env.world) if rank != self.env.rank]
-        beats = [json.loads(beat) for beat in within(EXIT_SECONDS, lambda: self.store.multi_get(keys)) or []]
-        return "; ".join(str(_failure(beat, f"for {time.time() - beat['since']:.0f} s")) for beat in beats)
+        beats = [
+            json.loads(beat)
+            for beat in within(EXIT_SECONDS, lambda: self.store.multi_get(keys)) or []
+        ]
+        return "; ".join(
+            str(_failure(beat, f"for {time.time() - beat['since']:.0f} s")) for beat in beats
+        )
 
     def _run(self) -> None:
         beat_due, before = 0.0, time.monotonic()
         while not self._over.wait(min(POLL_SECONDS, self.interval)):
             now = time.monotonic()
-            if now - before > 3 * self.interval:  # this process itself was suspended: nobody is late because of that
+            if (
+                now - before > 3 * self.interval
+            ):  # this process itself was suspended: nobody is late because of that
                 self._seen.clear()
             watch = now >= beat_due
             beat_due = now + self.interval if watch else beat_due
             answered = within(self.interval * MISSED, lambda watch=watch: self._poll(watch))  # type: ignore[misc]
             before = time.monotonic()
             if not answered and not self._over.is_set():
-                unseen = {"rank": 0, "host": self.env.addr, "step": self.status.step, "phase": "unknown"}
+                unseen = {
+                    "rank": 0,
+                    "host": self.env.addr,
+                    "step": self.status.step,
+                    "phase": "unknown",
+                }
                 beat, _ = self._seen.get(0, (unseen, 0.0))
-                self.failure = self.failure or _failure(beat, f"its store did not answer for {before - now:.0f} s")
+                self.failure = self.failure or _failure(
+                    beat, f"its store did not answer for {before - now:.0f} s"
+                )
             if self.failure and not self._over.wait(EXIT_SECONDS):
                 # The main thread did not end by itself: it waits in a collective.
                 why = self.status.failure(f"it ends, because the run lost {self.failure}")
@@ -114,7 +150,9 @@ class Heartbeat:
                 last, since = self._seen.get(rank, ({}, now))
                 if last.get("count") != beat["count"]:
                     self._seen[rank] = (beat, now)
-                elif now - since >= self.interval * MISSED and not self.store.check([f"done/{rank}"]):
+                elif now - since >= self.interval * MISSED and not self.store.check(
+                    [f"done/{rank}"]
+                ):
                     lost = _failure(beat, f"no heartbeat for {now - since:.0f} s")
                     self.store.compare_set("failure", "", json.dumps(asdict(lost)))
             if self.env.rank == 0:
@@ -139,10 +177,16 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self._count += 1
-        self.store.set(f"beat/{self.env.rank}", json.dumps({"count": self._count, **self.status.fields()}))
+        self.store.set(
+            f"beat/{self.env.rank}", json.dumps({"count": self._count, **self.status.fields()})
+        )
 
     def _reported(self) -> Failure | None:
-        return Failure(**json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
+        return (
+            Failure(**json.loads(self.store.get("failure")))
+            if self.store.check(["failure"])
+            else None
+        )
 
 
 def behind(beats: Sequence[dict[str, Any]], still: Sequence[float], limit: float) -> int | None:
@@ -150,14 +194,22 @@ def behind(beats: Sequence[dict[str, Any]], still: Sequence[float], limit: float
 
     `still`: for how long each rank has been where it is. Of ranks at the same place the one that came there first counts.
     """
-    if not any(s >= limit and beat["phase"] in HAS_COLLECTIVES for beat, s in zip(beats, still, strict=True)):
+    if not any(
+        s >= limit and beat["phase"] in HAS_COLLECTIVES
+        for beat, s in zip(beats, still, strict=True)
+    ):
         return None
     place = {phase: number for number, phase in enumerate(ORDER)}
-    return min(range(len(beats)), key=lambda n: (beats[n]["step"], place.get(beats[n]["phase"], len(ORDER)), -still[n]))
+    return min(
+        range(len(beats)),
+        key=lambda n: (beats[n]["step"], place.get(beats[n]["phase"], len(ORDER)), -still[n]),
+    )
 
 
 def _failure(beat: dict[str, Any], why: str) -> Failure:
-    return Failure(beat["rank"], beat["host"], beat["step"], beat["phase"], why, time.time(), lost=True)
+    return Failure(
+        beat["rank"], beat["host"], beat["step"], beat["phase"], why, time.time(), lost=True
+    )
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result | None:

@@ -21,9 +21,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from windlass.errors import UserError
 from windlass.parallel.dist import Ranks
@@ -32,7 +42,13 @@ from windlass.recipe.settings import SHARD_OPTIM, SHARDED, reduces_each
 
 aten = torch.ops.aten
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default}
+MATRIX_PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.linear.default,
+}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
@@ -67,7 +83,9 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     on_meta = any(p.is_meta for p in model.parameters())
     if ranks.strategy not in SHARDED:
         _move(model, ranks.device, ranks.device)
-    if not on_meta and ranks.world > 1:  # a model that a user built may differ from process to process
+    if (
+        not on_meta and ranks.world > 1
+    ):  # a model that a user built may differ from process to process
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
             dist.broadcast(tensor.data, src=0)
     if ranks.strategy in SHARDED:
@@ -77,19 +95,31 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         return model
     for p in model.parameters() if ranks.strategy == SHARD_OPTIM else ():
         p.data = p.data.contiguous()  # torch's fused optimizers take rows as consecutive numbers
-    if ranks.world == 1:  # nothing to exchange; and DDP could not do a step again after memory ran out in it
+    if (
+        ranks.world == 1
+    ):  # nothing to exchange; and DDP could not do a step again after memory ran out in it
         return model
-    is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters  # torch >= 2.12
+    is_new = (
+        "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    )  # torch >= 2.12
     options: dict[str, Any] = {
-        "device_ids": [ranks.device] if ranks.device.type == "cuda" else None, "init_sync": False,  # done above
-        "bucket_cap_mb": settings.bucket_mb, "gradient_as_bucket_view": True,
-        "forward_sync_buffers" if is_new else "broadcast_buffers": False,  # no buffer of ours changes
-    }  # fmt: skip
+        "device_ids": [ranks.device] if ranks.device.type == "cuda" else None,
+        "init_sync": False,  # done above
+        "bucket_cap_mb": settings.bucket_mb,
+        "gradient_as_bucket_view": True,
+        "forward_sync_buffers"
+        if is_new
+        else "broadcast_buffers": False,  # no buffer of ours changes
+    }
     wrapped = DistributedDataParallel(model, **options)
     # A bucket's gradients added over the ranks (DDP's own hook averages). A lambda, because DDP rejects string annotations.
     wrapped.register_comm_hook(
         None,
-        lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0]),
+        lambda _, bucket: (
+            dist.all_reduce(bucket.buffer(), async_op=True)
+            .get_future()
+            .then(lambda f: f.value()[0])
+        ),
     )
     return wrapped
 
@@ -99,22 +129,39 @@ def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Mo
     if callable(blocks := getattr(model, "blocks", None)):
         return list(blocks())
     needs = [f"parallel.strategy = {ranks.strategy}"] if ranks.strategy in SHARDED else []
-    needs += ["parallel.activation_checkpointing"] if recipe.parallel.activation_checkpointing != "none" else []
+    needs += (
+        ["parallel.activation_checkpointing"]
+        if recipe.parallel.activation_checkpointing != "none"
+        else []
+    )
     needs += ["train.compile"] if recipe.train.compile else []
     if needs:
-        lack = f"{' and '.join(needs)}: {type(model).__name__} does not say which parts of it repeat"
-        raise UserError(f"{lack}; give it a method that does, as `def blocks(self): return list(self.layers)`")
+        lack = (
+            f"{' and '.join(needs)}: {type(model).__name__} does not say which parts of it repeat"
+        )
+        raise UserError(
+            f"{lack}; give it a method that does, as `def blocks(self): return list(self.layers)`"
+        )
     return []
 
 
 def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Recipe) -> None:
     """FSDP2 over each block, over the model's `ends()` before and after them, and over the rest as one unit."""
-    settings, low = recipe.parallel, LOW.get(resolve_precision(recipe.train.precision, ranks.device))
+    settings, low = (
+        recipe.parallel,
+        LOW.get(resolve_precision(recipe.train.precision, ranks.device)),
+    )
     reduced = torch.float32 if low else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if settings.offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+        if settings.offload
+        else OffloadPolicy()
+    )
     gather_again = ranks.strategy != "shard_grad_op"
-    shard = functools.partial(fully_shard, mesh=ranks.mesh, offload_policy=offload, mp_policy=policy)
+    shard = functools.partial(
+        fully_shard, mesh=ranks.mesh, offload_policy=offload, mp_policy=policy
+    )
     ends: Any = getattr(model, "ends", lambda: ([], []))
     first, last = ends()
 
@@ -138,7 +185,9 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
         if settings.forward_prefetch:
             unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + settings.forward_prefetch])
         if settings.backward_prefetch and i:
-            unit.set_modules_to_backward_prefetch(units[max(1, i - settings.backward_prefetch) : i][::-1])
+            unit.set_modules_to_backward_prefetch(
+                units[max(1, i - settings.backward_prefetch) : i][::-1]
+            )
     model.keeps_gathered = not gather_again  # type: ignore[assignment]  # both for `sync_gradients`
     model.reduces_each = reduces_each(settings.reduce_each_micro_batch, ranks.strategy)  # type: ignore[assignment]
 
@@ -162,7 +211,11 @@ def compute_in_float32(modules: list[nn.Module]) -> None:
         if kind not in subclasses:
 
             def forward(self: Any, *args: Any, _kind: Any = kind, **kwargs: Any) -> Any:
-                wide = {name: p.float() for name, p in self.named_parameters() if p.dtype in LOW.values()}
+                wide = {
+                    name: p.float()
+                    for name, p in self.named_parameters()
+                    if p.dtype in LOW.values()
+                }
                 # `functional_call` comes back here with the wide parameters in their places.
                 return (
                     torch.func.functional_call(self, wide, args, kwargs)
@@ -184,9 +237,13 @@ def _move(model: nn.Module, device: torch.device, buffer_device: torch.device) -
                     continue
                 if tensor not in moved:
                     data = tensor.data
-                    moved[tensor] = torch.empty_like(data, device=target) if tensor.is_meta else data.to(target)
+                    moved[tensor] = (
+                        torch.empty_like(data, device=target) if tensor.is_meta else data.to(target)
+                    )
                     if isinstance(tensor, nn.Parameter):
-                        moved[tensor] = nn.Parameter(moved[tensor], requires_grad=tensor.requires_grad)
+                        moved[tensor] = nn.Parameter(
+                            moved[tensor], requires_grad=tensor.requires_grad
+                        )
                 tensors[name] = moved[tensor]
 
 
@@ -248,7 +305,9 @@ def varying_shapes() -> Iterator[None]:
 
     A compiled block that has seen other sizes is compiled with sizes that vary from then on, for the training too.
     """
-    compiler = sys.modules.get("torch._dynamo")  # loading it takes seconds, and without it nothing is compiled
+    compiler = sys.modules.get(
+        "torch._dynamo"
+    )  # loading it takes seconds, and without it nothing is compiled
     stance = torch.compiler.set_stance("force_eager") if compiler else contextlib.nullcontext()
     with stance, attention_without_plans():
         yield

@@ -22,7 +22,11 @@ BUFFERS = 3  # of the message's size, that `collectives` and the backend hold
 def matrix_products(device: torch.device) -> dict[str, float]:
     """TFLOP/s of square matrix products by precision: fp32 and, on a GPU, bf16 where it has it, else fp16."""
     on_gpu = device.type == "cuda"
-    half = torch.bfloat16 if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    half = (
+        torch.bfloat16
+        if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+        else torch.float16
+    )
     rates = {}
     for dtype in (torch.float32, half) if on_gpu else (torch.float32,):
         size = 8192 if on_gpu else 1024
@@ -33,7 +37,10 @@ def matrix_products(device: torch.device) -> dict[str, float]:
 
 
 def collectives(
-    device: torch.device, group: dist.ProcessGroup, sizes: tuple[int, ...], show: Callable[[str], None]
+    device: torch.device,
+    group: dist.ProcessGroup,
+    sizes: tuple[int, ...],
+    show: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Time every collective of `group` at every size in bytes; every rank of the group calls this.
 
@@ -50,7 +57,15 @@ def collectives(
             show(f"{name} {size:,} bytes")
             seconds = _median_seconds(calls[name], device, group)
             algorithm, bus = bus_bandwidth(name, 4 * count, seconds, world)
-            rows.append({"collective": name, "size": 4 * count, "seconds": seconds, "algbw": algorithm, "busbw": bus})
+            rows.append(
+                {
+                    "collective": name,
+                    "size": 4 * count,
+                    "seconds": seconds,
+                    "algbw": algorithm,
+                    "busbw": bus,
+                }
+            )
     return rows
 
 
@@ -65,7 +80,10 @@ def _calls(
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
     def send_recv() -> None:
-        pair = [dist.P2POp(dist.isend, whole, to, group), dist.P2POp(dist.irecv, other, source, group)]
+        pair = [
+            dist.P2POp(dist.isend, whole, to, group),
+            dist.P2POp(dist.irecv, other, source, group),
+        ]
         for work in dist.batch_isend_irecv(pair):
             work.wait()
 
@@ -78,7 +96,9 @@ def _calls(
     }
 
 
-def _median_seconds(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None) -> float:
+def _median_seconds(
+    call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None
+) -> float:
     def timed() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -27,7 +27,14 @@ from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.preflight import findings
-from windlass.preflight.bandwidth import BUFFERS, CPU_SIZES, GATE_SIZE, GPU_SIZES, collectives, matrix_products
+from windlass.preflight.bandwidth import (
+    BUFFERS,
+    CPU_SIZES,
+    GATE_SIZE,
+    GPU_SIZES,
+    collectives,
+    matrix_products,
+)
 from windlass.preflight.findings import OK, PROBLEM, WARNING, Finding
 from windlass.processes import nvml_handle
 from windlass.recipe import Recipe
@@ -59,7 +66,11 @@ class Check:
 
 
 def check(
-    recipe: Recipe, *, max_bytes: int = 0, gate: bool = False, show: Callable[[str], None] = lambda text: None
+    recipe: Recipe,
+    *,
+    max_bytes: int = 0,
+    gate: bool = False,
+    show: Callable[[str], None] = lambda text: None,
 ) -> Check:
     """Check machine, packages, disks and interconnect as one rank among those of the launcher; every rank gets the result.
 
@@ -76,7 +87,11 @@ def check(
         _probe_disks(ranks, recipe, facts)
         show("matrix products")
         facts["tflops"] = matrix_products(ranks.device)
-        rates = measure_groups(ranks, message_sizes(ranks, max_bytes, gate), show) if env.world > 1 else []
+        rates = (
+            measure_groups(ranks, message_sizes(ranks, max_bytes, gate), show)
+            if env.world > 1
+            else []
+        )
         everyone = ranks.all_gather_object("facts", {**facts, "rates": rates})
     rates = _merge([one.pop("rates") for one in everyone])
     all_reduce = [r for r in rates if r["group"] == "all ranks" and r["collective"] == "all_reduce"]
@@ -91,24 +106,41 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
     for path in sorted(package.rglob("*.py")):
         code.update(path.read_bytes())
     facts: dict[str, Any] = {
-        "rank": ranks.rank, "node": ranks.env.node, "host": socket.gethostname(), "device": str(ranks.device),
-        "python": platform.python_version(), "torch": torch.__version__, "windlass": __version__,
-        "code": code.hexdigest()[:12], "config": recipe.config_hash[:12], "cuda": torch.version.cuda or "",
-        "platform": platform.platform(), "cuda_available": torch.cuda.is_available(), "gpus": torch.cuda.device_count(),
-        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "shm_gb": None,
+        "rank": ranks.rank,
+        "node": ranks.env.node,
+        "host": socket.gethostname(),
+        "device": str(ranks.device),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "windlass": __version__,
+        "code": code.hexdigest()[:12],
+        "config": recipe.config_hash[:12],
+        "cuda": torch.version.cuda or "",
+        "platform": platform.platform(),
+        "cuda_available": torch.cuda.is_available(),
+        "gpus": torch.cuda.device_count(),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "shm_gb": None,
         "precisions": ["fp32"],
-    }  # fmt: skip
+    }
     with contextlib.suppress(OSError):
         facts["shm_gb"] = shutil.disk_usage("/dev/shm").total / 1e9
     if ranks.device.type == "cuda":
         properties = torch.cuda.get_device_properties(ranks.device)
         facts |= {
-            "name": properties.name, "capability": [properties.major, properties.minor],
-            "built_for": torch.cuda.get_arch_list(), "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "free_gb": torch.cuda.mem_get_info(ranks.device)[0] / 1e9, "total_gb": properties.total_memory / 1e9,
-            "precisions": ["fp32", "fp16", *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else [])],
+            "name": properties.name,
+            "capability": [properties.major, properties.minor],
+            "built_for": torch.cuda.get_arch_list(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "free_gb": torch.cuda.mem_get_info(ranks.device)[0] / 1e9,
+            "total_gb": properties.total_memory / 1e9,
+            "precisions": [
+                "fp32",
+                "fp16",
+                *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else []),
+            ],
             **_nvml(ranks.device),
-        }  # fmt: skip
+        }
     return facts
 
 
@@ -125,7 +157,9 @@ def _nvml(device: torch.device) -> dict[str, Any]:
         slow = {"power brake": 0x80, "hardware slowdown": 0x08, "too hot": 0x20 | 0x40}
         facts["throttled"] = [name for name, bits in slow.items() if reasons & bits]
         kind = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-        facts["ecc_errors"] = pynvml.nvmlDeviceGetTotalEccErrors(handle, kind, pynvml.NVML_VOLATILE_ECC)
+        facts["ecc_errors"] = pynvml.nvmlDeviceGetTotalEccErrors(
+            handle, kind, pynvml.NVML_VOLATILE_ECC
+        )
     return facts
 
 
@@ -133,10 +167,17 @@ def _probe_disks(ranks: Ranks, recipe: Recipe, facts: dict[str, Any]) -> None:
     """Space and write speed of the run's and the data's directory, and whether a file of rank 0 is seen by this rank."""
     places = {"run directory": recipe.run_dir, "data directory": Path(recipe.data.dir or "data")}
     facts["disks"] = {}
-    check = ranks.broadcast_object("check", uuid.uuid4().hex)  # several jobs may check one directory at the same time
+    check = ranks.broadcast_object(
+        "check", uuid.uuid4().hex
+    )  # several jobs may check one directory at the same time
     for name, place in places.items():
-        there = next(path for path in (place.absolute(), *place.absolute().parents) if path.is_dir())
-        mark, probe = there / f".windlass-check-{check}", there / f".windlass-check-{check}-{ranks.rank}"
+        there = next(
+            path for path in (place.absolute(), *place.absolute().parents) if path.is_dir()
+        )
+        mark, probe = (
+            there / f".windlass-check-{check}",
+            there / f".windlass-check-{check}-{ranks.rank}",
+        )
         seconds = 0.0
         try:
             if ranks.main:
@@ -152,9 +193,12 @@ def _probe_disks(ranks: Ranks, recipe: Recipe, facts: dict[str, Any]) -> None:
             error = failure.strerror or str(failure)
         ranks.all_gather_object("written", None)
         facts["disks"][name] = {
-            "path": str(there), "free_gb": shutil.disk_usage(there).free / 1e9, "error": error, "shared": mark.exists(),
+            "path": str(there),
+            "free_gb": shutil.disk_usage(there).free / 1e9,
+            "error": error,
+            "shared": mark.exists(),
             "write_mb_s": PROBE_BYTES / 1e6 / seconds if seconds else 0.0,
-        }  # fmt: skip
+        }
         ranks.all_gather_object("seen", None)
         for path in (probe, *([mark] if ranks.main else [])):
             path.unlink(missing_ok=True)
@@ -173,15 +217,23 @@ def message_sizes(ranks: Ranks, max_bytes: int, gate: bool) -> tuple[int, ...]:
     return tuple(size for size in default if BUFFERS * size <= free) or default[:1]
 
 
-def measure_groups(ranks: Ranks, sizes: tuple[int, ...], show: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure_groups(
+    ranks: Ranks, sizes: tuple[int, ...], show: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """The collectives over all ranks; on several hosts also inside this host, and between hosts (one rank of each)."""
     places = ranks.all_gather_object("place", [ranks.env.node, ranks.env.local_rank])
-    members: dict[str, dict[int, list[int]]] = {"one host": defaultdict(list), "between hosts": defaultdict(list)}
+    members: dict[str, dict[int, list[int]]] = {
+        "one host": defaultdict(list),
+        "between hosts": defaultdict(list),
+    }
     for rank, (node, local_rank) in enumerate(places):
         members["one host"][node].append(rank)
         members["between hosts"][local_rank].append(rank)
     assert dist.group.WORLD is not None
-    rates = [{"group": "all ranks", **row} for row in collectives(ranks.device, dist.group.WORLD, sizes, show)]
+    rates = [
+        {"group": "all ranks", **row}
+        for row in collectives(ranks.device, dist.group.WORLD, sizes, show)
+    ]
     if ranks.env.nodes == 1:
         return rates
     for name, by_key in members.items():
@@ -191,7 +243,9 @@ def measure_groups(ranks: Ranks, sizes: tuple[int, ...], show: Callable[[str], N
                 group = dist.new_group(group_ranks)
                 mine = group if ranks.rank in group_ranks else mine
         if mine is not None:
-            rates += [{"group": name, **row} for row in collectives(ranks.device, mine, sizes, show)]
+            rates += [
+                {"group": name, **row} for row in collectives(ranks.device, mine, sizes, show)
+            ]
         ranks.all_gather_object(name, None)
     return rates
 
@@ -201,7 +255,9 @@ def _merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for rank, rates in enumerate(by_rank):
         for rate in rates:
-            row = rows.setdefault((rate["group"], rate["collective"], rate["size"]), {**rate, "ranks": {}})
+            row = rows.setdefault(
+                (rate["group"], rate["collective"], rate["size"]), {**rate, "ranks": {}}
+            )
             row["ranks"][rank] = rate["busbw"]
             if rate["busbw"] < row["busbw"]:
                 row |= {name: rate[name] for name in ("seconds", "algbw", "busbw")}
@@ -209,57 +265,107 @@ def _merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def findings_of(
-    ranks: list[dict[str, Any]], rates: list[dict[str, Any]], recipe: Recipe, environ: Mapping[str, str]
+    ranks: list[dict[str, Any]],
+    rates: list[dict[str, Any]],
+    recipe: Recipe,
+    environ: Mapping[str, str],
 ) -> list[Finding]:
     """The findings from the facts of all ranks."""
     hosts = {one["rank"]: one["host"] for one in ranks}
-    nodes = {one["node"]: one for one in reversed(ranks)}  # the first rank of each host speaks for it
+    nodes = {
+        one["node"]: one for one in reversed(ranks)
+    }  # the first rank of each host speaks for it
     results = [
-        findings.same("Windlass", {r["rank"]: f"{r['windlass']} ({r['code']})" for r in ranks}, hosts),
+        findings.same(
+            "Windlass", {r["rank"]: f"{r['windlass']} ({r['code']})" for r in ranks}, hosts
+        ),
         findings.same("recipe", {r["rank"]: r["config"] for r in ranks}, hosts),
-        replace(findings.same("platform", {r["rank"]: r["platform"] for r in ranks}, hosts), status=OK, advice=""),
-        findings.same("Python and torch", {r["rank"]: f"{r['python']}, {r['torch']}" for r in ranks}, hosts),
+        replace(
+            findings.same("platform", {r["rank"]: r["platform"] for r in ranks}, hosts),
+            status=OK,
+            advice="",
+        ),
+        findings.same(
+            "Python and torch", {r["rank"]: f"{r['python']}, {r['torch']}" for r in ranks}, hosts
+        ),
     ]
     for one in ranks:
         where = f" (rank {one['rank']}, {one['host']})" if len(ranks) > 1 else ""
         new = []
         if "capability" in one:
             capability = (one["capability"][0], one["capability"][1])
-            new.append(findings.architecture(one["name"], capability, one["built_for"], one["torch"], one["cuda"]))
-            new.append(Finding("memory", f"{one['free_gb']:,.1f} of {one['total_gb']:,.1f} GB free"))
+            new.append(
+                findings.architecture(
+                    one["name"], capability, one["built_for"], one["torch"], one["cuda"]
+                )
+            )
+            new.append(
+                Finding("memory", f"{one['free_gb']:,.1f} of {one['total_gb']:,.1f} GB free")
+            )
             if errors := one.get("ecc_errors"):
-                new.append(Finding("ECC", f"{errors} uncorrected errors", PROBLEM, "take this GPU out of use"))
+                new.append(
+                    Finding(
+                        "ECC", f"{errors} uncorrected errors", PROBLEM, "take this GPU out of use"
+                    )
+                )
             if reasons := one.get("throttled"):
-                new.append(Finding("clock rate", f"throttled: {', '.join(reasons)}", WARNING, "the GPU is slowed down"))
+                new.append(
+                    Finding(
+                        "clock rate",
+                        f"throttled: {', '.join(reasons)}",
+                        WARNING,
+                        "the GPU is slowed down",
+                    )
+                )
         results += [Finding(f"{x.name}{where}", x.text, x.status, x.advice) for x in new]
     if "cuda" in ranks[0]["device"] and "driver" in ranks[0]:
         results.append(findings.driver(ranks[0]["driver"], ranks[0]["cuda"]))
-    results.append(Finding("precisions", ", ".join(sorted(set.intersection(*(set(r["precisions"]) for r in ranks))))))
+    results.append(
+        Finding(
+            "precisions",
+            ", ".join(sorted(set.intersection(*(set(r["precisions"]) for r in ranks)))),
+        )
+    )
     for name, first in ranks[0]["disks"].items():
         disks = [one["disks"][name] for one in ranks]
-        if failures := sorted({f"{d['error']} on {hosts[r]}" for r, d in enumerate(disks) if d["error"]}):
+        if failures := sorted(
+            {f"{d['error']} on {hosts[r]}" for r, d in enumerate(disks) if d["error"]}
+        ):
             advice = "make it writable, or give another run.dir or data.dir"
-            results.append(Finding(name, f"{first['path']}: {'; '.join(failures)}", PROBLEM, advice))
+            results.append(
+                Finding(name, f"{first['path']}: {'; '.join(failures)}", PROBLEM, advice)
+            )
             continue
         slowest = min(d["write_mb_s"] for d in disks)
         shared = all(d["shared"] for d in disks)
-        results.append(findings.disk(name, first["path"], first["free_gb"], slowest, shared, len(nodes)))
+        results.append(
+            findings.disk(name, first["path"], first["free_gb"], slowest, shared, len(nodes))
+        )
     for one in nodes.values():
         where = f" ({one['host']})" if len(nodes) > 1 else ""
         cuda = findings.cuda(one["cuda"], one["cuda_available"], one["gpus"], one["device"])
         limits = findings.limits(one["shm_gb"], one["files"])
         results += [replace(found, name=f"{found.name}{where}") for found in (cuda, *limits)]
     if len(nodes) > 1:
-        results.append(findings.clock(max(one["time"] for one in ranks) - min(one["time"] for one in ranks)))
+        results.append(
+            findings.clock(max(one["time"] for one in ranks) - min(one["time"] for one in ranks))
+        )
     results += findings.nccl_variables(environ, len(nodes)) + services(recipe, environ)
-    measures = {f"{name} matrix products": {r["rank"]: r["tflops"][name] for r in ranks} for name in ranks[0]["tflops"]}
-    measures |= {f"{r['group']}, {r['collective']} of {r['size']:,} bytes": r["ranks"] for r in rates}
+    measures = {
+        f"{name} matrix products": {r["rank"]: r["tflops"][name] for r in ranks}
+        for name in ranks[0]["tflops"]
+    }
+    measures |= {
+        f"{r['group']}, {r['collective']} of {r['size']:,} bytes": r["ranks"] for r in rates
+    }
     for name, by_rank in measures.items():
         if slow := findings.outliers(by_rank):
             text = ", ".join(f"rank {rank} on {hosts[rank]}: {by_rank[rank]:.3g}" for rank in slow)
             mean = sum(by_rank.values()) / len(by_rank)
             text += f"; mean {mean:.3g}"
-            results.append(Finding(f"slow: {name}", text, WARNING, "look at this host, or leave it out"))
+            results.append(
+                Finding(f"slow: {name}", text, WARNING, "look at this host, or leave it out")
+            )
     return results
 
 
@@ -273,8 +379,14 @@ def services(recipe: Recipe, environ: Mapping[str, str]) -> list[Finding]:
     if "mlflow" in recipe.telemetry.trackers and uri.startswith("http"):
         wanted["MLflow"] = uri, "unset MLFLOW_TRACKING_URI to write to a local file"
     names = [recipe.model.name] if recipe.model.kind == "hf" else []
-    names += [recipe.data.tokenizer.removeprefix("hf:")] if recipe.data.tokenizer.startswith("hf:") else []
-    if any(name and not Path(name).exists() for name in names) and environ.get("HF_HUB_OFFLINE", "0") in ("", "0"):
+    names += (
+        [recipe.data.tokenizer.removeprefix("hf:")]
+        if recipe.data.tokenizer.startswith("hf:")
+        else []
+    )
+    if any(name and not Path(name).exists() for name in names) and environ.get(
+        "HF_HUB_OFFLINE", "0"
+    ) in ("", "0"):
         advice = "download first, then set HF_HUB_OFFLINE=1"
         wanted["Hugging Face Hub"] = environ.get("HF_ENDPOINT") or "https://huggingface.co", advice
     results = []
@@ -285,5 +397,7 @@ def services(recipe: Recipe, environ: Mapping[str, str]) -> list[Finding]:
             socket.create_connection(address, CONNECT_SECONDS).close()
             results.append(Finding(name, f"{parts.hostname} can be reached"))
         except OSError as error:
-            results.append(Finding(name, f"{parts.hostname} cannot be reached: {error}", WARNING, advice))
+            results.append(
+                Finding(name, f"{parts.hostname} cannot be reached: {error}", WARNING, advice)
+            )
     return results

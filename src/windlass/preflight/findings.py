@@ -44,10 +44,16 @@ def outliers(values: Mapping[int, float]) -> list[int]:
     if len(values) < 3:  # of two, none is the odd one
         return []
     mean, deviation = statistics.mean(values.values()), statistics.pstdev(values.values())
-    return sorted(rank for rank, value in values.items() if mean - value > deviation and mean - value > OFF * mean)
+    return sorted(
+        rank
+        for rank, value in values.items()
+        if mean - value > deviation and mean - value > OFF * mean
+    )
 
 
-def architecture(name: str, capability: tuple[int, int], built_for: Sequence[str], torch: str, cuda: str) -> Finding:
+def architecture(
+    name: str, capability: tuple[int, int], built_for: Sequence[str], torch: str, cuda: str
+) -> Finding:
     """Whether this torch has code for this device (`built_for` as torch.cuda.get_arch_list gives it)."""
     text, advice = code_for(name, capability, built_for, torch, cuda)
     return Finding("device", text, PROBLEM if advice else OK, advice)
@@ -69,9 +75,16 @@ def cuda(version: str, available: bool, gpus: int, device: str) -> Finding:
     if available:
         text = f"CUDA {version} is available: {gpus} GPU{'s' * (gpus != 1)}"
         return Finding(
-            "CUDA", text if device.startswith("cuda") else f"{text}; the check uses the CPU, as the recipe says"
+            "CUDA",
+            text
+            if device.startswith("cuda")
+            else f"{text}; the check uses the CPU, as the recipe says",
         )
-    reason = "torch was built without it" if not version else f"torch's CUDA {version} finds no driver or no GPU"
+    reason = (
+        "torch was built without it"
+        if not version
+        else f"torch's CUDA {version} finds no driver or no GPU"
+    )
     return Finding("CUDA", f"not available: {reason}")
 
 
@@ -81,7 +94,9 @@ def size_of(text: str) -> int:
     return int(match[1]) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[match[2]] if match else 0
 
 
-def disk(name: str, path: str, free_gb: float, write_mb_s: float, shared: bool, hosts: int) -> Finding:
+def disk(
+    name: str, path: str, free_gb: float, write_mb_s: float, shared: bool, hosts: int
+) -> Finding:
     """Space and speed of a directory, and whether all hosts see the same one."""
     text = f"{path}: {free_gb:,.0f} GB free, writes {write_mb_s:,.0f} MB/s"
     text += ", shared by all hosts" if hosts > 1 and shared else ""
@@ -98,14 +113,25 @@ def disk(name: str, path: str, free_gb: float, write_mb_s: float, shared: bool, 
 def limits(shm_gb: float | None, files: int) -> list[Finding]:
     """/dev/shm (None: there is none) and the number of files that a process may open."""
     advice = "NCCL keeps its buffers there: start the container with --shm-size=8g"
-    shm = [] if shm_gb is None else [_unless(shm_gb < SMALL_SHM_GB, "/dev/shm", f"{shm_gb:,.1f} GB", advice)]
-    return [*shm, _unless(files < FEW_FILES, "open files", f"{files:,} a process", f"ulimit -n {16 * FEW_FILES}")]
+    shm = (
+        []
+        if shm_gb is None
+        else [_unless(shm_gb < SMALL_SHM_GB, "/dev/shm", f"{shm_gb:,.1f} GB", advice)]
+    )
+    return [
+        *shm,
+        _unless(
+            files < FEW_FILES, "open files", f"{files:,} a process", f"ulimit -n {16 * FEW_FILES}"
+        ),
+    ]
 
 
 def clock(skew: float) -> Finding:
     """The largest difference between the ranks' clocks, in seconds."""
     advice = "times in ledger and logs of different hosts cannot be compared"
-    return _unless(skew > SKEW_SECONDS, "clock", f"the hosts' clocks differ by {skew:.2f} s at most", advice)
+    return _unless(
+        skew > SKEW_SECONDS, "clock", f"the hosts' clocks differ by {skew:.2f} s at most", advice
+    )
 
 
 def _unless(bad: bool, name: str, text: str, advice: str) -> Finding:
@@ -117,7 +143,9 @@ def same(name: str, values: Mapping[int, str], hosts: Mapping[int, str]) -> Find
     """Whether all ranks have the same value; else the ranks of each, by host."""
     if len(set(values.values())) == 1:
         return Finding(name, f"{next(iter(values.values()))} on every rank")
-    places = {value: sorted({hosts[r] for r in values if values[r] == value}) for value in values.values()}
+    places = {
+        value: sorted({hosts[r] for r in values if values[r] == value}) for value in values.values()
+    }
     groups = [f"{value} on {', '.join(names)}" for value, names in places.items()]
     advice = "all ranks must run the same: install it once, on a file system that they share"
     return Finding(name, "; ".join(groups), PROBLEM, advice)
@@ -126,16 +154,27 @@ def same(name: str, values: Mapping[int, str], hosts: Mapping[int, str]) -> Find
 def nccl_variables(environ: Mapping[str, str], nodes: int) -> list[Finding]:
     """The NCCL variables that are set, with advice on those that slow a run down or hide its errors."""
     advice = {
-        "NCCL_P2P_DISABLE": ("1", "turns NVLink and PCIe copies between devices off: for debugging only"),
+        "NCCL_P2P_DISABLE": (
+            "1",
+            "turns NVLink and PCIe copies between devices off: for debugging only",
+        ),
         "NCCL_IB_DISABLE": ("1", "turns InfiniBand off: between hosts TCP is several times slower"),
         "NCCL_SHM_DISABLE": ("1", "turns shared memory off: for debugging only"),
-        "TORCH_NCCL_BLOCKING_WAIT": ("1", "makes the host wait for each collective: slower, and not needed for time limits"),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a rank whose partner is gone would hang: leave it at its default"),
+        "TORCH_NCCL_BLOCKING_WAIT": (
+            "1",
+            "makes the host wait for each collective: slower, and not needed for time limits",
+        ),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": (
+            "0",
+            "a rank whose partner is gone would hang: leave it at its default",
+        ),
         "NCCL_DEBUG": ("TRACE", "writes a line for each call: use WARN or INFO"),
-    }  # fmt: skip
+    }
     findings = []
     for name in sorted(n for n in environ if n.startswith(("NCCL_", "TORCH_NCCL_"))):
         bad, why = advice.get(name, ("", ""))
-        wrong = bool(bad) and environ[name].upper() == bad and (name != "NCCL_IB_DISABLE" or nodes > 1)
+        wrong = (
+            bool(bad) and environ[name].upper() == bad and (name != "NCCL_IB_DISABLE" or nodes > 1)
+        )
         findings.append(_unless(wrong, name, environ[name], why))
     return findings

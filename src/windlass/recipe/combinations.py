@@ -25,7 +25,10 @@ def hf_name(r: Any) -> Problems:
 def first_weights(r: Any) -> Problems:
     m = r.model
     if m.kind == "hf" and m.from_scratch and m.init_from:
-        yield "model.init_from", "it names first weights, and model.from_scratch asks for none; leave one out"
+        yield (
+            "model.init_from",
+            "it names first weights, and model.from_scratch asks for none; leave one out",
+        )
 
 
 def unused_keys(r: Any) -> Problems:
@@ -34,25 +37,46 @@ def unused_keys(r: Any) -> Problems:
         return
     keys = ", ".join(f"model.{key}" for key in given)
     if m.kind == "gpt":
-        yield keys, 'for model.kind = "hf" alone: write that too, or leave them out (run.name names the run)'
+        yield (
+            keys,
+            'for model.kind = "hf" alone: write that too, or leave them out (run.name names the run)',
+        )
     else:
-        copy = "give model.name a directory with an edited copy of it" if m.from_scratch else "leave them out"
-        yield keys, f'no effect with model.kind = "hf", where the model\'s own config.json decides: {copy}'
+        copy = (
+            "give model.name a directory with an edited copy of it"
+            if m.from_scratch
+            else "leave them out"
+        )
+        yield (
+            keys,
+            f'no effect with model.kind = "hf", where the model\'s own config.json decides: {copy}',
+        )
 
 
 def four_bits(r: Any) -> Problems:
     lora = r.model.lora
     if lora.base == "4bit" and (not lora.rank or r.model.from_scratch):
-        yield "model.lora.base", "weights in 4 bits are not trained: set model.lora.rank, on a model that has weights"
+        yield (
+            "model.lora.base",
+            "weights in 4 bits are not trained: set model.lora.rank, on a model that has weights",
+        )
 
 
 def heads(r: Any) -> Problems:
     m = r.model
     if m.kind == "gpt" and m.width % m.heads:
-        near = min((h for h in range(1, m.width + 1) if m.width % h == 0), key=lambda h: abs(h - m.heads))
-        yield "model.heads", f"{m.heads} heads do not divide the width {m.width}; the nearest that does is {near}"
+        near = min(
+            (h for h in range(1, m.width + 1) if m.width % h == 0), key=lambda h: abs(h - m.heads)
+        )
+        yield (
+            "model.heads",
+            f"{m.heads} heads do not divide the width {m.width}; the nearest that does is {near}",
+        )
     elif m.kind == "gpt" and m.position == "rope" and (m.width // m.heads) % 2:
-        yield "model.heads", f"rotary positions need an even size per head, and {m.width} / {m.heads} is odd"
+        yield (
+            "model.heads",
+            f"rotary positions need an even size per head, and {m.width} / {m.heads} is odd",
+        )
 
 
 def kv_heads(r: Any) -> Problems:
@@ -70,11 +94,17 @@ def vocab(r: Any) -> Problems:
 def source(r: Any) -> Problems:
     sources = r.data.sources
     if not sources or not all(map(str.strip, sources)):
-        yield "data.source", 'it is empty: name a file, a directory, a pattern or hf:NAME ("." is this directory)'
+        yield (
+            "data.source",
+            'it is empty: name a file, a directory, a pattern or hf:NAME ("." is this directory)',
+        )
 
 
 def download(r: Any) -> Problems:
-    if any(name.startswith(("http://", "https://")) for name in r.data.sources) and not r.data.sha256:
+    if (
+        any(name.startswith(("http://", "https://")) for name in r.data.sources)
+        and not r.data.sha256
+    ):
         yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
 
 
@@ -86,7 +116,10 @@ def squad_format(r: Any) -> Problems:
 def shards_beside_texts(r: Any) -> Problems:
     shards = [name.startswith("shards:") for name in r.data.sources]
     if any(shards) and not all(shards):
-        yield "data.source", "token shards and texts cannot be in one list: tokens are not made again"
+        yield (
+            "data.source",
+            "token shards and texts cannot be in one list: tokens are not made again",
+        )
 
 
 def packing(r: Any) -> Problems:
@@ -106,18 +139,26 @@ def best(r: Any) -> Problems:
     if suite not in ("loss", *suites) and not suite.startswith(sections.OWN_SUITE):
         more = json.dumps([*suites, suite], separators=(",", ":"))
         write = f'write eval.suites={more}, or checkpoint.best="loss"'
-        yield "checkpoint.best", f'it is "{value}", and eval.suites does not measure {suite}: {write}'
+        yield (
+            "checkpoint.best",
+            f'it is "{value}", and eval.suites does not measure {suite}: {write}',
+        )
 
 
 def train_batches(r: Any) -> Problems:
     if r.eval.train_batches and sections.LOSS_SUITE not in r.eval.suites:
-        problem = "it is measured with the suite loss, which eval.suites leaves out: add it, or write 0"
+        problem = (
+            "it is measured with the suite loss, which eval.suites leaves out: add it, or write 0"
+        )
         yield "eval.train_batches", problem
 
 
 def early_stop(r: Any) -> Problems:
     if r.train.early_stop and not r.eval.every:
-        yield "train.early_stop", "it needs evaluations, and eval.every is 0: set that, or leave this out"
+        yield (
+            "train.early_stop",
+            "it needs evaluations, and eval.every is 0: set that, or leave this out",
+        )
 
 
 def batch(r: Any) -> Problems:
@@ -135,12 +176,18 @@ def offload(r: Any) -> Problems:
 
 def shard_size(r: Any) -> Problems:
     if r.parallel.shard_size and r.parallel.strategy != "hybrid_shard":
-        yield "parallel.shard_size", 'a sharding group\'s size goes with parallel.strategy = "hybrid_shard"'
+        yield (
+            "parallel.shard_size",
+            'a sharding group\'s size goes with parallel.strategy = "hybrid_shard"',
+        )
 
 
 def options(r: Any) -> Problems:
     if r.optim.options and not r.optim.kind.startswith("torch."):
-        yield "optim.options", f'they are for optim.kind = "torch.optim...", and it is "{r.optim.kind}"'
+        yield (
+            "optim.options",
+            f'they are for optim.kind = "torch.optim...", and it is "{r.optim.kind}"',
+        )
 
 
 def muon(r: Any) -> Problems:
@@ -158,10 +205,33 @@ def schedule(r: Any) -> Problems:
         alone = isinstance(warmup, int) and isinstance(length, int) and warmup > length
         key = "decay" if decay and not alone else "warmup"
         problem = f"warm-up {warmup} and decay {decay} are longer than the {what} ({length} steps)"
-        yield f"optim.schedule.{key}", f"{problem}: shorten it, or write a share of the run, as 0.02"
+        yield (
+            f"optim.schedule.{key}",
+            f"{problem}: shorten it, or write a share of the run, as 0.02",
+        )
 
 
 CHECKS: tuple[Check, ...] = (
-    hf_name, first_weights, unused_keys, four_bits, heads, kv_heads, vocab, source, download, squad_format,
-    shards_beside_texts, packing, streaming, best, train_batches, early_stop, batch, offload, shard_size, options, muon, schedule,
-)  # fmt: skip
+    hf_name,
+    first_weights,
+    unused_keys,
+    four_bits,
+    heads,
+    kv_heads,
+    vocab,
+    source,
+    download,
+    squad_format,
+    shards_beside_texts,
+    packing,
+    streaming,
+    best,
+    train_batches,
+    early_stop,
+    batch,
+    offload,
+    shard_size,
+    options,
+    muon,
+    schedule,
+)

@@ -30,12 +30,18 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
         sentences = {f"{k} = {flat[k]}": _sentence(fields[k].description) for k in inside}
         width = min(max(map(len, sentences)), 48)
         about = type(_part(loaded, key)).__doc__
-        return "\n".join([f"{key}: {about}", *(f"  {line:<{width}}  {text}" for line, text in sentences.items())])
+        return "\n".join(
+            [f"{key}: {about}", *(f"  {line:<{width}}  {text}" for line, text in sentences.items())]
+        )
     if key not in fields:
         raise UserError(f"{key}: there is no such setting; {nearest(key, fields)}")
     sources = layers(recipe, overrides) if recipe else []
     given = [f"{typed(layer[key])} ({name})" for name, layer in sources if key in layer]
-    facts = {"values": values(fields[key]), "default": typed(fields[key].default), "set to": ", then ".join(given)}
+    facts = {
+        "values": values(fields[key]),
+        "default": typed(fields[key].default),
+        "set to": ", then ".join(given),
+    }
     facts["resolved"] = _resolved(loaded, key)
     shown = [f"{name:<9} {text}" for name, text in facts.items() if text]
     return "\n".join([f"{key} = {flat[key]}", fields[key].description, "", *shown])
@@ -58,7 +64,11 @@ def _resolved(recipe: Recipe, key: str) -> str:
     section, _, name = key.rpartition(".")
     if name in getattr(_part(recipe, section), "unused", ()) if section else False:
         return f'without effect with model.kind="{recipe.model.kind}"'
-    names = {"run.name": recipe.name, "run.dir": str(recipe.run_dir), "data.tokenizer": recipe.tokenizer}
+    names = {
+        "run.name": recipe.name,
+        "run.dir": str(recipe.run_dir),
+        "data.tokenizer": recipe.tokenizer,
+    }
     value = names.get(key, getattr(_part(recipe, section), f"{name}_", None) if section else None)
     return "" if value is None or value == _part(recipe, key) else typed(value)
 
@@ -70,7 +80,9 @@ def context_limit(model: str) -> int | None:
     except UserError:  # out of reach: the training says it, with the limit that it finds
         return None
     config |= config.get("text_config") or {}
-    return next((n for name in CONTEXT_KEYS if isinstance(n := config.get(name), int) and n > 0), None)
+    return next(
+        (n for name in CONTEXT_KEYS if isinstance(n := config.get(name), int) and n > 0), None
+    )
 
 
 def sources_of(data: str) -> list[str]:
@@ -93,16 +105,23 @@ def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
             shown = json.dumps(value, ensure_ascii=False)
             text = text.replace(line[0], f"{key} = {shown}".ljust(len(line[0]) - 1) + " ", 1)
     limit = context_limit(model) if model else None
-    if limit and (line := re.search(r"^context = (\d+) *(?=#)", text, flags=re.M)) and limit < int(line[1]):
+    if (
+        limit
+        and (line := re.search(r"^context = (\d+) *(?=#)", text, flags=re.M))
+        and limit < int(line[1])
+    ):
         text = text.replace(line[0], f"context = {limit}".ljust(len(line[0])), 1)
     if data and data != "stdlib":  # the template's prompt is for Python's source code
         text = text.replace(
-            'prompt = "def "             # the', 'prompt = ""                 # empty: as a text begins; the'
+            'prompt = "def "             # the',
+            'prompt = ""                 # empty: as a text begins; the',
         )
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)
     except FileExistsError:
-        raise UserError(f"{file} is there already, and is not overwritten; give another name") from None
+        raise UserError(
+            f"{file} is there already, and is not overwritten; give another name"
+        ) from None
     except OSError as error:
         raise UserError(f"{file} cannot be written ({error.strerror}); give another name") from None

@@ -22,10 +22,13 @@ ALIKE = 0.75
 BOUNDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
 NAME_FORM = "letters, digits and . _ + = - alone"
 FORMS = {
-    "preset": NAME_FORM, "run.name": NAME_FORM, "data.sha256": "64 hexadecimal digits",
+    "preset": NAME_FORM,
+    "run.name": NAME_FORM,
+    "data.sha256": "64 hexadecimal digits",
     "checkpoint.best": "loss, squad.f1, squad.exact_match, hellaswag.acc, hellaswag.acc_norm, hellaswag.acc_per_token, own:SUITE.MEASURE",
-    "telemetry.tags": "a list of short names", "eval.suites": "a list of loss, hellaswag, squad and lm-eval:TASKS",
-}  # fmt: skip
+    "telemetry.tags": "a list of short names",
+    "eval.suites": "a list of loss, hellaswag, squad and lm-eval:TASKS",
+}
 """What a setting with a `pattern` may be, in words."""
 
 
@@ -33,7 +36,10 @@ def other_tools() -> dict[str, dict[str, tuple[str, str]]]:
     """For each tool its keys, each with our key (or `key=value`; empty where there is none) and a remark."""
     tools = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
     return {
-        tool: {key: (answer, "") if isinstance(answer, str) else tuple(answer) for key, answer in keys.items()}
+        tool: {
+            key: (answer, "") if isinstance(answer, str) else tuple(answer)
+            for key, answer in keys.items()
+        }
         for tool, keys in tools.items()
     }
 
@@ -51,18 +57,28 @@ def _answers(key: str) -> dict[str, str]:
 
 def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
     """The settings that an unknown key may stand for."""
-    return [own.partition("=")[0] for own in _answers(key)] or _same_name(key, fields) or _misspelled(key, fields)
+    return (
+        [own.partition("=")[0] for own in _answers(key)]
+        or _same_name(key, fields)
+        or _misspelled(key, fields)
+    )
 
 
 def nearest(key: str, fields: Mapping[str, Any]) -> str:
     """What to write instead of an unknown key; where that is not sure, what its section has, or the sections."""
     if answers := _answers(key):
-        remarks = {own: f" ({remark})" if own and remark else remark for own, remark in answers.items()}
-        return " or ".join(f"write {own}{remark}" if own else remark for own, remark in remarks.items())
+        remarks = {
+            own: f" ({remark})" if own and remark else remark for own, remark in answers.items()
+        }
+        return " or ".join(
+            f"write {own}{remark}" if own else remark for own, remark in remarks.items()
+        )
     if likely := meant(key, fields):
         return f"did you mean {' or '.join(likely)}?"
     section = key.rpartition(".")[0] + "."
-    inside = [k.removeprefix(section) for k in fields if k.startswith(section)] or [k for k in fields if "." in k]
+    inside = [k.removeprefix(section) for k in fields if k.startswith(section)] or [
+        k for k in fields if "." in k
+    ]
     return f"there are {', '.join(dict.fromkeys(k.partition('.')[0] for k in inside))}"
 
 
@@ -70,7 +86,10 @@ def _same_name(key: str, fields: Mapping[str, Any]) -> list[str]:
     """The settings that end like the key, by as many of its parts as any does: `lora.rank` finds `model.lora.rank`."""
     parts = key.split(".")
     endings = (".".join(parts[start:]) for start in range(len(parts)))
-    return next((same for end in endings if (same := [k for k in fields if f".{k}".endswith(f".{end}")])), [])
+    return next(
+        (same for end in endings if (same := [k for k in fields if f".{k}".endswith(f".{end}")])),
+        [],
+    )
 
 
 def _misspelled(key: str, fields: Mapping[str, Any]) -> list[str]:
@@ -95,7 +114,9 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
         parts, value = [str(part) for part in error["loc"]], error["input"]
         if error["type"] == "extra_forbidden":
             key = ".".join(parts)
-            for leaf in flatten({key: value}) or [key]:  # of a table that is no section, all of its keys
+            for leaf in flatten({key: value}) or [
+                key
+            ]:  # of a table that is no section, all of its keys
                 problems[leaf] = f"there is no such setting; {nearest(leaf, fields)}"
             continue
         # pydantic appends the member of a union or the index of a list to the key
@@ -110,7 +131,10 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
         words = _wanted(error, key, fields[key])
         if words not in wanted.setdefault(key, []):
             wanted[key].append(words)
-    return [*problems.items(), *((key, f"{' or '.join(words)}{given[key]}") for key, words in wanted.items())]
+    return [
+        *problems.items(),
+        *((key, f"{' or '.join(words)}{given[key]}") for key, words in wanted.items()),
+    ]
 
 
 def _wanted(error: Any, key: str, field: Any) -> str:
@@ -122,7 +146,9 @@ def _wanted(error: Any, key: str, field: Any) -> str:
         return f"it is {context['expected']}"
     if kind == "string_pattern_mismatch":
         return f"it takes {FORMS.get(key, context['pattern'])}"
-    if bound := next((f"{words} {context[name]}" for name, words in BOUNDS.items() if name in context), ""):
+    if bound := next(
+        (f"{words} {context[name]}" for name, words in BOUNDS.items() if name in context), ""
+    ):
         return f"it must be {bound}"
     if get_origin(field.annotation) is tuple:
         example = json.dumps(field.default, separators=(",", ":"))
@@ -140,7 +166,11 @@ def choices(field: Any) -> list[str]:
     """The few values that a setting takes, where they are few."""
     if field.annotation is bool:
         return ["true", "false"]
-    return list(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else []
+    return (
+        list(map(str, get_args(field.annotation)))
+        if get_origin(field.annotation) is Literal
+        else []
+    )
 
 
 def values(field: Any) -> str:

@@ -24,13 +24,20 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested mapping as dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+        flat |= (
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {prefix + key: value}
+        )
     return flat
 
 
 def presets(folder: str = "") -> dict[str, Path]:
     """The recipes that ship with the package, by name."""
-    return {path.stem: path for path in sorted((Path(__file__).parents[1] / "presets" / folder).glob("*.toml"))}
+    return {
+        path.stem: path
+        for path in sorted((Path(__file__).parents[1] / "presets" / folder).glob("*.toml"))
+    }
 
 
 def study_presets() -> dict[str, Path]:
@@ -117,7 +124,9 @@ def _find(recipe: str | Path) -> Path:
         instead = "a run directory, a .toml file or a preset's name"
         if (path / "config.json").is_file():
             instead = f"a recipe, and the model in it: model.kind=hf model.name={name}"
-        raise UserError(f"{name} is a directory without a recipe (recipe.toml); give {' or '.join(inside) or instead}")
+        raise UserError(
+            f"{name} is a directory without a recipe (recipe.toml); give {' or '.join(inside) or instead}"
+        )
     if path.is_file():
         if path.suffix in CONFIGS:
             raise UserError(f"{name}: a recipe is a TOML file (`windlass init` writes one)")
@@ -133,17 +142,24 @@ def _find(recipe: str | Path) -> Path:
         raise UserError(f"{name} is a preset of studies, not of recipes: {instead}")
     near = difflib.get_close_matches(name, shipped, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    raise UserError(f"there is no preset {name}{hint}; there are {', '.join(shipped)}, or give a path to a .toml")
+    raise UserError(
+        f"there is no preset {name}{hint}; there are {', '.join(shipped)}, or give a path to a .toml"
+    )
 
 
 def layers(recipe: str | Path, overrides: Changes = ()) -> list[tuple[str, dict[str, Any]]]:
     """Where a recipe's settings come from, in the order in which they apply: name and dotted settings of each place."""
     path = _find(recipe)
-    shipped, preset = presets().values(), path.stem if path.stem != "recipe" else path.resolve().parent.name
+    shipped, preset = (
+        presets().values(),
+        path.stem if path.stem != "recipe" else path.resolve().parent.name,
+    )
     files = [(f"preset {p.stem}" if p in shipped else str(p), own) for p, own in _files(path)]
     places = [("file's name", {"preset": preset}), *files, ("command line", dotted(overrides))]
     for i, (name, own) in enumerate(places):
-        sources = {repr(later["data.source"]) for _, later in places[i + 1 :] if "data.source" in later}
+        sources = {
+            repr(later["data.source"]) for _, later in places[i + 1 :] if "data.source" in later
+        }
         if name.startswith("preset ") and sources - {repr(own.get("data.source"))}:
             own.pop("eval.prompt", None)  # a preset's prompt is for the preset's texts
     return places
@@ -154,7 +170,9 @@ def check_preset(own: dict[str, Any], where: str) -> None:
     recipe: there `extends` is meant."""
     name = own.get("preset")
     if name in presets() and len({key.partition(".")[0] for key in own}) < SECTIONS:
-        raise UserError(f'{where}: preset is only a name; to start from that preset write extends = "{name}"')
+        raise UserError(
+            f'{where}: preset is only a name; to start from that preset write extends = "{name}"'
+        )
 
 
 def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
@@ -165,9 +183,13 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise UserError(f"{path}: a byte in line {line} is not UTF-8; save the file as UTF-8") from None
+        raise UserError(
+            f"{path}: a byte in line {line} is not UTF-8; save the file as UTF-8"
+        ) from None
     except (OSError, tomllib.TOMLDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"{error}; texts need quotation marks"
+        why = (
+            error.strerror if isinstance(error, OSError) else f"{error}; texts need quotation marks"
+        )
         raise UserError(f"{path} cannot be read as TOML: {why}") from None
     base = tree.pop("extends", None)
     own = [(path, flatten(tree))]

@@ -22,15 +22,37 @@ import windlass.recipe.settings as sections
 from windlass.errors import UserError, require
 from windlass.recipe.combinations import CHECKS
 from windlass.recipe.keys import meant, problems_of
-from windlass.recipe.layers import Changes, check_preset, dotted, flatten, layers, merge, presets, typed
+from windlass.recipe.layers import (
+    Changes,
+    check_preset,
+    dotted,
+    flatten,
+    layers,
+    merge,
+    presets,
+    typed,
+)
 from windlass.recipe.network import ModelSettings, Section
 from windlass.recipe.units import BatchPlan, plan_batch
 
 NON_SEMANTIC = (
-    "run.name", "run.dir", "run.notes", "data.dir", "data.workers", "data.prefetch", "train.micro_batch",
-    "train.threads", "train.early_stop", "train.startup_checks", "train.compile", "train.deterministic",
-    "parallel.", "checkpoint.", "eval.", "telemetry.",
-)  # fmt: skip
+    "run.name",
+    "run.dir",
+    "run.notes",
+    "data.dir",
+    "data.workers",
+    "data.prefetch",
+    "train.micro_batch",
+    "train.threads",
+    "train.early_stop",
+    "train.startup_checks",
+    "train.compile",
+    "train.deterministic",
+    "parallel.",
+    "checkpoint.",
+    "eval.",
+    "telemetry.",
+)
 """Settings that change where and how a run computes, but not what: not in the config hash, free to differ on resume."""
 
 MEASURED_ON = ("eval.batches", "eval.hellaswag_", "eval.squad_")
@@ -46,7 +68,11 @@ class RecipeError(UserError):
     def __init__(self, name: str, problems: list[tuple[str, str]]):
         self.problems = problems
         many = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
-        super().__init__("\n".join([f"recipe {name} has {many}:", *(f"  {key}: {text}" for key, text in problems)]))
+        super().__init__(
+            "\n".join(
+                [f"recipe {name} has {many}:", *(f"  {key}: {text}" for key, text in problems)]
+            )
+        )
 
 
 class Recipe(BaseModel):
@@ -69,7 +95,10 @@ class Recipe(BaseModel):
     @model_validator(mode="after")
     def _resolve_defaults(self) -> Recipe:
         """Where they are not set, learning rate and tokenizer follow from `model`, and do not count as set afterwards."""
-        for section, name, default in (("optim", "lr", default_lr), ("data", "tokenizer", own_tokenizer)):
+        for section, name, default in (
+            ("optim", "lr", default_lr),
+            ("data", "tokenizer", own_tokenizer),
+        ):
             part = getattr(self, section)
             if name not in part.model_fields_set or getattr(part, name) == "auto":
                 part = part.model_copy(update={name: default(self.model)})
@@ -81,7 +110,10 @@ class Recipe(BaseModel):
         """A checked copy with settings changed: `replace({"optim.lr": 3e-4})`, `replace(optim={"lr": 3e-4})`, or as text."""
         tree = self.model_dump(mode="json", exclude_unset=True)
         new = {key: value for change in (*changes, values) for key, value in dotted(change).items()}
-        other_texts = new.get("data.source", self.data.source) != self.data.source and self.preset in presets()
+        other_texts = (
+            new.get("data.source", self.data.source) != self.data.source
+            and self.preset in presets()
+        )
         if other_texts and self.eval.prompt == Recipe.load(self.preset).eval.prompt:
             tree.get("eval", {}).pop("prompt", None)  # a preset's prompt is for the preset's texts
         merge(tree, new)
@@ -91,8 +123,14 @@ class Recipe(BaseModel):
         """Its preset, and what differs from that one, or from the defaults."""
         before = (Recipe.load(self.preset) if self.preset in presets() else Recipe()).flat()
         flat = self.flat().items()
-        changed = [f"{key}={typed(value)}" for key, value in flat if key != "preset" and value != before.get(key)]
-        shown = [*changed[:REPR_SETTINGS], f"and {len(changed) - REPR_SETTINGS} more"][: len(changed)]
+        changed = [
+            f"{key}={typed(value)}"
+            for key, value in flat
+            if key != "preset" and value != before.get(key)
+        ]
+        shown = [*changed[:REPR_SETTINGS], f"and {len(changed) - REPR_SETTINGS} more"][
+            : len(changed)
+        ]
         return f"Recipe({self.preset}{': ' * bool(shown)}{', '.join(shown)})"
 
     __str__ = __repr__
@@ -107,12 +145,16 @@ class Recipe(BaseModel):
 
     def semantic_settings(self) -> dict[str, Any]:
         """The settings that determine the numbers of a run: all but the NON_SEMANTIC ones."""
-        return {k: v for k, v in self.flat().items() if k != "preset" and not k.startswith(NON_SEMANTIC)}
+        return {
+            k: v for k, v in self.flat().items() if k != "preset" and not k.startswith(NON_SEMANTIC)
+        }
 
     @property
     def config_hash(self) -> str:
         """Twelve hexadecimal digits: equal for recipes that train the same model the same way."""
-        return hashlib.sha256(json.dumps(self.semantic_settings(), sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(
+            json.dumps(self.semantic_settings(), sort_keys=True).encode()
+        ).hexdigest()[:12]
 
     @property
     def name(self) -> str:
@@ -128,7 +170,11 @@ class Recipe(BaseModel):
     def tokenizer(self) -> str:
         """`data.tokenizer`; where it is the one of the Hub that comes with the model, at the model's revision too."""
         place, m = self.data.tokenizer, self.model
-        return f"{place}@{m.revision}" if m.kind == "hf" and m.revision and place == f"hf:{m.name}" else place
+        return (
+            f"{place}@{m.revision}"
+            if m.kind == "hf" and m.revision and place == f"hf:{m.name}"
+            else place
+        )
 
     @property
     def tokenizer_key(self) -> str:
@@ -144,7 +190,9 @@ class Recipe(BaseModel):
 
     def batch(self, world: int, device: str = "cpu") -> BatchPlan:
         """How a step's samples are divided among `world` ranks; a UserError names the sizes that would work."""
-        return plan_batch(self.train.global_batch, self.train.micro_batch, world, self.model.context, device)
+        return plan_batch(
+            self.train.global_batch, self.train.micro_batch, world, self.model.context, device
+        )
 
     def check_packages(self) -> None:
         """Raise UserError where training this recipe needs an optional package that is not installed."""
@@ -157,8 +205,13 @@ class Recipe(BaseModel):
         if init_from.startswith("hf:") or Path(init_from, "config.json").is_file():
             require("transformers", f"model.init_from: {init_from}")
         for suite in self.eval.suites:
-            if suite.startswith("lm-eval:") or (suite == sections.HELLASWAG_SUITE and not self.eval.hellaswag_file):
-                require("lm_eval" if suite.startswith("lm-eval:") else "datasets", f"eval.suites: {suite}")
+            if suite.startswith("lm-eval:") or (
+                suite == sections.HELLASWAG_SUITE and not self.eval.hellaswag_file
+            ):
+                require(
+                    "lm_eval" if suite.startswith("lm-eval:") else "datasets",
+                    f"eval.suites: {suite}",
+                )
         for tracker in self.telemetry.trackers:
             require(tracker, f'telemetry.trackers = ["{tracker}"]')
 
@@ -196,9 +249,13 @@ def as_recipe(source: Any) -> Recipe:
         return Recipe.load(source)
     recipe = getattr(source, "recipe", source)
     if not isinstance(recipe, Recipe):
-        advice = "; Recipe.from_dict makes one of a dictionary" if isinstance(source, Mapping) else ""
+        advice = (
+            "; Recipe.from_dict makes one of a dictionary" if isinstance(source, Mapping) else ""
+        )
         given = type(source).__name__
-        raise UserError(f"{given} is no recipe: give a Recipe, a preset's name or a .toml's path{advice}")
+        raise UserError(
+            f"{given} is no recipe: give a Recipe, a preset's name or a .toml's path{advice}"
+        )
     return recipe
 
 
@@ -217,9 +274,15 @@ def own_tokenizer(model: ModelSettings) -> str:
     path = Path(origin.partition("@")[0]).expanduser()
     for run in (path, path.parent.parent) if origin else ():  # a run, or a checkpoint in one
         with contextlib.suppress(OSError, ValueError, KeyError):
-            name = tomllib.loads((run / "recipe.toml").read_text(encoding="utf-8"))["data"]["tokenizer"]
-            return f"hf:{run / 'tokenizer'}" if name in ("bpe", "char") else str(name)  # those are of the run's corpus
-    if origin and any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            name = tomllib.loads((run / "recipe.toml").read_text(encoding="utf-8"))["data"][
+                "tokenizer"
+            ]
+            return (
+                f"hf:{run / 'tokenizer'}" if name in ("bpe", "char") else str(name)
+            )  # those are of the run's corpus
+    if origin and any(
+        (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
+    ):
         return f"hf:{path}"
     return f"hf:{model.name}" if model.kind == "hf" else "byte"
 
@@ -260,13 +323,18 @@ def _without_wrong(tree: Mapping[str, Any], errors: list[Any], keys: list[str]) 
     right = copy.deepcopy(dict(tree))
     for error in errors:
         part, (name, *inner) = right, map(str, error["loc"])
-        while inner and isinstance(part.get(name), dict):  # pydantic appends the member of a union to the key
+        while inner and isinstance(
+            part.get(name), dict
+        ):  # pydantic appends the member of a union to the key
             part, (name, *inner) = part[name], inner
         part.pop(name, None)
     recipe = Recipe.model_validate(right)
-    if "tokenizer" not in recipe.data.model_fields_set and {"model", "model.kind", "model.name", "model.init_from"} & {
-        *keys
-    }:
+    if "tokenizer" not in recipe.data.model_fields_set and {
+        "model",
+        "model.kind",
+        "model.name",
+        "model.init_from",
+    } & {*keys}:
         keys = [*keys, "data.tokenizer"]
     for key in keys:
         recipe = _without(recipe, key)

@@ -12,7 +12,9 @@ def _names(value: object) -> object:
     if not isinstance(value, str):
         return value
     inner = value.strip()
-    inner = inner[1:-1] if inner[:1] + inner[-1:] == "[]" else inner  # not the end of a pattern, as `blocks.[01]`
+    inner = (
+        inner[1:-1] if inner[:1] + inner[-1:] == "[]" else inner
+    )  # not the end of a pattern, as `blocks.[01]`
     parts = [inner] if ":" in inner else inner.split(",")  # lm-eval:TASK,TASK is one name
     return [name for part in parts if (name := part.strip().strip("'\""))]
 
@@ -23,7 +25,9 @@ Names = BeforeValidator(_names)
 class Section(BaseModel):
     """A part of a recipe; unknown keys are errors, and every field's docstring is its documentation."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True
+    )
 
 
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
@@ -122,7 +126,11 @@ class ModelSettings(Section):
     @property
     def unused(self) -> list[str]:
         """The keys that mean nothing for this `kind`."""
-        return [k for k in type(self).model_fields if k not in ALL_KINDS and (k in HF_ONLY) == (self.kind == "gpt")]
+        return [
+            k
+            for k in type(self).model_fields
+            if k not in ALL_KINDS and (k in HF_ONLY) == (self.kind == "gpt")
+        ]
 
     @property
     def kv_heads_(self) -> int:  # with 0 resolved

@@ -9,10 +9,19 @@ from pydantic import AfterValidator, Field, field_validator
 from windlass.recipe.network import Names, Section
 from windlass.recipe.units import EPOCHS, Duration
 
-IGNORE_INDEX = -100  # the label of a position that counts in no loss, as in `torch.nn.functional.cross_entropy`
+IGNORE_INDEX = (
+    -100
+)  # the label of a position that counts in no loss, as in `torch.nn.functional.cross_entropy`
 
-SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard")  # values of `parallel.strategy`: those of FSDP2
-REDUCED_EACH = ("full_shard", "hybrid_shard")  # those that by default reduce the gradients of each micro-batch
+SHARDED = (
+    "full_shard",
+    "shard_grad_op",
+    "hybrid_shard",
+)  # values of `parallel.strategy`: those of FSDP2
+REDUCED_EACH = (
+    "full_shard",
+    "hybrid_shard",
+)  # those that by default reduce the gradients of each micro-batch
 SHARD_OPTIM = "shard_optim"  # the one that is DDP with a sharded optimizer state
 SQUAD_SUITE, HELLASWAG_SUITE, LOSS_SUITE = "squad", "hellaswag", "loss"
 OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
@@ -32,7 +41,9 @@ def _as_list(value: str | list[str]) -> list[str]:
 
 
 Source = Annotated[str, Field(min_length=1)]
-Sources = Annotated[str | Annotated[list[Source], Field(min_length=1)], AfterValidator(_one_or_many)]
+Sources = Annotated[
+    str | Annotated[list[Source], Field(min_length=1)], AfterValidator(_one_or_many)
+]
 
 
 class RunSettings(Section):
@@ -107,7 +118,9 @@ class DataSettings(Section):
     @property
     def vocab_(self) -> int:
         """The tokenizer's vocabulary with its end-of-text token, where it is fixed before there is any data; else 0."""
-        return {"byte": 257, "gpt2": 50257, "bpe": self.tokenizer_vocab}.get(self.tokenizer.partition(":")[0], 0)
+        return {"byte": 257, "gpt2": 50257, "bpe": self.tokenizer_vocab}.get(
+            self.tokenizer.partition(":")[0], 0
+        )
 
     @property
     def sources(self) -> list[str]:
@@ -162,7 +175,9 @@ class TrainSettings(Section):
     def _steps(cls, value: object) -> object:
         is_length = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if not is_length and value != "compute-optimal" and not EPOCHS.fullmatch(str(value)):
-            raise ValueError('a run\'s length is steps (4576), epochs ("1 epoch") or "compute-optimal"')
+            raise ValueError(
+                'a run\'s length is steps (4576), epochs ("1 epoch") or "compute-optimal"'
+            )
         return value
 
 
@@ -213,14 +228,18 @@ class OptimSettings(Section):
     @classmethod
     def _kind(cls, value: str) -> str:
         if value not in ("adamw", "muon") and not value.startswith("torch.optim."):
-            raise ValueError('it is "adamw", "muon", or an optimizer of torch by its name, as "torch.optim.SGD"')
+            raise ValueError(
+                'it is "adamw", "muon", or an optimizer of torch by its name, as "torch.optim.SGD"'
+            )
         return value
 
 
 class ParallelSettings(Section):
     """How the work is spread over ranks."""
 
-    strategy: Literal["auto", "single", "ddp", "shard_optim", "full_shard", "shard_grad_op", "hybrid_shard"] = "auto"
+    strategy: Literal[
+        "auto", "single", "ddp", "shard_optim", "full_shard", "shard_grad_op", "hybrid_shard"
+    ] = "auto"
     """`auto`: `single` on one rank, `ddp` on several. `shard_optim` (ZeRO-1) is `ddp` with the optimizer state sharded.
     `full_shard` (ZeRO-3) shards parameters, gradients and optimizer state; `shard_grad_op` (ZeRO-2) keeps the parameters
     gathered between forward and backward; `hybrid_shard` shards inside a group of `shard_size` ranks and replicates
@@ -300,7 +319,9 @@ class EvalSettings(Section):
     train_batches: int = Field(0, ge=0)
     """Global batches of the training set whose loss is measured too (`train_loss`), as nanoGPT's `estimate_loss` does: always the
     same ones, spread at random over the set, without dropout; 0: none."""
-    suites: Annotated[list[Annotated[str, Field(pattern=r"^(loss|hellaswag|squad|lm-eval:.+)$")]], Names] = [LOSS_SUITE]
+    suites: Annotated[
+        list[Annotated[str, Field(pattern=r"^(loss|hellaswag|squad|lm-eval:.+)$")]], Names
+    ] = [LOSS_SUITE]
     """Measured at every evaluation: `loss`, `hellaswag`, `squad`, `lm-eval:TASKS`."""
     hellaswag_file: str = ""
     """HellaSwag's validation items as JSONL; empty: through `datasets`."""

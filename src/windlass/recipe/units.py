@@ -27,14 +27,18 @@ def _check_duration(value: Any) -> Any:
     if isinstance(value, int) and value < 0:
         raise ValueError("a duration cannot be negative (0 is never)")
     if isinstance(value, float) and not 0 <= value <= 1:
-        raise ValueError("a fraction of the run lies between 0.0 and 1.0; whole steps are written without a point")
+        raise ValueError(
+            "a fraction of the run lies between 0.0 and 1.0; whole steps are written without a point"
+        )
     if isinstance(value, str):
         epochs_in(value)
     return value
 
 
 _EXTRA = {"description": DURATION}
-Duration = Annotated[int | float | str, BeforeValidator(_check_duration), Field(json_schema_extra=_EXTRA)]
+Duration = Annotated[
+    int | float | str, BeforeValidator(_check_duration), Field(json_schema_extra=_EXTRA)
+]
 
 
 def epochs_in(text: str) -> Fraction:
@@ -102,7 +106,9 @@ class BatchPlan:
         return range(rank, self.global_batch // self.micro_batch, self.world)
 
 
-def plan_batch(global_batch: int, micro_batch: int, world: int, context: int, device: str = "cpu") -> BatchPlan:
+def plan_batch(
+    global_batch: int, micro_batch: int, world: int, context: int, device: str = "cpu"
+) -> BatchPlan:
     """Divide a global batch among `world` ranks.
 
     `micro_batch = 0` takes the largest divisor of each rank's share that holds at most TOKENS_PER_MICRO_BATCH tokens
@@ -111,15 +117,25 @@ def plan_batch(global_batch: int, micro_batch: int, world: int, context: int, de
     share, rest = divmod(global_batch, world)
     if rest:
         sizes = " or ".join(str(size) for size in (share * world, (share + 1) * world) if size)
-        problem = f"train.global_batch = {global_batch} sequences is not divisible by world size {world}"
+        problem = (
+            f"train.global_batch = {global_batch} sequences is not divisible by world size {world}"
+        )
         raise UserError(f"{problem}; write {sizes}, or use a number of ranks that divides it")
     divisors = [d for d in range(1, share + 1) if share % d == 0]
     if micro_batch == 0:
-        micro_batch = max(d for d in divisors if d <= max(1, TOKENS_PER_MICRO_BATCH[device] // context))
+        micro_batch = max(
+            d for d in divisors if d <= max(1, TOKENS_PER_MICRO_BATCH[device] // context)
+        )
     if share % micro_batch:
-        below, above = ([d for d in divisors if (d > micro_batch) == larger] for larger in (False, True))
+        below, above = (
+            [d for d in divisors if (d > micro_batch) == larger] for larger in (False, True)
+        )
         sizes = " or ".join(map(str, [*below[-1:], *above[:1]]))
         batch = f"train.global_batch = {global_batch}"
-        each = batch if world == 1 else f"the {share} sequences that each of {world} ranks has in a step ({batch})"
+        each = (
+            batch
+            if world == 1
+            else f"the {share} sequences that each of {world} ranks has in a step ({batch})"
+        )
         raise UserError(f"train.micro_batch = {micro_batch} does not divide {each}; write {sizes}")
     return BatchPlan(global_batch, micro_batch, world, context)

@@ -20,10 +20,16 @@ from windlass.telemetry.timing import device_hours
 DEPTH = 3  # how deep below the directory runs are looked for: a study keeps its runs in directories of its own
 
 SORTS = {
-    "name": ("run", False), "state": ("state", False), "step": ("step", True), "left": ("left_s", False),
-    "loss": ("loss", False), "best": ("best_loss", False), "speed": ("tokens_per_s", True), "hours": ("device_hours", True),
+    "name": ("run", False),
+    "state": ("state", False),
+    "step": ("step", True),
+    "left": ("left_s", False),
+    "loss": ("loss", False),
+    "best": ("best_loss", False),
+    "speed": ("tokens_per_s", True),
+    "hours": ("device_hours", True),
     "changed": ("changed", True),
-}  # fmt: skip
+}
 """What to sort by: the field of RunRow, and whether the largest comes first."""
 
 
@@ -36,7 +42,9 @@ class RunRow(NamedTuple):
     steps: int | None
     left_s: float | None  # seconds to the end, of a run that is running
     loss: float | None  # the last training loss, in nats
-    best_loss: float | None  # the lowest evaluation loss; of a study only where its cells' losses can be compared
+    best_loss: (
+        float | None
+    )  # the lowest evaluation loss; of a study only where its cells' losses can be compared
     tokens_per_s: float | None
     changed: str | None  # the time of its last line
     device_hours: float | None  # of all starts; of a study those of all cells
@@ -53,7 +61,11 @@ def overview(directory: Path, sort: str = "name") -> list[RunRow]:
     field, largest_first = SORTS[sort]
     rows = [_row(path, directory) for path in find_runs(directory)]
     without = [row for row in rows if (value := getattr(row, field)) is None or value != value]  # noqa: PLR0124 (NaN)
-    ordered = sorted((r for r in rows if r not in without), key=lambda r: getattr(r, field), reverse=largest_first)
+    ordered = sorted(
+        (r for r in rows if r not in without),
+        key=lambda r: getattr(r, field),
+        reverse=largest_first,
+    )
     return ordered + without
 
 
@@ -73,19 +85,38 @@ def _study_row(path: Path, name: str) -> RunRow:
     except UserError:
         return RunRow(name, "damaged", *[None] * 9)
     results = study.results()
-    states, losses = {r.state for r in results}, [r.best_loss for r in results if r.best_loss is not None]
+    states, losses = (
+        {r.state for r in results},
+        [r.best_loss for r in results if r.best_loss is not None],
+    )
     comparable = common_measure([r.evaluated for r in results])[0] == LOSS
-    state = "new" if states == {"waiting"} else "finished" if states <= set(DONE_STATES) else "interrupted"
+    state = (
+        "new"
+        if states == {"waiting"}
+        else "finished"
+        if states <= set(DONE_STATES)
+        else "interrupted"
+    )
     state = next((one for one in ("running", "failed") if one in states), state)
     hours = [_hours(run, list(read_lines(run.metrics_path))) for run in study.runs()]
-    changed = [run.metrics_path.stat().st_mtime for run in study.runs() if run.metrics_path.is_file()]
+    changed = [
+        run.metrics_path.stat().st_mtime for run in study.runs() if run.metrics_path.is_file()
+    ]
     return RunRow(
-        run=name, state=state, step=sum(r.step for r in results),
-        steps=sum(r.steps or 0 for r in results) if all(r.steps for r in results) else None, left_s=None, loss=None,
-        best_loss=min(losses, default=None) if comparable else None, tokens_per_s=None,
+        run=name,
+        state=state,
+        step=sum(r.step for r in results),
+        steps=sum(r.steps or 0 for r in results) if all(r.steps for r in results) else None,
+        left_s=None,
+        loss=None,
+        best_loss=min(losses, default=None) if comparable else None,
+        tokens_per_s=None,
         changed=f"{datetime.fromtimestamp(max(changed), UTC):%FT%T.%fZ}" if changed else None,
-        device_hours=sum(h[0] for h in hours) or None, gpu_hours=sum(h[1] for h in hours) or None, cells=len(results), cells_done=sum(r.state in DONE_STATES for r in results),
-    )  # fmt: skip
+        device_hours=sum(h[0] for h in hours) or None,
+        gpu_hours=sum(h[1] for h in hours) or None,
+        cells=len(results),
+        cells_done=sum(r.state in DONE_STATES for r in results),
+    )
 
 
 def _hours(run: Run, raw: Sequence[Line]) -> tuple[float, float]:
@@ -110,8 +141,15 @@ def _row(path: Path, top: Path) -> RunRow:
     if state == "running":
         left = time_left(train, steps)
     return RunRow(
-        run=name, state="ended early" if state == "finished" and lines[-1].get("early_stop") else state,
-        step=max((line["step"] for line in lines), default=0), steps=steps, left_s=left, loss=summary["loss"],
-        best_loss=summary["best_loss"], tokens_per_s=summary["tokens_per_s"],
-        changed=lines[-1]["time"] if lines else None, device_hours=hours[0] or None, gpu_hours=hours[1] or None,
-    )  # fmt: skip
+        run=name,
+        state="ended early" if state == "finished" and lines[-1].get("early_stop") else state,
+        step=max((line["step"] for line in lines), default=0),
+        steps=steps,
+        left_s=left,
+        loss=summary["loss"],
+        best_loss=summary["best_loss"],
+        tokens_per_s=summary["tokens_per_s"],
+        changed=lines[-1]["time"] if lines else None,
+        device_hours=hours[0] or None,
+        gpu_hours=hours[1] or None,
+    )

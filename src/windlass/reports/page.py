@@ -33,7 +33,15 @@ from windlass.reports.charts import Chart, Series, charts, run_dashes, slug, smo
 from windlass.reports.published import Published, published
 from windlass.reports.scaling import ScalingView, read_scaling
 from windlass.reports.scaling_charts import STEP_PARTS
-from windlass.reports.study import StudyView, cell_table, heat_map, read_study, seed_table, sweep_charts, winner_text
+from windlass.reports.study import (
+    StudyView,
+    cell_table,
+    heat_map,
+    read_study,
+    seed_table,
+    sweep_charts,
+    winner_text,
+)
 from windlass.reports.tables import label, measures
 from windlass.reports.text import MISSING, markdown_cell, show
 from windlass.reports.view import RunView, views
@@ -43,18 +51,29 @@ from windlass.study.study import Study
 from windlass.telemetry.terminal import printable
 from windlass.variables import scrub
 
-SAMPLES = 40  # steps of each run whose samples are in the page: evenly spaced, first and last among them
+SAMPLES = (
+    40  # steps of each run whose samples are in the page: evenly spaced, first and last among them
+)
 
 HEADLINES = {
-    "eval_loss": "Validation loss", "full_eval_loss": "Validation loss, all data",
-    "best_eval_loss": "Best validation loss", "best_score": "Best score", "train_loss": "Training loss",
-    "tokens": "Tokens", "train_tokens_per_s": "Tokens per second", "mfu": "MFU", "goodput": "Goodput", "runtime_s": "Runtime", "device_hours": "Device-hours",
-}  # fmt: skip
+    "eval_loss": "Validation loss",
+    "full_eval_loss": "Validation loss, all data",
+    "best_eval_loss": "Best validation loss",
+    "best_score": "Best score",
+    "train_loss": "Training loss",
+    "tokens": "Tokens",
+    "train_tokens_per_s": "Tokens per second",
+    "mfu": "MFU",
+    "goodput": "Goodput",
+    "runtime_s": "Runtime",
+    "device_hours": "Device-hours",
+}
 """The measures at the top of the page, each by its short name."""
 
 BEST = {
-    LOSS: ("best_eval_loss", "Best validation loss"), BITS: ("best_bits_per_byte", "Best bits per byte"),
-}  # fmt: skip
+    LOSS: ("best_eval_loss", "Best validation loss"),
+    BITS: ("best_bits_per_byte", "Best bits per byte"),
+}
 """The figure that names the best of several runs, by what they are compared by."""
 
 
@@ -74,9 +93,13 @@ class Report:
 
 
 def report(
-    sources: str | Path | Run | Study | Sequence[str | Path | Run | Study], out: str | Path | None = None, *, skip: int | None = None,
-    plots: bool | None = None, table: str = "",
-) -> Report:  # fmt: skip
+    sources: str | Path | Run | Study | Sequence[str | Path | Run | Study],
+    out: str | Path | None = None,
+    *,
+    skip: int | None = None,
+    plots: bool | None = None,
+    table: str = "",
+) -> Report:
     """Report on a run, several runs beside each other, or a study.
 
     Args:
@@ -123,10 +146,18 @@ def report(
 
 
 def _write(
-    out: Path, seen: Sequence[RunView], study: StudyView | None, scaled: ScalingView | None, skip: int | None, plots: bool,
+    out: Path,
+    seen: Sequence[RunView],
+    study: StudyView | None,
+    scaled: ScalingView | None,
+    skip: int | None,
+    plots: bool,
     filled: Published | None,
-) -> Report:  # fmt: skip
-    described, sweeps = charts(seen), scaled.charts if scaled else sweep_charts(study) if study else []
+) -> Report:
+    described, sweeps = (
+        charts(seen),
+        scaled.charts if scaled else sweep_charts(study) if study else [],
+    )
     drawn: dict[str, Path] = {}
     if plots:
         from windlass.reports.plots import write_plots  # imports matplotlib, which takes a second
@@ -140,15 +171,23 @@ def _write(
     settings = tables.all_settings(seen)
     files = {"settings.csv": tables.settings_table(seen, settings)}
     files["train.csv"] = tables.stacked([(run, tables.curves(view)) for run, view in of_run], names)
-    evals = [((*run, suite), table) for run, view in of_run for suite, table in tables.evaluations(view).items()]
+    evals = [
+        ((*run, suite), table)
+        for run, view in of_run
+        for suite, table in tables.evaluations(view).items()
+    ]
     if evals:
         files["evaluations.csv"] = tables.stacked(evals, [*names, "suite"])
-    files["results.csv"] = tables.comparison(seen) if len(seen) > 1 or study else tables.results(seen[0])
+    files["results.csv"] = (
+        tables.comparison(seen) if len(seen) > 1 or study else tables.results(seen[0])
+    )
     if study:
         files["cells.csv"] = cell_table(study)
         files |= {"seeds.csv": seeds} if (seeds := seed_table(study)) else {}
     if scaled:
-        files |= {f"{name}.csv": own for name, (_, own, _) in scaled.tables.items()} | {"scaling.csv": scaled.csv}
+        files |= {f"{name}.csv": own for name, (_, own, _) in scaled.tables.items()} | {
+            "scaling.csv": scaled.csv
+        }
     if filled:
         files["published.csv"] = filled.table
         write_atomic(out / "published.md", filled.table.markdown())
@@ -165,22 +204,42 @@ def _write(
     for name, table in papers.items():
         write_atomic(out / f"{name}.tex", table.latex())
 
-    titles = {"loss-late": "Loss without its first steps", "heat-map": "Heat map", "step-parts": STEP_PARTS}
+    titles = {
+        "loss-late": "Loss without its first steps",
+        "heat-map": "Heat map",
+        "step-parts": STEP_PARTS,
+    }
     titles |= {chart.id: markdown_cell(chart.title) for chart in (*sweeps, *described)}
     pictures = [f"\n![{titles[name]}](plots/{path.name})\n" for name, path in drawn.items()]
-    text = "".join([_markdown(seen, study, scaled), _published(filled), "\n## Plots\n" if drawn else "", *pictures])
+    text = "".join(
+        [
+            _markdown(seen, study, scaled),
+            _published(filled),
+            "\n## Plots\n" if drawn else "",
+            *pictures,
+        ]
+    )
     which = "Those that differ between the runs first, then those" if len(seen) > 1 else "Those"
     changed = tables.settings_table(seen, [row for row in settings if row.differs or row.changed])
     text += f"\n## Settings\n\n{which} changed from the defaults.\n\n{changed.markdown()}"
     write_atomic(out / "report.md", text)
     write_atomic(out / "index.html", page(seen, described, study, filled, scaled))
     listed = [*files, *(f"{name}.tex" for name in papers)]
-    return Report(out / "index.html", out / "report.md", [out / name for name in listed], drawn, list(seen), filled)
+    return Report(
+        out / "index.html",
+        out / "report.md",
+        [out / name for name in listed],
+        drawn,
+        list(seen),
+        filled,
+    )
 
 
 def _published(filled: Published | None) -> str:
     note = f"\n{markdown_cell(filled.note)}\n" if filled and filled.note else ""
-    return f"\n## {markdown_cell(filled.title)}\n\n{filled.table.markdown()}{note}" if filled else ""
+    return (
+        f"\n## {markdown_cell(filled.title)}\n\n{filled.table.markdown()}{note}" if filled else ""
+    )
 
 
 def _markdown(seen: Sequence[RunView], study: StudyView | None, scaled: ScalingView | None) -> str:
@@ -190,7 +249,9 @@ def _markdown(seen: Sequence[RunView], study: StudyView | None, scaled: ScalingV
             under = "".join(f"\n{markdown_cell(note)}\n" for note in notes)
             text += f"\n## {heading}\n\n{own.markdown()}{under}"
         for one in scaled.winners if scaled else ():
-            text += f"\n{markdown_cell(one['text'])}. {one['remark']}\n\n```\n{one['command']}\n```\n"
+            text += (
+                f"\n{markdown_cell(one['text'])}. {one['remark']}\n\n```\n{one['command']}\n```\n"
+            )
         text += f"\n{markdown_cell(study.remark)}\n" if study.remark else ""
         for best in study.winners:
             command, remark = study.study.winner_command(best.assignment)
@@ -200,10 +261,16 @@ def _markdown(seen: Sequence[RunView], study: StudyView | None, scaled: ScalingV
         return text + (f"\n## Over the seeds\n\n{seeds.markdown()}" if seeds else "")
     if len(seen) > 1:
         remark = common_measure([view.evaluated for view in seen])[1]
-        text = f"# {len(seen)} runs\n\n{markdown_cell(remark)}\n\n" if remark else f"# {len(seen)} runs\n\n"
+        text = (
+            f"# {len(seen)} runs\n\n{markdown_cell(remark)}\n\n"
+            if remark
+            else f"# {len(seen)} runs\n\n"
+        )
         return f"{text}## Results\n\n{tables.comparison(seen, tables.PRINCIPAL).markdown()}"
     view = seen[0]
-    restarts = "".join(f" At step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}." for r in view.restarts)
+    restarts = "".join(
+        f" At step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}." for r in view.restarts
+    )
     text = f"# {markdown_cell(view.label)}\n\nState: {view.state}, {view.step:,} steps.{restarts}\n"
     text += f"\n## Results\n\n{tables.results(view, for_people=True).markdown()}"
     for suite, table in tables.evaluations(view).items():
@@ -212,11 +279,17 @@ def _markdown(seen: Sequence[RunView], study: StudyView | None, scaled: ScalingV
 
 
 def page(
-    views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | None = None, filled: Published | None = None,
+    views: Sequence[RunView],
+    charts: Sequence[Chart],
+    study: StudyView | None = None,
+    filled: Published | None = None,
     scaled: ScalingView | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """The whole page of some runs with their charts, or of a study with its runs that have begun."""
-    names, folder = ("page.html", "page.css", "chart.js", "page.js"), resources.files("windlass.reports")
+    names, folder = (
+        ("page.html", "page.css", "chart.js", "page.js"),
+        resources.files("windlass.reports"),
+    )
     template, css, *js = ((folder / name).read_text("utf-8") for name in names)
     script = f'(() => {{\n"use strict";\n{js[0]}\n{js[1]}\n}})();\n'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -224,47 +297,78 @@ def page(
     rows = tables.all_settings(views)
     changed = [row for row in rows if row.differs or row.changed]
     parts: dict[str, Any] = {
-        "scaling": scaled, "cells": cell_table(study) if study else None,
+        "scaling": scaled,
+        "cells": cell_table(study) if study else None,
         "curves": [chart for chart in charts if chart.id != "loss" or scaled],
-        "results": study is None, "time": _times(views), "samples": _samples(views),
-        "settings": [changed, [row for row in rows if row not in changed]], "environment": _environment(views),
-    }  # fmt: skip
+        "results": study is None,
+        "time": _times(views),
+        "samples": _samples(views),
+        "settings": [changed, [row for row in rows if row not in changed]],
+        "environment": _environment(views),
+    }
     drawn = payload(views, [*charts, *sweeps], study.tones if study else ())
     data = json.dumps(scrub(drawn), allow_nan=False)
-    for character in "<>&":  # ASCII without a character that HTML gives a meaning: it can stand in a script element
+    for character in (
+        "<>&"
+    ):  # ASCII without a character that HTML gives a meaning: it can stand in a script element
         data = data.replace(character, f"\\u{ord(character):04x}")
     context = {
-        **_head(views, study, scaled), **parts,
-        "views": views, "study": study, "published": filled, "version": __version__,
+        **_head(views, study, scaled),
+        **parts,
+        "views": views,
+        "study": study,
+        "published": filled,
+        "version": __version__,
         "links": [name for name in parts if parts[name] and (name != "curves" or study)],
-        "style": Markup(css), "script": Markup(script), "script_hash": f"sha256-{digest}",
+        "style": Markup(css),
+        "script": Markup(script),
+        "script_hash": f"sha256-{digest}",
         "data": Markup(data),
-        "lead": [chart for chart in charts if chart.id == "loss" and not scaled], "sweeps": sweeps,
+        "lead": [chart for chart in charts if chart.id == "loss" and not scaled],
+        "sweeps": sweeps,
         "heat": heat_map(study) if study and not scaled else None,
-        "seeds": seed_table(study) if study else None, "differ": any(row.differs for row in rows),
+        "seeds": seed_table(study) if study else None,
+        "differ": any(row.differs for row in rows),
         "comparison": tables.comparison(views, tables.PRINCIPAL) if len(views) > 1 else None,
         "measures": tables.results(views[0], for_people=True) if len(views) == 1 else None,
-        "evaluations": tables.evaluations(views[0]) if len(views) == 1 else {}, "show": show,
-        "sample_limit": SAMPLES, "step_parts": STEP_PARTS,
-    }  # fmt: skip
+        "evaluations": tables.evaluations(views[0]) if len(views) == 1 else {},
+        "show": show,
+        "sample_limit": SAMPLES,
+        "step_parts": STEP_PARTS,
+    }
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
         finalize=lambda value: value if isinstance(value, Markup) else printable(scrub(str(value))),
-    )  # fmt: skip
+    )
     return environment.from_string(template).render(context)
 
 
-def payload(views: Sequence[RunView], charts: Sequence[Chart], tones: Sequence[float] = ()) -> dict[str, Any]:
+def payload(
+    views: Sequence[RunView], charts: Sequence[Chart], tones: Sequence[float] = ()
+) -> dict[str, Any]:
     """The runs and charts as plain values. Series that have the same steps share them: `at` is a place in `axes`."""
     axes: dict[bytes, tuple[int, dict[str, Any]]] = {}
 
     def series(one: Series) -> dict[str, Any]:
         key = one.step.tobytes() + one.tokens.tobytes() + one.hours.tobytes()
         if key not in axes:
-            axes[key] = len(axes), {name: numbers(getattr(one, name)) for name in ("step", "tokens", "hours")}
+            axes[key] = (
+                len(axes),
+                {name: numbers(getattr(one, name)) for name in ("step", "tokens", "hours")},
+            )
         names = ("run", "name", "colour", "dash", "minor", "points", "smooth", "bad", "diverged")
-        band = None if one.low is None or one.high is None else [numbers(one.low), numbers(one.high)]
-        return {name: getattr(one, name) for name in names} | {"at": axes[key][0], "y": numbers(one.y), "band": band}
+        band = (
+            None if one.low is None or one.high is None else [numbers(one.low), numbers(one.high)]
+        )
+        return {name: getattr(one, name) for name in names} | {
+            "at": axes[key][0],
+            "y": numbers(one.y),
+            "band": band,
+        }
 
     names = ("id", "zero", "x_label", "x_names", "x_log")
     drawn = [
@@ -273,42 +377,84 @@ def payload(views: Sequence[RunView], charts: Sequence[Chart], tones: Sequence[f
         for chart in charts
     ]
     runs: list[dict[str, Any]] = []
-    looks = zip(tones or itertools.repeat(None, len(views)), run_dashes(len(views), tones), strict=True)
+    looks = zip(
+        tones or itertools.repeat(None, len(views)), run_dashes(len(views), tones), strict=True
+    )
     for view, (tone, dash) in zip(views, looks, strict=True):
         restarts = [
-            dict(zip(("step", "tokens", "hours"), numbers((r.step, r.tokens, r.hours)), strict=True))
+            dict(
+                zip(("step", "tokens", "hours"), numbers((r.step, r.tokens, r.hours)), strict=True)
+            )
             | {"what": r.what, "text": f"{view.label}: {r.text} at step {r.step:,.0f} ({r.time})"}
             for r in view.restarts
         ]
         runs.append({"label": view.label, "tone": tone, "dash": dash, "restarts": restarts})
-    return {"runs": runs, "charts": drawn, "axes": [one for _, one in axes.values()], "smoothing": smoothing(charts)}
+    return {
+        "runs": runs,
+        "charts": drawn,
+        "axes": [one for _, one in axes.values()],
+        "smoothing": smoothing(charts),
+    }
 
 
 def numbers(values: Iterable[float]) -> list[float | int | None]:
     """Floats for JSON: six significant digits, whole numbers without a point, None for what is not finite."""
-    rounded = [float(value) if float(value).is_integer() else float(f"{value:.6g}") for value in values]
+    rounded = [
+        float(value) if float(value).is_integer() else float(f"{value:.6g}") for value in values
+    ]
     whole = [x.is_integer() and abs(x) < 1e15 for x in rounded]
-    return [(int(x) if w else x) if math.isfinite(x) else None for x, w in zip(rounded, whole, strict=True)]
+    return [
+        (int(x) if w else x) if math.isfinite(x) else None
+        for x, w in zip(rounded, whole, strict=True)
+    ]
 
 
-def _head(views: Sequence[RunView], study: StudyView | None, scaled: ScalingView | None) -> dict[str, Any]:
+def _head(
+    views: Sequence[RunView], study: StudyView | None, scaled: ScalingView | None
+) -> dict[str, Any]:
     """Kicker, title, state, lede, remark, notes, winners and figures (name, value, remark) at the top of the page."""
     values = [measures(view) for view in views]
-    head: dict[str, Any] = {"state": "", "notes": "", "remark": "", "winners": [], "figures": (figures := [])}
+    head: dict[str, Any] = {
+        "state": "",
+        "notes": "",
+        "remark": "",
+        "winners": [],
+        "figures": (figures := []),
+    }
     if study:
-        swept = "; ".join(f"{key}: {', '.join(map(show, values))}" for key, values in study.swept.items())
-        head |= {"kicker": "A study", "title": study.study.path.resolve().name, "lede": swept, "remark": study.remark}
+        swept = "; ".join(
+            f"{key}: {', '.join(map(show, values))}" for key, values in study.swept.items()
+        )
+        head |= {
+            "kicker": "A study",
+            "title": study.study.path.resolve().name,
+            "lede": swept,
+            "remark": study.remark,
+        }
         for best in study.winners:
             command, remark = study.study.winner_command(best.assignment)
             rows = [place for place, result in enumerate(study.results) if result in best.results]
-            winner = {"text": winner_text(study, best), "command": command, "remark": remark, "rows": rows}
+            winner = {
+                "text": winner_text(study, best),
+                "command": command,
+                "remark": remark,
+                "rows": rows,
+            }
             head["winners"].append(winner)
         if scaled:
             head |= {"kicker": "A scaling study", "lede": scaled.lede, "winners": scaled.winners}
             figures += scaled.figures
         if len(study.winners) == 1:
-            figures.append((f"Best {study.title}", show(study.winners[0].median, "loss"), study.winners[0].label))
-        states = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in study.results).items())
+            figures.append(
+                (
+                    f"Best {study.title}",
+                    show(study.winners[0].median, "loss"),
+                    study.winners[0].label,
+                )
+            )
+        states = ", ".join(
+            f"{count} {state}" for state, count in Counter(r.state for r in study.results).items()
+        )
         figures.append(("Cells", str(len(study.results)), states))
     elif len(views) == 1:
         (view,), (own,) = views, values
@@ -318,13 +464,31 @@ def _head(views: Sequence[RunView], study: StudyView | None, scaled: ScalingView
         lede += [str(text) for text in (own.get("network"), trained) if text]
         extensions = [r.text for r in view.restarts if r.what == "extended"]
         starts = 1 + len(view.restarts) - len(extensions)
-        lede += [*extensions, *([f"started {starts} times and drawn as one curve"] if starts > 1 else [])]
-        figures += [(HEADLINES[name], show(own[name], label(name)[1]), "") for name in HEADLINES if name in own]
-        head |= {"kicker": "A run", "title": view.label, "state": view.state, "lede": ", ".join(lede)}
+        lede += [
+            *extensions,
+            *([f"started {starts} times and drawn as one curve"] if starts > 1 else []),
+        ]
+        figures += [
+            (HEADLINES[name], show(own[name], label(name)[1]), "")
+            for name in HEADLINES
+            if name in own
+        ]
+        head |= {
+            "kicker": "A run",
+            "title": view.label,
+            "state": view.state,
+            "lede": ", ".join(lede),
+        }
         return head | {"notes": view.settings["run.notes"]}
     else:
-        lede = [f"{count} {state}" for state, count in Counter(view.state for view in views).items()]
-        head |= {"kicker": "A comparison of runs", "title": f"{len(views)} runs", "lede": ", ".join(lede)}
+        lede = [
+            f"{count} {state}" for state, count in Counter(view.state for view in views).items()
+        ]
+        head |= {
+            "kicker": "A comparison of runs",
+            "title": f"{len(views)} runs",
+            "lede": ", ".join(lede),
+        }
         pairs = zip(values, views, strict=True)
         measure, head["remark"] = common_measure([view.evaluated for view in views])
         name, title = BEST.get(measure, ("", ""))
@@ -342,9 +506,14 @@ def _times(views: Sequence[RunView]) -> list[dict[str, Any]]:
     for view in views:
         spent = {name: view.wall[name] for name in tables.PARTS if view.wall.get(name, 0) > 0}
         total = sum(spent.values())
-        parts = [(*tables.PARTS[name], seconds / total, show(seconds, "duration")) for name, seconds in spent.items()]
+        parts = [
+            (*tables.PARTS[name], seconds / total, show(seconds, "duration"))
+            for name, seconds in spent.items()
+        ]
         if parts:
-            times.append({"label": view.label, "share": spent.get("train", 0.0) / total, "parts": parts})
+            times.append(
+                {"label": view.label, "share": spent.get("train", 0.0) / total, "parts": parts}
+            )
     return times
 
 
@@ -364,7 +533,10 @@ def _samples(views: Sequence[RunView]) -> list[dict[str, Any]]:
 
 def _environment(views: Sequence[RunView]) -> list[tuple[str, ...]]:
     """A row a fact: its name, and its value in each run; what differs between the runs first."""
-    facts = [{key: show(value) for key, value in flatten(scrub(view.run.environment)).items()} for view in views]
+    facts = [
+        {key: show(value) for key, value in flatten(scrub(view.run.environment)).items()}
+        for view in views
+    ]
     names = dict.fromkeys(name for one in facts for name in one)
     rows = [(name, *(one.get(name, MISSING) for one in facts)) for name in names]
     return sorted(rows, key=lambda row: len(set(row[1:])) == 1)

@@ -29,25 +29,59 @@ from windlass.reports.view import RunView
 INK, SOFT, HAIR = "#22262b", "#6b7280", "#e4e6ea"
 # eight colours that stay apart for colour-blind readers and in print
 PALETTE = ("#2f5fb3", "#d2691e", "#2e8b6f", "#a8328c", "#8a6d1d", "#5b4bb0", "#b3352f", "#2b8aa5")
-RAMP = LinearSegmentedColormap.from_list("windlass", ["#2d4fa8", "#2e8b6f", "#e0a03a"])  # by a swept setting's value
-DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (10, 2.5)))
-RING: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "markeredgewidth": 1.2}
+RAMP = LinearSegmentedColormap.from_list(
+    "windlass", ["#2d4fa8", "#2e8b6f", "#e0a03a"]
+)  # by a swept setting's value
+DASHES: tuple[Any, ...] = (
+    "solid",
+    (0, (5, 2)),
+    (0, (1.2, 1.6)),
+    (0, (6, 1.6, 1.2, 1.6)),
+    (0, (10, 2.5)),
+)
+RING: dict[str, Any] = {
+    "marker": "o",
+    "markersize": 4,
+    "markerfacecolor": "white",
+    "markeredgewidth": 1.2,
+}
 DIAMOND: dict[str, Any] = {"marker": "D", "markersize": 5.5}
 SIZE, DPI = (6.4, 3.6), 200
 
 STYLE: dict[str, Any] = {
-    "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 9,
-    "axes.edgecolor": SOFT, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": HAIR, "xtick.color": SOFT, "ytick.color": SOFT,
-    "xtick.labelcolor": INK, "ytick.labelcolor": INK, "ytick.major.size": 0, "legend.frameon": False,
-    "legend.fontsize": 8.5, "text.parse_math": False, "pdf.fonttype": 42,  # fonts as text that can be edited
-}  # fmt: skip
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 9,
+    "axes.edgecolor": SOFT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": HAIR,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "text.parse_math": False,
+    "pdf.fonttype": 42,  # fonts as text that can be edited
+}
 
 
 def write_plots(
-    views: Sequence[RunView], charts: Sequence[Chart], folder: Path, skip: int | None = None, tones: Sequence[float] = (),
-    heat: Heat | None = None, bars: Bars | None = None,
-) -> dict[str, Path]:  # fmt: skip
+    views: Sequence[RunView],
+    charts: Sequence[Chart],
+    folder: Path,
+    skip: int | None = None,
+    tones: Sequence[float] = (),
+    heat: Heat | None = None,
+    bars: Bars | None = None,
+) -> dict[str, Path]:
     """Draw every chart into `folder`, as PNG and PDF; returns the paths of the PNG files by the chart's id.
 
     `skip`: `loss-late.png` leaves out the steps before this one; None: the first tenth of the run.
@@ -59,7 +93,9 @@ def write_plots(
         for chart in charts:
             figures[chart.id] = draw(chart, views, tones, weight)
             if chart.id == "loss":
-                first = skip if skip is not None else math.ceil(max(view.step for view in views) / 10)
+                first = (
+                    skip if skip is not None else math.ceil(max(view.step for view in views) / 10)
+                )
                 if any((view.train["step"] >= first).sum() > 1 for view in views):
                     late = replace(chart, title=f"Loss from step {first:,} on")
                     figures["loss-late"] = draw(late, views, tones, weight, first)
@@ -69,34 +105,48 @@ def write_plots(
             figures["step-parts"] = bars_figure(bars)
         for name, figure in figures.items():
             FigureCanvasAgg(figure).print_png(folder / f"{name}.png", metadata={"Software": None})
-            unsigned = dict.fromkeys(("Creator", "Producer", "CreationDate"))  # equal runs give equal bytes
+            unsigned = dict.fromkeys(
+                ("Creator", "Producer", "CreationDate")
+            )  # equal runs give equal bytes
             FigureCanvasPdf(figure).print_pdf(folder / f"{name}.pdf", metadata=unsigned)
     return {name: folder / f"{name}.png" for name in figures}
 
 
 def new_figure(title: str, x_label: str, unit: str, height: float = SIZE[1]) -> tuple[Figure, Any]:
     """An empty figure with its axes."""
-    figure = Figure(figsize=(SIZE[0], height), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09))
+    figure = Figure(
+        figsize=(SIZE[0], height), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09)
+    )
     axes = figure.add_subplot(title=title, xlabel=x_label, ylabel=unit)
     axes.margins(x=0.015)
     return figure, axes
 
 
 def draw(
-    chart: Chart, views: Sequence[RunView], tones: Sequence[float] = (), weight: float = 0, first_step: float = 0
+    chart: Chart,
+    views: Sequence[RunView],
+    tones: Sequence[float] = (),
+    weight: float = 0,
+    first_step: float = 0,
 ) -> Figure:
     """One chart over optimizer steps, or over a swept setting; `weight`: see `charts.smoothed`, 0 for none."""
     figure, axes = new_figure(chart.title, chart.x_label or "optimizer steps", chart.unit)
     several = len(views) > 1
-    colours = [to_hex(RAMP(tone)) for tone in tones] or [PALETTE[run % len(PALETTE)] for run in range(len(views))]
+    colours = [to_hex(RAMP(tone)) for tone in tones] or [
+        PALETTE[run % len(PALETTE)] for run in range(len(views))
+    ]
     dashes = run_dashes(len(views), tones)
     named: set[str] = set()
     for series in chart.series:
         keep = series.step >= first_step
         x, y = series.step[keep], series.y[keep]
-        colour = colours[series.run] if series.colour is None else PALETTE[series.colour % len(PALETTE)]
+        colour = (
+            colours[series.run] if series.colour is None else PALETTE[series.colour % len(PALETTE)]
+        )
         if series.low is not None and series.high is not None:
-            axes.fill_between(x, series.low[keep], series.high[keep], color=colour, alpha=0.14, linewidth=0)
+            axes.fill_between(
+                x, series.low[keep], series.high[keep], color=colour, alpha=0.14, linewidth=0
+            )
         drawn = y
         if series.smooth and weight:  # the curve itself is pale, with the smoothed one over it
             axes.plot(x, y, color=colour, alpha=0.28, linewidth=0.9)
@@ -105,24 +155,49 @@ def draw(
         shown = series.name and series.name not in named and len(chart.series) > 1
         named.add(series.name)
         axes.plot(
-            x, drawn, color=colour, linestyle="none" if series.points == "only" else DASHES[dash % len(DASHES)],
-            linewidth=1.1 if series.minor or series.points else 1.6, zorder={"": 2, "median": 3}.get(series.points, 4),
-            label=series.name if shown and (chart.x_label or not several or series.points != "only") else None,
-            **(DIAMOND if series.points == "median" else RING if series.points or len(x) == 1 else {}),
-        )  # fmt: skip
+            x,
+            drawn,
+            color=colour,
+            linestyle="none" if series.points == "only" else DASHES[dash % len(DASHES)],
+            linewidth=1.1 if series.minor or series.points else 1.6,
+            zorder={"": 2, "median": 3}.get(series.points, 4),
+            label=series.name
+            if shown and (chart.x_label or not several or series.points != "only")
+            else None,
+            **(
+                DIAMOND
+                if series.points == "median"
+                else RING
+                if series.points or len(x) == 1
+                else {}
+            ),
+        )
         bad = x[~np.isfinite(y) & series.bad]
         if len(bad):
             axes.plot(
-                bad, [0.98] * len(bad), transform=axes.get_xaxis_transform(), linestyle="none", marker="x", zorder=5,
-                color=PALETTE[6], label=f"not finite{f', {series.name}' if several else ''}",
-            )  # fmt: skip
+                bad,
+                [0.98] * len(bad),
+                transform=axes.get_xaxis_transform(),
+                linestyle="none",
+                marker="x",
+                zorder=5,
+                color=PALETTE[6],
+                label=f"not finite{f', {series.name}' if several else ''}",
+            )
     for run, view in enumerate(views if not chart.x_label else ()):
         colour = colours[run] if several else SOFT
         for restart in view.restarts:
             if restart.step >= first_step:
                 label = None if restart.what in named else restart.what
                 named.add(restart.what)
-                axes.axvline(restart.step, color=colour, linewidth=0.9, linestyle=(0, (2, 2)), label=label, zorder=1)
+                axes.axvline(
+                    restart.step,
+                    color=colour,
+                    linewidth=0.9,
+                    linestyle=(0, (2, 2)),
+                    label=label,
+                    zorder=1,
+                )
     _axes(axes, chart, first_step)
     names = axes.get_legend_handles_labels()[1]
     longest = max(map(len, names), default=0)
@@ -141,7 +216,13 @@ def _axes(axes: Any, chart: Chart, first_step: float) -> None:
         finite = [s.y[(s.step >= first_step) & np.isfinite(s.y)] for s in chart.series]
         low = min(float(values.min()) for values in finite if len(values))
         axes.set_ylim(low - 0.04 * (high - low), high + 0.12 * (high - low))
-        axes.set_title("what diverged is cut off above", loc="right", fontsize=8.5, fontweight="normal", color=SOFT)
+        axes.set_title(
+            "what diverged is cut off above",
+            loc="right",
+            fontsize=8.5,
+            fontweight="normal",
+            color=SOFT,
+        )
     if chart.zero:
         axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
     if chart.id == "lr":
@@ -155,7 +236,9 @@ def _axes(axes: Any, chart: Chart, first_step: float) -> None:
         at = np.log(chart.x_values) if chart.x_log else np.array(chart.x_values)
         names, free = list[str](), -math.inf
         for place, name in zip((at - at[0]) / (at[-1] - at[0] or 1), chart.x_names, strict=True):
-            names.append(name if place >= free else "")  # a name that would touch the one before is left out
+            names.append(
+                name if place >= free else ""
+            )  # a name that would touch the one before is left out
             free = place + 0.08 if names[-1] else free
         axes.set_xticklabels(names)
         axes.margins(x=0.06)

@@ -18,11 +18,22 @@ from windlass.reports.tables import EPOCH_LOSS, MEASURES, Column, Table, label, 
 from windlass.reports.view import RunView
 from windlass.study.study import Study
 
-GPU_ONLY = ("mem_alloc_mb", "mem_reserved_mb", "driver_mem_mb", "peak_mem_mb")  # the last is resident memory on a CPU
+GPU_ONLY = (
+    "mem_alloc_mb",
+    "mem_reserved_mb",
+    "driver_mem_mb",
+    "peak_mem_mb",
+)  # the last is resident memory on a CPU
 KINDS = {
-    "runtime_s": "rate", "samples_per_s": "rate", "samples_factor": "hours", "runtime_factor": "hours", "gpu_hours": "hours",
-    "steps_per_s": "hours", "exact_match": "rate", "f1": "rate",
-}  # fmt: skip
+    "runtime_s": "rate",
+    "samples_per_s": "rate",
+    "samples_factor": "hours",
+    "runtime_factor": "hours",
+    "gpu_hours": "hours",
+    "steps_per_s": "hours",
+    "exact_match": "rate",
+    "f1": "rate",
+}
 Values = Mapping[str, Any]
 Reason = Callable[[str], str]  # why there is no value of a name
 Row = tuple[Values, Reason]
@@ -39,11 +50,16 @@ class Published(NamedTuple):
 
 def specifications() -> dict[str, dict[str, Any]]:
     """The tables as published.toml has them, by the name of the preset."""
-    return tomllib.loads((resources.files("windlass.reports") / "published.toml").read_text("utf-8"))
+    return tomllib.loads(
+        (resources.files("windlass.reports") / "published.toml").read_text("utf-8")
+    )
 
 
 def published(
-    views: Sequence[RunView], study: StudyView | None = None, name: str = "", setups: Sequence[Values] = ()
+    views: Sequence[RunView],
+    study: StudyView | None = None,
+    name: str = "",
+    setups: Sequence[Values] = (),
 ) -> Published | None:
     """The published table of the preset that a study or all runs have, or the one called `name`; None where there is none.
 
@@ -53,7 +69,9 @@ def published(
     specs, wanted = specifications(), name or preset_of(views, study.study if study else None)
     if wanted not in specs:
         if name:
-            raise UserError(f"{argument('table', name)}: there is no such table; there are {', '.join(specs)}")
+            raise UserError(
+                f"{argument('table', name)}: there is no such table; there are {', '.join(specs)}"
+            )
         return None
     spec = specs[wanted]
     columns: dict[str, str] = spec["columns"]
@@ -67,15 +85,22 @@ def published(
         rows = cell_rows(study) if name or varied <= {*columns.values()} else []
     elif spec["rows"] == "setup":
         gpus = any(map(on_gpus, views)) if views else None
-        rows = [(with_units(x, bool(gpus)), why_not(x["state"], gpus, x["reasons"])) for x in setups]
+        rows = [
+            (with_units(x, bool(gpus)), why_not(x["state"], gpus, x["reasons"])) for x in setups
+        ]
     if not rows:
         if name:
             what = {"run": "runs", "cell": "a sweep", "setup": "a scaling study"}[spec["rows"]]
-            raise UserError(f"{argument('table', name)}: that is a table of {what}, and this is none")
+            raise UserError(
+                f"{argument('table', name)}: that is a table of {what}, and this is none"
+            )
         return None
     absent = {x for x in spec.get("optional", ()) if all(row.get(x) is None for row, _ in rows)}
     columns = {heading: x for heading, x in columns.items() if x not in absent}
-    cells = [tuple(why(x) if row.get(x) is None else row[x] for x in columns.values()) for row, why in rows]
+    cells = [
+        tuple(why(x) if row.get(x) is None else row[x] for x in columns.values())
+        for row, why in rows
+    ]
     table = Table([Column(heading, heading, kind(x)) for heading, x in columns.items()], cells)
     return Published(wanted, spec["title"], spec.get("note", ""), table)
 
@@ -117,14 +142,24 @@ def with_units(values: Values, gpus: bool) -> dict[str, Any]:
     """Measures, also in the units of tables (`x_gb`, `x_pct`), and those of GPUs alone only where there are some."""
     more, world = dict(values), values.get("world")
     if gpus:
-        more |= {"gpus": world, "gpu_util_pct": more.get("util_pct"), "gpu_hours": more.get("device_hours")}
+        more |= {
+            "gpus": world,
+            "gpu_util_pct": more.get("util_pct"),
+            "gpu_hours": more.get("device_hours"),
+        }
     else:
-        more |= dict.fromkeys(GPU_ONLY) | {"gpus": f"{world} CPU rank{'s' * (world != 1)}" if world else None}
+        more |= dict.fromkeys(GPU_ONLY) | {
+            "gpus": f"{world} CPU rank{'s' * (world != 1)}" if world else None
+        }
     more |= {f"{name[:-3]}_gb": more[name] / 1e3 for name in GPU_ONLY if more.get(name) is not None}
-    return more | {f"{name}_pct": 100 * more[name] for name in ("efficiency", "ratio") if name in more}
+    return more | {
+        f"{name}_pct": 100 * more[name] for name in ("efficiency", "ratio") if name in more
+    }
 
 
-def why_not(state: str, gpus: bool | None, reasons: Mapping[str, str] = MappingProxyType({})) -> Reason:
+def why_not(
+    state: str, gpus: bool | None, reasons: Mapping[str, str] = MappingProxyType({})
+) -> Reason:
     """Why there is no value of a name; `state`: of a run, cell or setup, `gpus`: None where that is not known yet."""
 
     def why(name: str) -> str:
@@ -133,7 +168,11 @@ def why_not(state: str, gpus: bool | None, reasons: Mapping[str, str] = MappingP
         if reason := reasons.get(name.removesuffix("_pct")):
             return reason
         if state != "finished":
-            words = {"waiting": "not run yet", "running": "not finished", "interrupted": "not finished"}
+            words = {
+                "waiting": "not run yet",
+                "running": "not finished",
+                "interrupted": "not finished",
+            }
             return words.get(state, state)
         if name.startswith(EPOCH_LOSS):
             return f"no evaluation at epoch {name.removeprefix(EPOCH_LOSS)}"
@@ -144,7 +183,10 @@ def why_not(state: str, gpus: bool | None, reasons: Mapping[str, str] = MappingP
 
 def run_row(view: RunView) -> Row:
     state = "waiting" if not view.step else "finished" if view.state == "finished" else "running"
-    nodes, world = (view.run.environment.get("launch") or {}).get("nodes", 1), int(measures(view).get("world") or 1)
+    nodes, world = (
+        (view.run.environment.get("launch") or {}).get("nodes", 1),
+        int(measures(view).get("world") or 1),
+    )
     setup = f"{nodes} host{'s' * (nodes > 1)}, {world} rank{'s' * (world > 1)}"
     return run_values(view) | {"run": view.label, "setup": setup}, why_not(state, on_gpus(view))
 

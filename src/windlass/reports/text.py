@@ -21,8 +21,19 @@ from windlass.telemetry.terminal import printable
 from windlass.variables import scrub
 
 MISSING = "–"
-DECIMALS = {"loss": 4, "score": 4, "rate": 1, "mb": 0, "hours": 3}  # digits after the point by kind of number
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # a braille character's bits by row and column of dots
+DECIMALS = {
+    "loss": 4,
+    "score": 4,
+    "rate": 1,
+    "mb": 0,
+    "hours": 3,
+}  # digits after the point by kind of number
+DOTS = (
+    (0x01, 0x08),
+    (0x02, 0x10),
+    (0x04, 0x20),
+    (0x40, 0x80),
+)  # a braille character's bits by row and column of dots
 
 
 def show(value: Any, kind: str = "") -> str:
@@ -45,7 +56,9 @@ def show(value: Any, kind: str = "") -> str:
         return "NaN" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     if kind in DECIMALS:
         decimals = DECIMALS[kind]
-        if 0 < abs(value) < 10**-decimals * 100 or abs(value) >= 1e12:  # three significant digits instead
+        if (
+            0 < abs(value) < 10**-decimals * 100 or abs(value) >= 1e12
+        ):  # three significant digits instead
             return f"{value:.3g}"
         return f"{value:,.{decimals}f}" if value else "0"
     if kind == "duration":
@@ -65,23 +78,40 @@ def markdown_cell(text: Any) -> str:
     return "".join(f"\\{c}" if c in "|`*_[]\\" else c for c in cleaned)
 
 
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> str:
+def markdown_table(
+    head: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()
+) -> str:
     """A Markdown table of cells that are text already; the columns numbered in `right` are set flush right."""
     lines = [" | ".join(map(markdown_cell, line)) for line in (head, *rows)]
     lines.insert(1, " | ".join("---:" if i in right else "---" for i in range(len(head))))
     return "".join(f"| {line} |\n" for line in lines)
 
 
-LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {
-    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
-    ">": r"\textgreater{}", "|": r"\textbar{}", "–": "--", "−": "$-$", "∞": r"$\infty$", "·": r"$\cdot$", "…": r"\dots{}",
-})  # fmt: skip
+LATEX = str.maketrans(
+    {c: f"\\{c}" for c in "&%$#_{}"}
+    | {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        "–": "--",
+        "−": "$-$",
+        "∞": r"$\infty$",
+        "·": r"$\cdot$",
+        "…": r"\dots{}",
+    }
+)
 
 
-def latex_table(head: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> str:
+def latex_table(
+    head: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()
+) -> str:
     """A LaTeX table (`booktabs`) of cells that are text already; the columns numbered in `right` are set flush right."""
     cells = [
-        [" ".join(printable(scrub(str(cell))).split()).translate(LATEX) for cell in line] for line in (head, *rows)
+        [" ".join(printable(scrub(str(cell))).split()).translate(LATEX) for cell in line]
+        for line in (head, *rows)
     ]
     lines = list(map(" & ".join, cells))
     columns = "".join("r" if i in right else "l" for i in range(len(head)))
@@ -97,7 +127,11 @@ def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
             return "true" if value else "false"
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             return int(value)
-        return " ".join(str(cell(v)) for v in value) if isinstance(value, (list, tuple)) else scrub(value)
+        return (
+            " ".join(str(cell(v)) for v in value)
+            if isinstance(value, (list, tuple))
+            else scrub(value)
+        )
 
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(map(cell, row) for row in (head, *rows))
@@ -118,7 +152,10 @@ def curve(view: RunView, width: int | None = None, height: int = 13) -> str:
     `width`: characters in a line (None: as wide as the terminal, at most 100); `height`: lines of the curve itself.
     """
     evals = view.evals.get("loss")
-    x, y = ([track[name] for track in (view.train, evals) if track is not None] for name in ("step", "loss"))
+    x, y = (
+        [track[name] for track in (view.train, evals) if track is not None]
+        for name in ("step", "loss")
+    )
     good = np.isfinite(np.concatenate(y))
     if not good.any():
         return ""
@@ -140,7 +177,10 @@ def curve(view: RunView, width: int | None = None, height: int = 13) -> str:
         dot = round((1 - (float(losses[places == at].mean()) - bottom) / up) * (4 * height - 1))
         from_at, from_dot = before or (at, dot)
         for share in np.linspace(0, 1, 1 + max(at - from_at, abs(dot - from_dot), 1)):
-            column, row = round(from_at + (at - from_at) * share), round(from_dot + (dot - from_dot) * share)
+            column, row = (
+                round(from_at + (at - from_at) * share),
+                round(from_dot + (dot - from_dot) * share),
+            )
             bits[row // 4, column // 2] |= DOTS[row % 4][column % 2]
         before = (at, dot)
     canvas = [[chr(0x2800 + int(cell)) if cell else " " for cell in line] for line in bits]
@@ -150,8 +190,17 @@ def curve(view: RunView, width: int | None = None, height: int = 13) -> str:
             row = round((1 - (loss - bottom) / up) * (height - 1))
             canvas[row][round((step - left) / across * (columns - 1))] = "o"
     end = float(all_x.max())
-    first, last = show(left, "count") if end > left else "", f"{show(end, 'count')} step{'s' * (end != 1)}"
-    lines = ["loss in nats per token: ⠒⠒ training" + (", o validation" if evals is not None else ""), ""]
-    lines += [f"{tick:>{gutter}} ┤{''.join(row)}".rstrip() for tick, row in zip(ticks, canvas, strict=True)]
+    first, last = (
+        show(left, "count") if end > left else "",
+        f"{show(end, 'count')} step{'s' * (end != 1)}",
+    )
+    lines = [
+        "loss in nats per token: ⠒⠒ training" + (", o validation" if evals is not None else ""),
+        "",
+    ]
+    lines += [
+        f"{tick:>{gutter}} ┤{''.join(row)}".rstrip()
+        for tick, row in zip(ticks, canvas, strict=True)
+    ]
     lines.append(f"{'':>{gutter}} └{'─' * columns}")
     return "\n".join([*lines, f"{'':>{gutter}}  {first}{last:>{max(1, columns - len(first))}}"])

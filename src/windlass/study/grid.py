@@ -51,7 +51,9 @@ class Cell:
     assignment: Assignment
     recipe: Recipe
     key: str  # identifies it: the recipe's hash, with what the hash leaves out (strategy, ranks) where it is not the base's
-    directory: str  # its run directory, relative to the study's: readable, safe as a file name, unique
+    directory: (
+        str  # its run directory, relative to the study's: readable, safe as a file name, unique
+    )
 
     @staticmethod
     def of(base: Recipe, assignment: Assignment, directory: str = "") -> Cell:
@@ -72,7 +74,11 @@ class Cell:
     @property
     def overrides(self) -> list[str]:
         """The assignment as command-line overrides, without ranks, hosts and repeats."""
-        return [f"{key}={typed(value)}" for key, value in self.assignment.items() if key not in AXES_ONLY]
+        return [
+            f"{key}={typed(value)}"
+            for key, value in self.assignment.items()
+            if key not in AXES_ONLY
+        ]
 
     @property
     def world(self) -> int | None:
@@ -99,7 +105,9 @@ def short_names(keys: Iterable[str]) -> dict[str, str]:
     parts, names = {key: key.split(".") for key in keys}, dict[str, str]()
     for key, own in parts.items():
         lengths = range(1, len(own) + 1)
-        unique = (n for n in lengths if sum(other[-n:] == own[-n:] for other in parts.values()) == 1)
+        unique = (
+            n for n in lengths if sum(other[-n:] == own[-n:] for other in parts.values()) == 1
+        )
         names[key] = ".".join(own[-next(unique, len(own)) :])
     return names
 
@@ -114,14 +122,20 @@ def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
     for key in keys:
         if keys.count(key) > 1 or key in ("run.dir", "run.name"):
             own = key in ("run.dir", "run.name")
-            why = "each cell has its own: name the study's directory instead" if own else "two axes of the grid set it"
+            why = (
+                "each cell has its own: name the study's directory instead"
+                if own
+                else "two axes of the grid set it"
+            )
             raise UserError(f"{key}: {why}")
         if key in ONE:
             raise UserError(
                 f"{key} belongs to scaling studies alone, where {argument('nodes', [1, 2])} and {argument('repeats', 3)} make it"
             )
     combinations = itertools.product(*(axis.values for axis in axes))
-    return cells_of(base, [dict(zip(keys, itertools.chain(*one), strict=True)) for one in combinations])
+    return cells_of(
+        base, [dict(zip(keys, itertools.chain(*one), strict=True)) for one in combinations]
+    )
 
 
 def cells_of(base: Recipe, assignments: Iterable[Assignment]) -> list[Cell]:
@@ -134,7 +148,9 @@ def cells_of(base: Recipe, assignments: Iterable[Assignment]) -> list[Cell]:
                 raise UserError(f"{WORLD} is a number of ranks, not {world!r}")
             cells.append(Cell.of(base, assignment))
             if WORLD in assignment:
-                cells[-1].recipe.batch(world)  # raises where the global batch is not divisible by the world size
+                cells[-1].recipe.batch(
+                    world
+                )  # raises where the global batch is not divisible by the world size
         except UserError as error:
             problems.append(f"{' '.join(f'{k}={v}' for k, v in assignment.items())}: {error}")
     if problems:
@@ -163,7 +179,9 @@ def _axis(key: str, values: Any) -> Axis:
     if len(keys) == 1:
         rows = [[value] for value in rows]
     if odd := [row for row in rows if not isinstance(row, list) or len(row) != len(keys)]:
-        raise UserError(f"{key}: write a list of {len(keys)} values in place of {odd[0]!r}, one for each key")
+        raise UserError(
+            f"{key}: write a list of {len(keys)} values in place of {odd[0]!r}, one for each key"
+        )
     return Axis(keys, tuple(map(tuple, rows)))
 
 
@@ -172,7 +190,9 @@ def parse_axis(text: str) -> Axis:
     left, _, right = text.partition("=")
     keys = tuple(key.strip() for key in left.split("+"))
     if not all(keys) or not right.strip():
-        raise UserError(f"{text!r} is not an axis; write KEY=A,B,C or KEY=LOW:HIGH:log:N or A+B=1+2,3+4")
+        raise UserError(
+            f"{text!r} is not an axis; write KEY=A,B,C or KEY=LOW:HIGH:log:N or A+B=1+2,3+4"
+        )
     if len(keys) == 1 and right.count(":") == 3 and right.split(":")[2] in ("log", "lin"):
         first, last, kind, number = right.split(":")
         try:
@@ -180,14 +200,21 @@ def parse_axis(text: str) -> Axis:
         except ValueError:
             low, high, count = 0.0, 0.0, 0
         if count < 2 or (kind == "log" and min(low, high) <= 0):
-            raise UserError(f"{text}: a range is LOW:HIGH:log:N (above 0) or LOW:HIGH:lin:N, with at least 2 values")
+            raise UserError(
+                f"{text}: a range is LOW:HIGH:log:N (above 0) or LOW:HIGH:lin:N, with at least 2 values"
+            )
         values = (np.geomspace if kind == "log" else np.linspace)(low, high, count).tolist()
         whole = not re.search(r"[.eE]", first + last)
         return Axis(keys, tuple((round(v) if whole else float(f"{v:.6g}"),) for v in values))
     rows = [_split(part, "+") if len(keys) > 1 else [part] for part in _split(right, ",")]
     if not all(len(row) == len(keys) and all(map(str.strip, row)) for row in rows):
-        raise UserError(f"{text!r}: between two commas there is a value for each of {', '.join(keys)}")
-    return Axis(keys, tuple(tuple(parse_override(f"key={value.strip()}")[1] for value in row) for row in rows))
+        raise UserError(
+            f"{text!r}: between two commas there is a value for each of {', '.join(keys)}"
+        )
+    return Axis(
+        keys,
+        tuple(tuple(parse_override(f"key={value.strip()}")[1] for value in row) for row in rows),
+    )
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -43,7 +43,11 @@ def projections(study: Study, rows: Sequence[ScalingRow]) -> tuple[list[Projecti
         why = "nothing is measured yet" if base is None else base.missing.get("compute_ms", ALONE)
         return [Projection(world, reason=why) for world in scaling.project], ""
     hosts = len(base.hosts)
-    where = "one host, which says nothing about the network between several" if hosts < 2 else f"{hosts} hosts"
+    where = (
+        "one host, which says nothing about the network between several"
+        if hosts < 2
+        else f"{hosts} hosts"
+    )
     basis = (
         f"Projected, not measured: the probe's compute time of {base.setup}, by the FLOPs of a rank and the parameters that it "
         f"updates, and the collectives by ring formulas at the bus bandwidth of {base.world} ranks on {where}. Nothing overlaps in it; latency and the topology past "
@@ -52,7 +56,8 @@ def projections(study: Study, rows: Sequence[ScalingRow]) -> tuple[list[Projecti
     largest, within = max(row.world for row in measured), "within those measured"
     worlds = scaling.project
     return [
-        _project(study, base, baseline(rows), n) if n > largest else Projection(n, reason=within) for n in worlds
+        _project(study, base, baseline(rows), n) if n > largest else Projection(n, reason=within)
+        for n in worlds
     ], basis
 
 
@@ -61,12 +66,19 @@ ALONE = "only one rank was measured, which does not communicate"
 
 def _project(study: Study, base: ScalingRow, first: ScalingRow, world: int) -> Projection:
     assert study.scaling is not None
-    mode, grow, values, ratio = study.scaling.mode, study.scaling.grow, base.values, world / base.world
+    mode, grow, values, ratio = (
+        study.scaling.mode,
+        study.scaling.grow,
+        base.values,
+        world / base.world,
+    )
     # what a rank has of the step that the largest setup has, and how much larger the step is
     share, growth = (1 / ratio, 1.0) if mode == "strong" or grow == "model" else (1.0, ratio)
     batch = values["global_batch"] * growth
     if batch < world:
-        return Projection(world, reason=f"the {batch:g} samples of a step are fewer than {world} ranks")
+        return Projection(
+            world, reason=f"the {batch:g} samples of a step are fewer than {world} ranks"
+        )
     accumulation, tensors = max(1, round(base.layout.accumulation * share)), base.tensors
     if grow == "model":
         model, vocab = base.recipe.model, base.start["data"]["vocab"]
@@ -83,9 +95,13 @@ def _project(study: Study, base: ScalingRow, first: ScalingRow, world: int) -> P
     communication = predict(rates, values["flops_per_device"] * share, layout, sent).communication
     if communication is None:
         return Projection(world, reason="the bandwidth of a collective was not measured")
-    updated = tensors.trained / layout.shard / (base.tensors.trained / base.layout.shard)  # parameters of a rank
+    updated = (
+        tensors.trained / layout.shard / (base.tensors.trained / base.layout.shard)
+    )  # parameters of a rank
     passes_ms = values["compute_ms"] - values["update_ms"]
-    compute_ms = passes_ms * share + values["update_ms"] * updated + values["host_ms"] + values["data_ms"]
+    compute_ms = (
+        passes_ms * share + values["update_ms"] * updated + values["host_ms"] + values["data_ms"]
+    )
     step_ms = compute_ms + 1e3 * communication
     speed, efficiency = batch / step_ms * 1e3, None
     if first.measured and mode == "weak":

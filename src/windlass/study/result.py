@@ -31,14 +31,18 @@ class CellResult:
     state: str = "waiting"  # `waiting`, `running`, `interrupted`, `finished`, `failed`, `diverged` or `pruned`
     reason: str = ""
     step: int = 0  # the last one with a `train` line
-    last_step: int = 0  # the last one with any line: an evaluation may come where no `train` line is due
+    last_step: int = (
+        0  # the last one with any line: an evaluation may come where no `train` line is due
+    )
     steps: int | None = None
     loss: float | None = None
     first_loss: float | None = None
     eval_loss: float | None = None
     best_loss: float | None = None
     score: float | None = None  # the best value of `measure`, step 0 included
-    evaluations: tuple[tuple[str, int, float], ...] = ()  # time (sorts as text), step > 0, and value of `measure`
+    evaluations: tuple[
+        tuple[str, int, float], ...
+    ] = ()  # time (sorts as text), step > 0, and value of `measure`
     evaluated: Evaluated | None = None  # what the loss was measured on
     tokens: int = 0
     tokens_per_s: float | None = None  # tokens over time in steps
@@ -62,7 +66,9 @@ class CellResult:
         return {**self.cell.assignment, **values, "run": str(self.run.path)}
 
 
-def cell_state(run_state: str, events: Sequence[Line], status: Mapping[str, str] | None) -> tuple[str, str]:
+def cell_state(
+    run_state: str, events: Sequence[Line], status: Mapping[str, str] | None
+) -> tuple[str, str]:
     """A cell's state and the reason for it: from its run's state and events, and from what a sweep decided about it."""
     decided = (status["state"], status["reason"]) if status else ("", "")
     if run_state == "finished":
@@ -74,7 +80,9 @@ def cell_state(run_state: str, events: Sequence[Line], status: Mapping[str, str]
     if run_state == "failed" and own:  # a run that was killed has no such event: it is interrupted
         return "failed", str(own[-1].get("reason", ""))
     if run_state == "running" or not decided[0]:
-        words = {"new": "waiting"} | dict.fromkeys(("stopped", "preempted", "failed"), "interrupted")
+        words = {"new": "waiting"} | dict.fromkeys(
+            ("stopped", "preempted", "failed"), "interrupted"
+        )
         return words.get(run_state, run_state), ""
     return decided
 
@@ -99,13 +107,20 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     scores, speed = scores_by_step(lines, measure), throughput(lines)
     best_step, last = best(scores, measure), train[-1] if train else {}
     return {
-        "step": last.get("step", 0), "last_step": max((x["step"] for x in (*train, *evals)), default=0),
-        "steps": last_start(lines).get("steps"), "loss": float(last["loss"]) if "loss" in last else None,
+        "step": last.get("step", 0),
+        "last_step": max((x["step"] for x in (*train, *evals)), default=0),
+        "steps": last_start(lines).get("steps"),
+        "loss": float(last["loss"]) if "loss" in last else None,
         "first_loss": float(train[0]["loss"]) if train and "loss" in train[0] else None,
         "eval_loss": losses[-1] if losses else None,
         "best_loss": min(scores_by_step(lines, LOSS).values(), default=None),
         "score": None if best_step is None else scores[best_step],
-        "evaluations": tuple((str(x.get("time", "")), x["step"], float(x[name or suite])) for x in own),
-        "tokens": int(last.get("tokens", 0)), "tokens_per_s": speed.tokens_per_s if speed else None,
-        "device_hours": next((x.get("device_hours") for x in reversed(lines) if x["kind"] == "summary"), None),
-    }  # fmt: skip
+        "evaluations": tuple(
+            (str(x.get("time", "")), x["step"], float(x[name or suite])) for x in own
+        ),
+        "tokens": int(last.get("tokens", 0)),
+        "tokens_per_s": speed.tokens_per_s if speed else None,
+        "device_hours": next(
+            (x.get("device_hours") for x in reversed(lines) if x["kind"] == "summary"), None
+        ),
+    }

@@ -26,16 +26,34 @@ from windlass.study.study import Study
 from windlass.study.sweep import Sweep
 
 WINDOWS = 20  # `train` lines that a cell has at least
-STRATEGIES = ("ddp", "shard_optim", "shard_grad_op", "full_shard", "hybrid_shard")  # of several ranks
+STRATEGIES = (
+    "ddp",
+    "shard_optim",
+    "shard_grad_op",
+    "full_shard",
+    "hybrid_shard",
+)  # of several ranks
 
 
 def scale(
-    recipe: Recipe | str | Path, worlds: Sequence[int] = (), *, mode: str = "", grow: str = "", nodes: Sequence[int] = (),
-    repeats: int | None = None, warmup: int | None = None, project: Sequence[int] = (), precisions: Sequence[str] = (),
-    path: str | Path | None = None, preset: str = "", probes: bool = True, retry_failed: bool = False,
+    recipe: Recipe | str | Path,
+    worlds: Sequence[int] = (),
+    *,
+    mode: str = "",
+    grow: str = "",
+    nodes: Sequence[int] = (),
+    repeats: int | None = None,
+    warmup: int | None = None,
+    project: Sequence[int] = (),
+    precisions: Sequence[str] = (),
+    path: str | Path | None = None,
+    preset: str = "",
+    probes: bool = True,
+    retry_failed: bool = False,
     only: int | None = None,
-    show: Callable[[Study], None] = lambda study: None, notify: Callable[[str], None] = lambda text: None,
-) -> Study:  # fmt: skip
+    show: Callable[[Study], None] = lambda study: None,
+    notify: Callable[[str], None] = lambda text: None,
+) -> Study:
     """Train every cell of a scaling study that is not done yet on this machine, one at a time, and return the study.
 
     A study over several hosts is returned as it is: jobs train its cells (`windlass scale --nodes`).
@@ -59,7 +77,13 @@ def scale(
     base, options = load_study(recipe, "scale")
     if isinstance(recipe, str | Path) and Study.is_study(recipe):
         path = path or recipe
-    given: dict[str, Any] = {"worlds": worlds, "mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup}
+    given: dict[str, Any] = {
+        "worlds": worlds,
+        "mode": mode,
+        "grow": grow,
+        "repeats": repeats,
+        "warmup": warmup,
+    }
     given |= {"project": project, "preset": preset, "precisions": precisions}
     options |= {name: value for name, value in given.items() if value not in ("", None, (), [])}
     if options.get("worlds") and not nodes:
@@ -68,14 +92,24 @@ def scale(
     for note in study.notes:
         notify(note)
     if NODES not in study.keys or only is not None:  # else jobs of a cluster train the cells
-        run_study(study, probes=probes, retry_failed=retry_failed, only=only, show=show, notify=notify)
+        run_study(
+            study, probes=probes, retry_failed=retry_failed, only=only, show=show, notify=notify
+        )
     return study
 
 
 def create_study(
-    recipe: Recipe, worlds: Sequence[int] = (), *, nodes: Sequence[int] = (), precisions: Sequence[str] = (),
-    path: str | Path | None = None, threads: int = 0, preset: str = "", write: bool = True, **options: Any,
-) -> Study:  # fmt: skip
+    recipe: Recipe,
+    worlds: Sequence[int] = (),
+    *,
+    nodes: Sequence[int] = (),
+    precisions: Sequence[str] = (),
+    path: str | Path | None = None,
+    threads: int = 0,
+    preset: str = "",
+    write: bool = True,
+    **options: Any,
+) -> Study:
     """The scaling study of these options, written to disk, or what is there grown by its cells; see `scale`.
 
     `threads` are those of a rank on a CPU, where the cells do not run on this machine; `options` those of `Scaling`. `write`
@@ -93,13 +127,19 @@ def create_study(
                 f"{argument('worlds', [1, 2, 4])}: name the numbers of ranks to compare; the smallest is the baseline"
             )
         listed = [cell.assignment for cell in before.cells]
-        return before if scaling == before.scaling else Study.create(before.recipe, listed, path, scaling=scaling)
+        return (
+            before
+            if scaling == before.scaling
+            else Study.create(before.recipe, listed, path, scaling=scaling)
+        )
     recipe.check_packages()
     recipe = with_threads(recipe, max(worlds), before, threads)
     smallest = min([*worlds, *(cell.world or 1 for cell in before.cells)] if before else worlds)
     listed = assignments(recipe, scaling, worlds, nodes, precisions, smallest)
     every = min(recipe.telemetry.every, max(1, fewest_steps(recipe, listed) // WINDOWS))
-    return Study.create(recipe.replace({"telemetry.every": every}), listed, path, scaling=scaling, write=write)
+    return Study.create(
+        recipe.replace({"telemetry.every": every}), listed, path, scaling=scaling, write=write
+    )
 
 
 def merge(before: Scaling | None, options: dict[str, Any], preset: str) -> Scaling:
@@ -110,7 +150,9 @@ def merge(before: Scaling | None, options: dict[str, Any], preset: str) -> Scali
         raise UserError(f"{argument('mode', mode)}: {did_you_mean(mode, MODES)}")
     if given.get("grow") and mode != "weak":
         own = argument("grow", given["grow"])
-        raise UserError(f"{own} belongs to {argument('mode', 'weak')}, and the mode is {mode}: leave it out")
+        raise UserError(
+            f"{own} belongs to {argument('mode', 'weak')}, and the mode is {mode}: leave it out"
+        )
     if mode == "weak":
         given.setdefault("grow", before.grow if before else "batch")
         if given["grow"] not in ("batch", "model"):
@@ -121,7 +163,9 @@ def merge(before: Scaling | None, options: dict[str, Any], preset: str) -> Scali
             f"the study that is there has {argument('mode', words)}: give another {argument('path', 'DIR')}"
         )
     if len({n for n in given.get("project", ()) if n > 0}) != len(given.get("project", ())):
-        raise UserError(f"{argument('project', list(given['project']))}: write different numbers of ranks")
+        raise UserError(
+            f"{argument('project', list(given['project']))}: write different numbers of ranks"
+        )
     return replace(before or Scaling(mode, preset=preset), **given)
 
 
@@ -131,14 +175,22 @@ def with_threads(recipe: Recipe, largest: int, before: Study | None, threads: in
         return recipe
     asked, there = recipe.train.threads, before.recipe.train.threads if before else 0
     if asked and there and asked != there:
-        raise UserError(f"train.threads = {asked}: the study's cells have {there}, and only equal ones can be compared")
-    return recipe.replace({"train.threads": asked or there or threads or max(1, usable_cores() // largest)})
+        raise UserError(
+            f"train.threads = {asked}: the study's cells have {there}, and only equal ones can be compared"
+        )
+    return recipe.replace(
+        {"train.threads": asked or there or threads or max(1, usable_cores() // largest)}
+    )
 
 
 def assignments(
-    recipe: Recipe, scaling: Scaling, worlds: Sequence[int], nodes: Sequence[int] = (), precisions: Sequence[str] = (),
+    recipe: Recipe,
+    scaling: Scaling,
+    worlds: Sequence[int],
+    nodes: Sequence[int] = (),
+    precisions: Sequence[str] = (),
     smallest: int = 0,
-) -> list[Assignment]:  # fmt: skip
+) -> list[Assignment]:
     """What each cell sets, in the order in which they are run: repeats outermost, every other one in reverse.
 
     So a machine that drifts favours no number of ranks. `smallest` is the baseline, where `worlds` are added to a study.
@@ -149,11 +201,19 @@ def assignments(
             f"{argument('nodes', list(nodes))}: one number of hosts for each of {argument('worlds', worlds)}"
         )
     check_worlds(recipe, scaling, worlds)
-    places = [{WORLD: world} | ({NODES: nodes[i]} if nodes else {}) for i, world in enumerate(worlds)]
+    places = [
+        {WORLD: world} | ({NODES: nodes[i]} if nodes else {}) for i, world in enumerate(worlds)
+    ]
     if scaling.mode == "strategies":
-        setups = [places[0] | one for one in strategies(recipe, worlds[0], nodes[0] if nodes else 1, precisions)]
+        setups = [
+            places[0] | one
+            for one in strategies(recipe, worlds[0], nodes[0] if nodes else 1, precisions)
+        ]
     else:
-        setups = [place | settings_of(recipe, scaling, place[WORLD], smallest or min(worlds)) for place in places]
+        setups = [
+            place | settings_of(recipe, scaling, place[WORLD], smallest or min(worlds))
+            for place in places
+        ]
     rounds = [setups if repeat % 2 else setups[::-1] for repeat in range(1, scaling.repeats + 1)]
     if scaling.repeats == 1:
         return setups
@@ -177,7 +237,9 @@ def check_worlds(recipe: Recipe, scaling: Scaling, worlds: list[int]) -> None:
         step = math.lcm(*worlds)
         near = " or ".join(str(n) for n in (value // step * step, (value // step + 1) * step) if n)
         ranks = " and ".join(map(str, odd))
-        raise UserError(f"{key} = {value} cannot be divided among {ranks} ranks: write {key}={near}, or other worlds")
+        raise UserError(
+            f"{key} = {value} cannot be divided among {ranks} ranks: write {key}={near}, or other worlds"
+        )
     if scaling.grow == "model" and recipe.model.kind != "gpt":
         raise UserError(
             f'{argument("grow", "model")} makes more layers of a model.kind = "gpt", not of weights that exist'
@@ -196,21 +258,36 @@ def settings_of(recipe: Recipe, scaling: Scaling, world: int, smallest: int) -> 
             )
         return {"model.layers": layers // smallest}
     if scaling.mode == "fixed-data" and isinstance(train.steps, int):
-        return {"train.global_batch": train.global_batch * world, "train.steps": train.steps // world}
+        return {
+            "train.global_batch": train.global_batch * world,
+            "train.steps": train.steps // world,
+        }
     return {} if scaling.mode == "strong" else {"train.global_batch": train.global_batch * world}
 
 
-def strategies(recipe: Recipe, world: int, nodes: int, precisions: Sequence[str]) -> list[Assignment]:
+def strategies(
+    recipe: Recipe, world: int, nodes: int, precisions: Sequence[str]
+) -> list[Assignment]:
     """The combinations of strategy, offload, activation checkpointing and precision that this recipe can be trained with."""
     kinds = list(STRATEGIES) if world > 1 else ["single", "shard_grad_op", "full_shard"]
-    group = world // nodes if nodes > 1 else max((n for n in range(1, world) if world % n == 0), default=1)
+    group = (
+        world // nodes
+        if nodes > 1
+        else max((n for n in range(1, world) if world % n == 0), default=1)
+    )
     if not 1 < (recipe.parallel.shard_size or group) < world:
         kinds = [name for name in kinds if name != "hybrid_shard"]  # it would be ddp or full_shard
     checkpointing = recipe.parallel.activation_checkpointing
     modes = ("none", "full" if checkpointing == "none" else checkpointing)
     possible, problems = [], []
-    for precision, kind, offload, mode in itertools.product(precisions or [""], kinds, (False, True), modes):
-        one = {"parallel.strategy": kind, "parallel.offload": offload, "parallel.activation_checkpointing": mode}
+    for precision, kind, offload, mode in itertools.product(
+        precisions or [""], kinds, (False, True), modes
+    ):
+        one = {
+            "parallel.strategy": kind,
+            "parallel.offload": offload,
+            "parallel.activation_checkpointing": mode,
+        }
         one = ({"train.precision": precision} if precision else {}) | one
         if size := recipe.parallel.shard_size:
             one["parallel.shard_size"] = size if kind == "hybrid_shard" else 0
@@ -233,14 +310,22 @@ def fewest_steps(recipe: Recipe, listed: Sequence[Assignment]) -> int:
             try:
                 steps.append(resolve_steps(cell.recipe))
             except UserError:
-                steps.append(assemble(subject_of(cell.recipe, None, (), one[WORLD], "", None), None).steps or 1)
+                steps.append(
+                    assemble(subject_of(cell.recipe, None, (), one[WORLD], "", None), None).steps
+                    or 1
+                )
     return min(steps)
 
 
 def run_study(
-    study: Study, *, probes: bool = True, retry_failed: bool = False, only: int | None = None,
-    show: Callable[[Study], None] = lambda study: None, notify: Callable[[str], None] = lambda text: None,
-) -> None:  # fmt: skip
+    study: Study,
+    *,
+    probes: bool = True,
+    retry_failed: bool = False,
+    only: int | None = None,
+    show: Callable[[Study], None] = lambda study: None,
+    notify: Callable[[str], None] = lambda text: None,
+) -> None:
     """Train the cells that are open, one at a time; after the first of each setup, its probe."""
     if only is not None and not 0 <= only < len(study.cells):
         raise UserError(f"{argument('only', only)}: the cells are 0 to {len(study.cells) - 1}")
@@ -252,7 +337,9 @@ def run_study(
     for cell in cells:
         if probes and not launch:
             probe.measure_machine(study, cell.world or 1, notify)
-        Sweep(study, [cell], retry_failed=retry_failed, launch=launch, show=show, notify=notify).run()
+        Sweep(
+            study, [cell], retry_failed=retry_failed, launch=launch, show=show, notify=notify
+        ).run()
         if probes and cell.repeat == 1 and study.result(cell).state == "finished":
             probe.run_probe(study, cell, notify, retry_failed)
 

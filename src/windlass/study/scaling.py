@@ -22,7 +22,12 @@ from windlass.study.steps import measure, times, windows
 from windlass.study.study import Study
 
 LOW = 0.7  # an efficiency below this one is remarked on
-PARTS = {"compute_ms": "computing", "exposed_ms": "communication", "data_ms": "waiting for data", "host_ms": "the host"}
+PARTS = {
+    "compute_ms": "computing",
+    "exposed_ms": "communication",
+    "data_ms": "waiting for data",
+    "host_ms": "the host",
+}
 """The parts of a step, by name; they sum to it."""
 # with the baseline
 COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
@@ -65,7 +70,7 @@ NAMES: dict[str, str] = {
     "f1": "SQuAD's F1 at the last evaluation, if the suite is on",
     "pareto": "whether no setup is both faster and smaller in memory",
     "recommended": "whether it is the recommended setup",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,9 @@ class ScalingRow:
     state: str  # of its cells; of several states the one furthest from finished
     reason: str = ""
     values: dict[str, Any] = field(default_factory=dict)  # by name: see NAMES
-    spread: dict[str, tuple[float, float]] = field(default_factory=dict)  # lowest and highest over the repeats, by name
+    spread: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # lowest and highest over the repeats, by name
     missing: dict[str, str] = field(default_factory=dict)  # why a number of NAMES is not there
     remarks: list[str] = field(default_factory=list)  # low efficiency, oversubscribed cores, noise
     start: Line = field(default_factory=dict)  # the last start of its first repeat that finished
@@ -98,7 +105,12 @@ class ScalingRow:
     @property
     def hosts(self) -> set[str]:
         """Of the runs that finished."""
-        ranks = (rank for r in self.results if r.state == "finished" for rank in r.run.environment.get("ranks", ()))
+        ranks = (
+            rank
+            for r in self.results
+            if r.state == "finished"
+            for rank in r.run.environment.get("ranks", ())
+        )
         return {str(rank.get("host")) for rank in ranks}
 
     @property
@@ -110,22 +122,35 @@ class ScalingRow:
         """How its ranks divide the model and the batch."""
         device = "cpu" if self.on_cpu else "cuda"
         layout = layout_of(self.recipe, self.world, device, self.start["precision"])
-        return replace(layout, strategy=self.start["strategy"], accumulation=self.start["accumulation"])
+        return replace(
+            layout, strategy=self.start["strategy"], accumulation=self.start["accumulation"]
+        )
 
     @property
     def flops(self) -> int:
         """FLOPs of a token, forward and backward."""
         if self.start.get("network") or self.recipe.model.freeze:
-            return CountedSizes(self.start["parameters"], self.start["trained"], 0).flops_per_token()
+            return CountedSizes(
+                self.start["parameters"], self.start["trained"], 0
+            ).flops_per_token()
         return flops_per_token(self.recipe.model, self.start["data"]["vocab"])
 
     @property
     def tensors(self) -> Tensors:
         """The parameters as strategies send them; of a model of `transformers` blocks are all but one table of tokens."""
-        total, trained, network = self.start["parameters"], self.start["trained"], self.start.get("network")
+        total, trained, network = (
+            self.start["parameters"],
+            self.start["trained"],
+            self.start.get("network"),
+        )
         if not network:
-            return Tensors(total, trained, block_parameters(self.recipe.model), self.recipe.model.layers)
-        layers, table = int(network.get("layers") or 0), int(network.get("vocab", 0)) * int(network.get("width", 0))
+            return Tensors(
+                total, trained, block_parameters(self.recipe.model), self.recipe.model.layers
+            )
+        layers, table = (
+            int(network.get("layers") or 0),
+            int(network.get("vocab", 0)) * int(network.get("width", 0)),
+        )
         return Tensors(total, trained, (total - table) // layers if layers else 0, layers)
 
 
@@ -147,7 +172,9 @@ def rows(study: Study, results: Sequence[CellResult] | None = None) -> list[Scal
         table.sort(key=lambda row: (row.values["nodes"], row.world))
         _compare(table, scaling)
     for row in table:
-        row.missing.update({name: why for name, why in _reasons(row, scaling).items() if name not in row.values})
+        row.missing.update(
+            {name: why for name, why in _reasons(row, scaling).items() if name not in row.values}
+        )
     return table
 
 
@@ -164,11 +191,19 @@ def _row(study: Study, scaling: Scaling, results: list[CellResult]) -> ScalingRo
     numbers = [measure(r.run, scaling.warmup) for r in done]
     names = dict.fromkeys(name for one in numbers for name in one)
     columns = {name: [one[name] for one in numbers if name in one] for name in names}
-    values: dict[str, Any] = _shape(study, cell, start) | {n: statistics.median(c) for n, c in columns.items()}
+    values: dict[str, Any] = _shape(study, cell, start) | {
+        n: statistics.median(c) for n, c in columns.items()
+    }
     row = ScalingRow(
-        _name(study, scaling, cell, values), _without_repeat(cell), results, worst.state, worst.reason, values,
-        {n: (min(c), max(c)) for n, c in columns.items() if len(c) > 1}, start=start,
-    )  # fmt: skip
+        _name(study, scaling, cell, values),
+        _without_repeat(cell),
+        results,
+        worst.state,
+        worst.reason,
+        values,
+        {n: (min(c), max(c)) for n, c in columns.items() if len(c) > 1},
+        start=start,
+    )
     if 0 < len(done) < len(results):
         row.remarks.append(f"{len(done)} of {len(results)} repeats have finished")
     if row.measured:  # of the median step, so that they agree with it
@@ -186,10 +221,14 @@ def _shape(study: Study, cell: Cell, start: Line) -> dict[str, Any]:
     model, world = cell.recipe.model, int(start.get("world") or cell.world or cell.nodes)
     batch = start.get("global_batch", cell.recipe.train.global_batch)
     shape = {
-        "world": world, "nodes": cell.nodes, "global_batch": batch, "batch_per_device": batch / world,
-        "layers": (start.get("network") or {}).get("layers") or (model.layers if model.kind == "gpt" else None),
+        "world": world,
+        "nodes": cell.nodes,
+        "global_batch": batch,
+        "batch_per_device": batch / world,
+        "layers": (start.get("network") or {}).get("layers")
+        or (model.layers if model.kind == "gpt" else None),
         "parameters": start.get("parameters"),
-    }  # fmt: skip
+    }
     return {name: value for name, value in shape.items() if value is not None}
 
 
@@ -208,7 +247,11 @@ def _name(study: Study, scaling: Scaling, cell: Cell, values: Mapping[str, Any])
         return ", ".join(words) or "the recipe"
     hosts, ranks = values["nodes"], values["world"]
     text = f"{hosts} host{'s' * (hosts > 1)}, {ranks} rank{'s' * (ranks > 1)}"
-    return f"{text}, {values['layers']} layers" if scaling.grow == "model" and "layers" in values else text
+    return (
+        f"{text}, {values['layers']} layers"
+        if scaling.grow == "model" and "layers" in values
+        else text
+    )
 
 
 def _probe(study: Study, row: ScalingRow, warmup: int) -> Mapping[str, float]:
@@ -229,10 +272,16 @@ def _probe(study: Study, row: ScalingRow, warmup: int) -> Mapping[str, float]:
         elif ended:
             shared = directory.with_name(ended.get("of", directory.name))
             runs = [Run(path.parent) for path in sorted(shared.glob("*/metrics.jsonl"))]
-            ranks += filter(None, (times(windows(run.ledger(), warmup, ended["together"])) for run in runs))
+            ranks += filter(
+                None, (times(windows(run.ledger(), warmup, ended["together"])) for run in runs)
+            )
     if not ranks:
         row.missing.update(dict.fromkeys(("compute_ms", "exposed_ms", "host_ms"), why))
-    return {name: statistics.median(one[name] for one in ranks if name in one) for one in ranks for name in one}
+    return {
+        name: statistics.median(one[name] for one in ranks if name in one)
+        for one in ranks
+        for name in one
+    }
 
 
 def _divide(row: ScalingRow, probe: Mapping[str, float]) -> None:
@@ -246,10 +295,15 @@ def _divide(row: ScalingRow, probe: Mapping[str, float]) -> None:
     values.setdefault("data_ms", 0.0)
     if not probe:
         return
-    step, tokens = values["step_ms"] - values["data_ms"], values["padded_tokens_per_step"] / row.world
+    step, tokens = (
+        values["step_ms"] - values["data_ms"],
+        values["padded_tokens_per_step"] / row.world,
+    )
     passes, update = probe["forward_ms"] + probe["backward_ms"], probe["optimizer_ms"]
     host = max(0.0, probe["step_ms"] - probe["data_ms"] - passes - update)
-    compute = passes * tokens / probe["padded_tokens_per_step"] + update  # other rows, other padding
+    compute = (
+        passes * tokens / probe["padded_tokens_per_step"] + update
+    )  # other rows, other padding
     alone = compute + host
     share = min(1.0, step / alone)  # below 1 where the difference is negative
     values |= {"compute_ms": compute * share, "update_ms": update * share, "host_ms": host * share}
@@ -300,7 +354,9 @@ def _compare(table: list[ScalingRow], scaling: Scaling) -> None:
     base = baseline(table)
     for row in table:
         if row is not base and not base.measured:
-            row.missing.update(dict.fromkeys(COMPARED, f"the baseline, {base.setup}, has no numbers"))
+            row.missing.update(
+                dict.fromkeys(COMPARED, f"the baseline, {base.setup}, has no numbers")
+            )
         if not row.measured or not base.measured:
             continue
         values, first, p = row.values, base.values, row.world / base.world
@@ -341,7 +397,11 @@ def _choose(table: list[ScalingRow]) -> None:
     fastest = max(rivals, key=lambda row: row.values["samples_per_s"])
     best = fastest.values["samples_per_s"]
     limit = min(0.98 * best, fastest.spread.get("samples_per_s", (best, best))[0])
-    near = [row for row in rivals if row.spread.get("samples_per_s", (0, row.values["samples_per_s"]))[1] >= limit]
+    near = [
+        row
+        for row in rivals
+        if row.spread.get("samples_per_s", (0, row.values["samples_per_s"]))[1] >= limit
+    ]
     chosen = min(near, key=lambda row: row.values["peak_mem_mb"])
     chosen.values["recommended"] = True
     if chosen is not fastest:
@@ -355,17 +415,32 @@ def _choose(table: list[ScalingRow]) -> None:
 def _reasons(row: ScalingRow, scaling: Scaling) -> dict[str, str]:
     """For each number why a row would not have it."""
     if not row.start:
-        why = "not run yet" if row.state == "waiting" else f"{row.state}: {row.reason}" if row.reason else row.state
+        why = (
+            "not run yet"
+            if row.state == "waiting"
+            else f"{row.state}: {row.reason}"
+            if row.reason
+            else row.state
+        )
         return dict.fromkeys(NAMES, why)
     if not row.measured:
-        return dict.fromkeys(NAMES, f"no line of the ledger begins after {scaling.warmup} steps of warm-up")
+        return dict.fromkeys(
+            NAMES, f"no line of the ledger begins after {scaling.warmup} steps of warm-up"
+        )
     reasons = dict.fromkeys(NAMES, "not measured")
-    reasons |= {"mfu": f"no peak is known of {row.start.get('device')}", "compile_s": "not compiled"}
+    reasons |= {
+        "mfu": f"no peak is known of {row.start.get('device')}",
+        "compile_s": "not compiled",
+    }
     reasons |= {"exposed_ms": "no communication on one rank"}
     reasons |= dict.fromkeys(("exact_match", "f1"), "eval.suites does not have squad")
-    reasons["serial_fraction"] = "defined for a fixed amount of work" if scaling.mode == "weak" else "the baseline"
+    reasons["serial_fraction"] = (
+        "defined for a fixed amount of work" if scaling.mode == "weak" else "the baseline"
+    )
     if scaling.mode == "strategies":
         reasons |= dict.fromkeys(COMPARED, "all setups have the same number of ranks")
     else:
         reasons |= dict.fromkeys(("pareto", "recommended"), "not a study of strategies")
-    return reasons | {"predicted_error": row.missing.get("predicted_ms", "not measured")} | row.missing
+    return (
+        reasons | {"predicted_error": row.missing.get("predicted_ms", "not measured")} | row.missing
+    )

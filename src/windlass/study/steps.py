@@ -29,7 +29,10 @@ def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line
 
 def times(lines: Sequence[Line]) -> dict[str, float]:
     """Medians of a step's time, its phases and its tokens over `train` lines; empty without lines."""
-    columns = {f"{name}_ms": [x[f"{name}_ms"] for x in lines if f"{name}_ms" in x] for name in ("step", *STEP_PHASES)}
+    columns = {
+        f"{name}_ms": [x[f"{name}_ms"] for x in lines if f"{name}_ms" in x]
+        for name in ("step", *STEP_PHASES)
+    }
     for name in ("tokens", "padded_tokens"):
         per_s = [(x.get(f"{name}_per_s", x["tokens_per_s"]), x["step_ms"]) for x in lines]
         columns[f"{name}_per_step"] = [rate * ms / 1e3 for rate, ms in per_s]
@@ -48,11 +51,14 @@ def measure(run: Run, warmup: int) -> dict[str, float]:
     summary = [x for x in lines if x["kind"] == "summary"][-1]
     whole: dict[str, Any] = {
         "startup_s": next((x["startup_s"] for x in lines if x.get("event") == "first_step"), None),
-        "compile_s": summary["wall_time"]["compile"] or None, "train_loss": summary["final_loss"],
-    }  # fmt: skip
+        "compile_s": summary["wall_time"]["compile"] or None,
+        "train_loss": summary["final_loss"],
+    }
     names = ("train_loss_mean", "runtime_s", "samples_per_s_whole_run", "peak_mem_mb")
     whole |= {name: summary.get(name) for name in names}
     whole["util_pct"] = summary.get("avg_gpu_util_pct", summary.get("avg_cpu_util_pct"))
     answers = [x for x in lines if x["kind"] == "eval" and x.get("suite") == SQUAD_SUITE]
     whole |= {name: answers[-1].get(name) for name in ("exact_match", "f1")} if answers else {}
-    return numbers | {name: float(value) for name, value in whole.items() if value is not None}  # NaN is text in JSON
+    return numbers | {
+        name: float(value) for name, value in whole.items() if value is not None
+    }  # NaN is text in JSON

@@ -27,17 +27,41 @@ from windlass.recipe import NON_SEMANTIC, Recipe, plain, presets, typed
 from windlass.run import Run, effective, read_lines
 from windlass.study import grid as grids
 from windlass.study.compare import BITS, TOKENIZER, common_measure, evaluated
-from windlass.study.grid import SEED, WORLD, Assignment, Cell, Scaling, cells_of, expand, label, read_axes
+from windlass.study.grid import (
+    SEED,
+    WORLD,
+    Assignment,
+    Cell,
+    Scaling,
+    cells_of,
+    expand,
+    label,
+    read_axes,
+)
 from windlass.study.result import RECENT, CellResult, cell_state, summarize, time_left
 
 # settings of a study that the command to train its winner leaves out: names, and what was cut down to be quick
 NOT_REPEATED = ("run.name", "run.dir", "run.notes", "preset", "checkpoint.", "eval.", "telemetry.")
 # settings by which a lower loss is no better choice: more is computed, or the same in another way
 NO_CHOICE = (
-    *NON_SEMANTIC, *grids.AXES_ONLY, SEED, "model.layers", "model.heads", "model.kv_heads", "model.width", "model.ff_width",
-    "model.context", "train.steps", "train.tokens_per_parameter", "train.global_batch", "train.precision", "train.tf32",
-    "data.max_documents", "data.max_tokens", "data.train_size",
-)  # fmt: skip
+    *NON_SEMANTIC,
+    *grids.AXES_ONLY,
+    SEED,
+    "model.layers",
+    "model.heads",
+    "model.kv_heads",
+    "model.width",
+    "model.ff_width",
+    "model.context",
+    "train.steps",
+    "train.tokens_per_parameter",
+    "train.global_batch",
+    "train.precision",
+    "train.tf32",
+    "data.max_documents",
+    "data.max_tokens",
+    "data.train_size",
+)
 # `["optim.lr=1e-2,1e-3"]` as typed, `{"optim.lr": [1e-2, 1e-3]}`, or what each cell sets, one after the other
 Axes = Sequence[str] | Mapping[str, Sequence[Any]] | Sequence[Assignment]
 
@@ -65,7 +89,11 @@ class Group:
     def seeds(self) -> str:
         """`2 seeds`, or `1 of 2 seeds` while some have not finished; empty where the seed is no axis."""
         total, finished = len(self.results), len(self.scores)
-        text = f"{total} seed{'s' * (total > 1)}" if finished == total else f"{finished} of {total} seeds"
+        text = (
+            f"{total} seed{'s' * (total > 1)}"
+            if finished == total
+            else f"{finished} of {total} seeds"
+        )
         return text if SEED in self.results[0].cell.assignment else ""
 
 
@@ -82,13 +110,17 @@ def with_seeds(there: Sequence[Assignment], given: Sequence[Assignment]) -> list
     New settings without a seed get the seeds of the study, and new seeds alone are for all settings of the study.
     """
     seeds = list(dict.fromkeys(one[SEED] for one in there if SEED in one)) or [None]
-    settings = {repr(one): one for one in ({k: v for k, v in one.items() if k != SEED} for one in there)}
+    settings = {
+        repr(one): one for one in ({k: v for k, v in one.items() if k != SEED} for one in there)
+    }
     complete: list[Assignment] = []
     for one in given:
         if one.keys() == {SEED}:
             complete += [rest | one for rest in settings.values()]
         else:
-            complete += [one if SEED in one or seed is None else one | {SEED: seed} for seed in seeds]
+            complete += [
+                one if SEED in one or seed is None else one | {SEED: seed} for seed in seeds
+            ]
     return complete
 
 
@@ -100,17 +132,26 @@ class Study:
     recipe: Recipe
     cells: list[Cell] = field(repr=False)
     scaling: Scaling | None = None  # None: a sweep
-    notes: list[str] = field(default_factory=list, repr=False, compare=False)  # how it grew when it was given again
+    notes: list[str] = field(
+        default_factory=list, repr=False, compare=False
+    )  # how it grew when it was given again
     _ledgers: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
         """Its path, what it varies, and how many cells stand how."""
-        states = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in self.results()).items())
+        states = ", ".join(
+            f"{count} {state}" for state, count in Counter(r.state for r in self.results()).items()
+        )
         return f"Study({self.path}: {len(self.cells)} cells over {', '.join(self.keys)}; {states})"
 
     @staticmethod
     def create(
-        recipe: Recipe, axes: Axes, path: Path | None = None, *, write: bool = True, scaling: Scaling | None = None
+        recipe: Recipe,
+        axes: Axes,
+        path: Path | None = None,
+        *,
+        write: bool = True,
+        scaling: Scaling | None = None,
     ) -> Study:
         """The study of a recipe (without its `run.dir` and `run.name`) and a grid: created, or what is there grown by it.
 
@@ -121,10 +162,16 @@ class Study:
         # every setting by name, as recipe.toml has them: none follows from another one in a cell
         base = recipe.replace(**recipe.flat() | {"run.dir": "", "run.name": ""})
         path = path or Path("studies") / f"{base.preset}-{base.config_hash[:8]}"
-        own = [] if isinstance(axes, Mapping) else [plain(one) for one in axes if isinstance(one, dict)]
+        own = (
+            []
+            if isinstance(axes, Mapping)
+            else [plain(one) for one in axes if isinstance(one, dict)]
+        )
         grid = cells_of(base, own) if own else expand(base, read_axes(axes)) if len(axes) else []
         if not grid and not Study.is_study(path):
-            raise UserError(f"{path} is no study yet: name what its cells vary, for example optim.lr=1e-2,1e-3")
+            raise UserError(
+                f"{path} is no study yet: name what its cells vary, for example optim.lr=1e-2,1e-3"
+            )
         if not write:
             there = Study.open(path) if Study.is_study(path) else None
             return there._grown(base, grid, scaling) if there else Study(path, base, grid, scaling)
@@ -132,10 +179,19 @@ class Study:
             path.mkdir(parents=True, exist_ok=True)
             with FileLock(path / ".study.lock"):
                 before = Study.open(path) if Study.is_study(path) else None
-                study = before._grown(base, grid, scaling) if before else Study(path, base, grid, scaling)
-                if study != before:  # the recipe first: its keys in study.json are what tells that it was edited
+                study = (
+                    before._grown(base, grid, scaling)
+                    if before
+                    else Study(path, base, grid, scaling)
+                )
+                if (
+                    study != before
+                ):  # the recipe first: its keys in study.json are what tells that it was edited
                     write_atomic(path / "recipe.toml", study.recipe.toml())
-                    listed = [{"assignment": c.assignment, "run": c.directory, "key": c.key} for c in study.cells]
+                    listed = [
+                        {"assignment": c.assignment, "run": c.directory, "key": c.key}
+                        for c in study.cells
+                    ]
                     stored = {"axes": study.values, "cells": listed}
                     stored |= {"scaling": asdict(study.scaling)} if study.scaling else {}
                     write_atomic(path / "study.json", json.dumps(stored, indent=1))
@@ -159,7 +215,10 @@ class Study:
             what = f"{path}: its cells have other recipes than at its start"
             raise UserError(f"{what}: {why}. Restore it, or use another {argument('path', 'DIR')}")
         return Study(
-            path, recipe, cells, Scaling(**scaling | {"project": tuple(scaling["project"])}) if scaling else None
+            path,
+            recipe,
+            cells,
+            Scaling(**scaling | {"project": tuple(scaling["project"])}) if scaling else None,
         )
 
     def _grown(self, base: Recipe, grid: Sequence[Cell], scaling: Scaling | None) -> Study:
@@ -181,11 +240,19 @@ class Study:
         recipe = self.recipe.replace(**{k: v for k, v in differ.items() if k not in own})
         there = [cell.assignment for cell in self.cells]
         given = with_seeds(there, [own | cell.assignment for cell in grid])
-        assignments, places = [*there, *given], [*(cell.directory for cell in self.cells), *[""] * len(given)]
-        shared, keys = recipe.flat() | grids.ONE, dict.fromkeys(key for one in assignments for key in one)
+        assignments, places = (
+            [*there, *given],
+            [*(cell.directory for cell in self.cells), *[""] * len(given)],
+        )
+        shared, keys = (
+            recipe.flat() | grids.ONE,
+            dict.fromkeys(key for one in assignments for key in one),
+        )
         cells: dict[str, Cell] = {}
         for assignment, place in zip(assignments, places, strict=True):
-            cell = Cell.of(recipe, {key: assignment.get(key, shared.get(key)) for key in keys}, place)
+            cell = Cell.of(
+                recipe, {key: assignment.get(key, shared.get(key)) for key in keys}, place
+            )
             cells.setdefault(cell.key, cell)
         notes, added = [], len(cells) - len(self.cells)
         if added:
@@ -193,9 +260,13 @@ class Study:
             notes.append(f"the study grows: {more} beside {len(self.cells)} that are there")
         for key, value in differ.items():
             if key not in own:
-                notes.append(f"{key} = {typed(value)} from here on (before: {typed(old[key])}); it makes no new cells")
+                notes.append(
+                    f"{key} = {typed(value)} from here on (before: {typed(old[key])}); it makes no new cells"
+                )
             elif added:
-                notes.append(f"{key} = {typed(value)} makes other cells than those with {key} = {typed(old[key])}")
+                notes.append(
+                    f"{key} = {typed(value)} makes other cells than those with {key} = {typed(old[key])}"
+                )
         return Study(self.path, recipe, list(cells.values()), scaling or self.scaling, notes)
 
     @staticmethod
@@ -206,7 +277,9 @@ class Study:
     def measure(self) -> str:
         """What cells are compared by: `checkpoint.best`, but bits per byte instead of the loss of several tokenizers."""
         several = any(len(self.values.get(key, ())) > 1 for key in TOKENIZER)
-        return BITS if several and self.recipe.checkpoint.best == LOSS else self.recipe.checkpoint.best
+        return (
+            BITS if several and self.recipe.checkpoint.best == LOSS else self.recipe.checkpoint.best
+        )
 
     @property
     def keys(self) -> list[str]:
@@ -216,7 +289,10 @@ class Study:
     def values(self) -> dict[str, list[Any]]:
         """The settings that cells set, each with its values in the order of the cells."""
         by_key = {key: [cell.assignment[key] for cell in self.cells] for key in self.keys}
-        return {key: list({repr(value): value for value in values}.values()) for key, values in by_key.items()}
+        return {
+            key: list({repr(value): value for value in values}.values())
+            for key, values in by_key.items()
+        }
 
     def run_of(self, cell: Cell) -> Run:
         return Run(self.path / cell.directory)
@@ -236,12 +312,16 @@ class Study:
         version: tuple[int, ...] = ()
         with suppress(OSError):
             version = run.metrics_path.stat().st_size, run.metrics_path.stat().st_mtime_ns
-        if run.path not in self._ledgers or self._ledgers[run.path][0] != version:  # a sweep looks twice a second
+        if (
+            run.path not in self._ledgers or self._ledgers[run.path][0] != version
+        ):  # a sweep looks twice a second
             raw = list(read_lines(run.metrics_path))
             events = [line for line in raw if line["kind"] == "event"]
             lines = list(effective(raw))
             train = [line for line in lines if line["kind"] == "train"][-RECENT:]
-            values = summarize(lines, self.measure) | {"evaluated": evaluated(run, cell.recipe, lines)}
+            values = summarize(lines, self.measure) | {
+                "evaluated": evaluated(run, cell.recipe, lines)
+            }
             self._ledgers[run.path] = version, events, train, values
         _, events, train, values = self._ledgers[run.path]
         state, reason = cell_state(run.state_by(events), events, self.statuses().get(cell.key))
@@ -260,7 +340,9 @@ class Study:
 
     def set_status(self, cell: Cell, state: str, reason: str = "") -> None:
         """Write down what was decided about a cell; an empty state takes it back."""
-        with FileLock(self.path / ".statuses.lock"):  # the tasks of an array job write at the same time
+        with FileLock(
+            self.path / ".statuses.lock"
+        ):  # the tasks of an array job write at the same time
             statuses = self.statuses() | {cell.key: {"state": state, "reason": reason}}
             if not state:
                 del statuses[cell.key]
@@ -289,8 +371,13 @@ class Study:
             if not measure:
                 return Winners([], remark)
         if not choices:
-            what = f"{', '.join(varied)}: how much is computed, or how" if varied else "the seed alone"
-            return Winners([], f"No best is named: the study varies {what}, which a lower loss does not decide.")
+            what = (
+                f"{', '.join(varied)}: how much is computed, or how" if varied else "the seed alone"
+            )
+            return Winners(
+                [],
+                f"No best is named: the study varies {what}, which a lower loss does not decide.",
+            )
         rivals: dict[str, list[Group]] = {}
         for group in self.groups(results):
             place = {key: value for key, value in group.assignment.items() if key not in choices}
@@ -300,8 +387,14 @@ class Study:
             scored = [group for group in groups if group.scores] if len(groups) > 1 else []
             if scored:
                 most = max(len(group.results) for group in groups)
-                best_of.append(min(scored, key=lambda x: (len(x.scores) < most, sign * (x.median or 0.0))))
-                fewer += [f"{x.label} has {len(x.results)} of {most} seeds" for x in groups if len(x.results) < most]
+                best_of.append(
+                    min(scored, key=lambda x: (len(x.scores) < most, sign * (x.median or 0.0)))
+                )
+                fewer += [
+                    f"{x.label} has {len(x.results)} of {most} seeds"
+                    for x in groups
+                    if len(x.results) < most
+                ]
         if fewer:
             seeds = ",".join(map(str, self.values[SEED]))
             lacking = f"{'; '.join(fewer)}: add the other cells with run.seed={seeds}, else it is ranked last."
@@ -318,12 +411,23 @@ class Study:
         if self.recipe.preset in presets():
             preset, own = Recipe.load(self.recipe.preset), self.recipe.flat()
             source, plain = self.recipe.preset, preset.flat()
-            settings = {k: v for k, v in own.items() if not k.startswith(NOT_REPEATED) and v != plain.get(k)}
+            settings = {
+                k: v for k, v in own.items() if not k.startswith(NOT_REPEATED) and v != plain.get(k)
+            }
             steps, full = settings.get("train.steps"), preset.train.steps
-            if "train.steps" not in assignment and isinstance(steps, int) and (isinstance(full, str) or steps < full):
+            if (
+                "train.steps" not in assignment
+                and isinstance(steps, int)
+                and (isinstance(full, str) or steps < full)
+            ):
                 del settings["train.steps"]
                 remark = f"The study's cells had {steps} steps; this is the preset's full length, {full}."
         settings |= {key: value for key, value in assignment.items() if value is not None}
         world = settings.pop(WORLD, world)
-        words = ["windlass", "train", source, *(f"{key}={typed(value)}" for key, value in settings.items())]
+        words = [
+            "windlass",
+            "train",
+            source,
+            *(f"{key}={typed(value)}" for key, value in settings.items()),
+        ]
         return shlex.join([*words, "--world", str(world)] if world > 1 else words), remark

@@ -26,9 +26,15 @@ OPEN_STATES, FAILED_STATES = ("waiting", "interrupted"), ("failed", "diverged")
 
 
 def submit_study(
-    path: Path, *, scheduler: str = "", site: Site | None = None, asked: Resources | None = None, dry_run: bool = False,
-    retry_failed: bool = False, notify: Callable[[str], None] = lambda text: None,
-) -> tuple[str, str]:  # fmt: skip
+    path: Path,
+    *,
+    scheduler: str = "",
+    site: Site | None = None,
+    asked: Resources | None = None,
+    dry_run: bool = False,
+    retry_failed: bool = False,
+    notify: Callable[[str], None] = lambda text: None,
+) -> tuple[str, str]:
     """Submit the open cells of the study at `path`; returns the script and the job's id, both empty where no cell is open.
 
     Each cell has `asked.nodes` hosts of its own and a rank for each of their GPUs. Where the grid sets `parallel.world`, a cell
@@ -38,7 +44,9 @@ def submit_study(
     """
     study, site, asked = Study.open(path), site or read_site(), asked or Resources()
     if study.scaling:
-        raise UserError(f"{path} is a scaling study: give again what made it, which submits the cells that are open")
+        raise UserError(
+            f"{path} is a scaling study: give again what made it, which submits the cells that are open"
+        )
     scheduler = find_scheduler(scheduler, site, dry_run)
     numbers = _cells_to_submit(study, retry_failed, notify)
     if not numbers:
@@ -50,7 +58,15 @@ def submit_study(
     recipes = distinct(cells)
     command = [*WINDLASS, "sweep", str(path), "--only", INDEX, *([] if worlds else ["--launch"])]
     command += ["--retry-failed"] if retry_failed else []
-    check = [*WINDLASS, "launch", "--", *WINDLASS, "check", str(path / "recipe.toml"), *asked.check()]
+    check = [
+        *WINDLASS,
+        "launch",
+        "--",
+        *WINDLASS,
+        "check",
+        str(path / "recipe.toml"),
+        *asked.check(),
+    ]
     job = make_job(f"windlass-{path.name}", command, recipes, path, site, asked)
     after = track_commands(recipes, site, str(path), "--only", INDEX)
     job = replace(job, array=numbers, before=check if asked.min_busbw else (), after=after)
@@ -60,9 +76,15 @@ def submit_study(
 
 
 def submit_scaling(
-    study: Study, *, scheduler: str, site: Site, asked: Resources, dry_run: bool = False, retry_failed: bool = False,
+    study: Study,
+    *,
+    scheduler: str,
+    site: Site,
+    asked: Resources,
+    dry_run: bool = False,
+    retry_failed: bool = False,
     notify: Callable[[str], None] = lambda text: None,
-) -> list[tuple[Path, str, str]]:  # fmt: skip
+) -> list[tuple[Path, str, str]]:
     """Submit the open cells of a scaling study over hosts, one array job for each number of hosts.
 
     Each cell first checks its hosts' bandwidth (`asked.min_busbw`) and writes what it measured into the study. Returns the
@@ -75,12 +97,21 @@ def submit_scaling(
         where = path / "jobs" / f"{nodes}-nodes"
         job_id, state = queued(where)
         if state:
-            notify(f"{nodes}-node job {job_id} is {state}; `windlass submit --cancel {where}` ends it")
+            notify(
+                f"{nodes}-node job {job_id} is {state}; `windlass submit --cancel {where}` ends it"
+            )
         if state or not numbers:
             continue
         ranks = max(study.cells[number].world or nodes for number in numbers) // nodes
         recipes = distinct([study.cells[number] for number in numbers])
-        command = [*WINDLASS, "scale", str(path), "--only", INDEX, *(["--retry-failed"] if retry_failed else [])]
+        command = [
+            *WINDLASS,
+            "scale",
+            str(path),
+            "--only",
+            INDEX,
+            *(["--retry-failed"] if retry_failed else []),
+        ]
         own = replace(asked, nodes=nodes, per_host=ranks)
         job = make_job(f"windlass-{path.name}-{nodes}", command, recipes, where, site, own)
         least = own.check() if nodes * ranks > 1 else []  # one rank has no bandwidth
@@ -94,7 +125,11 @@ def submit_scaling(
 def distinct(cells: Sequence[Cell]) -> list[Recipe]:
     """The recipes of cells, one for each model, batch, layout and list of trackers: what a job's needs depend on."""
     parts = ("model", "train", "parallel", "telemetry")
-    return list({repr([getattr(cell.recipe, part) for part in parts]): cell.recipe for cell in cells}.values())
+    return list(
+        {
+            repr([getattr(cell.recipe, part) for part in parts]): cell.recipe for cell in cells
+        }.values()
+    )
 
 
 def _cells_to_submit(study: Study, retry_failed: bool, notify: Callable[[str], None]) -> list[int]:

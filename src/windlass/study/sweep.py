@@ -16,7 +16,17 @@ from pathlib import Path
 
 from windlass.checkpoint.retention import lower_is_better
 from windlass.data.prepare import data_dir, prepare
-from windlass.errors import BAD_INPUT, DONE, LOST, STOPPED, HostLost, Stopped, UserError, argument, require
+from windlass.errors import (
+    BAD_INPUT,
+    DONE,
+    LOST,
+    STOPPED,
+    HostLost,
+    Stopped,
+    UserError,
+    argument,
+    require,
+)
 from windlass.processes import WINDLASS, catch_signals, thread_share, visible_gpus
 from windlass.recipe import Recipe, typed
 from windlass.run import OCCUPIED
@@ -30,17 +40,32 @@ DONE_STATES = ("finished", "pruned", "diverged")
 # What a sweep works on. A `running` cell of another process is left to it and looked at again: if that process is killed,
 # the cell is resumed here.
 OPEN_STATES = ("waiting", "interrupted", "running")
-RETRIES = 2  # of a cell that a signal ended (out of memory, a kill) or that another process was training
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal or ssh connection is gone
+RETRIES = (
+    2  # of a cell that a signal ended (out of memory, a kill) or that another process was training
+)
+STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+)  # the last one: the terminal or ssh connection is gone
 STOP_SECONDS = 90.0  # for cells to save and end when the sweep is stopped
 
 
 def sweep(
-    recipe: Recipe | str | Path, axes: Axes = (), *, path: str | Path | None = None, world: int | None = None, workers: int = 1,
-    stop_diverged: bool = False, halving: bool = False, retry_failed: bool = False, only: int | None = None,
+    recipe: Recipe | str | Path,
+    axes: Axes = (),
+    *,
+    path: str | Path | None = None,
+    world: int | None = None,
+    workers: int = 1,
+    stop_diverged: bool = False,
+    halving: bool = False,
+    retry_failed: bool = False,
+    only: int | None = None,
     launch: bool = False,
-    show: Callable[[Study], None] = lambda study: None, notify: Callable[[str], None] = lambda text: None,
-) -> Study:  # fmt: skip
+    show: Callable[[Study], None] = lambda study: None,
+    notify: Callable[[str], None] = lambda text: None,
+) -> Study:
     """Train every cell of a grid that is not done yet, and return the study.
 
     `recipe` is what all cells share (or a preset of studies, which has axes and world of its own), `axes` the grid, as typed
@@ -64,7 +89,9 @@ def sweep(
     recipe.check_packages()
     study = Study.create(recipe, axes, Path(path) if path else None)
     if study.scaling:
-        raise UserError(f"{study.path} is a scaling study: `windlass scale {study.path}` continues it")
+        raise UserError(
+            f"{study.path} is a scaling study: `windlass scale {study.path}` continues it"
+        )
     for note in study.notes:
         notify(note)
     if only is not None and not 0 <= only < len(study.cells):
@@ -72,7 +99,9 @@ def sweep(
     cells = study.cells if only is None else [study.cells[only]]
     states = (*OPEN_STATES, "failed", "diverged") if retry_failed else OPEN_STATES
     prepare_data([cell for cell in cells if study.result(cell).state in states])
-    Sweep(study, cells, world, workers, stop_diverged, halving, retry_failed, launch, show, notify).run()
+    Sweep(
+        study, cells, world, workers, stop_diverged, halving, retry_failed, launch, show, notify
+    ).run()
     return study
 
 
@@ -189,7 +218,9 @@ class Sweep:
             if result.state not in self.open_states:
                 continue
             if reason := self.pruner.prune(result) if self.pruner else "":
-                self.study.set_status(cell, "pruned", reason)  # by a sweep that was killed before it wrote this down
+                self.study.set_status(
+                    cell, "pruned", reason
+                )  # by a sweep that was killed before it wrote this down
                 continue
             world = cell.world or self.world
             used = {name for process in self.running for name in process.devices}
@@ -197,10 +228,15 @@ class Sweep:
             ranks = self.workers * self.largest_world
             # a cell alone chooses by measurement, the ranks of a launch by the cores of their hosts
             threads = thread_share(ranks) if ranks > 1 and not self.launch else 0
-            command, directory = [*self.command(self.study, cell), "--world", str(world)], self.study.run_of(cell).path
+            command, directory = (
+                [*self.command(self.study, cell), "--world", str(world)],
+                self.study.run_of(cell).path,
+            )
             if self.launch:
                 command = [*WINDLASS, "launch", "--", *command[:-2]]
-            self.running.append(CellProcess(cell, command, directory, threads, free if len(free) == world else []))
+            self.running.append(
+                CellProcess(cell, command, directory, threads, free if len(free) == world else [])
+            )
 
     def _watch(self, process: CellProcess) -> None:
         """Stop a running cell that diverged or that halving prunes; not one that has done all steps and only saves."""
@@ -228,10 +264,14 @@ class Sweep:
         elif code == STOPPED or code < 0 or OCCUPIED in reason:
             times = self.interruptions[cell.key] = self.interruptions.get(cell.key, 0) + 1
             reason = reason or "stopped by a signal"
-            self.study.set_status(cell, "interrupted", f"{reason} ({times} times)" if times > 1 else reason)
+            self.study.set_status(
+                cell, "interrupted", f"{reason} ({times} times)" if times > 1 else reason
+            )
             return times <= RETRIES
         elif code != DONE:
-            self.study.set_status(cell, "diverged" if result.divergence and code != BAD_INPUT else "failed", reason)
+            self.study.set_status(
+                cell, "diverged" if result.divergence and code != BAD_INPUT else "failed", reason
+            )
         elif result.divergence and result.state != "finished":
             self.study.set_status(cell, "diverged", result.divergence)
         return False
@@ -240,14 +280,29 @@ class Sweep:
 class CellProcess(subprocess.Popen[bytes]):
     """A running cell: `windlass train` in a session of its own; what it prints goes to `runs/<cell>.out`."""
 
-    def __init__(self, cell: Cell, command: list[str], directory: Path, threads: int, devices: list[str]):
+    def __init__(
+        self, cell: Cell, command: list[str], directory: Path, threads: int, devices: list[str]
+    ):
         self.cell, self.devices = cell, devices
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.log_path = directory.parent / f"{directory.name}.out"
-        env = {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **os.environ, "WINDLASS_QUIET_END": "1"}
-        env |= {"WINDLASS_PARENT": str(os.getpid())} | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
+        env = {
+            **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+            **os.environ,
+            "WINDLASS_QUIET_END": "1",
+        }
+        env |= {"WINDLASS_PARENT": str(os.getpid())} | (
+            {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+        )
         with self.log_path.open("ab") as log:
-            super().__init__(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            super().__init__(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def kill(self) -> None:
         if self.poll() is None:
@@ -258,9 +313,20 @@ class CellProcess(subprocess.Popen[bytes]):
         """One line on why a cell that exited with `code` did not finish; empty where it finished or stopped."""
         if code in (DONE, STOPPED):
             return ""
-        lines = ["", *filter(None, map(str.strip, self.log_path.read_text(errors="replace").splitlines()))]
-        message = next((line for line in reversed(lines) if line.startswith("windlass:")), lines[-1])
-        kind = "bad input" if code == BAD_INPUT else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        lines = [
+            "",
+            *filter(None, map(str.strip, self.log_path.read_text(errors="replace").splitlines())),
+        ]
+        message = next(
+            (line for line in reversed(lines) if line.startswith("windlass:")), lines[-1]
+        )
+        kind = (
+            "bad input"
+            if code == BAD_INPUT
+            else f"killed by signal {-code}"
+            if code < 0
+            else f"exit code {code}"
+        )
         return f"{kind}: {message}" if message else kind
 
 

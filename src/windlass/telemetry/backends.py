@@ -22,15 +22,28 @@ from windlass.run import Run
 from windlass.variables import scrub
 
 MLFLOW_DEFAULTS = {  # of the environment; the exporter tries again anyway
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
     "GIT_PYTHON_REFRESH": "quiet",
-}  # fmt: skip
+}
 MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000  # MLflow's own limits of one request
-WANDB_SETTINGS: dict[str, Any] = {  # nothing of the machine, the code, or the console; retries that end
-    "silent": True, "console": "off", "disable_code": True, "disable_git": True, "reinit": "create_new",
-    "x_disable_meta": True, "x_disable_stats": True, "x_disable_machine_info": True, "x_save_requirements": False,
-    "init_timeout": 20.0, "x_graphql_retry_max": 3, "x_graphql_timeout_seconds": 10.0,
-}  # fmt: skip
+WANDB_SETTINGS: dict[
+    str, Any
+] = {  # nothing of the machine, the code, or the console; retries that end
+    "silent": True,
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "reinit": "create_new",
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+    "init_timeout": 20.0,
+    "x_graphql_retry_max": 3,
+    "x_graphql_timeout_seconds": 10.0,
+}
 
 
 class Point(NamedTuple):
@@ -59,10 +72,19 @@ class TensorBoard:
         # readers go through the files by name, so a later one must sort after
         self._file = open(directory / f"events.out.tfevents.{time.time_ns()}.windlass", "xb")  # noqa: SIM115
         self._writer, self._event = RecordWriter(self._file), event_pb2.Event
-        restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # a running server forgets what it has read
-        hparams = {key: value if isinstance(value, int | float) else str(value) for key, value in settings.items()}
+        restart = event_pb2.SessionLog(
+            status=event_pb2.SessionLog.START
+        )  # a running server forgets what it has read
+        hparams = {
+            key: value if isinstance(value, int | float) else str(value)
+            for key, value in settings.items()
+        }
         session = hparams_pb(hparams, trial_id=run.path.resolve().name, start_time_secs=started)
-        for fields in ({"file_version": "brain.Event:2"}, {"step": 0, "session_log": restart}, {"summary": session}):
+        for fields in (
+            {"file_version": "brain.Event:2"},
+            {"step": 0, "session_log": restart},
+            {"summary": session},
+        ):
             self._writer.write(self._event(wall_time=started, **fields).SerializeToString())
 
     def write(self, points: Iterator[Point]) -> None:
@@ -73,7 +95,9 @@ class TensorBoard:
             values = [Summary.Value(tag=tag, simple_value=x) for tag, x in point.scalars.items()]
             for tag, text in point.texts.items():
                 values += text_pb(tag, text.encode("utf-8", "replace")).value
-            event = self._event(wall_time=point.time, step=point.step, summary=Summary(value=values))
+            event = self._event(
+                wall_time=point.time, step=point.step, summary=Summary(value=values)
+            )
             self._writer.write(event.SerializeToString())
         self._file.flush()
         while self._old:
@@ -90,29 +114,48 @@ class MLflow:
     """
 
     def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
-        os.environ.update({key: os.environ.get(key, value) for key, value in MLFLOW_DEFAULTS.items()})
+        os.environ.update(
+            {key: os.environ.get(key, value) for key, value in MLFLOW_DEFAULTS.items()}
+        )
         import mlflow
         from mlflow.entities import Param
 
         path, project = run.path.resolve(), settings["telemetry.project"]
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{os.path.relpath(path.parent / 'mlflow.db')}"
+        uri = (
+            os.environ.get("MLFLOW_TRACKING_URI")
+            or f"sqlite:///{os.path.relpath(path.parent / 'mlflow.db')}"
+        )
         artifacts = (path.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
         existing = client.get_experiment_by_name(project)
-        experiment = existing.experiment_id if existing else client.create_experiment(project, artifacts)
+        experiment = (
+            existing.experiment_id if existing else client.create_experiment(project, artifacts)
+        )
         runs = client.search_runs([experiment], f"tags.`windlass.id` = '{id}'", max_results=1)
         if not runs:
-            tags = {"windlass.id": id, "mlflow.runName": path.name, "mlflow.note.content": settings["run.notes"]}
+            tags = {
+                "windlass.id": id,
+                "mlflow.runName": path.name,
+                "mlflow.note.content": settings["run.notes"],
+            }
             tags |= dict.fromkeys(settings["telemetry.tags"], "true")
             tags |= {"group": settings["telemetry.group"]} if settings["telemetry.group"] else {}
             runs = [client.create_run(experiment, start_time=round(started * 1e3), tags=tags)]
         self._id, data = runs[0].info.run_id, runs[0].data
-        params = [Param(k, str(v)[:MAX_PARAM_LENGTH]) for k, v in settings.items() if k not in data.params]
-        for first in range(0, len(params), MAX_PARAMS):  # those that are there cannot be changed and need not be
+        params = [
+            Param(k, str(v)[:MAX_PARAM_LENGTH]) for k, v in settings.items() if k not in data.params
+        ]
+        for first in range(
+            0, len(params), MAX_PARAMS
+        ):  # those that are there cannot be changed and need not be
             client.log_batch(self._id, params=params[first : first + MAX_PARAMS])
         self.marks: dict[str, int] = json.loads(data.tags.get("windlass.marks", "{}"))
         page = f"{scrub(uri).rstrip('/')}/#/experiments/{experiment}/runs/{self._id}"
-        self.hint = page if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(scrub(uri))}"
+        self.hint = (
+            page
+            if uri.startswith("http")
+            else f"mlflow ui --backend-store-uri {shlex.quote(scrub(uri))}"
+        )
 
     def write(self, points: Iterator[Point]) -> None:
         # Metrics first, then the marks: after a kill in between, the store gets equal rows again, with the ledger's own
@@ -122,7 +165,10 @@ class MLflow:
         self._client.update_run(self._id, status="RUNNING")
         metrics: list[Metric] = []
         for point in points:
-            metrics += [Metric(key, value, round(point.time * 1e3), point.step) for key, value in point.scalars.items()]
+            metrics += [
+                Metric(key, value, round(point.time * 1e3), point.step)
+                for key, value in point.scalars.items()
+            ]
             for key, text in point.texts.items():
                 self._client.log_text(self._id, text, f"{key}/step-{point.step:08d}.txt")
         for first in range(0, len(metrics), MAX_METRICS):
@@ -130,7 +176,12 @@ class MLflow:
         self._client.set_tag(self._id, "windlass.marks", json.dumps(self.marks))
 
     def close(self, state: str, ended: float) -> None:
-        statuses = {"finished": "FINISHED", "stopped": "KILLED", "preempted": "KILLED", "failed": "FAILED"}
+        statuses = {
+            "finished": "FINISHED",
+            "stopped": "KILLED",
+            "preempted": "KILLED",
+            "failed": "FAILED",
+        }
         if status := statuses.get(state):
             self._client.set_terminated(self._id, status, end_time=round(ended * 1e3))
 
@@ -151,15 +202,23 @@ class WandB:
         self._run: Any = None
         why = os.environ.get("WANDB_MODE", "online")
         arguments: dict[str, Any] = {
-            "project": settings["telemetry.project"], "id": id, "name": run.path.resolve().name, "config": settings,
-            "entity": settings["telemetry.entity"] or None, "group": settings["telemetry.group"] or None,
-            "tags": settings["telemetry.tags"] or None, "notes": settings["run.notes"] or None, "dir": str(run.path),
+            "project": settings["telemetry.project"],
+            "id": id,
+            "name": run.path.resolve().name,
+            "config": settings,
+            "entity": settings["telemetry.entity"] or None,
+            "group": settings["telemetry.group"] or None,
+            "tags": settings["telemetry.tags"] or None,
+            "notes": settings["run.notes"] or None,
+            "dir": str(run.path),
             "settings": wandb.Settings(**WANDB_SETTINGS),
-        }  # fmt: skip
+        }
         if why == "online":
             try:
                 self._run = wandb.init(**arguments, mode="online", resume="allow")
-            except Exception as error:  # no key, no network, no answer, a wrong one: offline loses nothing
+            except (
+                Exception
+            ) as error:  # no key, no network, no answer, a wrong one: offline loses nothing
                 why = scrub(first_line(error))
                 wandb.teardown()
         self._run = self._run or wandb.init(**arguments, mode="offline")
@@ -169,22 +228,39 @@ class WandB:
         if self._run.settings._offline:
             directory = run.path / "wandb" / Path(self._run.settings.sync_dir).name
             self.hint = f"wandb sync {shlex.quote(str(directory))}  (offline: {why})"
-            self._old = [path for path in directory.parent.glob(f"offline-run-*-{id}") if path != directory]
+            self._old = [
+                path for path in directory.parent.glob(f"offline-run-*-{id}") if path != directory
+            ]
         else:
             self.hint = str(self._run.url)
             summary = dict(self._run.summary) if self._run.resumed else {}
-            self.marks = {key.removeprefix("marks/"): int(x) for key, x in summary.items() if key.startswith("marks/")}
+            self.marks = {
+                key.removeprefix("marks/"): int(x)
+                for key, x in summary.items()
+                if key.startswith("marks/")
+            }
 
     def write(self, points: Iterator[Point]) -> None:
         import wandb
 
         for point in points:
-            row = {"step": point.step, "_timestamp": point.time, f"marks/{point.stream}": point.step}
-            if point.stream == "summary":  # columns of W&B's table of runs, and no charts of one point
-                self._run.summary.update({key.removeprefix("summary/"): x for key, x in point.scalars.items()})
+            row = {
+                "step": point.step,
+                "_timestamp": point.time,
+                f"marks/{point.stream}": point.step,
+            }
+            if (
+                point.stream == "summary"
+            ):  # columns of W&B's table of runs, and no charts of one point
+                self._run.summary.update(
+                    {key.removeprefix("summary/"): x for key, x in point.scalars.items()}
+                )
             else:
                 row |= point.scalars
-            row |= {tag: wandb.Html(f"<pre>{html.escape(x)}</pre>", inject=False) for tag, x in point.texts.items()}
+            row |= {
+                tag: wandb.Html(f"<pre>{html.escape(x)}</pre>", inject=False)
+                for tag, x in point.texts.items()
+            }
             # the server would refuse a row before its last one; under the next free number it still has its own `step`
             self._run.log(row, step=point.step if point.step >= self._run.step else None)
 

@@ -24,7 +24,10 @@ FIELDS: dict[str, tuple[Callable[[Any], str], str]] = {
     "left_s": (lambda x: f"{duration(x)} left", "left: to the end, with evaluations and saves"),
     "tokens_per_s": (lambda x: f"{short(x)} tok/s", "tok/s: tokens trained per second, all ranks"),
     "lr": (lambda x: f"lr {x:.2e}", "lr: learning rate"),
-    "epoch": (lambda x: f"epoch {x:.2f}" if x >= 0.1 else f"epoch {x:.2g}", "epoch: of the training data"),
+    "epoch": (
+        lambda x: f"epoch {x:.2f}" if x >= 0.1 else f"epoch {x:.2g}",
+        "epoch: of the training data",
+    ),
     "grad_norm": (lambda x: f"grad norm {float(x):.2f}", "grad norm: before clipping"),
     "mfu": (lambda x: f"MFU {100 * x:.1f}%", "MFU: model FLOPs of the device's peak"),
     "gpu_mem_mb": (lambda x: f"GPU mem {x / 1e3:.2f} GB", "GPU mem: allocated by rank 0"),
@@ -38,16 +41,33 @@ FIELDS: dict[str, tuple[Callable[[Any], str], str]] = {
 }
 """Fields of a `train` line by priority, the first ones stay in a narrow terminal: how each is shown, and its legend."""
 
-DETAILS = {"step_ms", "forward_ms", "backward_ms", "samples_per_s", "mtps"}  # leave the live line room for its bar
+DETAILS = {
+    "step_ms",
+    "forward_ms",
+    "backward_ms",
+    "samples_per_s",
+    "mtps",
+}  # leave the live line room for its bar
 
-SCORES = {"train_loss": "train loss", "loss": "val loss", "full_loss": "of all data", "perplexity": "perplexity", "acc": "acc",
-          "acc_norm": "acc norm", "exact_match": "exact match", "f1": "f1"}  # fmt: skip
+SCORES = {
+    "train_loss": "train loss",
+    "loss": "val loss",
+    "full_loss": "of all data",
+    "perplexity": "perplexity",
+    "acc": "acc",
+    "acc_norm": "acc norm",
+    "exact_match": "exact match",
+    "f1": "f1",
+}
 """Fields of an `eval` line that are shown, with their words."""
 
 NOTEBOOK = 100  # columns of a line there
 BAR = 20  # columns; where there is no room for half of it, there is no bar
 LASTS_SECONDS = 5.0  # a phase of the start that takes longer says what it does
-DRAW_SECONDS, LINE_SECONDS = 0.25, 10.0  # between two pictures of a bar; between two lines of progress elsewhere
+DRAW_SECONDS, LINE_SECONDS = (
+    0.25,
+    10.0,
+)  # between two pictures of a bar; between two lines of progress elsewhere
 
 
 class Console:
@@ -57,7 +77,9 @@ class Console:
     line. Ranks other than 0 show warnings alone. `stream`: by default the process's standard output.
     """
 
-    def __init__(self, steps: int, rank: int = 0, log_path: Path | None = None, stream: TextIO | None = None):
+    def __init__(
+        self, steps: int, rank: int = 0, log_path: Path | None = None, stream: TextIO | None = None
+    ):
         self.steps, self.rank = steps, rank
         self._stream: TextIO | None = stream or sys.stdout
         self._first: tuple[float, int] | None = None  # time and step of the first logged step
@@ -69,7 +91,12 @@ class Console:
         self._log: TextIO | None = None
         if log_path is not None:
             self.open_log(log_path)
-        if rank == 0 and self._stream and self._stream.isatty() and os.environ.get("TERM") != "dumb":
+        if (
+            rank == 0
+            and self._stream
+            and self._stream.isatty()
+            and os.environ.get("TERM") != "dumb"
+        ):
             self._terminal = terminal.rich_console(self._stream)
 
     def open_log(self, path: Path) -> None:
@@ -79,27 +106,47 @@ class Console:
                 self._log = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 - as long as the run
 
     def header(
-        self, *, run: str, recipe: str, config_hash: str, device: str, world: int, strategy: str, precision: str,
-        model: str, optimizer: str, tokens_per_step: int, data: Mapping[str, str], epochs: float, evaluation: str = "",
-        first_step: int = 0, threads: str = "", launch: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        run: str,
+        recipe: str,
+        config_hash: str,
+        device: str,
+        world: int,
+        strategy: str,
+        precision: str,
+        model: str,
+        optimizer: str,
+        tokens_per_step: int,
+        data: Mapping[str, str],
+        epochs: float,
+        evaluation: str = "",
+        first_step: int = 0,
+        threads: str = "",
+        launch: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         """Show what is about to run; `first_step`: steps that were done before."""
         self.done()
-        tokens, about = short(self.steps * tokens_per_step), "about " * ("lengths" in data)  # rows differ in length
+        tokens, about = (
+            short(self.steps * tokens_per_step),
+            "about " * ("lengths" in data),
+        )  # rows differ in length
         resumed = f", resumed after step {first_step:,}" if first_step else ""
         passes = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
         sources = ": ".join(data[key] for key in ("data", "training") if key in data)
         facts = {
-            "run": run, "recipe": f"{recipe} ({config_hash})",
+            "run": run,
+            "recipe": f"{recipe} ({config_hash})",
             "ranks": f"{world} rank{'s' * (world != 1)} x {device}, {strategy}, {precision}",
             **{name: "\n".join(lines) for name, lines in (launch or {}).items()},
             **({"threads": threads} if threads else {}),
-            "model": model, "optim": optimizer,
+            "model": model,
+            "optim": optimizer,
             "data": f"{sources}; validation {data['validation']}; {data['tokenizer']}; {passes} epochs",
             **{key: data[key] for key in ("sources", "template", "lengths", "cut") if key in data},
             "work": f"{self.steps:,} steps x {about}{tokens_per_step:,} tokens = {tokens} tokens{resumed}",
             **({"eval": evaluation} if evaluation else {}),
-        }  # fmt: skip
+        }
         for name, fact in facts.items():
             for number, line in enumerate(fact.split("\n")):
                 style = {"run": "bold", "cut": "yellow"}.get(name, "")
@@ -108,7 +155,12 @@ class Console:
             from rich.live import Live
 
             self._step = first_step
-            self._live = Live(get_renderable=self._line, console=self._terminal, auto_refresh=False, transient=True)
+            self._live = Live(
+                get_renderable=self._line,
+                console=self._terminal,
+                auto_refresh=False,
+                transient=True,
+            )
             with self._while_terminal_is_there():
                 self._live.start(refresh=True)
 
@@ -150,7 +202,9 @@ class Console:
         begins, self._step = self._first is None, line["step"]
         self._first = self._first or (time.monotonic(), self._step)
         done = self._step - self._first[1]
-        seconds_per_step = (time.monotonic() - self._first[0]) / done if done else line["step_ms"] / 1e3
+        seconds_per_step = (
+            (time.monotonic() - self._first[0]) / done if done else line["step_ms"] / 1e3
+        )
         shown = line | {"left_s": (self.steps - self._step) * seconds_per_step}
         shown |= {"mtps": line["tokens_per_s"] / 1e6} if "tokens_per_s" in line else {}
         present = [key for key in FIELDS if key in shown]
@@ -176,7 +230,11 @@ class Console:
         shown = [] if suite == "loss" else [suite]
         shown += [f"{word} {float(line[key]):.4f}" for key, word in SCORES.items() if key in line]
         if suite.startswith("own:"):
-            own = {key: value for key, value in line.items() if isinstance(value, float) and key not in PLACE}
+            own = {
+                key: value
+                for key, value in line.items()
+                if isinstance(value, float) and key not in PLACE
+            }
             shown += [f"{key} {value:.4f}" for key, value in own.items() if key != "runtime_s"]
         shown += [f"{line['runtime_s']:.1f} s"] if "runtime_s" in line else []
         self._print(f"eval {line['step']}/{self.steps} | {' | '.join(shown)}", "green")
@@ -230,13 +288,23 @@ class Console:
             encoding = getattr(self._stream, "encoding", None) or "utf-8"
             text = text.encode(encoding, terminal.fallback()).decode(encoding)
             if self._terminal is None:
-                print("\r" * ("ipykernel" in sys.modules) + text, file=self._stream, end=end, flush=True)
+                print(
+                    "\r" * ("ipykernel" in sys.modules) + text,
+                    file=self._stream,
+                    end=end,
+                    flush=True,
+                )
                 return
-            sample = "|" in indent  # else a word is not broken: a path that the terminal wraps by itself can be copied
+            sample = (
+                "|" in indent
+            )  # else a word is not broken: a path that the terminal wraps by itself can be copied
             wrapped = textwrap.TextWrapper(
-                self._terminal.width, subsequent_indent=indent, drop_whitespace=not sample, break_long_words=sample,
+                self._terminal.width,
+                subsequent_indent=indent,
+                drop_whitespace=not sample,
+                break_long_words=sample,
                 break_on_hyphens=False,
-            )  # fmt: skip
+            )
             text = "\n".join(map(wrapped.fill, text.split("\n")))
             self._terminal.print(text, style=style, soft_wrap=True)
 
@@ -266,7 +334,9 @@ class Console:
         if self._live is None:
             return
         with self._while_terminal_is_there():
-            self._terminal.width = terminal.size(self._stream).columns  # a window may change its size
+            self._terminal.width = terminal.size(
+                self._stream
+            ).columns  # a window may change its size
             self._live.refresh()
 
     @contextlib.contextmanager
@@ -289,7 +359,11 @@ def short(number: float) -> str:
 def duration(seconds: float) -> str:
     """A time in two units: 42s, 3m 05s, 2h 10m, 4d 03h."""
     whole = round(seconds)
-    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+    for size, unit, part, smaller in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "m"),
+        (60, "m", 1, "s"),
+    ):
         if whole >= size:
             return f"{whole // size}{unit} {whole % size // part:02d}{smaller}"
     return f"{whole}s"

@@ -21,10 +21,15 @@ from windlass.run import Run, read_lines
 from windlass.telemetry.ledger import encode, now
 
 MB = 1e6
-LAST_SAMPLES = 20_000  # of each rank, that the means are computed from: ten days on 64 GPUs have 8 GB of them
-PEAK = re.compile(rb'"attempt": (\d+), .*"(peak_alloc_mb|rss_mb)": ([\d.]+)')  # in any sample, without parsing them all
+LAST_SAMPLES = (
+    20_000  # of each rank, that the means are computed from: ten days on 64 GPUs have 8 GB of them
+)
+PEAK = re.compile(
+    rb'"attempt": (\d+), .*"(peak_alloc_mb|rss_mb)": ([\d.]+)'
+)  # in any sample, without parsing them all
 NAMES = {
-    "cuda": {"util_pct": "gpu_util_pct"} | {name: name for name in ("mem_alloc_mb", "mem_reserved_mb", "mem_used_mb")},
+    "cuda": {"util_pct": "gpu_util_pct"}
+    | {name: name for name in ("mem_alloc_mb", "mem_reserved_mb", "mem_used_mb")},
     "cpu": {"util_pct": "cpu_util_pct", "rss_mb": "rss_mb"},
 }
 
@@ -42,7 +47,10 @@ class HostProbe:
 
     def read(self) -> dict[str, float]:
         rss_mb = round(self._process.memory_info().rss / MB, 2)
-        return {"rss_mb": rss_mb, "util_pct": round(self._process.cpu_percent() / self.about["cores"], 2)}
+        return {
+            "rss_mb": rss_mb,
+            "util_pct": round(self._process.cpu_percent() / self.about["cores"], 2),
+        }
 
 
 class CudaProbe:
@@ -52,10 +60,16 @@ class CudaProbe:
         import torch
 
         self.index = index
-        torch.cuda.reset_peak_memory_stats(index)  # else the peak of an earlier run in this process counts
+        torch.cuda.reset_peak_memory_stats(
+            index
+        )  # else the peak of an earlier run in this process counts
         properties = torch.cuda.get_device_properties(index)
         uuid = str(getattr(properties, "uuid", ""))
-        self.about = {"device": properties.name, "uuid": uuid, "memory_mb": round(properties.total_memory / MB)}
+        self.about = {
+            "device": properties.name,
+            "uuid": uuid,
+            "memory_mb": round(properties.total_memory / MB),
+        }
         self._queries: dict[str, Callable[[], float]] = {}
         with contextlib.suppress(Exception):  # no driver, no library: a machine without NVML
             import pynvml as nvml
@@ -66,11 +80,15 @@ class CudaProbe:
                 "util_pct": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
                 "mem_used_mb": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),
                 "power_w": lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, 1),
-                "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+                "temperature_c": lambda: float(
+                    nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+                ),
             }
 
     def read(self) -> dict[str, float]:
-        from torch.cuda.memory import memory_stats_as_nested_dict  # as fast as it gets: no flattening of 80 counters
+        from torch.cuda.memory import (
+            memory_stats_as_nested_dict,
+        )  # as fast as it gets: no flattening of 80 counters
 
         sample = {}
         for field, query in self._queries.items():
@@ -92,11 +110,25 @@ class DeviceSampler:
     """
 
     def __init__(
-        self, directory: Path, *, rank: int = 0, world: int = 1, device: Any = "cpu", every: float = 1.0,
-        attempt: int = 0, phases: Callable[[], dict[str, float]] = dict, probe: Any = None,
-    ):  # fmt: skip
+        self,
+        directory: Path,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        device: Any = "cpu",
+        every: float = 1.0,
+        attempt: int = 0,
+        phases: Callable[[], dict[str, float]] = dict,
+        probe: Any = None,
+    ):
         self.path = Path(directory) / f"rank-{rank:05d}.jsonl"
-        self.rank, self.world, self.device, self.every, self.attempt = rank, world, str(device), every, attempt
+        self.rank, self.world, self.device, self.every, self.attempt = (
+            rank,
+            world,
+            str(device),
+            every,
+            attempt,
+        )
         self.warning: str | None = None
         self.cpu_seconds = 0.0  # what the thread itself has used
         self._probe, self._phases = probe, phases
@@ -111,27 +143,39 @@ class DeviceSampler:
     def _run(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab", buffering=0) as file:  # a line is one write: a kill tears the last one at most
+            with open(
+                self.path, "ab", buffering=0
+            ) as file:  # a line is one write: a kill tears the last one at most
 
                 def write(fields: dict[str, Any]) -> None:
-                    line = encode({"time": now(), "rank": self.rank, "attempt": self.attempt} | fields)
+                    line = encode(
+                        {"time": now(), "rank": self.rank, "attempt": self.attempt} | fields
+                    )
                     file.write(line.encode() + b"\n")
 
-                file.write(b"\n" if file.tell() else b"")  # ends a torn line; readers leave an empty one out
+                file.write(
+                    b"\n" if file.tell() else b""
+                )  # ends a torn line; readers leave an empty one out
                 kind, _, index = self.device.partition(":")
-                probe = self._probe or (CudaProbe(int(index or 0)) if kind == "cuda" else HostProbe())
+                probe = self._probe or (
+                    CudaProbe(int(index or 0)) if kind == "cuda" else HostProbe()
+                )
                 write({"kind": "start", "world": self.world, "every": self.every} | probe.about)
                 before, stopped = self._phases(), False
                 while not stopped:
                     stopped = self._stop.wait(self.every)
                     phases = self._phases()
-                    spent = {name: seconds - before.get(name, 0.0) for name, seconds in phases.items()}
+                    spent = {
+                        name: seconds - before.get(name, 0.0) for name, seconds in phases.items()
+                    }
                     # waiting for data belongs to training
                     spent["train"] = spent.get("train", 0.0) + spent.pop("data", 0.0)
                     write({"phase": max(spent, key=lambda name: spent[name])} | probe.read())
                     before, self.cpu_seconds = phases, time.thread_time()
         except Exception as error:  # of a driver or a disk: a sampler must never end a run
-            self.warning = f"rank {self.rank}: utilisation and memory are no longer sampled ({error})"
+            self.warning = (
+                f"rank {self.rank}: utilisation and memory are no longer sampled ({error})"
+            )
 
 
 def summarise_devices(run: Run) -> dict[str, float]:

@@ -23,19 +23,64 @@ from windlass.telemetry.ledger import now
 from windlass.variables import HIDDEN, SECRET_NAME, scrub
 
 PACKAGES = (
-    "torch", "numpy", "pydantic", "tokenizers", "tiktoken", "safetensors", "transformers", "datasets",
-    "peft", "tensorboard", "mlflow", "wandb", "psutil", "nvidia-ml-py",
-)  # fmt: skip
+    "torch",
+    "numpy",
+    "pydantic",
+    "tokenizers",
+    "tiktoken",
+    "safetensors",
+    "transformers",
+    "datasets",
+    "peft",
+    "tensorboard",
+    "mlflow",
+    "wandb",
+    "psutil",
+    "nvidia-ml-py",
+)
 VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
-    "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE",
-    "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_TIMEOUT", "NCCL_NET", "NCCL_NET_GDR_LEVEL",
-    "NCCL_CROSS_NIC", "NCCL_COLLNET_ENABLE", "NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_DEBUG",
-    "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT",
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "TORCH_NCCL_ENABLE_MONITORING", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES",
-    "SLURM_JOB_PARTITION", "SLURM_CLUSTER_NAME", "PBS_JOBID", "PBS_QUEUE", "PBS_SERVER", "HF_HUB_OFFLINE",
-)  # fmt: skip
-SCHEDULERS = {"SLURM": ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME"), "PBS": ("PBS_JOBID", "PBS_SERVER")}  # job, machine
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_SHM_DISABLE",
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_HCA",
+    "NCCL_IB_GID_INDEX",
+    "NCCL_IB_TIMEOUT",
+    "NCCL_NET",
+    "NCCL_NET_GDR_LEVEL",
+    "NCCL_CROSS_NIC",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_BUFFSIZE",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_DEBUG",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_BLOCKING_WAIT",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_JOB_PARTITION",
+    "SLURM_CLUSTER_NAME",
+    "PBS_JOBID",
+    "PBS_QUEUE",
+    "PBS_SERVER",
+    "HF_HUB_OFFLINE",
+)
+SCHEDULERS = {
+    "SLURM": ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME"),
+    "PBS": ("PBS_JOBID", "PBS_SERVER"),
+}  # job, machine
 
 
 def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
@@ -57,31 +102,57 @@ def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any
         with contextlib.suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
     environment = {
-        "time": now(), "command": scrub_command(sys.orig_argv), "python": platform.python_version(),
-        "platform": platform.platform(), "packages": packages, "commit": commit(Path(__file__).parent),
-        "machine": machine(), "ranks": ranks, **more,
+        "time": now(),
+        "command": scrub_command(sys.orig_argv),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+        "commit": commit(Path(__file__).parent),
+        "machine": machine(),
+        "ranks": ranks,
+        **more,
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-    }  # fmt: skip
+    }
     with contextlib.suppress(OSError):  # a disk that is full is no reason to stop
         write_atomic(run / "environment.json", json.dumps(scrub(environment), indent=2) + "\n")
 
 
-def describe_rank(rank: int, device: Any = "cpu", local_rank: int = 0, node: int = 0) -> dict[str, Any]:
+def describe_rank(
+    rank: int, device: Any = "cpu", local_rank: int = 0, node: int = 0
+) -> dict[str, Any]:
     import torch
 
-    about = {"rank": rank, "local_rank": local_rank, "node": node, "host": socket.gethostname(), "device": str(device)}
+    about = {
+        "rank": rank,
+        "local_rank": local_rank,
+        "node": node,
+        "host": socket.gethostname(),
+        "device": str(device),
+    }
     if not str(device).startswith("cuda"):
         return about | {"name": machine()["cpu"], "threads": torch.get_num_threads()}
-    properties, nccl = torch.cuda.get_device_properties(device), ".".join(map(str, torch.cuda.nccl.version()))
+    properties, nccl = (
+        torch.cuda.get_device_properties(device),
+        ".".join(map(str, torch.cuda.nccl.version())),
+    )
     memory_mb = round(properties.total_memory / 1e6)
-    return about | {"name": properties.name, "memory_mb": memory_mb, "cuda": torch.version.cuda, "nccl": nccl}
+    return about | {
+        "name": properties.name,
+        "memory_mb": memory_mb,
+        "cuda": torch.version.cuda,
+        "nccl": nccl,
+    }
 
 
 def versions(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Of Windlass, Python and torch; on GPUs of CUDA and NCCL."""
     import torch
 
-    packages = {"windlass": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    packages = {
+        "windlass": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     return packages | {name: str(ranks[0][name]) for name in ("cuda", "nccl") if name in ranks[0]}
 
 
@@ -108,19 +179,30 @@ def describe_hosts(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def describe_launch(launch: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+def describe_launch(
+    launch: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
+) -> dict[str, list[str]]:
     """What is shown where several ranks train, or a job: name and lines; `launch` is that of environment.json."""
     hosts = f"{launch['nodes']} host{'s' * (launch['nodes'] != 1)}"
     backend = f"{launch['backend']} between ranks" if launch["backend"] else "no process group"
     by = "as one process" if launch["launcher"] == "none" else f"by {launch['launcher']}"
     words = {"cuda": "CUDA", "nccl": "NCCL"}
-    versions = ", ".join(f"{words.get(name, name)} {version}" for name, version in launch["versions"].items())
+    versions = ", ".join(
+        f"{words.get(name, name)} {version}" for name, version in launch["versions"].items()
+    )
     machine = f" on {launch['machine']}" if "machine" in launch else ""
     return {
-        **({"job": [f"{launch['scheduler']} job {launch['job']}{machine}"]} if "job" in launch else {}),
-        "launch": [f"{launch['world']} rank{'s' * (launch['world'] != 1)} on {hosts}, started {by}; {backend}"],
-        "hosts": describe_hosts(ranks), "with": [versions],
-    }  # fmt: skip
+        **(
+            {"job": [f"{launch['scheduler']} job {launch['job']}{machine}"]}
+            if "job" in launch
+            else {}
+        ),
+        "launch": [
+            f"{launch['world']} rank{'s' * (launch['world'] != 1)} on {hosts}, started {by}; {backend}"
+        ],
+        "hosts": describe_hosts(ranks),
+        "with": [versions],
+    }
 
 
 def describe_places(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -135,10 +217,18 @@ def machine() -> dict[str, Any]:
     import psutil
 
     cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as file:
+    with (
+        contextlib.suppress(OSError, StopIteration),
+        open("/proc/cpuinfo", encoding="utf-8") as file,
+    ):
         cpu = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
     memory_mb = round(psutil.virtual_memory().total / 1e6)
-    return {"host": socket.gethostname(), "cpu": cpu, "cores": psutil.cpu_count(logical=True), "memory_mb": memory_mb}
+    return {
+        "host": socket.gethostname(),
+        "cpu": cpu,
+        "cores": psutil.cpu_count(logical=True),
+        "memory_mb": memory_mb,
+    }
 
 
 def commit(directory: Path) -> dict[str, Any] | None:
@@ -146,10 +236,17 @@ def commit(directory: Path) -> dict[str, Any] | None:
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", ".")  # fails in a checkout of something else around an installed package
-        return {"hash": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+        git(
+            "ls-files", "--error-unmatch", "."
+        )  # fails in a checkout of something else around an installed package
+        return {
+            "hash": git("rev-parse", "HEAD"),
+            "changed": bool(git("status", "--porcelain", "-uno")),
+        }
     except (OSError, subprocess.SubprocessError):
         return None

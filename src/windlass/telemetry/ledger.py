@@ -50,7 +50,9 @@ class Ledger:
     `event` and `summary` lines, such as the wall time by phase.
     """
 
-    def __init__(self, path: Path, attempt: int = 0, enabled: bool = True, stamp: Callable[[], Line] = dict):
+    def __init__(
+        self, path: Path, attempt: int = 0, enabled: bool = True, stamp: Callable[[], Line] = dict
+    ):
         self.path, self.attempt, self.enabled, self.stamp = path, attempt, enabled, stamp
         self.warning: str | None = None
         self._unwritten, self._file = b"", -1
@@ -90,7 +92,10 @@ class Ledger:
             try:
                 written = os.write(self._file, self._unwritten)
             except OSError as error:
-                self.warning = self.warning or f"{self.path} cannot be written ({error.strerror}); tried again later"
+                self.warning = (
+                    self.warning
+                    or f"{self.path} cannot be written ({error.strerror}); tried again later"
+                )
                 return False
             self._unwritten = self._unwritten[written:]
         return True

@@ -22,14 +22,33 @@ NARROWEST = 13  # columns that text is wrapped in
 # What a terminal obeys, what turns its direction of writing, and what has no bytes in UTF-8.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 SUBSTITUTES = {
-    "✓": "ok", "→": "->", "←": "<-", "·": "-", "–": "-", "—": "-", "−": "-", "…": "...", "×": "x", "∞": "inf",
-    "≥": ">=", "≤": "<=", "≈": "~", "─": "-", "━": "-", "│": "|", "┤": "|", "└": "+", "\N{REPLACEMENT CHARACTER}": "?",
-}  # fmt: skip
+    "✓": "ok",
+    "→": "->",
+    "←": "<-",
+    "·": "-",
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "…": "...",
+    "×": "x",
+    "∞": "inf",
+    "≥": ">=",
+    "≤": "<=",
+    "≈": "~",
+    "─": "-",
+    "━": "-",
+    "│": "|",
+    "┤": "|",
+    "└": "+",
+    "\N{REPLACEMENT CHARACTER}": "?",
+}
 
 
 def printable(text: Any) -> str:
     r"""Text with control characters as escapes (`\x1b`): no generated text steers a terminal or a report's reader."""
-    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text).replace("\r\n", "\n"))
+    return CONTROL.sub(
+        lambda match: match[0].encode("unicode_escape").decode(), str(text).replace("\r\n", "\n")
+    )
 
 
 def fallback() -> str:
@@ -38,9 +57,13 @@ def fallback() -> str:
     def substitute(error: UnicodeError) -> tuple[str, int]:
         if not isinstance(error, UnicodeEncodeError):
             raise error
-        dots = {c: "*" for c in error.object[error.start : error.end] if "\u2800" < c <= "\u28ff"}  # of a drawn curve
+        dots = {
+            c: "*" for c in error.object[error.start : error.end] if "\u2800" < c <= "\u28ff"
+        }  # of a drawn curve
         substitutes = SUBSTITUTES | dots
-        escaped = (substitutes.get(c) or ascii(c)[1:-1] for c in error.object[error.start : error.end])
+        escaped = (
+            substitutes.get(c) or ascii(c)[1:-1] for c in error.object[error.start : error.end]
+        )
         return "".join(escaped), error.end
 
     codecs.register_error("windlass", substitute)
@@ -98,10 +121,14 @@ def rich_console(stream: IO[str]) -> Console:
 
     width, height = size(stream)
     file: Any = stream if stream.isatty() else Output(stream, trims=True)
-    return Console(file=file, width=width, height=height, highlight=False, markup=False, emoji=False)
+    return Console(
+        file=file, width=width, height=height, highlight=False, markup=False, emoji=False
+    )
 
 
-def pairs(rows: Iterable[tuple[str | Text, str | Text]], indent: str = "", style: str = "") -> Table:
+def pairs(
+    rows: Iterable[tuple[str | Text, str | Text]], indent: str = "", style: str = ""
+) -> Table:
     """Names in a column (in `style`), and beside it what they are, wrapped."""
     from rich.table import Table
     from rich.text import Text
@@ -121,9 +148,14 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str | Text]], **opt
 
 
 def table(
-    head: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int, text: Collection[str] = (),
-    styles: Sequence[str] = (), title: str = "", keys: int = 1,
-) -> Group:  # fmt: skip
+    head: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    width: int,
+    text: Collection[str] = (),
+    styles: Sequence[str] = (),
+    title: str = "",
+    keys: int = 1,
+) -> Group:
     """A table no wider than `width`. The columns of `text` wrap, a number is never cut, a column without values is left out.
 
     Where the numbers alone are wider, the last columns follow under the others, with the first `keys` again in front.
@@ -138,8 +170,14 @@ def table(
     columns = [i for i in longest if longest[i]]
     wraps = {i: head[i] in text and longest[i] > NARROWEST for i in columns}
     natural = sum(2 + max(longest[i], len(head[i])) for i in columns) - 2
-    least = {i: max([longest[i], *map(len, head[i].split())]) if not wraps[i] else NARROWEST for i in columns}
-    headings = {i: head[i] if natural <= width or wraps[i] else textwrap.fill(head[i], least[i]) for i in columns}
+    least = {
+        i: max([longest[i], *map(len, head[i].split())]) if not wraps[i] else NARROWEST
+        for i in columns
+    }
+    headings = {
+        i: head[i] if natural <= width or wraps[i] else textwrap.fill(head[i], least[i])
+        for i in columns
+    }
     gap = 2 if sum(least.values()) + 2 * len(columns) - 2 <= width else 1
     blocks = [columns[:keys]]
     for i in columns[keys:]:

@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 from windlass.run import STARTS, Line
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
-RUN_PHASES = ("startup", "compile", "data", "train", "eval", "save", "sample")  # of a process's wall time
+RUN_PHASES = (
+    "startup",
+    "compile",
+    "data",
+    "train",
+    "eval",
+    "save",
+    "sample",
+)  # of a process's wall time
 BEGINS = (*STARTS, "rewound")  # events from whose step steps are counted on
 
 Seconds = dict[str, float]
@@ -32,7 +40,12 @@ class StepTimer:
     what is recorded on the device; None: a CUDA event on CUDA, the host's clock elsewhere.
     """
 
-    def __init__(self, device: Any = "cpu", goodput: Goodput | None = None, new_event: Callable[[], Any] | None = None):
+    def __init__(
+        self,
+        device: Any = "cpu",
+        goodput: Goodput | None = None,
+        new_event: Callable[[], Any] | None = None,
+    ):
         if new_event is None and str(device).startswith("cuda"):
             new_event = lambda: sys.modules["torch"].cuda.Event(enable_timing=True)  # noqa: E731 - loaded by the training
         self._new_event, self._goodput = new_event, goodput
@@ -46,7 +59,9 @@ class StepTimer:
         data = name == "data"
         first = self._mark(host=data)
         try:
-            with self._goodput.phase("data") if data and self._goodput else contextlib.nullcontext():
+            with (
+                self._goodput.phase("data") if data and self._goodput else contextlib.nullcontext()
+            ):
                 yield
             self._steps += name == "optimizer"
         finally:
@@ -63,7 +78,11 @@ class StepTimer:
             ms[name] = ms.get(name, 0.0) + took
         ms["step"] = max(ms["step"] - ms.get("outside", 0.0), 0.0)
         steps, self._steps, self._marks, self._begin = self._steps, 0, [], end
-        return {f"{name}_ms": ms[name] / steps for name in ("step", *STEP_PHASES) if name in ms and steps}
+        return {
+            f"{name}_ms": ms[name] / steps
+            for name in ("step", *STEP_PHASES)
+            if name in ms and steps
+        }
 
     def _mark(self, host: bool = False) -> Any:
         """Now, on the host's clock in seconds, or as an event at the present end of the current stream."""
@@ -107,7 +126,9 @@ class Goodput:
 
     def seconds(self) -> Seconds:
         """Seconds in each phase so far that had any, to the millisecond. From any thread."""
-        spent = self._ns | {self._phase: self._ns[self._phase] + time.perf_counter_ns() - self._since}
+        spent = self._ns | {
+            self._phase: self._ns[self._phase] + time.perf_counter_ns() - self._since
+        }
         return {name: round(ns / 1e9, 3) for name, ns in spent.items() if ns}
 
 
@@ -126,7 +147,11 @@ def throughput(ledger: Iterable[Line]) -> Throughput | None:
     A `train` line holds means over the steps since the line or start before it, and counts by their time. The first line of
     each start is left out (caches, compilation) where there are others.
     """
-    windows = [(line, line["step_ms"] / 1e3 * steps) for line, steps in timed(ledger) if "tokens_per_s" in line]
+    windows = [
+        (line, line["step_ms"] / 1e3 * steps)
+        for line, steps in timed(ledger)
+        if "tokens_per_s" in line
+    ]
     total = sum(seconds for _, seconds in windows)
     if not total:
         return None
@@ -135,7 +160,9 @@ def throughput(ledger: Iterable[Line]) -> Throughput | None:
         sum(line.get(field, 0.0) * seconds for line, seconds in windows) / total
         for field in ("samples_per_s", "tokens_per_s", "mfu")
     )
-    return Throughput(steps, samples, tokens, share if all("mfu" in line for line, _ in windows) else None)
+    return Throughput(
+        steps, samples, tokens, share if all("mfu" in line for line, _ in windows) else None
+    )
 
 
 def timed(ledger: Iterable[Line]) -> list[tuple[Line, int]]:
@@ -149,7 +176,10 @@ def timed(ledger: Iterable[Line]) -> list[tuple[Line, int]]:
             if line.get("step_ms"):
                 windows.append((line, max(line["step"] - step, 1), first))
             step, first = line["step"], False
-    return [(line, steps) for line, steps, _ in [window for window in windows if not window[2]] or windows]
+    return [
+        (line, steps)
+        for line, steps, _ in [window for window in windows if not window[2]] or windows
+    ]
 
 
 def step_times(ledger: Iterable[Line]) -> dict[str, float]:
@@ -157,7 +187,9 @@ def step_times(ledger: Iterable[Line]) -> dict[str, float]:
     windows, means = timed(ledger), dict[str, float]()
     for name in (f"{phase}_ms" for phase in ("step", *STEP_PHASES)):
         if own := [(line[name], steps) for line, steps in windows if name in line]:
-            means[f"{name}_mean"] = sum(ms * steps for ms, steps in own) / sum(steps for _, steps in own)
+            means[f"{name}_mean"] = sum(ms * steps for ms, steps in own) / sum(
+                steps for _, steps in own
+            )
     return means
 
 
@@ -167,14 +199,24 @@ def evaluation_speed(ledger: Iterable[Line]) -> dict[str, float]:
     for line in ledger:
         if line["kind"] == "eval" and line.get("suite", "loss") == "loss" and line.get("runtime_s"):
             seconds += line["runtime_s"]
-            samples += max(line.get("samples", 0), line.get("full_samples", 0)) + line.get("train_samples", 0)
-    return {"eval_runtime_s": seconds, "eval_samples_per_s": samples / seconds} if seconds and samples else {}
+            samples += max(line.get("samples", 0), line.get("full_samples", 0)) + line.get(
+                "train_samples", 0
+            )
+    return (
+        {"eval_runtime_s": seconds, "eval_samples_per_s": samples / seconds}
+        if seconds and samples
+        else {}
+    )
 
 
 def averages(ledger: Sequence[Line]) -> dict[str, float]:
     """What the `summary` line has of speeds: `throughput`, `step_times`, `evaluation_speed`, and `startup_s`."""
     speed = throughput(ledger)
-    means = {f"{name}_mean": value for name, value in speed._asdict().items() if value is not None} if speed else {}
+    means = (
+        {f"{name}_mean": value for name, value in speed._asdict().items() if value is not None}
+        if speed
+        else {}
+    )
     starts = [line["startup_s"] for line in ledger if line.get("event") == "first_step"]
     means |= {"startup_s": starts[0]} if starts else {}
     return means | step_times(ledger) | evaluation_speed(ledger)
@@ -189,10 +231,16 @@ def wall_time(lines: Iterable[Line]) -> Seconds:
     attempts = _attempts(lines)
     totals = dict.fromkeys((*RUN_PHASES, "lost"), 0.0)
     for number, own in attempts.items():
-        resumed_at = min((later[0][0] for other, later in attempts.items() if other > number), default=float("inf"))
+        resumed_at = min(
+            (later[0][0] for other, later in attempts.items() if other > number),
+            default=float("inf"),
+        )
         # up to the first line beyond that step: the event of a checkpoint that is written in the background may come
         # later, and does not count
-        before = [seconds for _, seconds in takewhile(lambda line, last=resumed_at: line[0] <= last, own)]  # type: ignore[misc]
+        before = [
+            seconds
+            for _, seconds in takewhile(lambda line, last=resumed_at: line[0] <= last, own)  # type: ignore[misc]
+        ]
         last, useful = own[-1][1], before[-1] if before else {}
         for name in last:
             totals[name] = totals.get(name, 0.0) + useful.get(name, 0.0)
@@ -207,7 +255,11 @@ def device_hours(lines: Iterable[Line]) -> float:
     `world` is in the events of starting, and holds until an event names another: a rewind names none.
     """
     lines = list(lines)
-    worlds = {int(line.get("attempt", 0)): line["world"] for line in lines if isinstance(line.get("world"), int)}
+    worlds = {
+        int(line.get("attempt", 0)): line["world"]
+        for line in lines
+        if isinstance(line.get("world"), int)
+    }
     hours, ranks = 0.0, 1
     for number, own in sorted(_attempts(lines).items()):
         ranks = worlds.get(number, ranks)
@@ -229,14 +281,20 @@ def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
             # the attempt before, at a step beyond every step that stays
             rewound = line.get("event") == "rewound" and bool(attempts)
             if rewound:
-                attempts[max(attempts)].append((float("inf"), {n: s - base.get(n, 0.0) for n, s in seconds.items()}))
+                attempts[max(attempts)].append(
+                    (float("inf"), {n: s - base.get(n, 0.0) for n, s in seconds.items()})
+                )
             base = seconds if rewound else {}
             attempts[number] = []
-        attempts[number].append((line["step"], {name: value - base.get(name, 0.0) for name, value in seconds.items()}))
+        attempts[number].append(
+            (line["step"], {name: value - base.get(name, 0.0) for name, value in seconds.items()})
+        )
     return attempts
 
 
-def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None, devices: int) -> float | None:
+def mfu(
+    tokens_per_s: float, flops_per_token: float, peak_flops: float | None, devices: int
+) -> float | None:
     """Model FLOPs utilisation, a fraction (arXiv 2204.02311): model FLOPs a second over the devices' peak.
 
     `flops_per_token`: forward and backward by the 6N convention plus attention, no recomputation. None without a peak.

@@ -32,20 +32,43 @@ from windlass.telemetry.timing import STEP_PHASES
 from windlass.variables import scrub
 
 POLL_SECONDS, RETRY_SECONDS = 1.0, 10.0
-WATCH_SECONDS = 5.0  # how often to see whether the training lives; that it closed the pipe is noticed at once
+WATCH_SECONDS = (
+    5.0  # how often to see whether the training lives; that it closed the pipe is noticed at once
+)
 TRAIN = {
-    "loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm", "tokens": "train/tokens",
-    "epoch": "train/epoch", "loss_scale": "train/loss_scale", "tokens_per_s": "throughput/tokens_per_s",
-    "samples_per_s": "throughput/samples_per_s", "mfu": "throughput/mfu", "attempt": "run/attempt",
+    "loss": "train/loss",
+    "lr": "train/lr",
+    "grad_norm": "train/grad_norm",
+    "tokens": "train/tokens",
+    "epoch": "train/epoch",
+    "loss_scale": "train/loss_scale",
+    "tokens_per_s": "throughput/tokens_per_s",
+    "samples_per_s": "throughput/samples_per_s",
+    "mfu": "throughput/mfu",
+    "attempt": "run/attempt",
     **{f"{phase}_ms": f"time/{phase}_ms" for phase in ("step", *STEP_PHASES)},
-}  # fmt: skip
+}
 """What a tracker gets of a `train` line; the ledger has the rest."""
 SUMMARY = {
-    "final_loss": "final_train_loss", "final_eval_loss": "final_val_loss", "best_eval_loss": "best_val_loss",
-    "tokens_per_s_mean": "tokens_per_s", "mfu_mean": "mfu", "runtime_s": "duration_s", "samples": "samples_trained",
-}  # fmt: skip
+    "final_loss": "final_train_loss",
+    "final_eval_loss": "final_val_loss",
+    "best_eval_loss": "best_val_loss",
+    "tokens_per_s_mean": "tokens_per_s",
+    "mfu_mean": "mfu",
+    "runtime_s": "duration_s",
+    "samples": "samples_trained",
+}
 """Other names for numbers of the `summary` line, all of which it gets: what a table of runs shows."""
-COUNTS = {*PLACE, "samples", "tokens", "items", "train_tokens", "train_samples", "full_tokens", "full_samples"}
+COUNTS = {
+    *PLACE,
+    "samples",
+    "tokens",
+    "items",
+    "train_tokens",
+    "train_samples",
+    "full_tokens",
+    "full_samples",
+}
 """Fields of an `eval` line that are neither a score nor a speed."""
 STARTED = ("parameters", "trained", "steps", "precision", "device")
 """What it gets of the event of starting, as hyper-parameters beside the recipe's."""
@@ -67,19 +90,32 @@ class Trackers:
 
     def __init__(self, run: Path, names: Sequence[str], flush_seconds: float):
         self.run = run
-        self.processes: dict[str, Any] = {}  # subprocess.Popen by name; Any: their pipes are never None here
+        self.processes: dict[
+            str, Any
+        ] = {}  # subprocess.Popen by name; Any: their pipes are never None here
         self._notes: list[Note] = []
         self._warned: set[str] = set()
         for name in names:
-            command = [sys.executable, "-m", "windlass.telemetry.trackers", str(run), name, str(flush_seconds)]
+            command = [
+                sys.executable,
+                "-m",
+                "windlass.telemetry.trackers",
+                str(run),
+                name,
+                str(flush_seconds),
+            ]
             try:
                 (run / "trackers").mkdir(parents=True, exist_ok=True)
                 with open(run / "trackers" / f"{name}.log", "ab") as log:
                     self.processes[name] = subprocess.Popen(
-                        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0,
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=log,
+                        bufsize=0,
                         process_group=0,  # Ctrl-C in the terminal is for the training
                         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-                    )  # fmt: skip
+                    )
                 os.set_blocking(self.processes[name].stdout.fileno(), False)
             except OSError as error:
                 self._note(name, f"its exporter could not be started ({error})")
@@ -87,8 +123,12 @@ class Trackers:
     def poll(self) -> list[Note]:
         """What there is to show since the last call."""
         for name, process in self.processes.items():
-            code = process.poll()  # asked before reading: what an ended process reported is in the pipe
-            for line in (process.stdout.read() or b"").splitlines():  # lines are short, so the pipe never splits one
+            code = (
+                process.poll()
+            )  # asked before reading: what an ended process reported is in the pipe
+            for line in (
+                process.stdout.read() or b""
+            ).splitlines():  # lines are short, so the pipe never splits one
                 self._note(name, *json.loads(line))
             if code:
                 self._note(name, f"its exporter ended early (exit code {code})")
@@ -147,7 +187,9 @@ def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]
     process = trackers.processes.get(name)
     notes = trackers.finish(timeout or 1e6)
     if process is None or process.returncode:
-        raise RunFailed("\n".join([*(note.text for note in notes), f"see {run.path / 'trackers' / name}.log"]))
+        raise RunFailed(
+            "\n".join([*(note.text for note in notes), f"see {run.path / 'trackers' / name}.log"])
+        )
     return notes
 
 
@@ -165,21 +207,38 @@ def point(line: Line) -> Point:
         scalars, texts = {}, {f"samples/{line.get('index', 0)}": scrub(str(line.get("text", "")))}
     elif line["kind"] == "summary":
         left_out = PLACE if line.get("best_measure", "loss") != "loss" else (*PLACE, "best_score")
-        fields = {key: value for key, value in numbers(flatten(line)).items() if key not in left_out}
-        shown = {key: value for key, value in fields.items() if not key.startswith("seconds.")}  # as wall_time
-        scalars = {f"summary/{SUMMARY.get(key, key.replace('.', '/'))}": value for key, value in shown.items()}
+        fields = {
+            key: value for key, value in numbers(flatten(line)).items() if key not in left_out
+        }
+        shown = {
+            key: value for key, value in fields.items() if not key.startswith("seconds.")
+        }  # as wall_time
+        scalars = {
+            f"summary/{SUMMARY.get(key, key.replace('.', '/'))}": value
+            for key, value in shown.items()
+        }
     elif line["kind"] == "log":  # its names begin with `log.`
-        scalars = {key.replace(".", "/"): value for key, value in numbers(line).items() if key not in PLACE}
+        scalars = {
+            key.replace(".", "/"): value for key, value in numbers(line).items() if key not in PLACE
+        }
     else:
         prefix, fields = "eval" if sequence == "eval/loss" else sequence, flatten(line)
-        scores = {key: value for key, value in numbers(fields).items() if key not in COUNTS and key[:8] != "seconds."}
+        scores = {
+            key: value
+            for key, value in numbers(fields).items()
+            if key not in COUNTS and key[:8] != "seconds."
+        }
         scalars = {f"{prefix}/{key.replace('.', '/')}": value for key, value in scores.items()}
     return Point(line["step"], timestamp(line), sequence, scalars, texts)
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """The numeric fields of a line; the words that stand for non-finite numbers become floats again."""
-    numeric = {k: v for k, v in line.items() if isinstance(v, int | float) or v in ("NaN", "Infinity", "-Infinity")}
+    numeric = {
+        k: v
+        for k, v in line.items()
+        if isinstance(v, int | float) or v in ("NaN", "Infinity", "-Infinity")
+    }
     return {key: float(v) for key, v in numeric.items() if not isinstance(v, bool)}
 
 
@@ -220,16 +279,32 @@ class DeviceReader:
         """Means by name for a `train` line; those of utilisation over the samples of training steps."""
         means, many = dict[str, list[float]](), len(self._files) > EACH_RANK
         for path in self._files:
-            new = [x for x in self._until(path, line["time"]) if x.get("attempt") == line.get("attempt")]
+            new = [
+                x
+                for x in self._until(path, line["time"])
+                if x.get("attempt") == line.get("attempt")
+            ]
             for field in DEVICE:
-                samples = [x for x in new if field in x and (field != "util_pct" or x.get("phase") == "train")]
+                samples = [
+                    x
+                    for x in new
+                    if field in x and (field != "util_pct" or x.get("phase") == "train")
+                ]
                 if samples:
-                    name = f"device/{field}" if many else f"device/rank{samples[0].get('rank', 0)}/{field}"
+                    name = (
+                        f"device/{field}"
+                        if many
+                        else f"device/rank{samples[0].get('rank', 0)}/{field}"
+                    )
                     means.setdefault(name, []).append(fmean(x[field] for x in samples))
         if not many:
             return {name: value for name, (value,) in means.items()}
         summaries: dict[str, Any] = {"mean": fmean, "min": min, "max": max}
-        return {f"{name}_{what}": of(values) for name, values in means.items() for what, of in summaries.items()}
+        return {
+            f"{name}_{what}": of(values)
+            for name, values in means.items()
+            for what, of in summaries.items()
+        }
 
 
 class Follower:
@@ -252,7 +327,9 @@ class Follower:
                 self._offset += len(text)
                 with contextlib.suppress(ValueError):  # torn by a kill
                     self._raw.append(json.loads(text))
-        begun = any(x["kind"] == "event" and x.get("event") in STARTS for x in self._raw)  # a warning may come before
+        begun = any(
+            x["kind"] == "event" and x.get("event") in STARTS for x in self._raw
+        )  # a warning may come before
         if not self._raw or not (begun or self.backend or last):
             return
         first, newest = self._raw[0], self._raw[-1]
@@ -271,7 +348,11 @@ class Follower:
             study = self.run.path.resolve().parents[1]
             if (study / "study.json").is_file():
                 settings["telemetry.group"] = settings["telemetry.group"] or study.name
-            settings |= {"world": world, "strategy": recipe.strategy(world), "config_hash": recipe.config_hash}
+            settings |= {
+                "world": world,
+                "strategy": recipe.strategy(world),
+                "config_hash": recipe.config_hash,
+            }
             settings |= {name: start[name] for name in STARTED if start.get(name) is not None}
             # the run's id in every tracker is a hash of its ledger's very first line, which no resume changes
             run_id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
@@ -280,7 +361,9 @@ class Follower:
         marks = self.backend.marks
         self._devices.find()
         devices = {id(x): self._devices.read(x) for x in lines if x["kind"] == "train"}
-        if lines := [x for x in lines if x["kind"] != "event" and x["step"] > marks.get(stream(x), -1)]:
+        if lines := [
+            x for x in lines if x["kind"] != "event" and x["step"] > marks.get(stream(x), -1)
+        ]:
             marks |= {stream(line): line["step"] for line in lines}
             points = ((point(line), devices.get(id(line), {})) for line in lines)
             self.backend.write(one._replace(scalars=one.scalars | more) for one, more in points)
@@ -294,7 +377,9 @@ def watch_parent(ending: threading.Event, flush_seconds: float) -> None:
     No Python thread runs while a library holds the interpreter (a hung import of compiled code): the alarm ends it then.
     """
     parent, closed = os.getppid(), list[Any]()
-    while not closed and os.getppid() == parent:  # a forked worker of the training may hold the pipe open
+    while (
+        not closed and os.getppid() == parent
+    ):  # a forked worker of the training may hold the pipe open
         signal.alarm(1 + int(flush_seconds + 4 * WATCH_SECONDS))
         closed, _, _ = select.select([0], [], [], WATCH_SECONDS)
     signal.alarm(1 + int(flush_seconds + WATCH_SECONDS))
@@ -306,25 +391,40 @@ def watch_parent(ending: threading.Event, flush_seconds: float) -> None:
 def main(run: str, name: str, flush_seconds: str) -> int:
     """Send lines as they come until the parent pipe closes, through any failure; 0 where the tracker has everything."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # meant for the training; its end reaches us through the pipe
-    os.nice(10)  # on a machine without a free core, a tracker's imports would halve the training's speed
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # meant for the training; its end reaches us through the pipe
+    os.nice(
+        10
+    )  # on a machine without a free core, a tracker's imports would halve the training's speed
     reports, reported = os.dup(1), set()
     os.dup2(2, 1)  # what a library prints goes to the log
 
     def report(text: str, warning: bool) -> None:
-        if warning not in reported:  # one line of each kind; short enough to be written into a pipe as a whole
+        if (
+            warning not in reported
+        ):  # one line of each kind; short enough to be written into a pipe as a whole
             reported.add(warning)
             with contextlib.suppress(OSError):  # the training is gone
                 os.write(reports, json.dumps([text[:500], warning]).encode() + b"\n")
 
     ending = threading.Event()
-    threading.Thread(target=watch_parent, args=(ending, min(float(flush_seconds), 1e6)), daemon=True).start()
-    lock = FileLock(Path(run) / "trackers" / f"{name}.lock")  # another exporter may send the rest of a killed run
-    with contextlib.suppress(OSError, NotImplementedError):  # a full disk, or a file system without locks
+    threading.Thread(
+        target=watch_parent, args=(ending, min(float(flush_seconds), 1e6)), daemon=True
+    ).start()
+    lock = FileLock(
+        Path(run) / "trackers" / f"{name}.lock"
+    )  # another exporter may send the rest of a killed run
+    with contextlib.suppress(
+        OSError, NotImplementedError
+    ):  # a full disk, or a file system without locks
         lock.acquire()
     follower = Follower(Run(run), BACKENDS[name])
     while True:
-        last, wait = ending.is_set(), POLL_SECONDS  # asked before reading: what was written before the end is read
+        last, wait = (
+            ending.is_set(),
+            POLL_SECONDS,
+        )  # asked before reading: what was written before the end is read
         try:
             follower.flush(last)
             if follower.backend:
@@ -334,11 +434,17 @@ def main(run: str, name: str, flush_seconds: str) -> int:
         except Exception as error:  # any error of a tracker's library leaves the run alone
             wait, follower.backend = RETRY_SECONDS, None
             report(scrub(first_line(error)), True)
-            print(f"{time.ctime()}: {type(error).__name__}: {scrub(str(error))}", file=sys.stderr, flush=True)
+            print(
+                f"{time.ctime()}: {type(error).__name__}: {scrub(str(error))}",
+                file=sys.stderr,
+                flush=True,
+            )
             if last:
                 return 1
         ending.wait(wait)
 
 
 if __name__ == "__main__":
-    os._exit(main(*sys.argv[1:]))  # a library's thread or exit handler that hangs does not hold us up
+    os._exit(
+        main(*sys.argv[1:])
+    )  # a library's thread or exit handler that hangs does not hold us up

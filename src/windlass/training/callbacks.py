@@ -24,7 +24,9 @@ from windlass.parallel.parallelize import autocast, unwrap
 from windlass.recipe import Recipe
 from windlass.recipe.settings import OWN_SUITE
 
-Suite = Callable[[Any, int], Mapping[str, Any]]  # of the model, in evaluation mode, and the step: its measures
+Suite = Callable[
+    [Any, int], Mapping[str, Any]
+]  # of the model, in evaluation mode, and the step: its measures
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,12 @@ class StepResult:
     grad_norm: Tensor  # scalar: the global norm before clipping, the same on every rank
     tokens: int  # of the step over all ranks, without padding
     label_tokens: int  # those that count in the loss: masked prompts do not
-    padded_tokens: int  # tokens of the step with padding and masked ones, over all ranks: what was computed
-    spike: float | None = None  # the loss over all ranks, where it is a spike and the update was not made
+    padded_tokens: (
+        int  # tokens of the step with padding and masked ones, over all ranks: what was computed
+    )
+    spike: float | None = (
+        None  # the loss over all ranks, where it is a spike and the update was not made
+    )
 
 
 @dataclass
@@ -100,7 +106,9 @@ class Callbacks:
         """Raise UserError where a suite has no usable name, or none measures what the recipe calls the best."""
         for name in self.own:
             if not re.fullmatch(r"\w+", name):
-                raise UserError(f"suites: {name!r} is no name for a suite; use letters, digits and _")
+                raise UserError(
+                    f"suites: {name!r} is no name for a suite; use letters, digits and _"
+                )
         best = recipe.checkpoint.best
         suite = best.partition(".")[0]
         if suite.startswith(OWN_SUITE) and (name := suite.removeprefix(OWN_SUITE)) not in self.own:
@@ -112,9 +120,14 @@ class Callbacks:
             with own_code(ranks, step):
                 self.on_step(Step(step, unwrap(model), self, result))
 
-    def evaluated(self, step: int, model: nn.Module, lines: Sequence[Mapping[str, Any]], ranks: Ranks) -> None:
+    def evaluated(
+        self, step: int, model: nn.Module, lines: Sequence[Mapping[str, Any]], ranks: Ranks
+    ) -> None:
         if self.on_eval is not None:
-            results = {line["suite"]: {key: value for key, value in line.items() if key != "suite"} for line in lines}
+            results = {
+                line["suite"]: {key: value for key, value in line.items() if key != "suite"}
+                for line in lines
+            }
             with own_code(ranks, step):
                 self.on_eval(Evaluated(step, unwrap(model), self, results))
 
@@ -122,20 +135,37 @@ class Callbacks:
         if self.on_save is not None:
             self.on_save(Saved(step, unwrap(model), self, path))
 
-    def suites(self, state: Any, ranks: Ranks, recipe: Recipe) -> dict[str, Callable[[nn.Module], dict[str, float]]]:
+    def suites(
+        self, state: Any, ranks: Ranks, recipe: Recipe
+    ) -> dict[str, Callable[[nn.Module], dict[str, float]]]:
         """The user's suites by their names in the ledger; `state.step` is read when one is measured."""
-        return {OWN_SUITE + name: partial(self.measure, name, state, ranks, recipe) for name in self.own}
+        return {
+            OWN_SUITE + name: partial(self.measure, name, state, ranks, recipe) for name in self.own
+        }
 
-    def measure(self, name: str, state: Any, ranks: Ranks, recipe: Recipe, model: nn.Module) -> dict[str, float]:
+    def measure(
+        self, name: str, state: Any, ranks: Ranks, recipe: Recipe, model: nn.Module
+    ) -> dict[str, float]:
         """The numbers of a suite. Those of rank 0 count, so that all ranks call the same model the best."""
         started = time.perf_counter()
-        with own_code(ranks, state.step), evaluating(model), torch.no_grad(), autocast(recipe, ranks.device):
+        with (
+            own_code(ranks, state.step),
+            evaluating(model),
+            torch.no_grad(),
+            autocast(recipe, ranks.device),
+        ):
             numbers = self.own[name](unwrap(model), state.step)
         where = f"suites[{name!r}]"
         if not isinstance(numbers, Mapping):
-            raise UserError(f'{where} returned {numbers!r}; return a dictionary of numbers, as {{"score": 0.3}}')
+            raise UserError(
+                f'{where} returned {numbers!r}; return a dictionary of numbers, as {{"score": 0.3}}'
+            )
         measured = {str(key): number(value, f"{where}: {key}") for key, value in numbers.items()}
-        return dict(ranks.broadcast_object("own suite", measured | {"runtime_s": time.perf_counter() - started}))
+        return dict(
+            ranks.broadcast_object(
+                "own suite", measured | {"runtime_s": time.perf_counter() - started}
+            )
+        )
 
 
 @contextlib.contextmanager

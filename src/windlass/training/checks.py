@@ -23,18 +23,30 @@ from windlass.recipe.settings import IGNORE_INDEX
 HASH_WORDS = 2**20  # hashed at once: three temporary tensors of 8 MB, for a parameter of any size
 
 
-def startup_checks(model: nn.Module, tied_before: list[list[str]], precision: str, ranks: Ranks) -> None:
+def startup_checks(
+    model: nn.Module, tied_before: list[list[str]], precision: str, ranks: Ranks
+) -> None:
     """Master weights, ties, the gradient norm, replicas; raises RunFailed on every rank where one of them is wrong."""
     wanted = torch.float64 if precision == "fp64" else torch.float32
     # Held in fewer bits, a trained weight would lose small updates to rounding.
-    wrong = [name for name, p in unwrap(model).named_parameters() if p.requires_grad and p.dtype != wanted]
+    wrong = [
+        name
+        for name, p in unwrap(model).named_parameters()
+        if p.requires_grad and p.dtype != wanted
+    ]
     problems = [f"master weights are not {wanted}: {name}" for name in wrong[:1]]
     untied = [" and ".join(names) for names in tied_before if names not in tie_groups(model)]
     problems += [f"{names} were tied in the model, and no longer are" for names in untied]
     problems += [*norm_probe(model, ranks), *replicas(model, ranks)]
-    everywhere = [text for texts in ranks.all_gather_object("startup checks", problems) for text in texts]
+    everywhere = [
+        text for texts in ranks.all_gather_object("startup checks", problems) for text in texts
+    ]
     if everywhere:
-        raise RunFailed("\n".join(["the start-up checks failed (train.startup_checks):", *dict.fromkeys(everywhere)]))
+        raise RunFailed(
+            "\n".join(
+                ["the start-up checks failed (train.startup_checks):", *dict.fromkeys(everywhere)]
+            )
+        )
 
 
 def tie_groups(model: nn.Module) -> list[list[str]]:
@@ -48,7 +60,9 @@ def tie_groups(model: nn.Module) -> list[list[str]]:
 def norm_probe(model: nn.Module, ranks: Ranks) -> list[str]:
     """The distributed norm of gradients of a given norm: constants, different from parameter to parameter."""
     parameters, squares = [p for p in model.parameters() if p.requires_grad], 0.0
-    for number, parameter in enumerate(parameters):  # before the first step: there is no gradient yet
+    for number, parameter in enumerate(
+        parameters
+    ):  # before the first step: there is no gradient yet
         value = 1.0 / (1 + number % 7)
         parameter.grad = torch.full_like(parameter, value)
         squares += value * value * parameter.numel()
@@ -56,7 +70,9 @@ def norm_probe(model: nn.Module, ranks: Ranks) -> list[str]:
     for parameter in parameters:
         parameter.grad = None
     if abs(norm - expected) > 1e-4 * expected:
-        return [f"the distributed gradient norm of a probe is {norm:.6g} and should be {expected:.6g}"]
+        return [
+            f"the distributed gradient norm of a probe is {norm:.6g} and should be {expected:.6g}"
+        ]
     return []
 
 
@@ -65,22 +81,35 @@ def replicas(model: nn.Module, ranks: Ranks) -> list[str]:
     if ranks.world == 1 or ranks.strategy in ("single", "full_shard", "shard_grad_op"):
         return []
     # hybrid_shard: ranks with the same place in their sharding group hold the same rows
-    shard = int(ranks.mesh.get_local_rank("shard")) if ranks.mesh is not None and ranks.mesh.ndim > 1 else 0
+    shard = (
+        int(ranks.mesh.get_local_rank("shard"))
+        if ranks.mesh is not None and ranks.mesh.ndim > 1
+        else 0
+    )
     names, parameters = zip(*unwrap(model).named_parameters(), strict=True)
     hashes = [fingerprint(p.to_local() if isinstance(p, DTensor) else p) for p in parameters]
-    first: dict[int, tuple[int, list[int]]] = {}  # by shard: the first rank that holds it, and its hashes
+    first: dict[
+        int, tuple[int, list[int]]
+    ] = {}  # by shard: the first rank that holds it, and its hashes
     problems = []
-    for rank, (other_shard, other_hashes) in enumerate(ranks.all_gather_object("replicas", [shard, hashes])):
+    for rank, (other_shard, other_hashes) in enumerate(
+        ranks.all_gather_object("replicas", [shard, hashes])
+    ):
         first_rank, expected = first.setdefault(other_shard, (rank, other_hashes))
         differ = [name for name, a, b in zip(names, expected, other_hashes, strict=True) if a != b]
         if differ:
-            problems.append(f"ranks {first_rank} and {rank} hold different values of {', '.join(differ[:4])}")
+            problems.append(
+                f"ranks {first_rank} and {rank} hold different values of {', '.join(differ[:4])}"
+            )
     return problems
 
 
 @torch.no_grad()
 def check_loss_is_a_sum(
-    model: nn.Module, samples: Samples, ranks: Ranks, autocast: Callable[[], AbstractContextManager[Any]]
+    model: nn.Module,
+    samples: Samples,
+    ranks: Ranks,
+    autocast: Callable[[], AbstractContextManager[Any]],
 ) -> None:
     """Raise UserError where a module of the user's gives another loss than the sum over the unmasked labels.
 
@@ -92,13 +121,13 @@ def check_loss_is_a_sum(
     masked = (labels, labels.where(first, IGNORE_INDEX), labels.where(~first, IGNORE_INDEX))
     try:
         with evaluating(model), autocast():
-            whole, *halves = (float(unwrap(model)(tokens.to(ranks.device), m.to(ranks.device))) for m in masked)
+            whole, *halves = (
+                float(unwrap(model)(tokens.to(ranks.device), m.to(ranks.device))) for m in masked
+            )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        problem = (
-            f"forward(tokens, labels) of your model failed on two samples: {type(error).__name__}: {first_line(error)}"
-        )
+        problem = f"forward(tokens, labels) of your model failed on two samples: {type(error).__name__}: {first_line(error)}"
         takes = "tokens and labels, int64 [B, T], and returns a scalar, the loss summed over labels that are not -100"
         raise UserError(f"{problem}. It takes {takes}") from error
     wrong = math.isfinite(whole) and abs(sum(halves) - whole) > 0.3 * abs(whole)
@@ -127,7 +156,9 @@ def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
 def fingerprint(tensor: Tensor) -> int:
     """A hash of a tensor's bits, on its own device: the sum of its words, each times an odd number by its place."""
     flat = tensor.detach().contiguous().reshape(-1)
-    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    words = flat.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    )
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, words.numel(), HASH_WORDS):
         chunk = words[start : start + HASH_WORDS].long()
@@ -138,6 +169,12 @@ def fingerprint(tensor: Tensor) -> int:
 
 def uses_dropout(model: nn.Module) -> bool:
     """Whether a module of the model draws random numbers in training."""
-    settings = [(type(m).__name__, name, value) for m in model.modules() for name, value in vars(m).items()]
-    rates = [value for kind, name, value in settings if "dropout" in name or (name == "p" and "Dropout" in kind)]
+    settings = [
+        (type(m).__name__, name, value) for m in model.modules() for name, value in vars(m).items()
+    ]
+    rates = [
+        value
+        for kind, name, value in settings
+        if "dropout" in name or (name == "p" and "Dropout" in kind)
+    ]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)

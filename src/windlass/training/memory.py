@@ -25,23 +25,45 @@ def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
     this micro-batch), or its update may have begun.
     """
     recipe, ranks, share = recorder.plan.recipe, recorder.ranks, batch.global_batch // batch.world
-    less = max((size for size in range(1, batch.micro_batch // 2 + 1) if share % size == 0), default=0)
+    less = max(
+        (size for size in range(1, batch.micro_batch // 2 + 1) if share % size == 0), default=0
+    )
     phase = ranks.status.phase
     alone = ranks.world == 1 and ranks.strategy not in SHARDED
-    if less and alone and not recipe.train.micro_batch and not recorder.started_up and phase in ("forward", "backward"):
+    if (
+        less
+        and alone
+        and not recipe.train.micro_batch
+        and not recorder.started_up
+        and phase in ("forward", "backward")
+    ):
         return replace(batch, micro_batch=less)
     size = f"micro-batches of {batch.micro_batch} sequences on each rank"
     where = f"memory ran out in step {recorder.state.step + 1} ({phase}), with {size}"
     advice = ['parallel.activation_checkpointing="full"']
-    advice += ['parallel.strategy="full_shard"'] if ranks.world > 1 and ranks.strategy not in SHARDED else []
-    advice += [f"train.micro_batch={less} (the same samples and result, but for rounding)"] if less else []
-    raise RunFailed(f"{where}: write {', or '.join(reversed(advice))}; `windlass plan` shows what each needs")
+    advice += (
+        ['parallel.strategy="full_shard"']
+        if ranks.world > 1 and ranks.strategy not in SHARDED
+        else []
+    )
+    advice += (
+        [f"train.micro_batch={less} (the same samples and result, but for rounding)"]
+        if less
+        else []
+    )
+    raise RunFailed(
+        f"{where}: write {', or '.join(reversed(advice))}; `windlass plan` shows what each needs"
+    )
 
 
 def micro_batch_of(run: Run, batch: BatchPlan) -> BatchPlan:
     """The plan with the micro-batch to which an earlier start of the run was reduced: a resume is bit for bit the same."""
     sizes = [event["micro_batch"] for event in run.events if event["event"] == OUT_OF_MEMORY]
-    fits = sizes and sizes[-1] < batch.micro_batch and batch.global_batch // batch.world % sizes[-1] == 0
+    fits = (
+        sizes
+        and sizes[-1] < batch.micro_batch
+        and batch.global_batch // batch.world % sizes[-1] == 0
+    )
     return replace(batch, micro_batch=sizes[-1]) if fits else batch
 
 

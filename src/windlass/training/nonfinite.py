@@ -21,7 +21,10 @@ from windlass.recipe.settings import TrainSettings
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler
 
-SPIKE_WINDOW, SPIKE_MIN = 128, 16  # losses that a spike is measured against; fewer tell nothing about their spread
+SPIKE_WINDOW, SPIKE_MIN = (
+    128,
+    16,
+)  # losses that a spike is measured against; fewer tell nothing about their spread
 
 
 class Counts(NamedTuple):
@@ -34,7 +37,12 @@ class Counts(NamedTuple):
 
 
 def decide_nonfinite(
-    counts: Counts, bad_ranks: list[int], step: int, grad_norm: float, settings: TrainSettings, fp16: bool
+    counts: Counts,
+    bad_ranks: list[int],
+    step: int,
+    grad_norm: float,
+    settings: TrainSettings,
+    fp16: bool,
 ) -> tuple[str, str]:
     """`skip`, `rewind` or `stop` after bad steps up to `step`, by `train.on_nonfinite`, and why.
 
@@ -46,7 +54,9 @@ def decide_nonfinite(
         what = f"loss not finite on rank {', '.join(map(str, bad_ranks))}"
     policy = settings.on_nonfinite if bad_ranks or not fp16 else "skip"
     if policy == "stop":
-        step = step if fp16 else step - counts.bad + 1  # without fp16 no update was made since the first bad step
+        step = (
+            step if fp16 else step - counts.bad + 1
+        )  # without fp16 no update was made since the first bad step
         advice = "look at its samples, lower optim.lr, or set train.on_nonfinite to skip or rewind"
         what += f" (gradient norm {grad_norm}). The update was not made: {advice}"
     return policy, f"step {step}: {what}"
@@ -60,22 +70,32 @@ def is_spike(window: list[float], loss: float, sigmas: float) -> bool:
     return spread > 0 and loss > statistics.fmean(window) + sigmas * spread
 
 
-def check_is_deferred(device: torch.device, optimizer: torch.optim.Optimizer, offload: bool) -> bool:
+def check_is_deferred(
+    device: torch.device, optimizer: torch.optim.Optimizer, offload: bool
+) -> bool:
     """Whether the device decides about the update, and the host looks later.
 
     Not with offloaded parameters: their optimizer is on the CPU, and torch would copy `found_inf` there without waiting
     (`non_blocking=True` in `torch/optim/adamw.py`), so that the update could read the flag before it is written.
     """
-    return device.type == "cuda" and not offload and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return (
+        device.type == "cuda"
+        and not offload
+        and getattr(optimizer, "_step_supports_amp_scaling", False)
+    )
 
 
 class BadSteps:
     """Finds bad steps on one rank, counts them on the device, and decides by the policies of the recipe's `train`."""
 
-    def __init__(self, recorder: Recorder, settings: TrainSettings, scaler: LossScaler | None, deferred: bool):
+    def __init__(
+        self, recorder: Recorder, settings: TrainSettings, scaler: LossScaler | None, deferred: bool
+    ):
         self.recorder, self.ranks, self.state = recorder, recorder.ranks, recorder.state
         self.settings, self.scaler, self.deferred = settings, scaler, deferred
-        self._hold_updates = settings.on_nonfinite == "stop" and scaler is None  # from the first bad step on
+        self._hold_updates = (
+            settings.on_nonfinite == "stop" and scaler is None
+        )  # from the first bad step on
         self._spikes_in_a_row = 0
         self._zero = torch.zeros((), dtype=torch.float32, device=self.ranks.device)
         self.reset()
@@ -101,7 +121,10 @@ class BadSteps:
         self._longest = torch.maximum(self._longest, self._in_a_row)
         if self.settings.on_spike == "ignore":
             return self._bad, None
-        value, window = float(collectives.sum_over_ranks(loss.clone(), self.ranks)), self.state.spike_window
+        value, window = (
+            float(collectives.sum_over_ranks(loss.clone(), self.ranks)),
+            self.state.spike_window,
+        )
         if is_spike(window, value, self.settings.spike_sigmas):
             return self._bad, value
         if math.isfinite(value):  # what is not finite is the other policy's
@@ -127,8 +150,13 @@ class BadSteps:
         state.skips_in_a_row = counts.in_a_row
         if counts.bad:
             flags = self.ranks.all_gather_object("bad steps", counts.loss_bad)
-            bad_ranks, fp16 = [rank for rank, bad in enumerate(flags) if bad], self.scaler is not None
-            action, reason = decide_nonfinite(counts, bad_ranks, state.step, float(grad_norm), settings, fp16)
+            bad_ranks, fp16 = (
+                [rank for rank, bad in enumerate(flags) if bad],
+                self.scaler is not None,
+            )
+            action, reason = decide_nonfinite(
+                counts, bad_ranks, state.step, float(grad_norm), settings, fp16
+            )
             if action == "skip":
                 scale = float(self.scaler.scale) if self.scaler is not None else None
                 more = {"count": counts.bad, "in_a_row": counts.in_a_row, "loss_scale": scale}
@@ -139,14 +167,22 @@ class BadSteps:
             reason = f"step {state.step}: {text} (train.on_spike)"
             if action == "skip":
                 self._spikes_in_a_row += 1
-                self._skipped("spike", reason, 1, self._spikes_in_a_row, {"in_a_row": self._spikes_in_a_row})
+                self._skipped(
+                    "spike", reason, 1, self._spikes_in_a_row, {"in_a_row": self._spikes_in_a_row}
+                )
         if action == "stop":
             raise RunFailed(reason)
         return reason if action == "rewind" else ""
 
-    def _skipped(self, event: str, reason: str, count: int, in_a_row: int, fields: dict[str, Any]) -> None:
+    def _skipped(
+        self, event: str, reason: str, count: int, in_a_row: int, fields: dict[str, Any]
+    ) -> None:
         self.recorder.event(event, reason=reason, **fields)
         self.state.updates_skipped += count
         if in_a_row >= self.settings.max_skips:
-            advice = "lower optim.lr, use bf16 or fp32, or raise train.max_skips or train.spike_sigmas"
-            raise RunFailed(f"{in_a_row} updates in a row were skipped, the last because of: {reason}; {advice}")
+            advice = (
+                "lower optim.lr, use bf16 or fp32, or raise train.max_skips or train.spike_sigmas"
+            )
+            raise RunFailed(
+                f"{in_a_row} updates in a row were skipped, the last because of: {reason}; {advice}"
+            )

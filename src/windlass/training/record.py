@@ -20,7 +20,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from windlass.checkpoint.reshard import gather_state
-from windlass.checkpoint.retention import FINAL, LOSS, PERIODIC, best, scores_by_step, without_improvement
+from windlass.checkpoint.retention import (
+    FINAL,
+    LOSS,
+    PERIODIC,
+    best,
+    scores_by_step,
+    without_improvement,
+)
 from windlass.checkpoint.save import Outcome, Saver
 from windlass.data.facts import Facts, lines, warnings
 from windlass.data.loader import StepBatch
@@ -67,23 +74,46 @@ class Recorder:
     """The ledger, the terminal and the trackers of a run on rank 0, the device sampler on every rank."""
 
     def __init__(
-        self, plan: StartPlan, ranks: Ranks, facts: ModelFacts, horizon: Horizon, state: TrainState, goodput: Goodput,
-        attempt: int, origin: dict[str, Any], console: Console, stack: ExitStack,
-    ):  # fmt: skip
-        self.plan, self.run, self.ranks, self.facts, self.state = plan, plan.run, ranks, facts, state
+        self,
+        plan: StartPlan,
+        ranks: Ranks,
+        facts: ModelFacts,
+        horizon: Horizon,
+        state: TrainState,
+        goodput: Goodput,
+        attempt: int,
+        origin: dict[str, Any],
+        console: Console,
+        stack: ExitStack,
+    ):
+        self.plan, self.run, self.ranks, self.facts, self.state = (
+            plan,
+            plan.run,
+            ranks,
+            facts,
+            state,
+        )
         self.horizon, self.goodput, self.timer = horizon, goodput, StepTimer(ranks.device, goodput)
         settings, run = plan.recipe.telemetry, plan.run
         self.losses = LossSum(state, ranks)
         self.started_up = False  # whether this start has done a step
         # Ends of epochs that are shorter than the distance of two `train` lines are no lines of their own.
-        self.logs_epochs = horizon.samples_per_epoch >= plan.recipe.telemetry.every * horizon.samples_per_step
+        self.logs_epochs = (
+            horizon.samples_per_epoch >= plan.recipe.telemetry.every * horizon.samples_per_step
+        )
         self.padded_tokens = 0  # tokens of this start, with padding and masked ones
-        self.logged: tuple[int, ...] = ()  # step, samples, tokens and padded tokens at the last `train` line
-        self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines, from the ledger and since
+        self.logged: tuple[
+            int, ...
+        ] = ()  # step, samples, tokens and padded tokens at the last `train` line
+        self.evaluations: list[
+            dict[str, Any]
+        ] = []  # the effective `eval` lines, from the ledger and since
         self._next_beat = 0.0  # of the monotonic clock
         # Ranks that share a host are other processes to each other.
         self.contention = Contention() if ranks.device.type == "cpu" and ranks.world == 1 else None
-        self.ledger = Ledger(run.metrics_path, attempt, ranks.main, stamp=lambda: {"seconds": goodput.seconds()})
+        self.ledger = Ledger(
+            run.metrics_path, attempt, ranks.main, stamp=lambda: {"seconds": goodput.seconds()}
+        )
         stack.callback(self.ledger.close)
         self.console = console
         env = ranks.env
@@ -91,7 +121,12 @@ class Recorder:
         about = environment.describe_rank(ranks.rank, ranks.device, env.local_rank, env.node)
         self.placed = ranks.all_gather_object("environment", about)
         if ranks.main:
-            launch = {"launcher": env.launcher, "world": env.world, "nodes": env.nodes, "strategy": ranks.strategy}
+            launch = {
+                "launcher": env.launcher,
+                "world": env.world,
+                "nodes": env.nodes,
+                "strategy": ranks.strategy,
+            }
             backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
             launch |= {"backend": backend, "versions": environment.versions(self.placed)}
             launch |= environment.describe_job(os.environ)
@@ -99,49 +134,92 @@ class Recorder:
             alone = ranks.world == 1 and "job" not in launch
             self.launch = {} if alone else environment.describe_launch(launch, self.placed)
         self.sampler = DeviceSampler(
-            run.devices_dir, rank=ranks.rank, world=ranks.world, device=ranks.device, every=settings.sample_seconds,
-            attempt=attempt, phases=goodput.seconds,
-        )  # fmt: skip
+            run.devices_dir,
+            rank=ranks.rank,
+            world=ranks.world,
+            device=ranks.device,
+            every=settings.sample_seconds,
+            attempt=attempt,
+            phases=goodput.seconds,
+        )
         stack.callback(self.sampler.stop)
-        self.trackers = Trackers(run.path, settings.trackers if ranks.main else [], settings.flush_seconds)
+        self.trackers = Trackers(
+            run.path, settings.trackers if ranks.main else [], settings.flush_seconds
+        )
         stack.callback(self.trackers.close)
 
     def started(
-        self, batch: BatchPlan, threads: str, facts_of_data: Facts, model: nn.Module, resumed_from: str, notes: list[str]
-    ) -> None:  # fmt: skip
+        self,
+        batch: BatchPlan,
+        threads: str,
+        facts_of_data: Facts,
+        model: nn.Module,
+        resumed_from: str,
+        notes: list[str],
+    ) -> None:
         """The terminal's header and the event of this start; `threads`: how many there are on a CPU, and why."""
         facts, state, plan, branched = self.facts, self.state, self.plan, self.plan.branch_from
         shared: dict[str, Any] = {"world": self.ranks.world, "strategy": self.ranks.strategy}
         shared |= {"precision": facts.precision, "device": facts.device_name}
         groups = count_groups(model, plan.recipe.optim)
-        measured = evaluations(plan.recipe, self.horizon, facts_of_data.get("val", {}).get("samples", 0))
-        notes = [*notes, *warnings(facts_of_data), *([measured.warning] if measured and measured.warning else [])]
+        measured = evaluations(
+            plan.recipe, self.horizon, facts_of_data.get("val", {}).get("samples", 0)
+        )
+        notes = [
+            *notes,
+            *warnings(facts_of_data),
+            *([measured.warning] if measured and measured.warning else []),
+        ]
         self.console.header(
-            run=str(self.run.path), recipe=plan.recipe.preset, config_hash=plan.recipe.config_hash,
-            model=describe_sizes(facts.sizes), optimizer=f"{plan.recipe.optim.kind}: {describe_groups(groups)}", first_step=state.step,
-            tokens_per_step=round(batch.global_batch * facts_of_data["train"].get("tokens_per_sample", batch.context)),
-            evaluation=str(measured or ""), data=lines(facts_of_data, plan.recipe.model.context),
-            epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch, threads=threads,
-            launch=self.launch, **shared,
-        )  # fmt: skip
+            run=str(self.run.path),
+            recipe=plan.recipe.preset,
+            config_hash=plan.recipe.config_hash,
+            model=describe_sizes(facts.sizes),
+            optimizer=f"{plan.recipe.optim.kind}: {describe_groups(groups)}",
+            first_step=state.step,
+            tokens_per_step=round(
+                batch.global_batch * facts_of_data["train"].get("tokens_per_sample", batch.context)
+            ),
+            evaluation=str(measured or ""),
+            data=lines(facts_of_data, plan.recipe.model.context),
+            epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch,
+            threads=threads,
+            launch=self.launch,
+            **shared,
+        )
         self.console.log(environment.describe_places(self.placed))
         for note in notes:
             self.console.warning(note)
         how = "branched" if branched else "resumed" if plan.resuming and state.step else "started"
         self.event(
-            how, **shared, parameters=facts.sizes.total, trained=facts.sizes.trained, network=facts.sizes.network or None,
-            threads=torch.get_num_threads(), steps=self.horizon.steps, micro_batch=batch.micro_batch, accumulation=batch.accumulation,
-            global_batch=batch.global_batch, samples_per_epoch=self.horizon.samples_per_epoch,
-            data=facts_of_data, optimizer_groups=groups, extended_from=plan.extends_from or None,
+            how,
+            **shared,
+            parameters=facts.sizes.total,
+            trained=facts.sizes.trained,
+            network=facts.sizes.network or None,
+            threads=torch.get_num_threads(),
+            steps=self.horizon.steps,
+            micro_batch=batch.micro_batch,
+            accumulation=batch.accumulation,
+            global_batch=batch.global_batch,
+            samples_per_epoch=self.horizon.samples_per_epoch,
+            data=facts_of_data,
+            optimizer_groups=groups,
+            extended_from=plan.extends_from or None,
             branched_from=str(branched.absolute()) if branched else None,
-        )  # fmt: skip
+        )
         if resumed_from:
             self.console.event(f"resumed from {resumed_from}", state.step)
         if plan.changes:
-            self.event("settings_changed", settings={change.key: [change.old, change.new] for change in plan.changes})
+            self.event(
+                "settings_changed",
+                settings={change.key: [change.old, change.new] for change in plan.changes},
+            )
             self.console.event(f"settings changed: {', '.join(map(str, plan.changes))}", state.step)
         if any(change.key.startswith(MEASURED_ON) for change in plan.changes):
-            self.console.warning("evaluations from here on are of other items: the best is looked for among them alone")
+            self.console.warning(
+                "evaluations from here on are of other items: the best is looked for among them alone"
+            )
 
     def restart_counts(self) -> None:
         """At a start or after a rewind: speeds are measured from here on."""
@@ -151,7 +229,9 @@ class Recorder:
     def log(self, measures: dict[str, float]) -> None:
         """A `log` line with what callbacks have logged at this step, under names of their own; takes it out."""
         if measures:
-            self.ledger.write("log", self.state.step, **{f"log.{name}": value for name, value in measures.items()})
+            self.ledger.write(
+                "log", self.state.step, **{f"log.{name}": value for name, value in measures.items()}
+            )
             measures.clear()
 
     def event(self, event: str, step: int | None = None, **fields: Any) -> None:
@@ -166,14 +246,20 @@ class Recorder:
     def stops_improving(self) -> bool:
         """Whether `train.early_stop` ends the run: equal on all ranks, which have the same evaluations."""
         patience = self.plan.recipe.train.early_stop
-        return 0 < patience <= without_improvement(self.evaluations, self.plan.recipe.checkpoint.best)
+        return (
+            0 < patience <= without_improvement(self.evaluations, self.plan.recipe.checkpoint.best)
+        )
 
     def finished(self, early: bool) -> None:
         """The event of the run's end; `early`: by `train.early_stop`, and why."""
         measure, scores, why = self.plan.recipe.checkpoint.best, self.scores, dict[str, Any]()
         if early:
             count, step = without_improvement(self.evaluations, measure), best(scores, measure)
-            since = "there was none" if step is None else f"the best was {scores[step]:.4f} at step {step:,}"
+            since = (
+                "there was none"
+                if step is None
+                else f"the best was {scores[step]:.4f} at step {step:,}"
+            )
             without = f"{count} evaluation{'s' * (count > 1)} without a better {measure}"
             why = {"early_stop": count, "reason": f"{without}; {since}"}
         self.event("finished", **why)
@@ -197,8 +283,14 @@ class Recorder:
         self.console.tick(state.step)
         if not self.started_up:
             self.first_step()
-        per_epoch, next_sample = self.horizon.samples_per_epoch, batch.first_sample + self.horizon.samples_per_step
-        if self.logs_epochs and (epoch := next_sample // per_epoch) > batch.first_sample // per_epoch:
+        per_epoch, next_sample = (
+            self.horizon.samples_per_epoch,
+            batch.first_sample + self.horizon.samples_per_step,
+        )
+        if (
+            self.logs_epochs
+            and (epoch := next_sample // per_epoch) > batch.first_sample // per_epoch
+        ):
             more = state.step < self.horizon.steps
             order = self.describe_order(epoch) if more else None
             self.event("epoch", ended=epoch, begins=epoch + 1 if more else None, order=order)
@@ -213,13 +305,21 @@ class Recorder:
             torch.cuda.synchronize(self.ranks.device)
         self.goodput.enter("train")
         seconds = self.goodput.seconds()
-        startup, evaluated = seconds["startup"], seconds.get("eval", 0.0) + seconds.get("sample", 0.0)
+        startup, evaluated = (
+            seconds["startup"],
+            seconds.get("eval", 0.0) + seconds.get("sample", 0.0),
+        )
         whole = sum(seconds.values())
-        first, step = whole - startup - evaluated, "compiling and first step" if "compile" in seconds else "first step"
+        first, step = (
+            whole - startup - evaluated,
+            "compiling and first step" if "compile" in seconds else "first step",
+        )
         parts = {"start-up": startup, "evaluation": evaluated, step: first}
         self.event("first_step", startup_s=startup, first_step_s=round(first, 3))
         text = ", ".join(f"{name} {spent:.1f} s" for name, spent in parts.items() if spent)
-        self.console.event(f"first step done {whole:.1f} s after the start: {text}", self.state.step)
+        self.console.event(
+            f"first step done {whole:.1f} s after the start: {text}", self.state.step
+        )
 
     def enter_epoch(self) -> None:
         """At a start: which epoch begins, or continues, and in which order its samples come."""
@@ -227,7 +327,9 @@ class Recorder:
         if state.step == horizon.steps or not self.logs_epochs:
             return
         first = int(step_samples(state.step, horizon.samples_per_step, state.skipped)[0])
-        epochs = math.ceil((horizon.steps - 1) * horizon.samples_per_step / horizon.samples_per_epoch)
+        epochs = math.ceil(
+            (horizon.steps - 1) * horizon.samples_per_step / horizon.samples_per_epoch
+        )
         epoch, of = first // horizon.samples_per_epoch, f" of {epochs:,}" if epochs > 1 else ""
         begins, order = "continues", self.describe_order(epoch)
         if state.step == 0 and not any(event["event"] == "epoch" for event in self.run.events):
@@ -242,7 +344,12 @@ class Recorder:
     def train(self, loss: float, lr: float, grad_norm: float, loss_scale: float | None) -> None:
         """A `train` line: the step's own loss over all ranks, and speeds since the last line. Waits for the device."""
         self.losses.read()
-        state, times, world, flops = self.state, self.timer.read(), self.ranks.world, self.facts.flops_per_token
+        state, times, world, flops = (
+            self.state,
+            self.timer.read(),
+            self.ranks.world,
+            self.facts.flops_per_token,
+        )
         now = (state.step, state.samples, state.tokens, self.padded_tokens)
         steps, *counts = (after - before for before, after in zip(self.logged, now, strict=True))
         seconds = max(times["step_ms"], 1e-6) / 1e3
@@ -253,15 +360,31 @@ class Recorder:
             self.console.warning(text)
             self.event("warning", reason=text)
         line = self.ledger.write(
-            "train", state.step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens, samples=state.samples,
+            "train",
+            state.step,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            tokens=state.tokens,
+            samples=state.samples,
             label_tokens=state.label_tokens if state.label_tokens != state.tokens else None,
-            epoch=self.epoch, **times, tokens_per_s=tokens_per_s, tokens_per_s_per_device=tokens_per_s / world,
+            epoch=self.epoch,
+            **times,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_device=tokens_per_s / world,
             padded_tokens_per_s=padded_per_s if padded_per_s != tokens_per_s else None,
-            samples_per_s=samples_per_s, samples_per_s_per_device=samples_per_s / world, steps_per_s=1 / seconds,
-            mfu=mfu(tokens_per_s, flops, self.facts.peak_flops, world) if flops else None, loss_scale=loss_scale,
-        )  # fmt: skip
+            samples_per_s=samples_per_s,
+            samples_per_s_per_device=samples_per_s / world,
+            steps_per_s=1 / seconds,
+            mfu=mfu(tokens_per_s, flops, self.facts.peak_flops, world) if flops else None,
+            loss_scale=loss_scale,
+        )
         cuda = self.ranks.device.type == "cuda"
-        memory = torch.cuda.memory_allocated(self.ranks.device) if cuda else psutil.Process().memory_info().rss
+        memory = (
+            torch.cuda.memory_allocated(self.ranks.device)
+            if cuda
+            else psutil.Process().memory_info().rss
+        )
         self.console.step(line | {"gpu_mem_mb" if cuda else "rss_mb": memory / 1e6})
 
     @contextlib.contextmanager
@@ -304,19 +427,37 @@ class Recorder:
         means, seconds, scores = averages(lines), wall_time(raw), scores_by_step(lines, measure)
         means |= {"train_loss_mean": state.loss_sum / state.losses} if state.losses else {}
         trained = [x["loss"] for x in lines if x["kind"] == "train"]
-        evaluated = [x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS]  # NaN, too
+        evaluated = [
+            x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS
+        ]  # NaN, too
         best_step = best(scores, measure)
         self.ledger.write(
-            "summary", state.step, steps=self.horizon.steps, tokens=state.tokens, samples=state.samples,
+            "summary",
+            state.step,
+            steps=self.horizon.steps,
+            tokens=state.tokens,
+            samples=state.samples,
             label_tokens=state.label_tokens if state.label_tokens != state.tokens else None,
-            epochs=self.epoch, steps_per_epoch=self.horizon.samples_per_epoch / self.horizon.samples_per_step,
-            final_loss=(trained or [None])[-1], final_eval_loss=(evaluated or [None])[-1],
-            best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None), best_measure=measure, best_step=best_step,
-            best_score=None if best_step is None else scores[best_step], runtime_s=seconds["total"],
-            samples_per_s_whole_run=state.samples / (seconds["total"] - seconds["startup"]), wall_time=seconds, device_hours=device_hours(raw), world=self.ranks.world,
-            parameters=self.facts.sizes.total, trained=self.facts.sizes.trained, updates_skipped=state.updates_skipped,
-            attempts=self.ledger.attempt + 1, **means, **summarise_devices(run),
-        )  # fmt: skip
+            epochs=self.epoch,
+            steps_per_epoch=self.horizon.samples_per_epoch / self.horizon.samples_per_step,
+            final_loss=(trained or [None])[-1],
+            final_eval_loss=(evaluated or [None])[-1],
+            best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None),
+            best_measure=measure,
+            best_step=best_step,
+            best_score=None if best_step is None else scores[best_step],
+            runtime_s=seconds["total"],
+            samples_per_s_whole_run=state.samples / (seconds["total"] - seconds["startup"]),
+            wall_time=seconds,
+            device_hours=device_hours(raw),
+            world=self.ranks.world,
+            parameters=self.facts.sizes.total,
+            trained=self.facts.sizes.trained,
+            updates_skipped=state.updates_skipped,
+            attempts=self.ledger.attempt + 1,
+            **means,
+            **summarise_devices(run),
+        )
 
 
 @dataclass
@@ -328,7 +469,9 @@ class Saves:
     optimizer: Optimizer
     scaler: LossScaler | None
     recorder: Recorder
-    meta: dict[str, Any]  # of every checkpoint: hashes of recipe and data, optimizer, micro-batch, precision
+    meta: dict[
+        str, Any
+    ]  # of every checkpoint: hashes of recipe and data, optimizer, micro-batch, precision
     callbacks: Callbacks
     step: int  # the newest step that is saved, or is being saved; -1: none, or the last save failed
     committed: int  # the newest step that a restart would resume from
@@ -350,11 +493,17 @@ class Saves:
                 self.scaler.save(state)
             else:
                 state.loss_scale, state.scale_good_steps = 0.0, 0
-            tensors = gather_state(self.model, self.optimizer, recorder.ranks.rank, recorder.ranks.world)
+            tensors = gather_state(
+                self.model, self.optimizer, recorder.ranks.rank, recorder.ranks.world
+            )
             self.saver.save(
-                state.step, tensors, state.to_json(), self.meta | {"reason": reason}, recorder.scores,
+                state.step,
+                tensors,
+                state.to_json(),
+                self.meta | {"reason": reason},
+                recorder.scores,
                 while_waiting=recorder.beat,
-            )  # fmt: skip
+            )
         self.step = state.step
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -380,15 +529,21 @@ class Saves:
                 self.failed_in_a_row += 1
                 self.step = -1 if outcome.step == self.step else self.step
                 recorder.event("save_failed", outcome.step, reason=outcome.error)
-                recorder.console.warning(f"the checkpoint of step {outcome.step} was not saved: {outcome.error}")
+                recorder.console.warning(
+                    f"the checkpoint of step {outcome.step} was not saved: {outcome.error}"
+                )
                 continue
             self.failed_in_a_row, self.committed = 0, outcome.step
             if recorder.ranks.main:
                 recorder.ledger.sync()  # the lines up to a committed step must survive what the checkpoint survives
                 recorder.event(
-                    "checkpoint", outcome.step, path=f"checkpoints/{outcome.path.name}", bytes=outcome.bytes,
-                    write_s=round(outcome.write_s, 4), blocked_s=round(outcome.staged_s + outcome.waited_s, 4),
-                )  # fmt: skip
+                    "checkpoint",
+                    outcome.step,
+                    path=f"checkpoints/{outcome.path.name}",
+                    bytes=outcome.bytes,
+                    write_s=round(outcome.write_s, 4),
+                    blocked_s=round(outcome.staged_s + outcome.waited_s, 4),
+                )
                 recorder.console.saved(outcome.path, outcome.write_s, outcome.step)
                 if outcome.warning:
                     recorder.console.warning(outcome.warning)

@@ -34,12 +34,16 @@ class Rewinder:
             raise RunFailed(f"{reason}; there is no checkpoint yet to return to")
         for note in choice.notes:
             recorder.console.warning(note)
-        decide_on_rank_0(recorder.ranks, "set aside", lambda: checkpoints.set_aside(choice, run.path))
+        decide_on_rank_0(
+            recorder.ranks, "set aside", lambda: checkpoints.set_aside(choice, run.path)
+        )
         checkpoint = checkpoints.open_checkpoint(choice.path, deep=False)
         self.times[checkpoint.step] = self.times.get(checkpoint.step, 0) + 1
         if self.times[checkpoint.step] > MAX_REWINDS:
             advice = "resume from an earlier one (checkpoint.resume=STEP) with a lower optim.lr"
-            raise RunFailed(f"{reason}; the run returned to step {checkpoint.step} {MAX_REWINDS} times: {advice}")
+            raise RunFailed(
+                f"{reason}; the run returned to step {checkpoint.step} {MAX_REWINDS} times: {advice}"
+            )
         recorder.losses.reset()
         restore(checkpoint, saves.model, saves.optimizer)
         saved = TrainState.from_json(checkpoint.counters)
@@ -54,5 +58,7 @@ class Rewinder:
         recorder.ledger.attempt += 1  # its lines replace those after this step
         recorder.sampler.attempt = recorder.ledger.attempt
         recorder.event("rewound", reason=reason, left_out=[start, stop_sample])
-        recorder.console.warning(f"{reason}: back to step {state.step}, samples {start} to {stop_sample} are left out")
+        recorder.console.warning(
+            f"{reason}: back to step {state.step}, samples {start} to {stop_sample} are left out"
+        )
         recorder.restart_counts()

@@ -41,13 +41,37 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 # In these settings a branch may differ from the run it comes from; model, data, seed and batch stay.
-BRANCH_MAY_CHANGE = ("optim.", "train.steps", "train.on_", "train.spike_sigmas", "train.max_skips", "train.grad_clip")
+BRANCH_MAY_CHANGE = (
+    "optim.",
+    "train.steps",
+    "train.on_",
+    "train.spike_sigmas",
+    "train.max_skips",
+    "train.grad_clip",
+)
 LEFT_OVER = {
-    LOCK, "heartbeat", LINEAGE, f".{LINEAGE}.new", ".recipe.toml.new", ".recipe.toml.partial", "log.txt", "tokenizer",
-    "submit.sh", "submit.toml", "job.json", "job-*.json", ".exit", ".open-*", ".ends-*", "*.out", "*.OU",
-}  # fmt: skip
+    LOCK,
+    "heartbeat",
+    LINEAGE,
+    f".{LINEAGE}.new",
+    ".recipe.toml.new",
+    ".recipe.toml.partial",
+    "log.txt",
+    "tokenizer",
+    "submit.sh",
+    "submit.toml",
+    "job.json",
+    "job-*.json",
+    ".exit",
+    ".open-*",
+    ".ends-*",
+    "*.out",
+    "*.OU",
+}
 """What a start that failed before it wrote its recipe, or `windlass submit`, leaves behind; a new run may begin among these."""
-LOCK_WAIT_SECONDS = 10.0  # for the lock of a run directory: a process that was just killed may still be ending
+LOCK_WAIT_SECONDS = (
+    10.0  # for the lock of a run directory: a process that was just killed may still be ending
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +91,9 @@ class StartPlan:
     @property
     def why_finished(self) -> str:
         """Of a finished run: whether all its steps are done, and that changes of this command had no effect."""
-        reason = next((e.get("reason") for e in reversed(self.run.events) if e["event"] == "finished"), None)
+        reason = next(
+            (e.get("reason") for e in reversed(self.run.events) if e["event"] == "finished"), None
+        )
         ended = reason and f"{reason}; a larger train.early_stop, or 0, continues it"
         changed = f"; without effect: {', '.join(map(str, self.changes))}" if self.changes else ""
         return (ended or f"all {self.run.summary.get('steps', '')} steps are done") + changed
@@ -86,7 +112,7 @@ class Change(NamedTuple):
 
 def resolve_start(
     recipe: Recipe, *, fresh: bool = False, extend_to: int | str = 0, branch_from: str = ""
-) -> StartPlan:  # fmt: skip
+) -> StartPlan:
     """Decide what a start does in the recipe's run directory; changes nothing.
 
     UserError: the directory holds other files or a run of another recipe, or an extension or branch does not fit it.
@@ -110,7 +136,11 @@ def resolve_start(
             raise UserError(f"there is no run at {run.path} to extend")
         checkpoint = _branch_checkpoint(recipe, Run.open(origin), step) if branch_from else None
         resume = recipe.checkpoint.resume
-        if checkpoint is None and resume not in ("latest", "best", "never"):  # refused before --fresh renames anything
+        if checkpoint is None and resume not in (
+            "latest",
+            "best",
+            "never",
+        ):  # refused before --fresh renames anything
             inside = fresh and Path(resume).resolve().is_relative_to(run.path.resolve())
             if inside or resume.isdigit() or not Path(resume).is_dir():
                 raise UserError(
@@ -122,32 +152,54 @@ def resolve_start(
     longer = f"{argument('extend_to', 'STEPS')}, {argument('stop_at', 'STEP')}"
     advice = f"undo them, give another run.dir, or {argument('fresh')} to rename the old run; for other steps {longer}"
     allowed = ("train.steps",) if extends_from else ()
-    refuse_changes(f"{run.path} holds a run of another recipe:", run.recipe, recipe, allowed, advice)
+    refuse_changes(
+        f"{run.path} holds a run of another recipe:", run.recipe, recipe, allowed, advice
+    )
     lineage = read_lineage(run.path)
     begins_at = Path(lineage.checkpoint if lineage is not None else "")  # absolute: of another run
     of_origin = Path(origin).resolve() / "checkpoints"
     # The best checkpoint of the other run may be another one by now.
-    wanted = begins_at.parent == of_origin if step == "best" else begins_at == step_dir(of_origin, int(step or 0))
+    wanted = (
+        begins_at.parent == of_origin
+        if step == "best"
+        else begins_at == step_dir(of_origin, int(step or 0))
+    )
     if branch_from and begins_at.is_absolute() and not wanted:
-        raise UserError(f"{run.path} begins at {begins_at}, not at {branch_from}; give another run.dir")
+        raise UserError(
+            f"{run.path} begins at {begins_at}, not at {branch_from}; give another run.dir"
+        )
     finished = not extends_from and run.state == "finished"
     if finished:
-        end = next(line for line in reversed(run.events) if line["event"] == "finished")  # that of the highest step
+        end = next(
+            line for line in reversed(run.events) if line["event"] == "finished"
+        )  # that of the highest step
         early = end.get("early_stop", 0)  # with more patience it continues
         # A run whose extension was killed has an earlier end in its ledger.
         at_end = end["step"] == steps_of(run, run.recipe.train.steps)
         finished = 0 < recipe.train.early_stop <= early if early else at_end
     old, new = run.recipe.flat(), recipe.flat()
-    differ = [key for key in new if not key.startswith((*UNRECORDED, "train.steps")) and old.get(key) != new[key]]
+    differ = [
+        key
+        for key in new
+        if not key.startswith((*UNRECORDED, "train.steps")) and old.get(key) != new[key]
+    ]
     return StartPlan(
-        recipe, run, resuming=True, finished=finished, extends_from=extends_from, restarted=restarted,
+        recipe,
+        run,
+        resuming=True,
+        finished=finished,
+        extends_from=extends_from,
+        restarted=restarted,
         changes=tuple(Change(key, old.get(key), new[key]) for key in differ),
-    )  # fmt: skip
+    )
 
 
 def _extension(run: Run, recipe: Recipe, extend_to: int | str) -> tuple[Recipe, int]:
     """The recipe of a run that is extended, and the run's steps so far; 0: the run has that length already."""
-    length, asked = int(extend_to) if str(extend_to).isdigit() else extend_to, argument("extend_to", extend_to)
+    length, asked = (
+        int(extend_to) if str(extend_to).isdigit() else extend_to,
+        argument("extend_to", extend_to),
+    )
     if not (isinstance(length, int) or EPOCHS.fullmatch(length)):
         raise UserError(f'{asked}: write steps (4576) or epochs ("3 epochs")')
     steps, new = steps_of(run, run.recipe.train.steps), steps_of(run, length)
@@ -187,14 +239,22 @@ def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
     problem = f"a branch keeps model, data, seed and batch of {origin.path}:"
     refuse_changes(problem, origin.recipe, recipe, BRANCH_MAY_CHANGE, "undo the changes")
     if isinstance(recipe.train.steps, int) and recipe.train.steps <= step:
-        raise UserError(f"train.steps = {recipe.train.steps} is not past the step {step} to branch from")
+        raise UserError(
+            f"train.steps = {recipe.train.steps} is not past the step {step} to branch from"
+        )
     return checkpoint
 
 
-def refuse_changes(problem: str, old: Recipe, new: Recipe, allowed: tuple[str, ...], advice: str) -> None:
+def refuse_changes(
+    problem: str, old: Recipe, new: Recipe, allowed: tuple[str, ...], advice: str
+) -> None:
     """Raise UserError where a setting that changes the training differs: `optim.lr: 0.001 -> 0.002`, one line each."""
     before, after = old.semantic_settings(), new.semantic_settings()
-    differ = [key for key in before | after if before.get(key) != after.get(key) and not key.startswith(allowed)]
+    differ = [
+        key
+        for key in before | after
+        if before.get(key) != after.get(key) and not key.startswith(allowed)
+    ]
     if differ:
         changes = [f"  {key}: {before.get(key)!r} -> {after.get(key)!r}" for key in differ]
         raise UserError("\n".join([problem, *changes, advice]))
@@ -206,7 +266,9 @@ def job_id(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     `launch`: our launcher's process, or torchrun's run id; `slurm`: the number of the SLURM job.
     """
     ours = detect_env(environ).launcher == "windlass"
-    launch = f"{socket.gethostname()}/{os.getppid()}" if ours else environ.get("TORCHELASTIC_RUN_ID", "")
+    launch = (
+        f"{socket.gethostname()}/{os.getppid()}" if ours else environ.get("TORCHELASTIC_RUN_ID", "")
+    )
     return {"launch": launch, "slurm": environ.get("SLURM_JOB_ID", "")}
 
 
@@ -217,7 +279,11 @@ def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
         return False
     if job["slurm"] and environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0"):
         return lineage.job.get("slurm") == job["slurm"]
-    return env.attempt > 0 and env.launcher != "slurm" and lineage.job.get("launch", "") == job["launch"]
+    return (
+        env.attempt > 0
+        and env.launcher != "slurm"
+        and lineage.job.get("launch", "") == job["launch"]
+    )
 
 
 def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Value:
@@ -236,7 +302,9 @@ def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Va
     return value  # type: ignore[return-value]
 
 
-def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> checkpoints.Choice | None:
+def choose_undamaged(
+    ranks: Ranks, candidates: Callable[[], list[Path]]
+) -> checkpoints.Choice | None:
     """The first undamaged one of the checkpoints that rank 0 lists; each rank hashes its share of the files."""
     paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidates())))
     return checkpoints.first_undamaged([Path(path) for path in paths], ranks)
@@ -248,16 +316,23 @@ def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
     Where rank 0 has prepared data (which may be read-only, or a copy on a host's own disk), all must have the same.
     """
     index = Index.load(data) if data is not None else None
-    places = {"run.dir": run.absolute(), **({"data.dir": data.absolute()} if data is not None else {})}
+    places = {
+        "run.dir": run.absolute(),
+        **({"data.dir": data.absolute()} if data is not None else {}),
+    }
 
     def create() -> dict[str, str]:
         marks = {}
         for key, place in places.items() if index is None else [("run.dir", places["run.dir"])]:
             there = next(path for path in (place, *place.parents) if path.is_dir())
             try:
-                descriptor, marks[key] = tempfile.mkstemp(prefix=".windlass-", dir=there)  # a name in no cache of NFS
+                descriptor, marks[key] = tempfile.mkstemp(
+                    prefix=".windlass-", dir=there
+                )  # a name in no cache of NFS
             except OSError as error:
-                raise UserError(f"{there} cannot be written ({error.strerror}); give another {key}") from None
+                raise UserError(
+                    f"{there} cannot be written ({error.strerror}); give another {key}"
+                ) from None
             os.close(descriptor)
         return marks
 
@@ -271,7 +346,9 @@ def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
         Path(mark).unlink(missing_ok=True)
     ranks.broadcast_object("removed")  # nobody continues while they lie there
     for key, place in places.items():
-        if blind := sorted({f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}):
+        if blind := sorted(
+            {f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}
+        ):
             problem = f"{key}: {place} of {hosts[0][0]} (rank 0) is not seen by {', '.join(blind)}"
             raise UserError(f"{problem}: put it on a file system that all hosts share ({key}=PATH)")
 
@@ -290,38 +367,59 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
     if not plan.resuming and not is_path:
         return []
     schedule, old = recipe.optim.schedule, replace(horizon, steps=plan.extends_from)
-    if plan.extends_from and schedule.kind == "wsd" and phases(schedule, old) != phases(schedule, horizon):
+    if (
+        plan.extends_from
+        and schedule.kind == "wsd"
+        and phases(schedule, old) != phases(schedule, horizon)
+    ):
         decay_begins = phases(schedule, old)[1]
         paths = checkpoints.candidates(run, up_to=decay_begins)
         if not paths and checkpoints.candidates(run):
             problem = f"no checkpoint of {run} is left from before step {decay_begins}, where its decay began"
-            raise UserError(f"{problem}: a decayed run cannot be extended; set checkpoint.keep_every next time")
+            raise UserError(
+                f"{problem}: a decayed run cannot be extended; set checkpoint.keep_every next time"
+            )
         return paths
     paths = checkpoints.candidates(run, resume, measure=recipe.checkpoint.best)
-    if is_path and paths and not paths[0].resolve().is_relative_to(run.resolve()):  # another run's: the same recipe?
-        meta, origin = checkpoints.open_checkpoint(paths[0], deep=False).meta, Run(paths[0].resolve().parent.parent)
+    if (
+        is_path and paths and not paths[0].resolve().is_relative_to(run.resolve())
+    ):  # another run's: the same recipe?
+        meta, origin = (
+            checkpoints.open_checkpoint(paths[0], deep=False).meta,
+            Run(paths[0].resolve().parent.parent),
+        )
         if meta.get("line") != hash_without_steps(recipe):
             problem = f"checkpoint.resume: {paths[0]} is of another recipe:"
             if origin.recipe_path.is_file():
                 branch = argument("branch_from", "RUN@STEP")
-                advice = f"undo them, or use {branch}, which may change optimizer, schedule and steps"
+                advice = (
+                    f"undo them, or use {branch}, which may change optimizer, schedule and steps"
+                )
                 refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)
-            raise UserError(f"{problem} config hash {meta.get('recipe')}, and here {recipe.config_hash}")
+            raise UserError(
+                f"{problem} config hash {meta.get('recipe')}, and here {recipe.config_hash}"
+            )
     return paths
 
 
 def hash_without_steps(recipe: Recipe) -> str:
     """The recipe's config hash with `train.steps` left out: equal for runs that differ in length alone."""
-    settings = {key: value for key, value in recipe.semantic_settings().items() if key != "train.steps"}
+    settings = {
+        key: value for key, value in recipe.semantic_settings().items() if key != "train.steps"
+    }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def write_start(plan: StartPlan, choice: checkpoints.Choice | None, files: Files | None = None) -> None:
+def write_start(
+    plan: StartPlan, choice: checkpoints.Choice | None, files: Files | None = None
+) -> None:
     """Make the start durable: a new run's directory, then the lineage, then the recipe where it is new or longer."""
     files, run = files or Files(), plan.run
     if not plan.resuming:
         files.make_dirs(run.path)
-    lineage = lineage_at(run.path, choice.path if choice else None, choice.step if choice else 0, job_id())
+    lineage = lineage_at(
+        run.path, choice.path if choice else None, choice.step if choice else 0, job_id()
+    )
     write_lineage(run.path, lineage, files)
     if not plan.resuming or plan.extends_from:
         longer = {"train.steps": plan.recipe.train.steps}
@@ -341,7 +439,9 @@ def set_aside(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> Path | None:
         return None
     run = Run(path)
     if lock_held(run.lock_path) is None and run.state == "running":
-        raise UserError(f"{path} has a fresh heartbeat: another host may train in it; try again in a minute")
+        raise UserError(
+            f"{path} has a fresh heartbeat: another host may train in it; try again in a minute"
+        )
     lock = acquire_run_lock(path, seconds)
     names = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
     aside = next(name for name in names if not name.exists())
@@ -372,7 +472,9 @@ def acquire_run_lock(run: Path, seconds: float = LOCK_WAIT_SECONDS) -> IO[str] |
                 file.seek(0)
                 holder = file.read()
                 file.close()
-                raise UserError(f"{OCCUPIED} {run} already ({holder}); wait for it, or stop it") from None
+                raise UserError(
+                    f"{OCCUPIED} {run} already ({holder}); wait for it, or stop it"
+                ) from None
             time.sleep(0.1)
         except OSError:
             file.close()

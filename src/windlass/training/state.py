@@ -13,7 +13,10 @@ from torch import Tensor
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 
-SCALE_START, SCALE_GROWS_AFTER = 65536.0, 2000  # fp16: first scale; steps without overflow to double (as GradScaler)
+SCALE_START, SCALE_GROWS_AFTER = (
+    65536.0,
+    2000,
+)  # fp16: first scale; steps without overflow to double (as GradScaler)
 
 
 def step_seed(seed: int, step: int, micro: int) -> int:
@@ -35,11 +38,17 @@ class TrainState:
     label_tokens: int = 0  # those of them that counted in the loss: masked prompts do not
     skipped: list[tuple[int, int]] = field(default_factory=list)
     """Ranges [start, stop) of global sample numbers that were left out after a rewind."""
-    updates_skipped: int = 0  # updates that were not made because of a non-finite step or a spike, in all
+    updates_skipped: int = (
+        0  # updates that were not made because of a non-finite step or a spike, in all
+    )
     skips_in_a_row: int = 0  # non-finite steps since the last good one
-    loss_scale: float = 0.0  # the fp16 loss scale; 0: before the first step, and in other precisions
+    loss_scale: float = (
+        0.0  # the fp16 loss scale; 0: before the first step, and in other precisions
+    )
     scale_good_steps: int = 0  # steps without an overflow since the scale last changed
-    spike_window: list[float] = field(default_factory=list)  # the last losses; empty where `train.on_spike` is `ignore`
+    spike_window: list[float] = field(
+        default_factory=list
+    )  # the last losses; empty where `train.on_spike` is `ignore`
     loss_sum: float = 0.0  # of all steps whose loss was finite
     losses: int = 0  # how many these are
 
@@ -75,7 +84,9 @@ class LossScaler:
         """After a step; `bad` is 1.0 where it overflowed."""
         overflow, good = bad > 0, self.good_steps + 1
         grows = ~overflow & (good >= SCALE_GROWS_AFTER)
-        self.scale = torch.where(overflow, self.scale * 0.5, torch.where(grows, self.scale * 2.0, self.scale))
+        self.scale = torch.where(
+            overflow, self.scale * 0.5, torch.where(grows, self.scale * 2.0, self.scale)
+        )
         self.good_steps = torch.where(overflow | grows, self._zero, good)
 
 
@@ -96,7 +107,10 @@ class LossSum:
         """Bring the counters up to date; all ranks call it at the same step."""
         if not self._losses:
             return
-        losses, self._losses = collectives.sum_over_ranks(torch.stack(self._losses), self._ranks).tolist(), []
+        losses, self._losses = (
+            collectives.sum_over_ranks(torch.stack(self._losses), self._ranks).tolist(),
+            [],
+        )
         for loss in losses:
             if math.isfinite(loss):
                 self._state.loss_sum += loss

@@ -28,11 +28,18 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.requested, self.received_at = False, 0.0  # whether and when this rank received the first signal
+        self.requested, self.received_at = (
+            False,
+            0.0,
+        )  # whether and when this rank received the first signal
         self.name = "a stop signal on another rank"  # or that of the first signal here
-        self.training = False  # whether the first optimizer step has begun: from then on a signal is a flag
+        self.training = (
+            False  # whether the first optimizer step has begun: from then on a signal is a flag
+        )
         self.step: Callable[[], int] = lambda: 0  # steps completed
-        self.before_exit: Callable[[str], object] = lambda name: None  # called with its name before it ends the process
+        self.before_exit: Callable[[str], object] = lambda name: (
+            None
+        )  # called with its name before it ends the process
         self._catching = processes.catch_signals(STOP_SIGNALS, self._handle)
 
     def __enter__(self) -> StopSignals:

@@ -30,7 +30,13 @@ WATCH_SECONDS = 5.0  # between two looks at other processes, at least
 
 
 def set_threads(
-    recipe: Recipe, model: nn.Module, batch: int, vocab: int, ranks: Ranks, recorded: Mapping[str, Any], custom: bool
+    recipe: Recipe,
+    model: nn.Module,
+    batch: int,
+    vocab: int,
+    ranks: Ranks,
+    recorded: Mapping[str, Any],
+    custom: bool,
 ) -> str:
     """Set the number of threads of a run on a CPU, and say why so many; empty elsewhere.
 
@@ -58,7 +64,9 @@ def set_threads(
     return f"{threads} of {cores} cores, as the time of a pass with each number says ({times})"
 
 
-def training_pass(recipe: Recipe, model: nn.Module, batch: int, vocab: int, ranks: Ranks) -> Callable[[], None]:
+def training_pass(
+    recipe: Recipe, model: nn.Module, batch: int, vocab: int, ranks: Ranks
+) -> Callable[[], None]:
     """A forward and backward pass of at most PROBE_TOKENS tokens that leaves no gradient; a long context is cut."""
     context = min(recipe.model.context, PROBE_TOKENS)
     rows = max(1, min(batch, PROBE_TOKENS // context))
@@ -108,7 +116,11 @@ class Contention:
     def _times(self) -> tuple[float, float, float]:
         """The time, and the CPU seconds of all processes on the cores that this one may use, and its own."""
         allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-        times = [t for i, t in enumerate(psutil.cpu_times(percpu=True)) if allowed is None or i in allowed]
+        times = [
+            t
+            for i, t in enumerate(psutil.cpu_times(percpu=True))
+            if allowed is None or i in allowed
+        ]
         idle = sum(t.idle + getattr(t, "iowait", 0.0) for t in times)
         return time.monotonic(), -idle, time.process_time()
 
@@ -123,6 +135,10 @@ class Contention:
         if others < 0.5 or threads + others < self.cores + 0.5:
             return ""
         self.warned = True
-        fewer = f", or stop this run and start it again with train.threads={free}" if threads > free else ""
+        fewer = (
+            f", or stop this run and start it again with train.threads={free}"
+            if threads > free
+            else ""
+        )
         slowed = f"they slow this training with its {threads} thread{'s' * (threads > 1)}: stop them{fewer}"
         return f"other processes use {others:.1f} of {self.cores} cores; {slowed}"

@@ -48,7 +48,9 @@ from windlass.training.stop import StopSignals
 
 DATA_WAIT_SECONDS = 0.5  # how long the data may be late before the loop looks at signals
 FAILING_SAVE_SECONDS = 5.0  # how long a run that fails waits for a checkpoint that is being written
-TRACKER_RESERVE_SECONDS = 2.0  # left of the grace after a signal when the trackers must have finished
+TRACKER_RESERVE_SECONDS = (
+    2.0  # left of the grace after a signal when the trackers must have finished
+)
 
 
 @dataclass(kw_only=True)
@@ -86,10 +88,14 @@ class Trainer:
                 self.finish()
         except BaseException as error:
             with contextlib.suppress(Exception):  # no collective in here
-                if isinstance(error, RunFailed):  # decided by this rank itself: what is being written is good
+                if isinstance(
+                    error, RunFailed
+                ):  # decided by this rank itself: what is being written is good
                     self.saves.wait(FAILING_SAVE_SECONDS)
                 if not isinstance(error, Stopped | UserError):
-                    self.recorder.event("failed", reason=first_line(error), phase=self.ranks.status.phase)
+                    self.recorder.event(
+                        "failed", reason=first_line(error), phase=self.ranks.status.phase
+                    )
             raise
 
     def begin(self) -> None:
@@ -97,7 +103,9 @@ class Trainer:
         recorder, step = self.recorder, self.state.step
         self.stop.step = lambda: self.state.step
         run = recorder.run  # its effective ledger has no lines of steps that are done again
-        lines = decide_on_rank_0(self.ranks, "measured", lambda: run.lines("eval") + run.lines("sample"))
+        lines = decide_on_rank_0(
+            self.ranks, "measured", lambda: run.lines("eval") + run.lines("sample")
+        )
         recorder.evaluations = [line for line in lines if line["kind"] == "eval"]
         done = {line["kind"] for line in lines if line["step"] == step}
         if self.recipe.train.startup_checks:
@@ -109,7 +117,9 @@ class Trainer:
             self.sample()
         recorder.enter_epoch()
         size = f"{self.batch.accumulation} x {self.batch.micro_batch} x {self.batch.context:,} tokens on each rank"
-        recorder.console.begin(f"{'compiling, and ' * self.recipe.train.compile}the first step: {size}")
+        recorder.console.begin(
+            f"{'compiling, and ' * self.recipe.train.compile}the first step: {size}"
+        )
         recorder.goodput.enter("compile" if self.recipe.train.compile else "train")
         recorder.restart_counts()
 
@@ -124,7 +134,13 @@ class Trainer:
 
     def loop(self) -> bool:
         """Step, log, save, evaluate; whether that came to its end, and was not stopped as asked."""
-        state, horizon, recipe, ranks, recorder = self.state, self.horizon, self.recipe, self.ranks, self.recorder
+        state, horizon, recipe, ranks, recorder = (
+            self.state,
+            self.horizon,
+            self.recipe,
+            self.ranks,
+            self.recorder,
+        )
         first_step, loader = state.step + 1, self.open_loader()
         try:
             while state.step < horizon.steps and not self.ends_early:
@@ -137,21 +153,31 @@ class Trainer:
                 result = self.step(batch, lr_factor)
                 stop_requested, failed_saves, asked = flags.wait()
                 recorder.stepped(batch, result)
-                if state.step == first_step:  # it compiled and filled caches; a collective of a later step is quicker
+                if (
+                    state.step == first_step
+                ):  # it compiled and filled caches; a collective of a later step is quicker
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
                     self.saves.reserve()
 
                 last = state.step == horizon.steps
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
                 saves = recipe.checkpoint
-                save_due = any(horizon.due(every, state.step) for every in (saves.every, saves.keep_every))
+                save_due = any(
+                    horizon.due(every, state.step) for every in (saves.every, saves.keep_every)
+                )
                 evaluation_due = self.evaluation_due()
-                stopping = bool(stop_requested) or (not last and (bool(asked) or state.step == self.stop_at))
+                stopping = bool(stop_requested) or (
+                    not last and (bool(asked) or state.step == self.stop_at)
+                )
                 # What is logged, saved or measured must be finite; on a CPU every step is looked at.
-                look = not self.bad_steps.deferred or log_due or save_due or evaluation_due or stopping
+                look = (
+                    not self.bad_steps.deferred or log_due or save_due or evaluation_due or stopping
+                )
                 if rewind_reason := self.bad_steps.decide(result.grad_norm, result.spike, look):
                     loader.close(None)
-                    self.rewinder.rewind(rewind_reason, batch.first_sample + self.batch.global_batch)
+                    self.rewinder.rewind(
+                        rewind_reason, batch.first_sample + self.batch.global_batch
+                    )
                     loader = self.open_loader()
                     continue
 
@@ -160,7 +186,12 @@ class Trainer:
                 self.callbacks.stepped(state.step, self.model, result, ranks)
                 if log_due:  # waits for the device
                     scale = float(self.scaler.scale) if self.scaler is not None else None
-                    recorder.train(float(result.loss), recipe.optim.lr * lr_factor, float(result.grad_norm), scale)
+                    recorder.train(
+                        float(result.loss),
+                        recipe.optim.lr * lr_factor,
+                        float(result.grad_norm),
+                        scale,
+                    )
                 if save_due and self.saves.step != state.step:
                     self.saves.save()
                 complete = not evaluation_due or self.evaluate()
@@ -169,7 +200,9 @@ class Trainer:
                 self.saves.report(self.saves.saver.poll())
                 recorder.poll()
                 if failed_saves >= recipe.checkpoint.max_failed_saves and not last:
-                    raise RunFailed(f"{failed_saves} saves in a row failed (see above; checkpoint.max_failed_saves)")
+                    raise RunFailed(
+                        f"{failed_saves} saves in a row failed (see above; checkpoint.max_failed_saves)"
+                    )
                 # A signal may cut an evaluation or a sample short: the next start makes it up, at this very step.
                 if stopping or not complete:
                     return self.stop_run()
@@ -184,7 +217,9 @@ class Trainer:
         positions = sum(micro.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
         counts = collectives.sum_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
-        loss = torch.zeros((), dtype=torch.float64 if precision == "fp64" else torch.float32, device=ranks.device)
+        loss = torch.zeros(
+            (), dtype=torch.float64 if precision == "fp64" else torch.float32, device=ranks.device
+        )
 
         for micro in batch.micro:
             if self.facts.dropout:
@@ -209,8 +244,12 @@ class Trainer:
             if spike is None and (self.bad_steps.deferred or not bool(bad)):
                 # One pass over the gradients clips them and divides out the loss scale.
                 limit = self.recipe.train.grad_clip or math.inf
-                multiplier = torch.clamp(limit / (grad_norm + 1e-6), max=1.0) / (1.0 if scale is None else scale)
-                if ranks.device.type != "cpu" or float(multiplier) != 1.0:  # on CUDA the host does not wait to see
+                multiplier = torch.clamp(limit / (grad_norm + 1e-6), max=1.0) / (
+                    1.0 if scale is None else scale
+                )
+                if (
+                    ranks.device.type != "cpu" or float(multiplier) != 1.0
+                ):  # on CUDA the host does not wait to see
                     collectives.scale_gradients(self.parameters, multiplier)
                 set_lr(self.optimizer, lr_factor)
                 self.optimizer.step()
@@ -225,10 +264,17 @@ class Trainer:
         """The batches from the present step on, read ahead in the background."""
         data = self.recipe.data
         return Loader(
-            self.data.train, self.batch, self.ranks.rank, seed=self.recipe.run.seed, kind=data.order,
-            device=self.ranks.device, prefetch=data.prefetch, first_step=self.state.step,
-            skipped=tuple(self.state.skipped), length_buckets=data.length_buckets and data.format != "text",
-        )  # fmt: skip
+            self.data.train,
+            self.batch,
+            self.ranks.rank,
+            seed=self.recipe.run.seed,
+            kind=data.order,
+            device=self.ranks.device,
+            prefetch=data.prefetch,
+            first_step=self.state.step,
+            skipped=tuple(self.state.skipped),
+            length_buckets=data.length_buckets and data.format != "text",
+        )
 
     def next_batch(self, loader: Loader) -> StepBatch:
         """The next batch. While it is late, a process of its own may stop; ranks that wait for each other cannot."""
@@ -259,11 +305,20 @@ class Trainer:
         """Whether the suites are measured at this step: before the first and after the last, and by `eval.every`."""
         step, every = self.state.step, self.recipe.eval.every
         ends = step in (0, self.horizon.steps)
-        return bool(self.suites.names) and every not in (0, 0.0) and (ends or self.horizon.due(every, step))
+        return (
+            bool(self.suites.names)
+            and every not in (0, 0.0)
+            and (ends or self.horizon.due(every, step))
+        )
 
     def evaluate(self, suites: Sequence[str] = ()) -> bool:
         """Measure the suites (by default all) and save the best model so far; False where a stop cut it short: nothing is written."""
-        step, recorder, settings, measured = self.state.step, self.recorder, self.recipe.checkpoint, []
+        step, recorder, settings, measured = (
+            self.state.step,
+            self.recorder,
+            self.recipe.checkpoint,
+            [],
+        )
         with recorder.outside("eval"):
             self.ranks.mark(step, "evaluation")
             last = step == self.horizon.steps or self.ends_early
@@ -279,18 +334,27 @@ class Trainer:
                     try:
                         write_predictions(recorder.run.path / "eval", step, predictions)
                     except OSError as error:  # the scores are in the ledger
-                        recorder.console.warning(f"{suite}: the predictions were not written: {error}")
+                        recorder.console.warning(
+                            f"{suite}: the predictions were not written: {error}"
+                        )
         where = {"epoch": recorder.epoch, "samples_trained": self.state.samples}
         for fields in measured:
             line = recorder.ledger.write("eval", step, **fields, **where)
             recorder.console.eval(line)
             recorder.evaluations.append(line)
-        if step and settings.keep_best and self.saves.step != step and best(recorder.scores, settings.best) == step:
+        if (
+            step
+            and settings.keep_best
+            and self.saves.step != step
+            and best(recorder.scores, settings.best) == step
+        ):
             self.saves.save(BEST)
         self.callbacks.evaluated(step, self.model, measured, self.ranks)
         if last or not recorder.stops_improving():
             return True
-        self.ends_early = True  # so this was the last evaluation: the loss once more, with all validation data
+        self.ends_early = (
+            True  # so this was the last evaluation: the loss once more, with all validation data
+        )
         samples = len(self.data.val or ())
         bounded = 0 < self.recipe.eval.batches * self.batch.global_batch < samples
         more = bounded and measures_all(self.recipe, self.horizon, samples)
@@ -303,18 +367,31 @@ class Trainer:
 
     def sample(self) -> bool:
         """Texts from the recipe's prompt, equal on every rank and world size; False as in `evaluate`."""
-        settings, tokenizer, recorder, step = self.recipe.eval, self.data.tokenizer, self.recorder, self.state.step
+        settings, tokenizer, recorder, step = (
+            self.recipe.eval,
+            self.data.tokenizer,
+            self.recorder,
+            self.state.step,
+        )
         prompt = prompt_ids(self.model, tokenizer, settings.prompt)
         sampling = Sampling(
-            max_tokens=settings.sample_tokens, temperature=settings.temperature, top_k=settings.top_k,
-            seed=self.recipe.run.seed, stop=stop_tokens(tokenizer, self.data.template),
-        )  # fmt: skip
+            max_tokens=settings.sample_tokens,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            seed=self.recipe.run.seed,
+            stop=stop_tokens(tokenizer, self.data.template),
+        )
         with recorder.outside("sample"):
             self.ranks.mark(step, "sample")
             generated = generate(
-                self.model, [prompt] * settings.sample_count, sampling, self.ranks, vocab=tokenizer.vocab,
-                autocast=partial(autocast, self.recipe, self.ranks.device), poll=self.poll_stop,
-            )  # fmt: skip
+                self.model,
+                [prompt] * settings.sample_count,
+                sampling,
+                self.ranks,
+                vocab=tokenizer.vocab,
+                autocast=partial(autocast, self.recipe, self.ranks.device),
+                poll=self.poll_stop,
+            )
         for index, ids in enumerate(generated or []):
             text = settings.prompt + text_after(tokenizer, prompt if settings.prompt else [], ids)
             recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)
@@ -323,15 +400,29 @@ class Trainer:
 
     def stop_run(self) -> bool:
         """Save where the grace allows it; raise Stopped after a signal, else return False. All ranks come here at the same step."""
-        step, saves, recorder, grace = self.state.step, self.saves, self.recorder, self.recipe.checkpoint.grace_seconds
+        step, saves, recorder, grace = (
+            self.state.step,
+            self.saves,
+            self.recorder,
+            self.recipe.checkpoint.grace_seconds,
+        )
         own = [self.stop.requested, self.stop.seconds_since(), self.callbacks.asked]
         signals = self.ranks.all_gather_object("signals", own)
-        signalled, since = any(requested for requested, *_ in signals), max(seconds for _, seconds, _ in signals)
-        asked = next((why for *_, why in signals if why), "request")  # of a callback, or of `stop_at`
+        signalled, since = (
+            any(requested for requested, *_ in signals),
+            max(seconds for _, seconds, _ in signals),
+        )
+        asked = next(
+            (why for *_, why in signals if why), "request"
+        )  # of a callback, or of `stop_at`
         reason = self.stop.name if signalled else asked
         left, end = grace - since, time.monotonic() + grace - since
         # A save takes as long as the last one, after the rest of one that is being written.
-        expected = (saves.saver.last_seconds or 0.0) + saves.saver.remaining_seconds() if saves.step != step else 0.0
+        expected = (
+            (saves.saver.last_seconds or 0.0) + saves.saver.remaining_seconds()
+            if saves.step != step
+            else 0.0
+        )
         needed = self.ranks.broadcast_object("needed", expected)
         if signalled and needed > left:
             saves.wait(max(0.0, left))  # what is being written may still be committed
@@ -340,12 +431,18 @@ class Trainer:
             lost = f"{step - saves.committed} steps are lost (checkpoint.every)"
             raise RunFailed(f"stopped by {reason} at step {step}: {why}; {lost}")
         if not saves.commit(EMERGENCY):
-            raise RunFailed(f"stopped by {reason} at step {step}, and its checkpoint could not be saved")
+            raise RunFailed(
+                f"stopped by {reason} at step {step}, and its checkpoint could not be saved"
+            )
         recorder.log(self.callbacks.logged)
         recorder.event("preempted" if signalled else "stopped", reason=reason, saved=True)
         recorder.ledger.sync()
         flush = self.recipe.telemetry.flush_seconds
-        flush = min(flush, max(0.0, end - time.monotonic() - TRACKER_RESERVE_SECONDS)) if signalled else flush
+        flush = (
+            min(flush, max(0.0, end - time.monotonic() - TRACKER_RESERVE_SECONDS))
+            if signalled
+            else flush
+        )
         recorder.show(recorder.trackers.finish(flush))
         text = f"stopped by {reason} after step {step}, all saved; start it again to continue"
         if signalled:
@@ -359,7 +456,9 @@ class Trainer:
         step, recorder = self.state.step, self.recorder
         self.ranks.mark(step, "end")
         if not self.saves.commit(FINAL):
-            raise RunFailed("the last checkpoint could not be saved (see above); train again to try once more")
+            raise RunFailed(
+                "the last checkpoint could not be saved (see above); train again to try once more"
+            )
         recorder.log(self.callbacks.logged)
         recorder.sampler.stop()
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written
