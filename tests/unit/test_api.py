@@ -131,7 +131,7 @@ def test_a_recipe_takes_settings_as_a_dictionary(tmp_path: Path) -> None:
 def test_a_verb_takes_a_name_or_a_path_for_a_recipe(tmp_path: Path) -> None:
     with refused("wiki.toml", "quickstart"):
         windlass.train("wiki.toml")
-    with refused("dict is no recipe", "Recipe.from_dict"):
+    with refused("dict is not a recipe", "Recipe.from_dict"):
         windlass.train({"train.steps": 3})  # type: ignore[arg-type]
 
 

@@ -275,7 +275,7 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         (["zzz=1"], "zzz", "run, model, data"),
         (["train.steps=abc"], "train.steps", "compute-optimal"),
         (['eval.suites=["loss", "trivia"]'], "eval.suites", "hellaswag"),
-        (["model.width=100", "model.heads=3"], "model.heads", "nearest that does is"),
+        (["model.width=100", "model.heads=3"], "model.heads", "nearest number that does is"),
         (["model.heads=4", "model.kv_heads=3"], "model.kv_heads", "do not divide"),
         (["train.global_batch=10", "train.micro_batch=4"], "train.micro_batch", "write 2 or 5"),
         (["model.vocab=200"], "model.vocab", "smaller than the tokenizer's vocabulary of 257"),
@@ -290,7 +290,7 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
             "optim.schedule.decay",
             "longer than the run",
         ),
-        (["optim.schedule.warmup=900"], "optim.schedule.warmup", "a share of the run, as 0.02"),
+        (["optim.schedule.warmup=900"], "optim.schedule.warmup", "a share, as 0.02"),
         (
             ["optim.schedule.warmup=0.6", "optim.schedule.decay=0.6"],
             "optim.schedule.decay",

@@ -15,28 +15,3 @@ from windlass.recipe.load import NON_SEMANTIC, Recipe, RecipeError, as_recipe, s
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import DataSettings, OptimSettings, ScheduleSettings
 from windlass.recipe.units import BatchPlan, Duration, Horizon, plan_batch
-
-__all__ = [
-    "NON_SEMANTIC",
-    "BatchPlan",
-    "Changes",
-    "DataSettings",
-    "Duration",
-    "Horizon",
-    "ModelSettings",
-    "OptimSettings",
-    "Recipe",
-    "RecipeError",
-    "ScheduleSettings",
-    "as_recipe",
-    "dotted",
-    "explain",
-    "flatten",
-    "parse_override",
-    "plain",
-    "plan_batch",
-    "presets",
-    "settings",
-    "study_presets",
-    "typed",
-]

@@ -1,82 +1,58 @@
-"""Combinations of settings that cannot work, one function for each check.
+"""Combinations of settings that cannot work, which no single setting can know.
 
-A check reads its settings from the recipe. `load.py` calls it also for a recipe in which some settings are wrong: these are
-missing there, so that a check that reads one of them raises AttributeError and has no result.
+A check reads its settings from the recipe. `load.py` also calls it for a recipe in which some
+settings are wrong. Those are missing there, so a check ends with an AttributeError at the first of
+them that it reads.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import windlass.recipe.settings as sections
 from windlass.errors import UserError
 
 Problems = Iterator[tuple[str, str]]  # keys and messages
-Check = Callable[[Any], Problems]  # its argument is a Recipe, which imports this module
 
 
-def hf_name(r: Any) -> Problems:
-    if r.model.kind == "hf" and not r.model.name:
-        yield "model.name", 'model.kind = "hf" needs the model\'s name on the Hub or a directory'
-
-
-def first_weights(r: Any) -> Problems:
+def model(r: Any) -> Problems:
     m = r.model
+    if m.kind == "hf" and not m.name:
+        yield "model.name", 'model.kind = "hf" needs the model\'s name on the Hub or a directory'
     if m.kind == "hf" and m.from_scratch and m.init_from:
-        yield (
-            "model.init_from",
-            "it names first weights, and model.from_scratch asks for none; leave one out",
-        )
+        yield "model.init_from", "it names weights, but model.from_scratch asks for none; drop one"
 
 
 def unused_keys(r: Any) -> Problems:
     m = r.model
     if not (given := [key for key in m.unused if key in m.model_fields_set]):
         return
-    keys = ", ".join(f"model.{key}" for key in given)
-    if m.kind == "gpt":
-        yield (
-            keys,
-            'for model.kind = "hf" alone: write that too, or leave them out (run.name names the run)',
-        )
-    else:
-        copy = (
-            "give model.name a directory with an edited copy of it"
-            if m.from_scratch
-            else "leave them out"
-        )
-        yield (
-            keys,
-            f'no effect with model.kind = "hf", where the model\'s own config.json decides: {copy}',
-        )
+    problem = 'it needs model.kind = "hf": write that too, or drop it (run.name names the run)'
+    if m.kind == "hf":
+        edit = "give model.name a directory with an edited copy of it"
+        problem = "it has no effect, because the model's own config.json decides: "
+        problem += edit if m.from_scratch else "drop it"
+    yield ", ".join(f"model.{key}" for key in given), problem
 
 
 def four_bits(r: Any) -> Problems:
-    lora = r.model.lora
-    if lora.base == "4bit" and (not lora.rank or r.model.from_scratch):
-        yield (
-            "model.lora.base",
-            "weights in 4 bits are not trained: set model.lora.rank, on a model that has weights",
-        )
+    if r.model.lora.base == "4bit" and (not r.model.lora.rank or r.model.from_scratch):
+        problem = "4-bit weights cannot be trained: set model.lora.rank, on a model with weights"
+        yield "model.lora.base", problem
 
 
 def heads(r: Any) -> Problems:
     m = r.model
     if m.kind == "gpt" and m.width % m.heads:
-        near = min(
-            (h for h in range(1, m.width + 1) if m.width % h == 0), key=lambda h: abs(h - m.heads)
-        )
-        yield (
-            "model.heads",
-            f"{m.heads} heads do not divide the width {m.width}; the nearest that does is {near}",
-        )
+        divisors = [h for h in range(1, m.width + 1) if m.width % h == 0]
+        near = min(divisors, key=lambda h: abs(h - m.heads))
+        problem = f"{m.heads} heads do not divide the width {m.width}"
+        yield "model.heads", f"{problem}; the nearest number that does is {near}"
     elif m.kind == "gpt" and m.position == "rope" and (m.width // m.heads) % 2:
-        yield (
-            "model.heads",
-            f"rotary positions need an even size per head, and {m.width} / {m.heads} is odd",
-        )
+        problem = f"rotary positions need an even head size, but {m.width} / {m.heads} is odd"
+        yield "model.heads", problem
 
 
 def kv_heads(r: Any) -> Problems:
@@ -91,46 +67,22 @@ def vocab(r: Any) -> Problems:
         yield "model.vocab", f"{m.vocab} is smaller than the tokenizer's vocabulary of {tokens:,}"
 
 
-def source(r: Any) -> Problems:
-    sources = r.data.sources
-    if not sources or not all(map(str.strip, sources)):
-        yield (
-            "data.source",
-            'it is empty: name a file, a directory, a pattern or hf:NAME ("." is this directory)',
-        )
-
-
-def download(r: Any) -> Problems:
-    if (
-        any(name.startswith(("http://", "https://")) for name in r.data.sources)
-        and not r.data.sha256
-    ):
-        yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
-
-
-def squad_format(r: Any) -> Problems:
-    if r.data.format == "text" and any(name.split(":")[0] == "squad" for name in r.data.sources):
-        yield "data.format", 'the source squad needs data.format = "squad"'
-
-
-def shards_beside_texts(r: Any) -> Problems:
-    shards = [name.startswith("shards:") for name in r.data.sources]
-    if any(shards) and not all(shards):
-        yield (
-            "data.source",
-            "token shards and texts cannot be in one list: tokens are not made again",
-        )
-
-
-def packing(r: Any) -> Problems:
+def sources(r: Any) -> Problems:
     d = r.data
-    if d.packing == "documents" and any(name.startswith("shards:") for name in d.sources):
-        yield "data.packing", 'shards that others wrote are streams of tokens: write "packed"'
-
-
-def streaming(r: Any) -> Problems:
-    if r.data.streaming and not all(name.startswith("hf:") for name in r.data.sources):
+    shards = [name.startswith("shards:") for name in d.sources]
+    if not d.sources or not all(map(str.strip, d.sources)):
+        where = 'a file, a directory ("." is this one), a pattern or hf:NAME'
+        yield "data.source", f"it is empty: name {where}"
+    if any(shards) and not all(shards):
+        yield "data.source", "one list cannot mix token shards and texts"
+    if any(name.startswith(("http://", "https://")) for name in d.sources) and not d.sha256:
+        yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
+    if d.streaming and not all(name.startswith("hf:") for name in d.sources):
         yield "data.streaming", "only sources hf:... are streamed"
+    if d.format == "text" and any(name.split(":")[0] == "squad" for name in d.sources):
+        yield "data.format", 'the source squad needs data.format = "squad"'
+    if d.packing == "documents" and any(shards):
+        yield "data.packing", 'shards of other tools are streams of tokens: write "packed"'
 
 
 def best(r: Any) -> Problems:
@@ -139,26 +91,16 @@ def best(r: Any) -> Problems:
     if suite not in ("loss", *suites) and not suite.startswith(sections.OWN_SUITE):
         more = json.dumps([*suites, suite], separators=(",", ":"))
         write = f'write eval.suites={more}, or checkpoint.best="loss"'
-        yield (
-            "checkpoint.best",
-            f'it is "{value}", and eval.suites does not measure {suite}: {write}',
-        )
+        yield "checkpoint.best", f"eval.suites does not measure {suite}: {write}"
 
 
-def train_batches(r: Any) -> Problems:
+def evaluations(r: Any) -> Problems:
     if r.eval.train_batches and sections.LOSS_SUITE not in r.eval.suites:
-        problem = (
-            "it is measured with the suite loss, which eval.suites leaves out: add it, or write 0"
-        )
+        problem = "the suite loss measures it, but eval.suites leaves that out: add it, or write 0"
         yield "eval.train_batches", problem
-
-
-def early_stop(r: Any) -> Problems:
     if r.train.early_stop and not r.eval.every:
-        yield (
-            "train.early_stop",
-            "it needs evaluations, and eval.every is 0: set that, or leave this out",
-        )
+        problem = "it needs evaluations, but eval.every is 0: set that, or drop train.early_stop"
+        yield "train.early_stop", problem
 
 
 def batch(r: Any) -> Problems:
@@ -168,31 +110,21 @@ def batch(r: Any) -> Problems:
         yield "train.micro_batch", str(error)
 
 
-def offload(r: Any) -> Problems:
+def sharding(r: Any) -> Problems:
     p = r.parallel
     if p.offload and p.strategy not in sections.SHARDED:
         yield "parallel.offload", f'offload belongs to FSDP2; parallel.strategy is "{p.strategy}"'
+    if p.shard_size and p.strategy != "hybrid_shard":
+        yield "parallel.shard_size", 'it goes with parallel.strategy = "hybrid_shard" alone'
 
 
-def shard_size(r: Any) -> Problems:
-    if r.parallel.shard_size and r.parallel.strategy != "hybrid_shard":
-        yield (
-            "parallel.shard_size",
-            'a sharding group\'s size goes with parallel.strategy = "hybrid_shard"',
-        )
-
-
-def options(r: Any) -> Problems:
-    if r.optim.options and not r.optim.kind.startswith("torch."):
-        yield (
-            "optim.options",
-            f'they are for optim.kind = "torch.optim...", and it is "{r.optim.kind}"',
-        )
-
-
-def muon(r: Any) -> Problems:
-    if r.optim.kind == "muon" and r.model.lora.rank:
-        yield "optim.kind", "muon orthogonalises whole matrices; adapters are trained with adamw"
+def optimizer(r: Any) -> Problems:
+    kind = r.optim.kind
+    if r.optim.options and not kind.startswith("torch."):
+        problem = f'they belong to optim.kind = "torch.optim...", and yours is "{kind}"'
+        yield "optim.options", problem
+    if kind == "muon" and r.model.lora.rank:
+        yield "optim.kind", "muon orthogonalises whole matrices; train adapters with adamw"
 
 
 def schedule(r: Any) -> Problems:
@@ -200,38 +132,15 @@ def schedule(r: Any) -> Problems:
     warmup, decay = s.warmup, s.decay if s.kind == "wsd" else 0
     steps = sum(part for part in (warmup, decay) if isinstance(part, int))
     share = sum(part for part in (warmup, decay) if isinstance(part, float))
-    length, what = (s.steps, "schedule") if s.steps else (run_steps, "run")
+    length, whole = (s.steps, "schedule") if s.steps else (run_steps, "run")
     if share > 1 or (isinstance(length, int) and steps > length):
         alone = isinstance(warmup, int) and isinstance(length, int) and warmup > length
         key = "decay" if decay and not alone else "warmup"
-        problem = f"warm-up {warmup} and decay {decay} are longer than the {what} ({length} steps)"
-        yield (
-            f"optim.schedule.{key}",
-            f"{problem}: shorten it, or write a share of the run, as 0.02",
-        )
+        problem = f"warm-up {warmup} and decay {decay} are longer than the {whole} ({length} steps)"
+        yield f"optim.schedule.{key}", f"{problem}: shorten it, or write a share, as 0.02"
 
 
-CHECKS: tuple[Check, ...] = (
-    hf_name,
-    first_weights,
-    unused_keys,
-    four_bits,
-    heads,
-    kv_heads,
-    vocab,
-    source,
-    download,
-    squad_format,
-    shards_beside_texts,
-    packing,
-    streaming,
-    best,
-    train_batches,
-    early_stop,
-    batch,
-    offload,
-    shard_size,
-    options,
-    muon,
-    schedule,
+CHECKS = (
+    *(model, unused_keys, four_bits, heads, kv_heads, vocab, sources),
+    *(best, evaluations, batch, sharding, optimizer, schedule),
 )

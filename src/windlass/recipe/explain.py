@@ -1,4 +1,5 @@
-"""What a setting means, which values it takes, and where the value that a recipe has came from."""
+"""The meaning of a setting, the values that it takes, and the place that a recipe's value comes
+from; a first recipe."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ from windlass.recipe.network import CONTEXT_KEYS
 
 
 def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) -> str:
-    """A setting, or a section in a line for each of its settings; UserError with the nearest name where there is none.
+    """Describe a setting, or each setting of a section in a line; UserError suggests a valid key
+    for an unknown one.
 
-    With a recipe the value is that recipe's, with every place that sets it in the order in which they apply.
+    With a recipe it shows that recipe's value and every place that sets it, in the order in which
+    they apply.
     """
     fields = settings()
     loaded = Recipe.load(recipe, overrides) if recipe else Recipe()
@@ -29,10 +32,8 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
     if inside := [k for k in fields if k.startswith(f"{key}.")]:
         sentences = {f"{k} = {flat[k]}": _sentence(fields[k].description) for k in inside}
         width = min(max(map(len, sentences)), 48)
-        about = type(_part(loaded, key)).__doc__
-        return "\n".join(
-            [f"{key}: {about}", *(f"  {line:<{width}}  {text}" for line, text in sentences.items())]
-        )
+        lines = [f"  {line:<{width}}  {text}" for line, text in sentences.items()]
+        return "\n".join([f"{key}: {type(_part(loaded, key)).__doc__}", *lines])
     if key not in fields:
         raise UserError(f"{key}: there is no such setting; {nearest(key, fields)}")
     sources = layers(recipe, overrides) if recipe else []
@@ -41,8 +42,8 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
         "values": values(fields[key]),
         "default": typed(fields[key].default),
         "set to": ", then ".join(given),
+        "resolved": _resolved(loaded, key),
     }
-    facts["resolved"] = _resolved(loaded, key)
     shown = [f"{name:<9} {text}" for name, text in facts.items() if text]
     return "\n".join([f"{key} = {flat[key]}", fields[key].description, "", *shown])
 
@@ -60,29 +61,28 @@ def _sentence(text: str) -> str:
 
 
 def _resolved(recipe: Recipe, key: str) -> str:
-    """What the recipe's value stands for, where that is another: 0 as many heads as there are, an empty name."""
+    """The value that the recipe's value stands for, if that is another, as for an empty name or 0
+    key/value heads."""
     section, _, name = key.rpartition(".")
-    if name in getattr(_part(recipe, section), "unused", ()) if section else False:
-        return f'without effect with model.kind="{recipe.model.kind}"'
-    names = {
-        "run.name": recipe.name,
-        "run.dir": str(recipe.run_dir),
-        "data.tokenizer": recipe.tokenizer,
-    }
-    value = names.get(key, getattr(_part(recipe, section), f"{name}_", None) if section else None)
-    return "" if value is None or value == _part(recipe, key) else typed(value)
+    part = _part(recipe, section) if section else recipe
+    if name in getattr(part, "unused", ()):
+        return f'no effect with model.kind="{recipe.model.kind}"'
+    names = {"run.name": recipe.name, "run.dir": str(recipe.run_dir)}
+    names |= {"data.tokenizer": recipe.tokenizer}
+    value = names.get(key, getattr(part, f"{name}_", None))
+    return "" if value is None or value == getattr(part, name) else typed(value)
 
 
 def context_limit(model: str) -> int | None:
-    """The longest sequence that a model of the Hub or of a directory takes; None if its configuration does not say it."""
+    """The longest sequence that a model of the Hub or a directory takes, in tokens; None if its
+    configuration lacks it."""
     try:
         config = read_json(hub.directory(model.removeprefix("hf:")) / "config.json")
-    except UserError:  # out of reach: the training says it, with the limit that it finds
+    except UserError:  # the training reports a model that it cannot reach, and the limit if it can
         return None
     config |= config.get("text_config") or {}
-    return next(
-        (n for name in CONTEXT_KEYS if isinstance(n := config.get(name), int) and n > 0), None
-    )
+    limits = [n for name in CONTEXT_KEYS if isinstance(n := config.get(name), int) and n > 0]
+    return limits[0] if limits else None
 
 
 def sources_of(data: str) -> list[str]:
@@ -92,7 +92,8 @@ def sources_of(data: str) -> list[str]:
 
 
 def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
-    """Write a short commented recipe to edit, of a small GPT or, with a model, of its fine-tuning; refuses to overwrite."""
+    """Write a short commented recipe to edit, for a small GPT or for fine-tuning `model`; UserError
+    if the file exists."""
     if file.suffix != ".toml":
         raise UserError(f"{file}: a recipe's name ends in .toml, as {file.with_suffix('.toml')}")
     template = Path(__file__).with_name("first_finetuning.toml" if model else "first_recipe.toml")
@@ -105,23 +106,16 @@ def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
             shown = json.dumps(value, ensure_ascii=False)
             text = text.replace(line[0], f"{key} = {shown}".ljust(len(line[0]) - 1) + " ", 1)
     limit = context_limit(model) if model else None
-    if (
-        limit
-        and (line := re.search(r"^context = (\d+) *(?=#)", text, flags=re.M))
-        and limit < int(line[1])
-    ):
+    line = re.search(r"^context = (\d+) *(?=#)", text, flags=re.M)
+    if limit and line and limit < int(line[1]):
         text = text.replace(line[0], f"context = {limit}".ljust(len(line[0])), 1)
     if data and data != "stdlib":  # the template's prompt is for Python's source code
-        text = text.replace(
-            'prompt = "def "             # the',
-            'prompt = ""                 # empty: as a text begins; the',
-        )
+        prompt = 'prompt = "def "             # the'
+        text = text.replace(prompt, 'prompt = ""                 # empty: as a text begins; the')
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)
     except FileExistsError:
-        raise UserError(
-            f"{file} is there already, and is not overwritten; give another name"
-        ) from None
+        raise UserError(f"{file} exists; give another name") from None
     except OSError as error:
         raise UserError(f"{file} cannot be written ({error.strerror}); give another name") from None

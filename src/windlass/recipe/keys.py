@@ -1,7 +1,8 @@
-"""The message about a key or a value that a recipe cannot have: the setting that was meant, the values that it takes.
+"""Messages for a key that Windlass does not have, or a value that a setting cannot have.
 
-A wrong key is looked up among the keys of other tools (`other_tools.toml`), then among the same names in other sections, then
-among misspellings. Where nothing is sure the answer lists what there is.
+`nearest` looks a wrong key up among the keys of other tools (`other_tools.toml`), then among the
+same names in other sections, then among misspellings. If none is near, it lists the settings of the
+section.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from datetime import date, time
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -25,29 +27,30 @@ FORMS = {
     "preset": NAME_FORM,
     "run.name": NAME_FORM,
     "data.sha256": "64 hexadecimal digits",
-    "checkpoint.best": "loss, squad.f1, squad.exact_match, hellaswag.acc, hellaswag.acc_norm, hellaswag.acc_per_token, own:SUITE.MEASURE",
+    "checkpoint.best": "loss, squad.f1, squad.exact_match, hellaswag.acc, hellaswag.acc_norm, "
+    "hellaswag.acc_per_token, own:SUITE.MEASURE",
     "telemetry.tags": "a list of short names",
     "eval.suites": "a list of loss, hellaswag, squad and lm-eval:TASKS",
 }
-"""What a setting with a `pattern` may be, in words."""
+"""The values of a setting with a `pattern`, in words."""
 
 
+@cache
 def other_tools() -> dict[str, dict[str, tuple[str, str]]]:
-    """For each tool its keys, each with our key (or `key=value`; empty where there is none) and a remark."""
-    tools = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
+    """The keys of each other tool, each with our key (or `key=value`, or empty) and a remark."""
+    text = Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8")
     return {
         tool: {
             key: (answer, "") if isinstance(answer, str) else tuple(answer)
             for key, answer in keys.items()
         }
-        for tool, keys in tools.items()
+        for tool, keys in tomllib.loads(text).items()
     }
 
 
 def _answers(key: str) -> dict[str, str]:
     """Our keys (or `key=value`) for a key of other tools, each with a remark."""
-    name = key.rpartition(".")[2]
-    answers: dict[str, str] = {}
+    name, answers = key.rpartition(".")[2], dict[str, str]()
     for keys in other_tools().values():
         for other, (own, remark) in keys.items():
             if other in (key, name) or key == other.rpartition(".")[2]:
@@ -56,57 +59,41 @@ def _answers(key: str) -> dict[str, str]:
 
 
 def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
-    """The settings that an unknown key may stand for."""
-    return (
-        [own.partition("=")[0] for own in _answers(key)]
-        or _same_name(key, fields)
-        or _misspelled(key, fields)
-    )
+    """The settings that an unknown key may stand for: another tool's key, the same name, a
+    misspelling."""
+    if answers := _answers(key):
+        return [own.partition("=")[0] for own in answers]
+    parts = key.split(".")
+    for start in range(len(parts)):  # `lora.rank` is the end of `model.lora.rank`
+        ending = "." + ".".join(parts[start:])
+        if same := [field for field in fields if f".{field}".endswith(ending)]:
+            return same
+    likely = max(fields, key=lambda field: _likeness(key, field))
+    return [likely] if _likeness(key, likely) >= ALIKE else []
+
+
+def _likeness(key: str, field: str) -> float:
+    """How alike two keys are in their less similar half, section or name; a key may lack its
+    section."""
+    pairs = zip(key.rpartition(".")[::2], field.rpartition(".")[::2], strict=True)
+    return min(difflib.SequenceMatcher(None, a, b).ratio() if a else 1.0 for a, b in pairs)
 
 
 def nearest(key: str, fields: Mapping[str, Any]) -> str:
-    """What to write instead of an unknown key; where that is not sure, what its section has, or the sections."""
+    """The answer to an unknown key: what to write instead, or the names that its section has."""
     if answers := _answers(key):
-        remarks = {
-            own: f" ({remark})" if own and remark else remark for own, remark in answers.items()
-        }
-        return " or ".join(
-            f"write {own}{remark}" if own else remark for own, remark in remarks.items()
-        )
+        notes = {own: f" ({remark})" * bool(remark) for own, remark in answers.items()}
+        return " or ".join(f"write {own}{notes[own]}" if own else answers[own] for own in answers)
     if likely := meant(key, fields):
         return f"did you mean {' or '.join(likely)}?"
     section = key.rpartition(".")[0] + "."
-    inside = [k.removeprefix(section) for k in fields if k.startswith(section)] or [
-        k for k in fields if "." in k
-    ]
-    return f"there are {', '.join(dict.fromkeys(k.partition('.')[0] for k in inside))}"
-
-
-def _same_name(key: str, fields: Mapping[str, Any]) -> list[str]:
-    """The settings that end like the key, by as many of its parts as any does: `lora.rank` finds `model.lora.rank`."""
-    parts = key.split(".")
-    endings = (".".join(parts[start:]) for start in range(len(parts)))
-    return next(
-        (same for end in endings if (same := [k for k in fields if f".{k}".endswith(f".{end}")])),
-        [],
-    )
-
-
-def _misspelled(key: str, fields: Mapping[str, Any]) -> list[str]:
-    """The setting whose section and name are both spelled nearly like the key's; a key without a section may have any."""
-    section, _, name = key.rpartition(".")
-
-    def likeness(candidate: str) -> float:
-        own_section, _, own_name = candidate.rpartition(".")
-        sections = difflib.SequenceMatcher(None, section, own_section).ratio() if section else 1.0
-        return min(sections, difflib.SequenceMatcher(None, name, own_name).ratio())
-
-    best = max(fields, key=likeness)
-    return [best] if likeness(best) >= ALIKE else []
+    inside = [field.removeprefix(section) for field in fields if field.startswith(section)]
+    names = inside or [field for field in fields if "." in field]
+    return f"there are {', '.join(dict.fromkeys(name.partition('.')[0] for name in names))}"
 
 
 def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Keys and messages of pydantic's errors, in the words of a recipe; the members of a union are one problem."""
+    """Keys and messages for pydantic's errors; the members of a union make one message."""
     wanted: dict[str, list[str]] = {}
     given: dict[str, str] = {}
     problems: dict[str, str] = {}
@@ -114,9 +101,7 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
         parts, value = [str(part) for part in error["loc"]], error["input"]
         if error["type"] == "extra_forbidden":
             key = ".".join(parts)
-            for leaf in flatten({key: value}) or [
-                key
-            ]:  # of a table that is no section, all of its keys
+            for leaf in flatten({key: value}) or [key]:  # each key of an unknown table
                 problems[leaf] = f"there is no such setting; {nearest(leaf, fields)}"
             continue
         # pydantic appends the member of a union or the index of a list to the key
@@ -131,46 +116,38 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
         words = _wanted(error, key, fields[key])
         if words not in wanted.setdefault(key, []):
             wanted[key].append(words)
-    return [
-        *problems.items(),
-        *((key, f"{' or '.join(words)}{given[key]}") for key, words in wanted.items()),
-    ]
+    wrong = ((key, f"{' or '.join(words)}{given[key]}") for key, words in wanted.items())
+    return [*problems.items(), *wrong]
 
 
 def _wanted(error: Any, key: str, field: Any) -> str:
-    """What a value should have been, by pydantic's kind of error."""
-    kind, context = error["type"], error.get("ctx", {})
+    """The values that a setting takes, by pydantic's kind of error."""
+    kind, context, value = error["type"], error.get("ctx", {}), error["input"]
     if kind == "value_error":  # the words of our own check
         return str(context["error"])
     if kind == "literal_error":
         return f"it is {context['expected']}"
     if kind == "string_pattern_mismatch":
         return f"it takes {FORMS.get(key, context['pattern'])}"
-    if bound := next(
-        (f"{words} {context[name]}" for name, words in BOUNDS.items() if name in context), ""
-    ):
-        return f"it must be {bound}"
+    for name, words in BOUNDS.items():
+        if name in context:
+            return f"it must be {words} {context[name]}"
     if get_origin(field.annotation) is tuple:
         example = json.dumps(field.default, separators=(",", ":"))
         return f"it needs {('no', 'one', 'two')[len(field.default)]} numbers, as {key}={example}"
-    if isinstance(value := error["input"], int | float | date | time) and str in (
-        field.annotation,
-        *get_args(field.annotation),
-    ):
+    takes_text = str in (field.annotation, *get_args(field.annotation))
+    if takes_text and isinstance(value, int | float | date | time):
         quoted = json.dumps(str(value))
         return f"it takes text, in quotation marks: {quoted} in a file, {key}='{quoted}' in a shell"
     return f"it takes {values(field)}"
 
 
 def choices(field: Any) -> list[str]:
-    """The few values that a setting takes, where they are few."""
+    """The values of a setting that takes one of a few, else none."""
     if field.annotation is bool:
         return ["true", "false"]
-    return (
-        list(map(str, get_args(field.annotation)))
-        if get_origin(field.annotation) is Literal
-        else []
-    )
+    is_choice = get_origin(field.annotation) is Literal
+    return list(map(str, get_args(field.annotation))) if is_choice else []
 
 
 def values(field: Any) -> str:
@@ -185,9 +162,9 @@ def values(field: Any) -> str:
 
 def _values(annotation: Any) -> str:
     plain = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
+    origin, members = get_origin(annotation), get_args(annotation)
     if annotation in plain:
         return plain[annotation]
-    origin, members = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return ", ".join(f'"{member}"' for member in members)
     if "Annotated" in str(type(annotation)):

@@ -1,8 +1,9 @@
 """From a preset's name or a TOML file, and overrides, to a checked recipe.
 
-A name, a file's `extends` and the overrides are merged as plain TOML first (`layers.py`), and validated once. Each setting is checked
-where it is declared (`settings.py`); `combinations.py` has what cannot work together, which no single setting can know. All
-problems of a recipe are reported together, each with its key and the nearest valid name.
+`layers.py` merges a name, a file's `extends` and the overrides as plain TOML; this module validates
+the result once. Each setting is checked where it is declared (`settings.py`), and `combinations.py`
+has what cannot work together. All problems of a recipe are reported together, each with its key and
+the nearest valid name.
 """
 
 from __future__ import annotations
@@ -36,43 +37,29 @@ from windlass.recipe.network import ModelSettings, Section
 from windlass.recipe.units import BatchPlan, plan_batch
 
 NON_SEMANTIC = (
-    "run.name",
-    "run.dir",
-    "run.notes",
-    "data.dir",
-    "data.workers",
-    "data.prefetch",
-    "train.micro_batch",
-    "train.threads",
-    "train.early_stop",
-    "train.startup_checks",
-    "train.compile",
-    "train.deterministic",
-    "parallel.",
-    "checkpoint.",
-    "eval.",
-    "telemetry.",
+    *("run.name", "run.dir", "run.notes", "data.dir", "data.workers", "data.prefetch"),
+    *("train.micro_batch", "train.threads", "train.early_stop", "train.startup_checks"),
+    *("train.compile", "train.deterministic", "parallel.", "checkpoint.", "eval.", "telemetry."),
 )
-"""Settings that change where and how a run computes, but not what: not in the config hash, free to differ on resume."""
+"""Settings that do not change the numbers of a run. They are not in the config hash and may differ
+on resume."""
 
 MEASURED_ON = ("eval.batches", "eval.hellaswag_", "eval.squad_")
-"""Those that say what is evaluated on: a resume may change them, and then compares no evaluation with those before."""
+"""Settings that choose the items of an evaluation. After a resume that changes one, earlier scores
+no longer compare."""
 UNRECORDED = ("preset", "run.dir", "data.dir", "checkpoint.resume")
-"""Those that a resume records nowhere: where things are, and what one start does. All others it writes into the run."""
-REPR_SETTINGS = 8  # changed settings that the repr of a recipe has, at most
+"""Settings that belong to one start. A resume writes all other changes into the run's recipe."""
+REPR_SETTINGS = 8  # changed settings that the repr of a recipe shows, at most
 
 
 class RecipeError(UserError):
-    """All that is wrong with a recipe; `problems` holds (key, message) pairs."""
+    """Everything that is wrong with a recipe; `problems` holds (key, message) pairs."""
 
     def __init__(self, name: str, problems: list[tuple[str, str]]):
         self.problems = problems
-        many = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
-        super().__init__(
-            "\n".join(
-                [f"recipe {name} has {many}:", *(f"  {key}: {text}" for key, text in problems)]
-            )
-        )
+        count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
+        lines = [f"  {key}: {text}" for key, text in problems]
+        super().__init__("\n".join([f"recipe {name} has {count}:", *lines]))
 
 
 class Recipe(BaseModel):
@@ -94,11 +81,10 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _resolve_defaults(self) -> Recipe:
-        """Where they are not set, learning rate and tokenizer follow from `model`, and do not count as set afterwards."""
-        for section, name, default in (
-            ("optim", "lr", default_lr),
-            ("data", "tokenizer", own_tokenizer),
-        ):
+        """Derive learning rate and tokenizer from `model` if they are not set; they do not count as
+        set afterwards."""
+        derived = (("optim", "lr", default_lr), ("data", "tokenizer", own_tokenizer))
+        for section, name, default in derived:
             part = getattr(self, section)
             if name not in part.model_fields_set or getattr(part, name) == "auto":
                 part = part.model_copy(update={name: default(self.model)})
@@ -107,30 +93,21 @@ class Recipe(BaseModel):
         return self
 
     def replace(self, *changes: Changes, **values: Any) -> Recipe:
-        """A checked copy with settings changed: `replace({"optim.lr": 3e-4})`, `replace(optim={"lr": 3e-4})`, or as text."""
+        """A checked copy with settings changed: `replace({"optim.lr": 3e-4})`,
+        `replace(optim={"lr": 3e-4})`, or as text."""
         tree = self.model_dump(mode="json", exclude_unset=True)
         new = {key: value for change in (*changes, values) for key, value in dotted(change).items()}
-        other_texts = (
-            new.get("data.source", self.data.source) != self.data.source
-            and self.preset in presets()
-        )
-        if other_texts and self.eval.prompt == Recipe.load(self.preset).eval.prompt:
-            tree.get("eval", {}).pop("prompt", None)  # a preset's prompt is for the preset's texts
         merge(tree, new)
         return validate(tree, self.preset)
 
     def __repr__(self) -> str:
-        """Its preset, and what differs from that one, or from the defaults."""
+        """The preset, and the settings that differ from it (from the defaults, if it does not ship
+        with the package)."""
         before = (Recipe.load(self.preset) if self.preset in presets() else Recipe()).flat()
-        flat = self.flat().items()
-        changed = [
-            f"{key}={typed(value)}"
-            for key, value in flat
-            if key != "preset" and value != before.get(key)
-        ]
-        shown = [*changed[:REPR_SETTINGS], f"and {len(changed) - REPR_SETTINGS} more"][
-            : len(changed)
-        ]
+        changes = {k: v for k, v in self.flat().items() if k != "preset" and v != before.get(k)}
+        shown = [f"{key}={typed(value)}" for key, value in changes.items()]
+        if len(shown) > REPR_SETTINGS:
+            shown[REPR_SETTINGS:] = [f"and {len(shown) - REPR_SETTINGS} more"]
         return f"Recipe({self.preset}{': ' * bool(shown)}{', '.join(shown)})"
 
     __str__ = __repr__
@@ -145,16 +122,14 @@ class Recipe(BaseModel):
 
     def semantic_settings(self) -> dict[str, Any]:
         """The settings that determine the numbers of a run: all but the NON_SEMANTIC ones."""
-        return {
-            k: v for k, v in self.flat().items() if k != "preset" and not k.startswith(NON_SEMANTIC)
-        }
+        where = ("preset", *NON_SEMANTIC)
+        return {key: value for key, value in self.flat().items() if not key.startswith(where)}
 
     @property
     def config_hash(self) -> str:
         """Twelve hexadecimal digits: equal for recipes that train the same model the same way."""
-        return hashlib.sha256(
-            json.dumps(self.semantic_settings(), sort_keys=True).encode()
-        ).hexdigest()[:12]
+        text = json.dumps(self.semantic_settings(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def name(self) -> str:
@@ -168,17 +143,15 @@ class Recipe(BaseModel):
 
     @property
     def tokenizer(self) -> str:
-        """`data.tokenizer`; where it is the one of the Hub that comes with the model, at the model's revision too."""
+        """`data.tokenizer`; the tokenizer that comes with a model has the model's revision."""
         place, m = self.data.tokenizer, self.model
-        return (
-            f"{place}@{m.revision}"
-            if m.kind == "hf" and m.revision and place == f"hf:{m.name}"
-            else place
-        )
+        comes_with_model = m.kind == "hf" and place == f"hf:{m.name}"
+        return f"{place}@{m.revision}" if comes_with_model and m.revision else place
 
     @property
     def tokenizer_key(self) -> str:
-        """The setting that names the tokenizer: where `data.tokenizer` is left out, that of the model or of its weights."""
+        """The setting that names the tokenizer: `data.tokenizer`, or if it is not set the one that
+        names the model."""
         if "tokenizer" in self.data.model_fields_set or not self.data.tokenizer.startswith("hf:"):
             return "data.tokenizer"
         return "model.init_from" if self.model.init_from else "model.name"
@@ -189,13 +162,13 @@ class Recipe(BaseModel):
         return auto if self.parallel.strategy == "auto" else self.parallel.strategy
 
     def batch(self, world: int, device: str = "cpu") -> BatchPlan:
-        """How a step's samples are divided among `world` ranks; a UserError names the sizes that would work."""
-        return plan_batch(
-            self.train.global_batch, self.train.micro_batch, world, self.model.context, device
-        )
+        """How `world` ranks divide a step's samples; UserError names the sizes that would work."""
+        t = self.train
+        return plan_batch(t.global_batch, t.micro_batch, world, self.model.context, device)
 
     def check_packages(self) -> None:
-        """Raise UserError where training this recipe needs an optional package that is not installed."""
+        """Raise UserError if training this recipe needs an optional package that is not
+        installed."""
         if self.model.kind == "hf":
             for package in ("transformers", "accelerate"):
                 require(package, 'model.kind = "hf"')
@@ -205,13 +178,10 @@ class Recipe(BaseModel):
         if init_from.startswith("hf:") or Path(init_from, "config.json").is_file():
             require("transformers", f"model.init_from: {init_from}")
         for suite in self.eval.suites:
-            if suite.startswith("lm-eval:") or (
-                suite == sections.HELLASWAG_SUITE and not self.eval.hellaswag_file
-            ):
-                require(
-                    "lm_eval" if suite.startswith("lm-eval:") else "datasets",
-                    f"eval.suites: {suite}",
-                )
+            if suite.startswith("lm-eval:"):
+                require("lm_eval", f"eval.suites: {suite}")
+            if suite == sections.HELLASWAG_SUITE and not self.eval.hellaswag_file:
+                require("datasets", f"eval.suites: {suite}")
         for tracker in self.telemetry.trackers:
             require(tracker, f'telemetry.trackers = ["{tracker}"]')
 
@@ -223,9 +193,11 @@ class Recipe(BaseModel):
 
     @staticmethod
     def load(recipe: str | Path, overrides: Changes = ()) -> Recipe:
-        """Read a preset by name, a `.toml` file or a run directory, change settings, check everything; UserError.
+        """Read a preset by name, a `.toml` file or a run directory, change settings, check
+        everything; UserError.
 
-        `overrides`: a mapping (`{"train.steps": 5}`, nested or dotted), or text as on the command line (`["train.steps=5"]`).
+        `overrides`: a mapping (`{"train.steps": 5}`, nested or dotted), or text as on the command
+        line (`["train.steps=5"]`).
         """
         tree: dict[str, Any] = {}
         for _, layer in layers(recipe, overrides):
@@ -234,7 +206,8 @@ class Recipe(BaseModel):
 
     @staticmethod
     def from_dict(settings: Mapping[str, Any]) -> Recipe:
-        """A recipe of settings as a file has them, nested or dotted; `extends` names the preset or file that they change."""
+        """A recipe from settings as a file has them, nested or dotted; `extends` names the preset
+        or file that they change."""
         own = {key: value for key, value in dotted(settings).items() if key != "extends"}
         if "extends" in settings:
             return Recipe.load(settings["extends"], own)
@@ -244,45 +217,40 @@ class Recipe(BaseModel):
 
 
 def as_recipe(source: Any) -> Recipe:
-    """What a verb was given as its recipe: a `Recipe`, a run, a preset's name, or the path of a file or a run."""
+    """The recipe of a verb's argument: a `Recipe`, a run, a preset's name, or the path of a file or
+    a run."""
     if isinstance(source, str | Path):
         return Recipe.load(source)
     recipe = getattr(source, "recipe", source)
     if not isinstance(recipe, Recipe):
-        advice = (
-            "; Recipe.from_dict makes one of a dictionary" if isinstance(source, Mapping) else ""
-        )
-        given = type(source).__name__
-        raise UserError(
-            f"{given} is no recipe: give a Recipe, a preset's name or a .toml's path{advice}"
-        )
+        advice = "give a Recipe, a preset's name or a .toml's path"
+        advice += ", or use Recipe.from_dict" * isinstance(source, Mapping)
+        raise UserError(f"{type(source).__name__} is not a recipe: {advice}")
     return recipe
 
 
 def default_lr(model: ModelSettings) -> float:
-    """The peak learning rate where a recipe sets none."""
+    """The peak learning rate of a recipe that sets none."""
     if model.kind == "gpt" or model.from_scratch:
         return 1e-3
     return 2e-4 if model.lora.rank else 5e-5
 
 
 def own_tokenizer(model: ModelSettings) -> str:
-    """What `data.tokenizer = "auto"` stands for: the tokenizer of the weights or of the model that is named, else `byte`."""
+    """The tokenizer that `data.tokenizer = "auto"` stands for: the one of the weights or of the
+    model, else `byte`."""
     origin = model.init_from
     if origin.startswith("hf:"):
         return origin
     path = Path(origin.partition("@")[0]).expanduser()
     for run in (path, path.parent.parent) if origin else ():  # a run, or a checkpoint in one
         with contextlib.suppress(OSError, ValueError, KeyError):
-            name = tomllib.loads((run / "recipe.toml").read_text(encoding="utf-8"))["data"][
-                "tokenizer"
-            ]
-            return (
-                f"hf:{run / 'tokenizer'}" if name in ("bpe", "char") else str(name)
-            )  # those are of the run's corpus
-    if origin and any(
-        (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
-    ):
+            recipe = tomllib.loads((run / "recipe.toml").read_text(encoding="utf-8"))
+            name = str(recipe["data"]["tokenizer"])
+            trained_on_corpus = name in ("bpe", "char")
+            return f"hf:{run / 'tokenizer'}" if trained_on_corpus else name
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if origin and any((path / name).is_file() for name in files):
         return f"hf:{path}"
     return f"hf:{model.name}" if model.kind == "hf" else "byte"
 
@@ -292,13 +260,16 @@ def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, A
     fields: dict[str, Any] = {}
     for name, field in section.model_fields.items():
         inner = field.annotation
-        is_section = isinstance(inner, type) and issubclass(inner, Section)
-        fields |= settings(inner, f"{prefix}{name}.") if is_section else {prefix + name: field}  # type: ignore[arg-type]
+        if isinstance(inner, type) and issubclass(inner, Section):
+            fields |= settings(inner, f"{prefix}{name}.")
+        else:
+            fields[prefix + name] = field
     return fields
 
 
 def validate(tree: Mapping[str, Any], name: str) -> Recipe:
-    """A recipe from nested settings; RecipeError names every unknown key, wrong value and impossible combination."""
+    """A recipe from nested settings; RecipeError names every unknown key, wrong value and
+    impossible combination."""
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
@@ -309,9 +280,8 @@ def validate(tree: Mapping[str, Any], name: str) -> Recipe:
         return recipe
     fields = settings()
     problems = problems_of(errors, fields)
-    partial = _without_wrong(
-        tree, errors, [key for problem, _ in problems for key in (problem, *meant(problem, fields))]
-    )
+    wrong = [key for problem, _ in problems for key in (problem, *meant(problem, fields))]
+    partial = _without_wrong(tree, errors, wrong)
     for check in CHECKS:
         with contextlib.suppress(AttributeError):  # the check reads a setting that is wrong
             problems += check(partial)
@@ -319,22 +289,18 @@ def validate(tree: Mapping[str, Any], name: str) -> Recipe:
 
 
 def _without_wrong(tree: Mapping[str, Any], errors: list[Any], keys: list[str]) -> Recipe:
-    """The recipe of the right settings alone; reading one of the `keys`, or what follows from it, raises AttributeError."""
+    """The recipe of the valid settings alone; reading one of the `keys`, or what follows from it,
+    raises AttributeError."""
     right = copy.deepcopy(dict(tree))
     for error in errors:
         part, (name, *inner) = right, map(str, error["loc"])
-        while inner and isinstance(
-            part.get(name), dict
-        ):  # pydantic appends the member of a union to the key
+        # pydantic appends the member of a union to the key
+        while inner and isinstance(part.get(name), dict):
             part, (name, *inner) = part[name], inner
         part.pop(name, None)
     recipe = Recipe.model_validate(right)
-    if "tokenizer" not in recipe.data.model_fields_set and {
-        "model",
-        "model.kind",
-        "model.name",
-        "model.init_from",
-    } & {*keys}:
+    origins = {"model", "model.kind", "model.name", "model.init_from"}
+    if "tokenizer" not in recipe.data.model_fields_set and origins & {*keys}:
         keys = [*keys, "data.tokenizer"]
     for key in keys:
         recipe = _without(recipe, key)

@@ -1,4 +1,4 @@
-"""The section `[model]` of a recipe: the network. And what every section of a recipe is."""
+"""The section `[model]` of a recipe, and the base class of every section."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _names(value: object) -> object:
-    """The names in a list as it is easily typed into a shell: `wandb`, `wandb,mlflow`, `[wandb]`."""
+    """The names in a list as people type it into a shell: `wandb`, `wandb,mlflow`, `[wandb]`."""
     if not isinstance(value, str):
         return value
     inner = value.strip()
-    inner = (
-        inner[1:-1] if inner[:1] + inner[-1:] == "[]" else inner
-    )  # not the end of a pattern, as `blocks.[01]`
+    if inner[:1] + inner[-1:] == "[]":  # not the end of a pattern, as `blocks.[01]`
+        inner = inner[1:-1]
     parts = [inner] if ":" in inner else inner.split(",")  # lm-eval:TASK,TASK is one name
     return [name for part in parts if (name := part.strip().strip("'\""))]
 
@@ -23,7 +22,8 @@ Names = BeforeValidator(_names)
 
 
 class Section(BaseModel):
-    """A part of a recipe; unknown keys are errors, and every field's docstring is its documentation."""
+    """A part of a recipe; unknown keys are errors, and every field's docstring is its
+    documentation."""
 
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True
@@ -44,21 +44,24 @@ class LoraSettings(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the adapters."""
     targets: Annotated[list[str], Names] = []
-    """Names of the layers that get adapters; empty or `all-linear`: all linear layers but the head."""
+    """Names of the layers that get adapters; empty or `all-linear`: all linear layers but the
+    head."""
     base: Literal["fp32", "4bit"] = "fp32"
-    """What the frozen matrices of the blocks are held in: `4bit` is NF4 (arXiv 2305.14314), through `bitsandbytes`."""
+    """Number format of the blocks' frozen matrices: `4bit` is NF4 (arXiv 2305.14314), through
+    `bitsandbytes`."""
 
 
 ALL_KINDS = ("kind", "context", "init_from", "freeze")
 HF_ONLY = ("name", "revision", "trust_remote_code", "from_scratch", "attention", "lora")
-"""Keys of `[model]` that every kind of model has, and those that are for `kind = "hf"` alone."""
+"""Keys of `[model]` for every kind of model, and keys for `kind = "hf"` alone."""
 
 
 class ModelSettings(Section):
     """The network."""
 
     kind: Literal["gpt", "hf"] = "gpt"
-    """`gpt`: the GPT of this package, shaped by the keys below; `hf`: a causal LM of `transformers`."""
+    """`gpt`: the GPT of this package, shaped by the keys below; `hf`: a causal LM of
+    `transformers`."""
     name: str = ""
     """With `hf`: a model's name on the Hub or a local directory."""
     revision: str = ""
@@ -66,16 +69,19 @@ class ModelSettings(Section):
     trust_remote_code: bool = False
     """With `hf`: whether code that comes with the model may run here."""
     from_scratch: bool = False
-    """With `hf`: take the architecture from the model's configuration, and fresh weights from the seed."""
+    """With `hf`: take the architecture from the model's configuration, and fresh weights from the
+    seed."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """With `hf`: how attention is computed, as `transformers` names it (our own GPT uses PyTorch's
-    `scaled_dot_product_attention`); `auto`: the fastest that the architecture has, without a package of its own."""
+    `scaled_dot_product_attention`); `auto`: the fastest that the architecture has, without a
+    package of its own."""
     layers: int = Field(6, ge=1)
     """Number of transformer blocks."""
     heads: int = Field(6, ge=1)
     """Attention heads; they divide the width."""
     kv_heads: int = Field(0, ge=0)
-    """Key and value heads of grouped-query attention (arXiv 2305.13245); they divide `heads`; 0: as many as `heads`."""
+    """Key and value heads of grouped-query attention (arXiv 2305.13245); they divide `heads`; 0: as
+    many as `heads`."""
     width: int = Field(384, ge=1)
     """Size of the residual stream."""
     ff_width: int = Field(0, ge=0)
@@ -83,7 +89,8 @@ class ModelSettings(Section):
     context: int = Field(256, ge=1)
     """Longest sequence, in tokens: the length of a training sample."""
     vocab: int = Field(0, ge=0)
-    """Rows of the embedding; 0: the tokenizer's vocabulary. May be larger than it (padding for speed), not smaller."""
+    """Rows of the embedding; 0: the tokenizer's vocabulary. May be larger than it (padding for
+    speed), not smaller."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before each sub-layer."""
     final_norm: bool = True
@@ -95,7 +102,8 @@ class ModelSettings(Section):
     rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary embedding's wavelengths."""
     activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu"] = "gelu"
-    """`gelu_tanh`: GPT-2's approximation; `relu2`: squared (arXiv 2109.08668); `swiglu`: gated (arXiv 2002.05202)."""
+    """`gelu_tanh`: GPT-2's approximation; `relu2`: squared (arXiv 2109.08668); `swiglu`: gated
+    (arXiv 2002.05202)."""
     attn_bias: bool = True
     """Biases in the attention's projections."""
     ff_bias: bool = True
@@ -113,24 +121,25 @@ class ModelSettings(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """After the embedding, in attention, and at the end of each sub-layer."""
     init_std: float = Field(0.02, gt=0)
-    """Standard deviation of the initial weights; output projections get it divided by sqrt(2 x layers), as in GPT-2."""
+    """Standard deviation of the initial weights; output projections get it divided by sqrt(2 x
+    layers), as in GPT-2."""
     zero_init_output: bool = False
-    """Output projections of each sub-layer start at zero, so that each block starts as the identity."""
+    """Output projections of each sub-layer start at zero, so that each block starts as the
+    identity."""
     init_from: str = ""
-    """Initial weights: a run directory (its newest checkpoint) or a Hugging Face directory; empty: from the seed."""
+    """Initial weights: a run directory (its newest checkpoint) or a Hugging Face directory; empty:
+    from the seed."""
     freeze: Annotated[list[str], Names] = []
-    """Parameters that are not trained: patterns of their names, as `"embedding.*"` or, with `hf`, `"model.layers.0.*"`."""
+    """Parameters that are not trained: patterns of their names, as `"embedding.*"` or, with `hf`,
+    `"model.layers.0.*"`."""
     lora: LoraSettings = LoraSettings()
     """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`, `.base`."""
 
     @property
     def unused(self) -> list[str]:
-        """The keys that mean nothing for this `kind`."""
-        return [
-            k
-            for k in type(self).model_fields
-            if k not in ALL_KINDS and (k in HF_ONLY) == (self.kind == "gpt")
-        ]
+        """The keys that have no effect with this `kind`."""
+        gpt, own = self.kind == "gpt", [k for k in type(self).model_fields if k not in ALL_KINDS]
+        return [key for key in own if (key in HF_ONLY) == gpt]
 
     @property
     def kv_heads_(self) -> int:  # with 0 resolved

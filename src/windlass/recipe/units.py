@@ -1,7 +1,8 @@
-"""Durations (how often, how long) and batch arithmetic (how a step's samples are divided among ranks).
+"""Durations (how often, how long) and batch arithmetic (how a step's samples are divided among
+ranks).
 
-A duration is steps (`250`), a fraction of the run (`0.01`) or epochs (`"1 epoch"`). This file is the one owner of both
-arithmetics: what needs to know when something is due, or which samples a rank takes, asks here.
+A duration is steps (`250`), a fraction of the run (`0.01`) or epochs (`"1 epoch"`). Everything that
+needs to know when something is due, or which samples a rank takes, asks here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pydantic import BeforeValidator, Field
 from windlass.errors import UserError
 
 TOKENS_PER_MICRO_BATCH = {"cpu": 4096, "cuda": 16384}
-"""With `train.micro_batch = 0`: about so many tokens go through the model at once."""
+"""With `train.micro_batch = 0`: the most tokens of one micro-batch."""
 DURATION = 'steps (250), a share of the run (0.01), or "1 epoch"; 0 is never'
 EPOCHS = re.compile(r"\s*([0-9]*\.?[0-9]+)\s+epochs?\s*")
 
@@ -27,22 +28,18 @@ def _check_duration(value: Any) -> Any:
     if isinstance(value, int) and value < 0:
         raise ValueError("a duration cannot be negative (0 is never)")
     if isinstance(value, float) and not 0 <= value <= 1:
-        raise ValueError(
-            "a fraction of the run lies between 0.0 and 1.0; whole steps are written without a point"
-        )
+        raise ValueError("a share of the run is 0.0 to 1.0; write whole steps without a point")
     if isinstance(value, str):
         epochs_in(value)
     return value
 
 
-_EXTRA = {"description": DURATION}
-Duration = Annotated[
-    int | float | str, BeforeValidator(_check_duration), Field(json_schema_extra=_EXTRA)
-]
+_FIELD = Field(json_schema_extra={"description": DURATION})
+Duration = Annotated[int | float | str, BeforeValidator(_check_duration), _FIELD]
 
 
 def epochs_in(text: str) -> Fraction:
-    """The number of epochs in `"1 epoch"`, `"2.5 epochs"`; raises ValueError for anything else."""
+    """The number of epochs in `"1 epoch"` or `"2.5 epochs"`; ValueError for anything else."""
     if match := EPOCHS.fullmatch(text):
         return Fraction(match[1])
     raise ValueError(f"it takes {DURATION}")
@@ -50,14 +47,16 @@ def epochs_in(text: str) -> Fraction:
 
 @dataclass(frozen=True)
 class Horizon:
-    """What durations are measured against: the run's steps, and the samples of one epoch and of one step."""
+    """The run's steps and the samples of one epoch and of one step, from which a duration becomes
+    steps."""
 
     steps: int
     samples_per_epoch: int
     samples_per_step: int
 
     def steps_in(self, duration: int | float | str) -> int:
-        """The duration in whole steps: a fraction is rounded to the nearest step (at least 1), epochs up."""
+        """The duration in whole steps: a fraction is rounded to the nearest step (at least 1),
+        epochs up."""
         if isinstance(duration, str):
             samples = epochs_in(duration) * self.samples_per_epoch
             return -((-samples.numerator) // (samples.denominator * self.samples_per_step))
@@ -66,9 +65,11 @@ class Horizon:
         return duration
 
     def due(self, every: int | float | str, step: int) -> bool:
-        """Whether something that happens every so often happens after `step` completed steps (step 0: never).
+        """Whether something with the period `every` is due after `step` completed steps (step 0:
+        never).
 
-        An epoch rarely ends exactly at a step; the duration fires at the first step at or past its end.
+        An epoch rarely ends exactly at a step; a period in epochs is due at the first step at or
+        past its end.
         """
         if isinstance(every, str):
             period = epochs_in(every) * self.samples_per_epoch
@@ -82,8 +83,9 @@ class Horizon:
 class BatchPlan:
     """How the samples of one optimizer step are divided.
 
-    Micro-batch *k* of a step is the contiguous slice `[k * micro_batch, (k + 1) * micro_batch)` of the step's samples;
-    rank `r` of `world` takes the micro-batches `r, r + world, r + 2 * world, ...`.
+    Micro-batch *k* of a step is the contiguous slice `[k * micro_batch, (k + 1) * micro_batch)` of
+    the step's samples; rank `r` of `world` takes the micro-batches `r, r + world, r + 2 * world,
+    ...`.
     """
 
     global_batch: int
@@ -111,31 +113,25 @@ def plan_batch(
 ) -> BatchPlan:
     """Divide a global batch among `world` ranks.
 
-    `micro_batch = 0` takes the largest divisor of each rank's share that holds at most TOKENS_PER_MICRO_BATCH tokens
-    (but at least one sample). Raises UserError if the division leaves a rest; it names the nearest sizes that work.
+    `micro_batch = 0` takes the largest divisor of each rank's share that holds at most
+    TOKENS_PER_MICRO_BATCH tokens (but at least one sample). UserError if the division leaves a
+    remainder, with the nearest sizes that work.
     """
-    share, rest = divmod(global_batch, world)
-    if rest:
+    batch = f"train.global_batch = {global_batch}"
+    share, remainder = divmod(global_batch, world)
+    if remainder:
         sizes = " or ".join(str(size) for size in (share * world, (share + 1) * world) if size)
-        problem = (
-            f"train.global_batch = {global_batch} sequences is not divisible by world size {world}"
-        )
-        raise UserError(f"{problem}; write {sizes}, or use a number of ranks that divides it")
+        advice = f"write {sizes}, or use a number of ranks that divides it"
+        raise UserError(f"{batch} sequences is not divisible by world size {world}; {advice}")
     divisors = [d for d in range(1, share + 1) if share % d == 0]
     if micro_batch == 0:
-        micro_batch = max(
-            d for d in divisors if d <= max(1, TOKENS_PER_MICRO_BATCH[device] // context)
-        )
+        most = max(1, TOKENS_PER_MICRO_BATCH[device] // context)
+        micro_batch = max(d for d in divisors if d <= most)
     if share % micro_batch:
-        below, above = (
-            [d for d in divisors if (d > micro_batch) == larger] for larger in (False, True)
-        )
+        below = [d for d in divisors if d < micro_batch]
+        above = [d for d in divisors if d > micro_batch]
         sizes = " or ".join(map(str, [*below[-1:], *above[:1]]))
-        batch = f"train.global_batch = {global_batch}"
-        each = (
-            batch
-            if world == 1
-            else f"the {share} sequences that each of {world} ranks has in a step ({batch})"
-        )
+        per_rank = f"the {share} sequences that each of {world} ranks has in a step ({batch})"
+        each = batch if world == 1 else per_rank
         raise UserError(f"train.micro_batch = {micro_batch} does not divide {each}; write {sizes}")
     return BatchPlan(global_batch, micro_batch, world, context)
