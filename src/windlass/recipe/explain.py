@@ -45,7 +45,8 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
         "resolved": _resolved(loaded, key),
     }
     shown = [f"{name:<9} {text}" for name, text in facts.items() if text]
-    return "\n".join([f"{key} = {flat[key]}", fields[key].description, "", *shown])
+    description = " ".join(fields[key].description.split())
+    return "\n".join([f"{key} = {flat[key]}", description, "", *shown])
 
 
 def _part(recipe: Recipe, key: str) -> Any:
