@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from windlass.checkpoint.reshard import gather_state
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.save import Saver
+from windlass.checkpoint.state_dict import gather_state
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim.build import build_optimizer

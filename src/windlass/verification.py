@@ -21,7 +21,7 @@ from typing import Any
 
 import windlass
 from windlass import processes
-from windlass.checkpoint.load import choose, open_checkpoint
+from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
 from windlass.data.order import Order
 from windlass.data.prepare import open_data
 from windlass.errors import DONE, Stopped, installed, needs
@@ -354,7 +354,7 @@ def kills_lose_nothing(bench: Bench) -> Outcome:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        choice = choose(run) if (run / "checkpoints").is_dir() else None
+        choice = choose_checkpoint(run) if (run / "checkpoints").is_dir() else None
         step = choice.step if choice else 0
         lost += bool(choice and choice.notes) or step < committed
         committed = step

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from toy import micro_batch, toy
 
-from windlass.checkpoint.load import choose, open_checkpoint
-from windlass.checkpoint.reshard import gather_state, named_state, restore
+from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
+from windlass.checkpoint.state_dict import gather_state, named_state, restore
 from windlass.checkpoint.save import Saver
 from windlass.optim.muon import Muon
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
@@ -81,7 +81,7 @@ def read(rank: int, world: int, folders: list[str], variant: str, strategy: str)
     equal = 0
     for folder in folders:
         expected = load_file(Path(folder) / "whole.safetensors")
-        choice = choose(folder)
+        choice = choose_checkpoint(folder)
         assert choice is not None
         checkpoint = open_checkpoint(choice.path)
         model, optimizer = build(variant, strategy, world)

@@ -10,7 +10,7 @@ from harness import Join, recipe, run_ranks
 from torch import Tensor, nn
 from toy import micro_batch, toy
 
-from windlass.checkpoint.reshard import named_state
+from windlass.checkpoint.state_dict import named_state
 from windlass.errors import UserError
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise

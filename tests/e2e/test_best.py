@@ -12,7 +12,7 @@ from small_runs import corpus, curve, recipe_of, stopped
 
 from helpers import best_step, refused
 from windlass import train
-from windlass.checkpoint.load import find, list_checkpoints
+from windlass.checkpoint.load import find_checkpoint, list_checkpoints
 from windlass.launch.local import launch
 from windlass.reports.overview import overview
 from windlass.reports.tables import measures
@@ -79,7 +79,7 @@ def test_the_first_step_with_the_highest_accuracy_is_saved_and_named(whole):
     assert {c.step: c.scores[MEASURE] for c in listed.checkpoints} == {
         step: scores[step] for step in (best, 12)
     }
-    assert find(f"{whole.path}@best").step == best
+    assert find_checkpoint(f"{whole.path}@best").step == best
     summary = whole.summary
     assert (summary["best_measure"], summary["best_score"], summary["best_step"]) == (
         MEASURE,

@@ -60,7 +60,7 @@ def test_the_memory_of_saves_is_reserved_after_the_first_step(corpus, tmp_path, 
 
     def on_step(now):
         if now.step == 3:
-            saver = trainers[0].saves.saver
+            saver = trainers[0].saver
             saver._reserving.join()
             sizes.append(saver._buffer._bytes.numel())
 

@@ -18,9 +18,9 @@ import torch
 
 from windlass.checkpoint import load
 from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.reshard import Slice, State, divide_rows
 from windlass.checkpoint.retention import Policy
-from windlass.checkpoint.save import Outcome, Saver
+from windlass.checkpoint.save import SaveOutcome, Saver
+from windlass.checkpoint.state_dict import Slice, State, divide_rows
 from windlass.fileio import Files
 
 SHAPES = {"model/a": (6, 4), "model/b": (3,), "optim/a/step": (), "optim/a/exp_avg": (6, 4)}
@@ -63,7 +63,7 @@ def prepared(run: Path, *steps: int, **options: Any) -> Path:
 
 def save(
     directory: Path, step: int, files: Any = None, rank: int = 0, world: int = 1, **options: Any
-) -> Outcome:
+) -> SaveOutcome:
     """One save from begin to end, in this thread; raises nothing."""
     options = {
         "policy": Policy(last=options.pop("keep", 2)),
@@ -79,7 +79,7 @@ def save(
 
 def step_seen(run: Path) -> int:
     """What a reader finds: the step of the newest checkpoint, every number of it compared; 0 for none."""
-    choice = load.choose(run)
+    choice = load.choose_checkpoint(run)
     if choice is None:
         return 0
     assert not choice.notes, f"a kill damaged a committed checkpoint: {choice.notes}"

@@ -27,7 +27,7 @@ PLACES = {
     "evaluation": ("windlass.evaluation.likelihood", "sum_async"),
     "sample": ("windlass.evaluation.generate", "sum_async"),
     "data": ("windlass.data.loader", "Loader._read"),
-    "save": ("windlass.training.record", "gather_state"),
+    "save": ("windlass.training.trainer", "gather_state"),
 }
 """By phase: a module, and a name in it that is called in this phase."""
 WAIT_SECONDS = {"start": 120.0, "choose": 120.0, "data": 120.0}

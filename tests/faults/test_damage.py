@@ -49,7 +49,7 @@ def run(scratch: Path) -> Path:
 def test_an_older_one_is_chosen(run: Path, name: str, kind: str) -> None:
     newest = run / "checkpoints" / "step-00000003"
     DAMAGE[kind](newest / name)
-    choice = load.choose(run)
+    choice = load.choose_checkpoint(run)
     assert choice is not None and choice.step == 2
     check(choice.path, 2)
     if choice.damaged:  # otherwise it has no digest, and is temporary
@@ -58,8 +58,8 @@ def test_an_older_one_is_chosen(run: Path, name: str, kind: str) -> None:
         assert name == "manifest.sha256"
     for resume in ("3", str(newest)):
         with pytest.raises(UserError):
-            load.choose(run, resume)
-    load.set_aside(choice, run)
+            load.choose_checkpoint(run, resume)
+    load.rename_damaged(choice, run)
     assert not save(run / "checkpoints", 3, attempt="1").error  # and the step can be saved again
     assert step_seen(run) == 3
     tally("a file flipped, cut off, emptied, lengthened, deleted, or another checkpoint's", 1)
@@ -72,23 +72,23 @@ def test_best_passes_over_a_damaged_one_and_where_all_are_the_run_is_refused(
         {"kind": "eval", "step": step, "suite": "loss", "loss": float(step)} for step in (1, 2, 3)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert load.choose(run, "best").step == 1  # type: ignore[union-attr]
+    assert load.choose_checkpoint(run, "best").step == 1  # type: ignore[union-attr]
     flip(run / "checkpoints" / "step-00000001" / "rank-00000.safetensors", -1)
-    choice = load.choose(run, "best")
+    choice = load.choose_checkpoint(run, "best")
     assert choice is not None and choice.step == 2 and "step 1 is damaged" in choice.notes[0]
-    load.set_aside(choice, tmp_path)  # not where it is another run's
+    load.rename_damaged(choice, tmp_path)  # not where it is another run's
     assert (run / "checkpoints" / "step-00000001").is_dir()
     for step in (2, 3):
         flip(run / "checkpoints" / f"step-{step:08d}" / "state.json", 3)
     with pytest.raises(UserError) as refused:
-        load.choose(run)
+        load.choose_checkpoint(run)
     assert all(f"step {step} is damaged" in str(refused.value) for step in (1, 2, 3))
 
 
 def test_another_steps_checkpoint_under_this_name(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000003")
     shutil.copytree(run / "checkpoints" / "step-00000001", run / "checkpoints" / "step-00000003")
-    choice = load.choose(run)
+    choice = load.choose_checkpoint(run)
     assert (
         choice is not None
         and choice.step == 2

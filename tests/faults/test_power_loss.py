@@ -18,7 +18,7 @@ import pytest
 from saving import SCENES, hidden, prepared, save, step_seen, tally
 
 from windlass.checkpoint.format import list_entries
-from windlass.checkpoint.load import Choice, choose, recover
+from windlass.checkpoint.load import Choice, choose_checkpoint, recover
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Recipe
@@ -209,7 +209,7 @@ def begun(path: Path) -> tuple[int, int | None] | None:
     if not run.recipe_path.is_file():
         assert {p.name for p in path.iterdir()} <= LEFT_OVER if path.is_dir() else True
         return None
-    choice = choose(path)
+    choice = choose_checkpoint(path)
     return int(run.recipe.train.steps), choice.step if choice is not None else None
 
 

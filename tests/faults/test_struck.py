@@ -19,7 +19,7 @@ from saving import tally
 
 import helpers
 from windlass import train
-from windlass.checkpoint.load import choose
+from windlass.checkpoint.load import choose_checkpoint
 from windlass.launch.local import END_SECONDS
 from windlass.parallel.dist import EXIT_SECONDS
 from windlass.recipe import Recipe
@@ -118,7 +118,7 @@ def test_the_run_ends_and_resumes_from_the_last_checkpoint(
     if how == "raise":
         assert "ArithmeticError: struck by the test" in output
     assert run.state != "finished"
-    there = choose(run.path, "latest")
+    there = choose_checkpoint(run.path, "latest")
     assert there is not None and 2 <= there.step < 12 and not there.notes, (
         "every byte of the last checkpoint is good"
     )

@@ -33,7 +33,7 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
     from windlass import train
     from windlass.checkpoint.commit import Commit
     from windlass.checkpoint.load import open_checkpoint
-    from windlass.checkpoint.reshard import named_state
+    from windlass.checkpoint.state_dict import named_state
     from windlass.training import setup
 
     trainers, set_up, commit = [], setup.set_up, Commit.run
@@ -71,7 +71,7 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
     ]
     assert len(changed) > len(snapshots[4]) / 2
     if device == "cuda":
-        assert trainers[0].saves.saver._buffer._bytes.is_pinned()
+        assert trainers[0].saver._buffer._bytes.is_pinned()
 
 
 @pytest.mark.parametrize(

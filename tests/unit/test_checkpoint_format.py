@@ -19,8 +19,8 @@ from windlass.checkpoint import format as format_
 from windlass.checkpoint import load
 from windlass.checkpoint.format import Damaged
 from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.reshard import Slice, State
 from windlass.checkpoint.save import Saver
+from windlass.checkpoint.state_dict import Slice, State
 from windlass.errors import UserError
 
 Change = Callable[[Any], Any]
@@ -167,7 +167,7 @@ def test_no_file_is_ever_run(
             opened.tensor(tensor)
         assert opened.counters
 
-    for attempt in (lambda: load.choose(tmp_path / "run"), read_everything):
+    for attempt in (lambda: load.choose_checkpoint(tmp_path / "run"), read_everything):
         try:
             attempt()
         except (UserError, Damaged, ValueError):

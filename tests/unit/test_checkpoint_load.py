@@ -12,10 +12,10 @@ import torch
 
 from helpers import kept
 from windlass import cli
-from windlass.checkpoint.load import choose, find, list_checkpoints
-from windlass.checkpoint.reshard import Slice, State
+from windlass.checkpoint.load import choose_checkpoint, find_checkpoint, list_checkpoints
 from windlass.checkpoint.retention import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
 from windlass.checkpoint.save import Saver
+from windlass.checkpoint.state_dict import Slice, State
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Recipe
@@ -54,14 +54,14 @@ def back_to(run: Path, step: int) -> Lineage:
 
 
 def chosen(run: Path, resume: str = "latest", **options: Any) -> int:
-    choice = choose(run, resume, **options)
+    choice = choose_checkpoint(run, resume, **options)
     assert choice is not None
     return choice.step
 
 
 def test_what_resume_means(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert choose(run) is None and choose(run, "never") is None
+    assert choose_checkpoint(run) is None and choose_checkpoint(run, "never") is None
     saved(run, 5, 10, 20, 15)
     losses = [
         {"step": s, "suite": "loss", "loss": loss}
@@ -81,13 +81,13 @@ def test_what_resume_means(tmp_path: Path) -> None:
         ("newest", "latest, best, a step"),
     ):
         with pytest.raises(UserError) as error:
-            choose(run, wrong)
+            choose_checkpoint(run, wrong)
         assert remedy in str(error.value)
     for source, step in ((run, 15), (f"{run}@5", 5), (f"{run}@best", 5), (at(run, 10), 10)):
-        assert find(source).step == step
+        assert find_checkpoint(source).step == step
     for missing in (tmp_path / "nothing", f"{run}@6"):
         with pytest.raises(UserError):
-            find(missing)
+            find_checkpoint(missing)
 
 
 # -- lineage ----------------------------------------------------------------------------------------------------------
@@ -100,24 +100,24 @@ def test_only_later_commits_or_the_one_it_started_from(
     run = saved(tmp_path, 3, 6, 9)
     lineage = back_to(run, 3)
     assert (lineage.checkpoint, lineage.step, lineage.serial) == ("checkpoints/step-00000003", 3, 3)
-    assert chosen(run) == find(run).step == 3
+    assert chosen(run) == find_checkpoint(run).step == 3
     for step in deleted:
         shutil.rmtree(at(run, step))
     saved(run, 4, 5)
     write_ledger(run, *({"step": step, "loss": 10.0 - step} for step in (3, 4, 6)))
-    assert find(f"{run}@best").step == 4, (
+    assert find_checkpoint(f"{run}@best").step == 4, (
         "the checkpoint of step 6 is not the model that has this score"
     )
     saved(run, 6)
     assert (chosen(run), chosen(run, up_to=5), chosen(run, up_to=3)) == (6, 5, 3)
-    assert choose(run, up_to=2) is None
+    assert choose_checkpoint(run, up_to=2) is None
 
 
 def test_where_all_of_a_lineage_is_damaged_the_one_it_started_from_is_left(tmp_path: Path) -> None:
     run = saved(tmp_path, 3, 6)
     back_to(run, 3)
     damage(at(saved(run, 4), 4))
-    choice = choose(run)
+    choice = choose_checkpoint(run)
     assert (
         choice is not None
         and (choice.step, choice.damaged) == (3, [at(run, 4)])
@@ -126,7 +126,7 @@ def test_where_all_of_a_lineage_is_damaged_the_one_it_started_from_is_left(tmp_p
     shutil.rmtree(at(run, 3))
     shutil.rmtree(at(run, 4))
     with pytest.raises(UserError) as error:
-        choose(run)
+        choose_checkpoint(run)
     assert str(at(run, 3)) in str(error.value) and "checkpoint.resume=STEP" in str(error.value)
 
 
@@ -201,7 +201,7 @@ def test_temporary_directories_are_listed_and_do_not_count(run: Path, capsys: An
     (run / "checkpoints" / "bad-step-00000005").mkdir()
     listed = list_checkpoints(run)
     assert [row.step for row in listed.checkpoints] == [10, 20]
-    assert listed.temporary == [".saving-00000040-a-1", "step-00000030"] and listed.set_aside == [
+    assert listed.temporary == [".saving-00000040-a-1", "step-00000030"] and listed.bad == [
         "bad-step-00000005"
     ]
     code, text = invoke(capsys, run)

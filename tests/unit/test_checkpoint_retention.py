@@ -11,10 +11,10 @@ from windlass.checkpoint.retention import (
     EMERGENCY,
     FINAL,
     PERIODIC,
+    Committed,
     Lineage,
     Policy,
-    Saved,
-    best,
+    best_step,
     retain,
 )
 from windlass.recipe import Horizon
@@ -23,8 +23,10 @@ from windlass.recipe.settings import CheckpointSettings
 NAN, INF = float("nan"), float("inf")
 
 
-def row(*steps: int, **reasons: str) -> list[Saved]:
-    return [Saved(i + 1, step, reasons.get(f"s{step}", PERIODIC)) for i, step in enumerate(steps)]
+def row(*steps: int, **reasons: str) -> list[Committed]:
+    return [
+        Committed(i + 1, step, reasons.get(f"s{step}", PERIODIC)) for i, step in enumerate(steps)
+    ]
 
 
 BEST = {10: 3.0, 20: 2.0, 30: 2.5, 25: 0.1, 40: 2.0}  # there is no checkpoint of step 25
@@ -90,16 +92,16 @@ def test_scores_are_the_finite_values_in_the_ledger() -> None:
     ]
     wanted = {"loss": {1: 3.0}, "squad.f1": {1: 10.0}, "hellaswag.acc": {}}
     assert {measure: retention.scores_by_step(lines, measure) for measure in wanted} == wanted
-    assert best({}, "loss") is None and best({2: 1.0, 1: 1.0, 0: NAN}, "loss") == 1
-    assert best({1: 1.3, 2: 1.2}, "loss.bits_per_byte") == 2, "less is better, too"
+    assert best_step({}, "loss") is None and best_step({2: 1.0, 1: 1.0, 0: NAN}, "loss") == 1
+    assert best_step({1: 1.3, 2: 1.2}, "loss.bits_per_byte") == 2, "less is better, too"
     assert (
-        best({1: 3.0, 2: 2.0, 3: INF}, "squad.f1") == 1
-        and best({1: 3.0, 2: 2.0, 3: -INF}, "loss") == 2
+        best_step({1: 3.0, 2: 2.0, 3: INF}, "squad.f1") == 1
+        and best_step({1: 3.0, 2: 2.0, 3: -INF}, "loss") == 2
     )
 
 
 saved = st.builds(
-    Saved,
+    Committed,
     st.integers(1, 50),
     st.integers(0, 9),
     st.sampled_from([PERIODIC, EMERGENCY, FINAL, "best"]),
@@ -114,7 +116,7 @@ saved = st.builds(
     st.integers(0, 3),
 )
 def test_properties(
-    checkpoints: list[Saved], scores: dict[int, float], last: int, keep_best: bool, signal: int
+    checkpoints: list[Committed], scores: dict[int, float], last: int, keep_best: bool, signal: int
 ) -> None:
     policy = Policy(last, keep_best, signal=signal)
     why = retain(checkpoints, policy, scores)
@@ -128,7 +130,7 @@ def test_properties(
     stops = [c for c in newest_first if c.reason == EMERGENCY]
     assert all(c in staying for c in stops[:signal])
     measured = {c.step: scores[c.step] for c in checkpoints if c.step in scores}
-    assert not keep_best or not measured or best(measured, "loss") in {c.step for c in staying}
+    assert not keep_best or not measured or best_step(measured, "loss") in {c.step for c in staying}
     # What stays would stay again: a second look deletes nothing more.
     assert all(retain(staying, policy, scores).values())
 

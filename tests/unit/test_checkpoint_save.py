@@ -21,8 +21,8 @@ from torch import nn
 from windlass.checkpoint.commit import RESERVE_BYTES, shortage
 from windlass.checkpoint.format import DTYPES, names_in, read_manifest
 from windlass.checkpoint.load import Checkpoint, open_checkpoint
-from windlass.checkpoint.reshard import Slice, State, gather_state, restore
 from windlass.checkpoint.save import HostBuffer, Saver
+from windlass.checkpoint.state_dict import Slice, State, gather_state, restore
 from windlass.errors import UserError
 from windlass.fileio import O_DIRECT, PAGE, Files
 

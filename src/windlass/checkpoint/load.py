@@ -2,7 +2,7 @@
 
 Choosing has two parts, so that ranks can share the hashing: `candidates` lists what may be used, in order of
 preference, from manifests alone (one rank does this); `first_undamaged` hashes one after the other until one is good.
-Nothing here changes the disk but `recover`, `discard` and `set_aside`.
+Nothing here changes the disk but `recover`, `discard` and `rename_damaged`.
 """
 
 from __future__ import annotations
@@ -220,14 +220,14 @@ def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Choice
     raise UserError("\n  ".join(["no checkpoint can be used:", *notes]) + f"\n{advice}")
 
 
-def choose(
+def choose_checkpoint(
     run_dir: str | Path, resume: str = "latest", *, measure: str = "", up_to: int | None = None
 ) -> Choice | None:
     """`candidates`, and the `first_undamaged` of them; None where there is none to resume from."""
     return first_undamaged(candidates(run_dir, resume, measure=measure, up_to=up_to))
 
 
-def find(source: str | Path, ranks: Ranks | None = None) -> Choice:
+def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Choice:
     """The checkpoint that a user names: `RUN` (its newest), `RUN@STEP`, `RUN@best`, or a path; every byte verified.
 
     Collective over `ranks`, which share the hashing. Raises UserError where there is none, or it is damaged.
@@ -284,7 +284,7 @@ def discard(path: Path, files: Files) -> None:
     files.remove_tree(path)
 
 
-def set_aside(choice: Choice, run: Path) -> None:
+def rename_damaged(choice: Choice, run: Path) -> None:
     """Rename the damaged checkpoints of a run that a choice passed over to `bad-...`, which nothing reads."""
     for path in choice.damaged:
         if not path.resolve().is_relative_to(run.resolve()):
@@ -325,7 +325,7 @@ class CheckpointList:
     measure: str  # the recipe's `checkpoint.best`
     checkpoints: list[CheckpointStatus]
     temporary: list[str]  # directories that are being written or removed, or were left by a kill
-    set_aside: list[str]
+    bad: list[str]  # damaged ones, renamed to `bad-...`
 
 
 def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointList:

@@ -29,7 +29,7 @@ LINEAGE = "lineage.json"
 
 
 @dataclass(frozen=True)
-class Saved:
+class Committed:
     """A checkpoint, as far as retention needs it."""
 
     serial: int  # counts the commits of a run: the highest is the newest, also after a return to an earlier step
@@ -37,11 +37,11 @@ class Saved:
     reason: str = PERIODIC
 
 
-def committed(directory: Path) -> dict[Path, Saved]:
+def committed(directory: Path) -> dict[Path, Committed]:
     """The checkpoints in a run's `checkpoints` whose manifests can be read."""
     entries = ((e.path, e.serial, e.step, e.manifest) for e in list_entries(directory))
     return {
-        path: Saved(serial, step, str(m.meta.get("reason", PERIODIC)))
+        path: Committed(serial, step, str(m.meta.get("reason", PERIODIC)))
         for path, serial, step, m in entries
         if m
     }
@@ -96,7 +96,7 @@ def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> dict[int
 def without_improvement(lines: Sequence[Mapping[str, Any]], measure: str) -> int:
     """How many evaluations of a measure, up to the last of a ledger's `eval` lines, came after the best one."""
     scores, suite = scores_by_step(lines, measure), measure.partition(".")[0]
-    top = best(scores, measure)
+    top = best_step(scores, measure)
     steps = {
         line["step"] for line in comparable([x for x in lines if x.get("suite", LOSS) == suite])
     }
@@ -121,13 +121,13 @@ def ranked(scores: Mapping[int, float], measure: str) -> list[int]:
     return sorted(finite, key=lambda step: (sign * scores[step], step))
 
 
-def best(scores: Mapping[int, float], measure: str) -> int | None:
+def best_step(scores: Mapping[int, float], measure: str) -> int | None:
     """The step with the best score; the first of equal ones."""
     return next(iter(ranked(scores, measure)), None)
 
 
 def retain(
-    checkpoints: Iterable[Saved], policy: Policy, scores: Mapping[int, float]
+    checkpoints: Iterable[Committed], policy: Policy, scores: Mapping[int, float]
 ) -> dict[int, list[str]]:
     """Why each checkpoint stays, by its serial number; those with an empty list may go.
 
@@ -141,13 +141,10 @@ def retain(
     last = {c.serial for c in (*newest_first[:1], *regular[: policy.last])}
     signal = {c.serial for c in [c for c in newest_first if c.reason == EMERGENCY][: policy.signal]}
     steps = {c.step for c in newest_first}
-    best_step = (
-        best({s: score for s, score in scores.items() if s in steps}, policy.measure)
-        if policy.best
-        else None
-    )
+    present = {step: score for step, score in scores.items() if step in steps}
+    top = best_step(present, policy.measure) if policy.best else None
     # An older checkpoint of the same step is another one: only the newest of it has the score.
-    best_serial = next((c.serial for c in newest_first if c.step == best_step), None)
+    best_serial = next((c.serial for c in newest_first if c.step == top), None)
     why = {}
     for c in newest_first:
         reasons = {

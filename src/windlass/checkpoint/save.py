@@ -26,8 +26,15 @@ import torch
 from windlass.checkpoint import format as format_
 from windlass.checkpoint.commit import Commit, explain
 from windlass.checkpoint.load import discard
-from windlass.checkpoint.reshard import Slice, State
-from windlass.checkpoint.retention import PERIODIC, Policy, Saved, committed, read_lineage, retain
+from windlass.checkpoint.retention import (
+    PERIODIC,
+    Committed,
+    Policy,
+    committed,
+    read_lineage,
+    retain,
+)
+from windlass.checkpoint.state_dict import Slice, State
 from windlass.errors import UserError
 from windlass.fileio import PAGE, PIECE_BYTES, Files, to_json
 
@@ -37,7 +44,7 @@ TYPE_NAMES = {getattr(torch, name): key for key, (name, _) in format_.DTYPES.ite
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """How a save ended. Where `error` is empty the checkpoint at `path` is committed: durable, and seen by readers."""
 
     step: int
@@ -191,14 +198,15 @@ class Saver:
     piece_bytes: int = PIECE_BYTES  # in one write
 
     def __post_init__(self) -> None:
-        self.last_seconds: float | None = (
-            None  # of the last committed save, copy included: for a grace budget
-        )
+        self.newest = -1  # the step of the newest save, also in progress; -1: none, or it failed
+        self.committed = 0  # the step that a restart would resume from
+        self.failures = 0  # saves that failed since the last one that was committed
+        self.last_seconds: float | None = None  # of the last committed save, with the copy
         self._began = 0.0
         self._started = self._reported = 0  # saves
         self._buffer = HostBuffer()
-        self._committed: dict[Path, Saved] = {}  # rank 0's writer reads each manifest once
-        self._outcomes: deque[Outcome] = deque()
+        self._known: dict[Path, Committed] = {}  # rank 0's writer reads each manifest once
+        self._outcomes: deque[SaveOutcome] = deque()
         self._reserving = threading.Thread()  # makes room for the first save
         # A thread for each save, a daemon: a process whose disk hangs can end. At most one at a time.
         self._thread: threading.Thread | None = None
@@ -208,10 +216,19 @@ class Saver:
         """Whether a save is being written."""
         return self._started > self._reported + len(self._outcomes)
 
-    def remaining_seconds(self) -> float:
-        """How long the save in progress still takes, going by the last committed one; 0 where there is none."""
-        elapsed = time.monotonic() - self._began
-        return max(0.0, (self.last_seconds or 0.0) - elapsed) if self.busy else 0.0
+    def expected_seconds(self, step: int) -> float:
+        """How long a save of `step` will take after any save in progress; 0 if this step is saved.
+
+        Every save is expected to take as long as the last committed one.
+        """
+        if self.newest == step:
+            return 0.0
+        last, elapsed = self.last_seconds or 0.0, time.monotonic() - self._began
+        return last + (max(0.0, last - elapsed) if self.busy else 0.0)
+
+    def resume_from(self, step: int) -> None:
+        """Training starts from, or has returned to, the committed checkpoint of `step`."""
+        self.newest = self.committed = step
 
     def reserve(self, state: State) -> None:
         """Make room for saves of this state, in the background: the first one waits for no memory."""
@@ -284,6 +301,7 @@ class Saver:
         )
         job = (commit, copied, time.perf_counter() - begin, begin - called, dict(scores or {}))
         self._started, self._began = self._started + 1, time.monotonic()
+        self.newest = step
         if not self.background:
             self._write(*job)
             return
@@ -292,15 +310,22 @@ class Saver:
         )
         self._thread.start()
 
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[SaveOutcome]:
         """The outcomes since the last call; never waits."""
         outcomes = [self._outcomes.popleft() for _ in range(len(self._outcomes))]
         self._reported += len(outcomes)
+        for outcome in outcomes:
+            if not outcome.error:
+                self.committed, self.failures = outcome.step, 0
+                continue
+            self.failures += 1
+            if outcome.step == self.newest:
+                self.newest = -1
         return outcomes
 
     def wait(
         self, timeout: float | None = None, while_waiting: Callable[[], None] | None = None
-    ) -> list[Outcome]:
+    ) -> list[SaveOutcome]:
         """Wait until nothing is being written, or `timeout` seconds; the outcomes since the last `poll` or `wait`."""
         self._until_idle(timeout, while_waiting)
         return self.poll()
@@ -335,12 +360,10 @@ class Saver:
             if self.rank == 0:
                 names, before = (
                     format_.names_in(self.directory),
-                    self._committed or committed(self.directory),
+                    self._known or committed(self.directory),
                 )
-                self._committed = {
-                    path: saved for path, saved in before.items() if path.name in names
-                }
-            serials = [saved.serial for saved in self._committed.values()]
+                self._known = {path: saved for path, saved in before.items() if path.name in names}
+            serials = [saved.serial for saved in self._known.values()]
             with contextlib.suppress(
                 UserError
             ):  # commits whose checkpoints were deleted count by the lineage
@@ -352,7 +375,7 @@ class Saver:
         else:
             warning = commit.warning or warning
             if self.rank == 0:
-                self._committed[commit.target] = Saved(
+                self._known[commit.target] = Committed(
                     serial, commit.step, str(commit.meta["reason"])
                 )
                 try:
@@ -371,7 +394,7 @@ class Saver:
             seconds,
             warning,
         )
-        self._outcomes.append(Outcome(*result))
+        self._outcomes.append(SaveOutcome(*result))
 
     def _clean_up(self, scores: Mapping[int, float]) -> None:
         """After a commit: remove leftovers of earlier saves, and what retention does not keep."""
@@ -381,7 +404,7 @@ class Saver:
                 match[1] != self.attempt or int(match[2]) <= self._started
             ):
                 self.files.remove_tree(self.directory / name)
-        why = retain(self._committed.values(), self.policy, scores)
-        for path in [path for path, saved in self._committed.items() if not why[saved.serial]]:
+        why = retain(self._known.values(), self.policy, scores)
+        for path in [path for path, saved in self._known.items() if not why[saved.serial]]:
             discard(path, self.files)
-            del self._committed[path]
+            del self._known[path]

@@ -136,7 +136,7 @@ def checkpoints(
             typer.echo(
                 f"{name} is being written or removed, or was left by a kill: the next start removes it"
             )
-        for name in listing.set_aside:
+        for name in listing.bad:
             typer.echo(
                 f"{name} was damaged and set aside; nothing reads it, delete it when you like"
             )

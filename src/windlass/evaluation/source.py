@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from windlass import hub
 from windlass.checkpoint import load
-from windlass.checkpoint.reshard import restore
+from windlass.checkpoint.state_dict import restore
 from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.prepare import data_dir
@@ -78,7 +78,7 @@ def find_source(
     adapter = path if (path / ADAPTER).is_file() else None
     foreign = name.startswith("hf:") or adapter or (path / "config.json").is_file()
     if not foreign or (path / "recipe.toml").is_file():
-        choice = load.find(path if path.exists() else name)
+        choice = load.find_checkpoint(path if path.exists() else name)
         run = Run(choice.path.parent.parent)
         if not run.recipe_path.is_file():
             raise UserError(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from windlass import hub
 from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.reshard import MODEL
+from windlass.checkpoint.state_dict import MODEL
 from windlass.data.chat import PLAIN, Template, stop_tokens
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, argument

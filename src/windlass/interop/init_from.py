@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from windlass import hub
-from windlass.checkpoint.load import find, open_checkpoint
-from windlass.checkpoint.reshard import restore
+from windlass.checkpoint.load import find_checkpoint, open_checkpoint
+from windlass.checkpoint.state_dict import restore
 from windlass.errors import UserError, require
 from windlass.model import convert
 from windlass.model.gpt import GPT, assign, generator
@@ -65,7 +65,7 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
             model.fill_weights(recipe.run.seed, directory)  # type: ignore[operator]
         return
     try:
-        checkpoint = find(path if path.exists() else name, ranks)
+        checkpoint = find_checkpoint(path if path.exists() else name, ranks)
         restore(open_checkpoint(checkpoint.path, deep=False), model)
     except UserError as error:
         raise UserError(f"model.init_from = {name}: {error}") from None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.checkpoint.retention import LOSS, best, comparable, scores_by_step
+from windlass.checkpoint.retention import LOSS, best_step, comparable, scores_by_step
 from windlass.run import Line, Run, last_start, timestamp
 from windlass.study.compare import Evaluated
 from windlass.study.grid import Cell
@@ -105,7 +105,7 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     alike = comparable([x for x in evals if x.get("suite", LOSS) == suite])
     own = [x for x in alike if x.get(name or suite) is not None and x["step"] > 0]
     scores, speed = scores_by_step(lines, measure), throughput(lines)
-    best_step, last = best(scores, measure), train[-1] if train else {}
+    top, last = best_step(scores, measure), train[-1] if train else {}
     return {
         "step": last.get("step", 0),
         "last_step": max((x["step"] for x in (*train, *evals)), default=0),
@@ -114,7 +114,7 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
         "first_loss": float(train[0]["loss"]) if train and "loss" in train[0] else None,
         "eval_loss": losses[-1] if losses else None,
         "best_loss": min(scores_by_step(lines, LOSS).values(), default=None),
-        "score": None if best_step is None else scores[best_step],
+        "score": None if top is None else scores[top],
         "evaluations": tuple(
             (str(x.get("time", "")), x["step"], float(x[name or suite])) for x in own
         ),

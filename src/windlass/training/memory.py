@@ -6,13 +6,14 @@ import gc
 from dataclasses import replace
 
 import torch
+from torch.optim import Optimizer
 
 from windlass.errors import RunFailed
 from windlass.evaluation.suites import Suites
 from windlass.recipe import BatchPlan
 from windlass.recipe.settings import SHARDED
 from windlass.run import Run
-from windlass.training.record import Recorder, Saves
+from windlass.training.record import Recorder
 
 OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the one that was taken instead
 
@@ -67,16 +68,18 @@ def micro_batch_of(run: Run, batch: BatchPlan) -> BatchPlan:
     return replace(batch, micro_batch=sizes[-1]) if fits else batch
 
 
-def prepare_retry(batch: BatchPlan, saves: Saves, suites: Suites) -> None:
+def prepare_retry(
+    batch: BatchPlan, optimizer: Optimizer, recorder: Recorder, suites: Suites
+) -> None:
     """Forget the step that failed, after its exception is gone, and measure and record with the new micro-batch."""
-    size, recorder = batch.micro_batch, saves.recorder
-    saves.optimizer.zero_grad(set_to_none=True)
+    size = batch.micro_batch
+    optimizer.zero_grad(set_to_none=True)
     gc.collect()
     if recorder.plan.recipe.train.compile:
         torch.compiler.reset()  # else the blocks' next graph has a batch that varies, and a resume's has not
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    suites.batch = saves.meta["micro_batch"] = size
+    suites.batch = size
     recorder.event(OUT_OF_MEMORY, micro_batch=size)
     recorder.console.warning(
         f"memory ran out: the step again with micro-batches of {size} sequences (train.micro_batch={size})"

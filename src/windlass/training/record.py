@@ -17,18 +17,9 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from windlass.checkpoint.reshard import gather_state
-from windlass.checkpoint.retention import (
-    FINAL,
-    LOSS,
-    PERIODIC,
-    best,
-    scores_by_step,
-    without_improvement,
-)
-from windlass.checkpoint.save import Outcome, Saver
+from windlass.checkpoint.retention import LOSS, best_step, scores_by_step, without_improvement
+from windlass.checkpoint.save import SaveOutcome
 from windlass.data.facts import Facts, lines, warnings
 from windlass.data.loader import StepBatch
 from windlass.data.order import describe_order, step_samples
@@ -45,10 +36,10 @@ from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
 from windlass.telemetry.trackers import Note, Trackers
-from windlass.training.callbacks import Callbacks, StepResult
+from windlass.training.callbacks import StepResult
 from windlass.training.checks import check_first_loss
 from windlass.training.start import StartPlan
-from windlass.training.state import LossScaler, LossSum, TrainState
+from windlass.training.state import LossSum, TrainState
 from windlass.training.threads import Contention
 
 HEARTBEAT_SECONDS = 10.0  # between touches of the file by which `windlass runs` tells a running run from a killed one
@@ -221,6 +212,27 @@ class Recorder:
                 "evaluations from here on are of other items: the best is looked for among them alone"
             )
 
+    def saved(self, outcome: SaveOutcome) -> None:
+        """How a save ended, as an event and on the terminal."""
+        if outcome.error:
+            self.event("save_failed", outcome.step, reason=outcome.error)
+            self.console.warning(
+                f"the checkpoint of step {outcome.step} was not saved: {outcome.error}"
+            )
+        elif self.ranks.main:
+            self.ledger.sync()  # as durable as the checkpoint, up to its step
+            self.event(
+                "checkpoint",
+                outcome.step,
+                path=f"checkpoints/{outcome.path.name}",
+                bytes=outcome.bytes,
+                write_s=round(outcome.write_s, 4),
+                blocked_s=round(outcome.staged_s + outcome.waited_s, 4),
+            )
+            self.console.saved(outcome.path, outcome.write_s, outcome.step)
+            if outcome.warning:
+                self.console.warning(outcome.warning)
+
     def restart_counts(self) -> None:
         """At a start or after a rewind: speeds are measured from here on."""
         self.logged = (self.state.step, self.state.samples, self.state.tokens, self.padded_tokens)
@@ -254,7 +266,7 @@ class Recorder:
         """The event of the run's end; `early`: by `train.early_stop`, and why."""
         measure, scores, why = self.plan.recipe.checkpoint.best, self.scores, dict[str, Any]()
         if early:
-            count, step = without_improvement(self.evaluations, measure), best(scores, measure)
+            count, step = without_improvement(self.evaluations, measure), best_step(scores, measure)
             since = (
                 "there was none"
                 if step is None
@@ -430,7 +442,7 @@ class Recorder:
         evaluated = [
             x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS
         ]  # NaN, too
-        best_step = best(scores, measure)
+        top = best_step(scores, measure)
         self.ledger.write(
             "summary",
             state.step,
@@ -444,8 +456,8 @@ class Recorder:
             final_eval_loss=(evaluated or [None])[-1],
             best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None),
             best_measure=measure,
-            best_step=best_step,
-            best_score=None if best_step is None else scores[best_step],
+            best_step=top,
+            best_score=None if top is None else scores[top],
             runtime_s=seconds["total"],
             samples_per_s_whole_run=state.samples / (seconds["total"] - seconds["startup"]),
             wall_time=seconds,
@@ -458,94 +470,3 @@ class Recorder:
             **means,
             **summarise_devices(run),
         )
-
-
-@dataclass
-class Saves:
-    """The checkpoints of a run: saved in the background, and reported when they are committed or have failed."""
-
-    saver: Saver
-    model: nn.Module
-    optimizer: Optimizer
-    scaler: LossScaler | None
-    recorder: Recorder
-    meta: dict[
-        str, Any
-    ]  # of every checkpoint: hashes of recipe and data, optimizer, micro-batch, precision
-    callbacks: Callbacks
-    step: int  # the newest step that is saved, or is being saved; -1: none, or the last save failed
-    committed: int  # the newest step that a restart would resume from
-    failed_in_a_row: int = 0
-
-    def reserve(self) -> None:
-        """After a first step, when the optimizer has its state: make room for the saves, in the background."""
-        ranks = self.recorder.ranks
-        self.saver.reserve(gather_state(self.model, self.optimizer, ranks.rank, ranks.world))
-
-    def save(self, reason: str = PERIODIC) -> None:
-        """Copy the state to the host; it is written in the background."""
-        recorder, state = self.recorder, self.recorder.state
-        reason = FINAL if state.step == recorder.horizon.steps else reason  # is never deleted
-        with recorder.outside("save"):
-            recorder.ranks.mark(state.step, "save")
-            recorder.losses.read()
-            if self.scaler is not None:
-                self.scaler.save(state)
-            else:
-                state.loss_scale, state.scale_good_steps = 0.0, 0
-            tensors = gather_state(
-                self.model, self.optimizer, recorder.ranks.rank, recorder.ranks.world
-            )
-            self.saver.save(
-                state.step,
-                tensors,
-                state.to_json(),
-                self.meta | {"reason": reason},
-                recorder.scores,
-                while_waiting=recorder.beat,
-            )
-        self.step = state.step
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for what is being written, at most so many seconds; whether all of it is committed."""
-        with self.recorder.outside("save"):
-            good = self.report(self.saver.wait(timeout, self.recorder.beat))
-        return good and not self.saver.busy
-
-    def commit(self, reason: str) -> bool:
-        """Have the present step committed: wait for a save in progress, and try one that failed once more."""
-        step = self.recorder.state.step
-        if self.step == step:
-            self.wait()
-        if any(self.recorder.ranks.all_gather_object("unsaved", self.step != step)):
-            self.save(reason)
-        return self.wait() and self.step == step
-
-    def report(self, outcomes: list[Outcome]) -> bool:
-        """Write which saves were committed and which failed; whether none failed."""
-        recorder = self.recorder
-        for outcome in outcomes:
-            if outcome.error:
-                self.failed_in_a_row += 1
-                self.step = -1 if outcome.step == self.step else self.step
-                recorder.event("save_failed", outcome.step, reason=outcome.error)
-                recorder.console.warning(
-                    f"the checkpoint of step {outcome.step} was not saved: {outcome.error}"
-                )
-                continue
-            self.failed_in_a_row, self.committed = 0, outcome.step
-            if recorder.ranks.main:
-                recorder.ledger.sync()  # the lines up to a committed step must survive what the checkpoint survives
-                recorder.event(
-                    "checkpoint",
-                    outcome.step,
-                    path=f"checkpoints/{outcome.path.name}",
-                    bytes=outcome.bytes,
-                    write_s=round(outcome.write_s, 4),
-                    blocked_s=round(outcome.staged_s + outcome.waited_s, 4),
-                )
-                recorder.console.saved(outcome.path, outcome.write_s, outcome.step)
-                if outcome.warning:
-                    recorder.console.warning(outcome.warning)
-                self.callbacks.saved(outcome.step, self.model, outcome.path)
-        return not any(outcome.error for outcome in outcomes)

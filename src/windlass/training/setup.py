@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.commit import shortage
-from windlass.checkpoint.load import Choice
-from windlass.checkpoint.reshard import gather_state, restore
+from windlass.checkpoint.load import Choice, open_checkpoint, recover, rename_damaged
 from windlass.checkpoint.retention import policy_of, read_lineage
 from windlass.checkpoint.save import Saver
+from windlass.checkpoint.state_dict import gather_state, restore
 from windlass.data.facts import describe
 from windlass.data.prepare import Data, data_dir, open_data
 from windlass.data.samples import real_tokens
@@ -56,7 +55,7 @@ from windlass.training.callbacks import Callbacks, Evaluated, Saved, Step, Suite
 from windlass.training.checks import check_loss_is_a_sum, tie_groups, uses_dropout
 from windlass.training.memory import micro_batch_of
 from windlass.training.nonfinite import BadSteps, check_is_deferred
-from windlass.training.record import ModelFacts, Recorder, Saves
+from windlass.training.record import ModelFacts, Recorder
 from windlass.training.rewind import Rewinder
 from windlass.training.start import (
     StartPlan,
@@ -180,7 +179,7 @@ def set_up(
         state = load_checkpoint(
             choice.path, recipe, ranks, data, batch, facts, model, optimizer, notes
         )
-        recorded = checkpoints.open_checkpoint(choice.path, deep=False).meta
+        recorded = open_checkpoint(choice.path, deep=False).meta
     console.begin("measuring how many CPU threads are fastest")
     threads = set_threads(
         recipe, model, batch.micro_batch, data.vocab, ranks, recorded, custom is not None
@@ -209,9 +208,8 @@ def set_up(
     )
     if plan.changes:
         decide_on_rank_0(ranks, "settings", lambda: start.write_settings(plan))
-    meta = describe_checkpoints(recipe, data, batch, facts)
-    newest = (state.step, state.step) if choice is not None else (-1, 0)
-    saves = Saves(saver, model, optimizer, scaler, recorder, meta, callbacks, *newest)
+    if choice is not None:
+        saver.resume_from(state.step)
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
     bad_steps = BadSteps(recorder, recipe.train, scaler, deferred)
     return Trainer(
@@ -228,8 +226,9 @@ def set_up(
         scaler=scaler,
         state=state,
         bad_steps=bad_steps,
-        saves=saves,
-        rewinder=Rewinder(saves, bad_steps),
+        saver=saver,
+        meta=describe_checkpoints(recipe, data, facts),
+        rewinder=Rewinder(saver, model, optimizer, scaler, recorder, bad_steps),
         suites=Suites(
             recipe,
             data.tokenizer,
@@ -245,9 +244,7 @@ def set_up(
     )
 
 
-def describe_checkpoints(
-    recipe: Recipe, data: Data, batch: BatchPlan, facts: ModelFacts
-) -> dict[str, Any]:
+def describe_checkpoints(recipe: Recipe, data: Data, facts: ModelFacts) -> dict[str, Any]:
     """What every checkpoint of this start records beside its state: on what, and by which arithmetic, it was trained."""
     return {
         "recipe": recipe.config_hash,
@@ -255,7 +252,6 @@ def describe_checkpoints(
         "data": data.fingerprint,
         "precision": facts.precision,
         "optimizer": recipe.optim.kind,
-        "micro_batch": batch.micro_batch,
         "threads": torch.get_num_threads(),
         "cores": usable_cores(),
     }
@@ -360,7 +356,7 @@ def open_run_directory(
             max((int(line.get("attempt", 0)) for line in read_lines(run.metrics_path)), default=-1)
             + 1
         )
-        return attempt, secrets.token_hex(4), checkpoints.recover(run.checkpoints_dir)
+        return attempt, secrets.token_hex(4), recover(run.checkpoints_dir)
 
     # What a new run starts from (a branch, a path) is verified before anything is changed; else it is under the lock.
     choice = None if plan.resuming else choose()
@@ -374,7 +370,7 @@ def begin_run(plan: StartPlan, data: Data, choice: Choice | None) -> None:
     """Write what a new run or a new lineage starts from. On rank 0."""
     run = plan.run
     if choice is not None:
-        checkpoints.set_aside(choice, run.path)
+        rename_damaged(choice, run.path)
     gives_up_steps = plan.extends_from or (
         not plan.restarted and plan.recipe.checkpoint.resume != "latest"
     )
@@ -458,7 +454,7 @@ def load_checkpoint(
     notes: list[str],
 ) -> TrainState:
     """Fill model and optimizer from a checkpoint, return its counters, and note what changes."""
-    checkpoint = checkpoints.open_checkpoint(path, deep=False)
+    checkpoint = open_checkpoint(path, deep=False)
     recorded = ("data", "optimizer", "micro_batch", "precision")
     fingerprint, kind, micro_batch, precision = (checkpoint.meta.get(key) for key in recorded)
     if fingerprint != data.fingerprint:

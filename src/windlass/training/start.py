@@ -22,8 +22,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.format import list_entries, step_dir
+from windlass.checkpoint.load import Choice, candidates, first_undamaged, open_checkpoint
 from windlass.checkpoint.retention import LINEAGE, lineage_at, read_lineage, write_lineage
 from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError, argument
@@ -228,7 +228,7 @@ def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
     if origin.path.resolve() == recipe.run_dir.resolve():
         raise UserError("a branch is a new run: give it another run.dir than the run it comes from")
     if which == "best":
-        paths = checkpoints.candidates(origin.path, which)
+        paths = candidates(origin.path, which)
         step = int(paths[0].name.removeprefix("step-")) if paths else 0
     else:
         step = int(which)
@@ -302,12 +302,10 @@ def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Va
     return value  # type: ignore[return-value]
 
 
-def choose_undamaged(
-    ranks: Ranks, candidates: Callable[[], list[Path]]
-) -> checkpoints.Choice | None:
+def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> Choice | None:
     """The first undamaged one of the checkpoints that rank 0 lists; each rank hashes its share of the files."""
     paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidates())))
-    return checkpoints.first_undamaged([Path(path) for path in paths], ranks)
+    return first_undamaged([Path(path) for path in paths], ranks)
 
 
 def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
@@ -373,19 +371,19 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
         and phases(schedule, old) != phases(schedule, horizon)
     ):
         decay_begins = phases(schedule, old)[1]
-        paths = checkpoints.candidates(run, up_to=decay_begins)
-        if not paths and checkpoints.candidates(run):
+        paths = candidates(run, up_to=decay_begins)
+        if not paths and candidates(run):
             problem = f"no checkpoint of {run} is left from before step {decay_begins}, where its decay began"
             raise UserError(
                 f"{problem}: a decayed run cannot be extended; set checkpoint.keep_every next time"
             )
         return paths
-    paths = checkpoints.candidates(run, resume, measure=recipe.checkpoint.best)
+    paths = candidates(run, resume, measure=recipe.checkpoint.best)
     if (
         is_path and paths and not paths[0].resolve().is_relative_to(run.resolve())
     ):  # another run's: the same recipe?
         meta, origin = (
-            checkpoints.open_checkpoint(paths[0], deep=False).meta,
+            open_checkpoint(paths[0], deep=False).meta,
             Run(paths[0].resolve().parent.parent),
         )
         if meta.get("line") != hash_without_steps(recipe):
@@ -410,9 +408,7 @@ def hash_without_steps(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def write_start(
-    plan: StartPlan, choice: checkpoints.Choice | None, files: Files | None = None
-) -> None:
+def write_start(plan: StartPlan, choice: Choice | None, files: Files | None = None) -> None:
     """Make the start durable: a new run's directory, then the lineage, then the recipe where it is new or longer."""
     files, run = files or Files(), plan.run
     if not plan.resuming:

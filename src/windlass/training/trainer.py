@@ -15,13 +15,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from windlass import processes
-from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, best
+from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, PERIODIC, best_step
+from windlass.checkpoint.save import SaveOutcome, Saver
+from windlass.checkpoint.state_dict import State, gather_state
 from windlass.data.chat import stop_tokens
 from windlass.data.loader import Loader, StepBatch
 from windlass.data.prepare import Data
@@ -40,7 +43,7 @@ from windlass.training import memory
 from windlass.training.callbacks import Callbacks, StepResult
 from windlass.training.checks import startup_checks
 from windlass.training.nonfinite import BadSteps
-from windlass.training.record import ModelFacts, Recorder, Saves
+from windlass.training.record import ModelFacts, Recorder
 from windlass.training.rewind import Rewinder
 from windlass.training.start import decide_on_rank_0
 from windlass.training.state import LossScaler, TrainState, step_seed
@@ -70,7 +73,8 @@ class Trainer:
     scaler: LossScaler | None  # with fp16
     state: TrainState
     bad_steps: BadSteps
-    saves: Saves
+    saver: Saver
+    meta: dict[str, Any]  # of every checkpoint: hashes of recipe and data, optimizer, precision
     rewinder: Rewinder
     suites: Suites  # of evaluation
     recorder: Recorder
@@ -91,7 +95,7 @@ class Trainer:
                 if isinstance(
                     error, RunFailed
                 ):  # decided by this rank itself: what is being written is good
-                    self.saves.wait(FAILING_SAVE_SECONDS)
+                    self.wait_for_saves(FAILING_SAVE_SECONDS)
                 if not isinstance(error, Stopped | UserError):
                     self.recorder.event(
                         "failed", reason=first_line(error), phase=self.ranks.status.phase
@@ -130,7 +134,7 @@ class Trainer:
                 return self.loop()
             except torch.OutOfMemoryError:
                 self.batch = memory.smaller_micro_batch(self.batch, self.recorder)
-            memory.prepare_retry(self.batch, self.saves, self.suites)
+            memory.prepare_retry(self.batch, self.optimizer, self.recorder, self.suites)
 
     def loop(self) -> bool:
         """Step, log, save, evaluate; whether that came to its end, and was not stopped as asked."""
@@ -147,7 +151,7 @@ class Trainer:
                 recorder.log(self.callbacks.logged)
                 batch = self.next_batch(loader)
                 self.stop.training = True  # from here on a signal saves before it ends the process
-                own = [self.stop.requested, self.saves.failed_in_a_row, bool(self.callbacks.asked)]
+                own = [self.stop.requested, self.saver.failures, bool(self.callbacks.asked)]
                 flags = collectives.max_async(own, ranks)
                 lr_factor = factor(recipe.optim.schedule, horizon, state.step)
                 result = self.step(batch, lr_factor)
@@ -157,14 +161,12 @@ class Trainer:
                     state.step == first_step
                 ):  # it compiled and filled caches; a collective of a later step is quicker
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
-                    self.saves.reserve()
+                    self.saver.reserve(self.tensors())
 
                 last = state.step == horizon.steps
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
-                saves = recipe.checkpoint
-                save_due = any(
-                    horizon.due(every, state.step) for every in (saves.every, saves.keep_every)
-                )
+                often = recipe.checkpoint.every, recipe.checkpoint.keep_every
+                save_due = any(horizon.due(every, state.step) for every in often)
                 evaluation_due = self.evaluation_due()
                 stopping = bool(stop_requested) or (
                     not last and (bool(asked) or state.step == self.stop_at)
@@ -175,6 +177,7 @@ class Trainer:
                 )
                 if rewind_reason := self.bad_steps.decide(result.grad_norm, result.spike, look):
                     loader.close(None)
+                    self.wait_for_saves()
                     self.rewinder.rewind(
                         rewind_reason, batch.first_sample + self.batch.global_batch
                     )
@@ -192,12 +195,12 @@ class Trainer:
                         float(result.grad_norm),
                         scale,
                     )
-                if save_due and self.saves.step != state.step:
-                    self.saves.save()
+                if save_due and self.saver.newest != state.step:
+                    self.save()
                 complete = not evaluation_due or self.evaluate()
                 if complete and self.sample_due():
                     complete = self.sample()
-                self.saves.report(self.saves.saver.poll())
+                self.report(self.saver.poll())
                 recorder.poll()
                 if failed_saves >= recipe.checkpoint.max_failed_saves and not last:
                     raise RunFailed(
@@ -289,8 +292,8 @@ class Trainer:
             if self.poll_stop() and self.ranks.world == 1:
                 self.stop_run()
             if self.stop.seconds_since() > self.recipe.checkpoint.grace_seconds:
-                self.saves.wait(FAILING_SAVE_SECONDS)  # what is being written is not lost
-                lost = f"{step - self.saves.committed} steps are lost (checkpoint.grace_seconds)"
+                self.wait_for_saves(FAILING_SAVE_SECONDS)  # what is being written is not lost
+                lost = f"{step - self.saver.committed} steps are lost (checkpoint.grace_seconds)"
                 late = f"rank {self.ranks.rank} has no data for step {step + 1}"
                 raise RunFailed(f"stopped by {self.stop.name}: {late}; {lost}")
 
@@ -345,10 +348,10 @@ class Trainer:
         if (
             step
             and settings.keep_best
-            and self.saves.step != step
-            and best(recorder.scores, settings.best) == step
+            and self.saver.newest != step
+            and best_step(recorder.scores, settings.best) == step
         ):
-            self.saves.save(BEST)
+            self.save(BEST)
         self.callbacks.evaluated(step, self.model, measured, self.ranks)
         if last or not recorder.stops_improving():
             return True
@@ -398,11 +401,52 @@ class Trainer:
             recorder.console.sample(text, step)
         return generated is not None
 
+    def tensors(self) -> State:
+        """This rank's share of model and optimizer."""
+        return gather_state(self.model, self.optimizer, self.ranks.rank, self.ranks.world)
+
+    def save(self, reason: str = PERIODIC) -> None:
+        """Copy the state to the host, for a checkpoint that is written in the background."""
+        state, recorder = self.state, self.recorder
+        reason = FINAL if state.step == self.horizon.steps else reason  # is never deleted
+        with recorder.outside("save"):
+            self.ranks.mark(state.step, "save")
+            recorder.losses.read()
+            if self.scaler is not None:
+                self.scaler.save(state)
+            else:
+                state.loss_scale, state.scale_good_steps = 0.0, 0
+            meta = self.meta | {"reason": reason, "micro_batch": self.batch.micro_batch}
+            counters, scores = state.to_json(), recorder.scores
+            self.saver.save(state.step, self.tensors(), counters, meta, scores, recorder.beat)
+
+    def wait_for_saves(self, timeout: float | None = None) -> bool:
+        """Wait, at most `timeout` seconds, until nothing is being written; whether every save was committed."""
+        with self.recorder.outside("save"):
+            committed = self.report(self.saver.wait(timeout, self.recorder.beat))
+        return committed and not self.saver.busy
+
+    def commit(self, reason: str) -> bool:
+        """Have the present step committed: wait for a save in progress, and repeat one that failed."""
+        step = self.state.step
+        if self.saver.newest == step:
+            self.wait_for_saves()
+        if any(self.ranks.all_gather_object("unsaved", self.saver.newest != step)):
+            self.save(reason)
+        return self.wait_for_saves() and self.saver.newest == step
+
+    def report(self, outcomes: list[SaveOutcome]) -> bool:
+        """Report saves that have ended; whether all of them were committed."""
+        for outcome in outcomes:
+            self.recorder.saved(outcome)
+            if not outcome.error and self.ranks.main:
+                self.callbacks.saved(outcome.step, self.model, outcome.path)
+        return not any(outcome.error for outcome in outcomes)
+
     def stop_run(self) -> bool:
         """Save where the grace allows it; raise Stopped after a signal, else return False. All ranks come here at the same step."""
-        step, saves, recorder, grace = (
+        step, recorder, grace = (
             self.state.step,
-            self.saves,
             self.recorder,
             self.recipe.checkpoint.grace_seconds,
         )
@@ -417,20 +461,14 @@ class Trainer:
         )  # of a callback, or of `stop_at`
         reason = self.stop.name if signalled else asked
         left, end = grace - since, time.monotonic() + grace - since
-        # A save takes as long as the last one, after the rest of one that is being written.
-        expected = (
-            (saves.saver.last_seconds or 0.0) + saves.saver.remaining_seconds()
-            if saves.step != step
-            else 0.0
-        )
-        needed = self.ranks.broadcast_object("needed", expected)
+        needed = self.ranks.broadcast_object("needed", self.saver.expected_seconds(step))
         if signalled and needed > left:
-            saves.wait(max(0.0, left))  # what is being written may still be committed
+            self.wait_for_saves(max(0.0, left))  # what is being written may still be committed
             recorder.event("preempted", reason=reason, saved=False)
             why = f"a save takes about {needed:.0f} s and only {left:.0f} s are left (checkpoint.grace_seconds)"
-            lost = f"{step - saves.committed} steps are lost (checkpoint.every)"
+            lost = f"{step - self.saver.committed} steps are lost (checkpoint.every)"
             raise RunFailed(f"stopped by {reason} at step {step}: {why}; {lost}")
-        if not saves.commit(EMERGENCY):
+        if not self.commit(EMERGENCY):
             raise RunFailed(
                 f"stopped by {reason} at step {step}, and its checkpoint could not be saved"
             )
@@ -455,7 +493,7 @@ class Trainer:
         """The last checkpoint, the summary, the end of the trackers."""
         step, recorder = self.state.step, self.recorder
         self.ranks.mark(step, "end")
-        if not self.saves.commit(FINAL):
+        if not self.commit(FINAL):
             raise RunFailed(
                 "the last checkpoint could not be saved (see above); train again to try once more"
             )
