@@ -13,7 +13,9 @@ BAD_INPUT = 2  # the message says what was wrong, where, and what to write inste
 NOT_MEASURED = 44  # `windlass check`: the bandwidth could not be measured
 TOO_SLOW = 46  # `windlass check`: the measured bandwidth is under the threshold
 INTERRUPTED = 130  # by a second Ctrl-C, which saves nothing (128 + SIGINT, as shells have it)
-LOST = 69  # `windlass launch` in a job: a rank or host was lost, none failed (EX_UNAVAILABLE): a batch script starts it again
+# `windlass launch` in a job: a rank or host was lost, none failed (EX_UNAVAILABLE): a batch script
+# starts it again
+LOST = 69
 STOPPED = 75  # by a signal, with everything saved: the same command resumes (EX_TEMPFAIL)
 
 
@@ -30,25 +32,22 @@ EXTRAS = {
 """The packages that `pip install windlass-lm` does not bring, by the extra that does."""
 
 
-MARK = "\x1f"  # ASCII's unit separator, around what the command line writes in another way
-
-
-def marked(text: str) -> str:
-    """A part of an error's message that a caller of the API reads as it is, and the command line replaces by its own words."""
-    return f"{MARK}{text}{MARK}"
+# ASCII's unit separator, around an argument that the command line writes as an option
+MARK = "\x1f"
 
 
 def argument(name: str, value: object = True) -> str:
-    """An argument of the API in an error's message: `stop_at=5`, which the command line shows as `--stop-at 5`."""
-    return marked(f"{name}={value}")
+    """An argument of the API in an error's message: the command line shows `stop_at=5` as
+    `--stop-at 5`."""
+    return f"{MARK}{name}={value}{MARK}"
 
 
 class Message(Exception):
-    """An error whose message may have marked parts; `str` is what a caller of the API reads."""
+    """An error whose message may contain an `argument`."""
 
     @property
     def text(self) -> str:
-        """The message with its marks."""
+        """The message with the marks around its arguments."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -56,23 +55,31 @@ class Message(Exception):
 
 
 class UserError(Message, ValueError):
-    """A mistake in what the user gave: recipe, file, checkpoint, environment.
+    """A mistake in the user's recipe, file, checkpoint or environment.
 
-    The command line prints the message alone (never a traceback) and exits with 2, so a message says what is
-    wrong, where, and what to do about it.
+    The command line prints the message without a traceback, so the message says what is wrong,
+    where, and what to do.
     """
+
+    exit_code = BAD_INPUT
 
 
 class RunFailed(Message, RuntimeError):
-    """A run that cannot continue for a reason that is not the user's input; the command line exits with 1."""
+    """A run that cannot continue for a reason other than the user's input."""
+
+    exit_code = FAILED
 
 
 class HostLost(RunFailed):
-    """A run that ended because a rank or host was lost; the command line exits with 69."""
+    """A run that ended because a rank or host was lost."""
+
+    exit_code = LOST
 
 
 class Stopped(Message):
-    """The run stopped on a signal after everything was saved; the command line exits with 75."""
+    """The run stopped on a signal after everything was saved."""
+
+    exit_code = STOPPED
 
 
 def installed(package: str) -> bool:
@@ -81,7 +88,8 @@ def installed(package: str) -> bool:
 
 
 def require(package: str, what: str) -> None:
-    """Raise UserError, with what installs it, where `what` (a setting or an option) needs a package that is not there."""
+    """Raise UserError, with what installs it, where `what` (a setting or an option) needs a package
+    that is not there."""
     if not installed(package):
         raise UserError(f"{what} {needs(package)}")
 
@@ -96,23 +104,27 @@ def needs(package: str) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
-    """What to write instead of a name that there is not: the nearest of `names`, or where none is near all of them."""
+    """What to write instead of a name that there is not: the nearest of `names`, or where none is
+    near all of them."""
     near = difflib.get_close_matches(name, names := list(names), n=1, cutoff=cutoff)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}"
 
 
 def before_training(name: str) -> str:
-    """The message for a stop before the first step of a start: nothing was done that could be lost."""
+    """The message for a stop before the first step of a start: nothing was done that could be
+    lost."""
     return f"stopped by {name} before the first step; nothing to save; start the same command again"
 
 
 def interrupted_twice(step: int) -> str:
-    """The message for a second Ctrl-C at a step, which waits for no save; 0: before the first one."""
+    """The message for a second Ctrl-C at a step, which waits for no save; 0: before the first
+    one."""
     lost = f" at step {step:,}, without a save; the same command resumes from the last one"
     return f"interrupted twice: ended at once{lost if step else '; start the same command again'}"
 
 
 def first_line(error: BaseException, limit: int = 300) -> str:
-    """The first non-empty line of an error's message, at most `limit` characters; its type where there is none."""
+    """The first non-empty line of an error's message, at most `limit` characters; its type where
+    there is none."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)[:limit]

@@ -318,7 +318,7 @@ def test_a_setting_written_as_an_option_is_answered_with_its_key() -> None:
         error = windlass("train", "quickstart", option, "5", code=2).stderr
         assert option in error and "KEY=VALUE" in error and key in error
     error = windlass("train", "quickstart", "--zorb", code=2).stderr
-    assert error.endswith("A setting is written KEY=VALUE, without dashes\n")
+    assert error.endswith("KEY=VALUE, without dashes\n")
     assert "KEY=VALUE" not in windlass("runs", "--zorb", code=2).stderr  # it takes no settings
 
 

@@ -101,7 +101,7 @@ def test_where_runs_are_and_are_not_looked_for(top):
         top / "new"
     ).stdout
     assert "no runs here" in call(top / "no-run").stdout
-    for arguments, word in ((["nowhere"], "no directory"), (["runs", "--sort", "x"], "speed")):
+    for arguments, word in ((["nowhere"], "not a directory"), (["runs", "--sort", "x"], "speed")):
         error = call(*arguments).exception
         assert isinstance(error, UserError) and word in str(error)
 
@@ -169,7 +169,7 @@ def test_hours_of_runs_and_studies_and_their_sum_in_one_line(tmp_path, monkeypat
     cpus = expected["killed"] + expected["plain"]
     assert (
         table[-1]
-        == f"all of these: {expected['study']:.3f} GPU hours and {cpus:.3f} device-hours on CPUs"
+        == f"in all: {expected['study']:.3f} GPU hours and {cpus:.3f} device-hours on CPUs"
     )
 
 

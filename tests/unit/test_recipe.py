@@ -360,7 +360,7 @@ def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path):
         ("no.toml", [], ("no.toml", "quickstart")),
         ("quickstrat", [], ("did you mean quickstart?",)),
         ("shakespear", [], ("did you mean shakespeare-char?",)),
-        ("wiki.txt", [], ('Recipe.load("quickstart", {"data.source": "wiki.txt"})',)),
+        ("wiki.txt", [], ("windlass train quickstart data.source=wiki.txt",)),
         ("config.yaml", [], ("TOML", "windlass init")),
         ("empty", [], ("empty is a directory without a recipe",)),
         ("runs", [], ("runs is a directory without a recipe", "runs/a")),

@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -19,8 +18,8 @@ from windlass import __version__, errors, processes
 from windlass.cli import complete
 
 SPIN = "10000"
-"""How long a thread of libgomp (torch's OpenMP on Linux) waits for the others before it sleeps: about half a millisecond instead
-of its 15, in which it would keep the core from the one that it waits for, where another process is busy, too."""
+"""Spins of a thread of libgomp (torch's OpenMP on Linux) before it sleeps: 0.5 ms instead of 15 ms.
+While it spins, the thread that it waits for may lack a core if another process is busy."""
 VERBS = {
     "init": ("recipes", "Write a short, commented recipe to edit."),
     "recipe": ("recipes", "Print a recipe with every setting, or explain a setting."),
@@ -42,64 +41,80 @@ VERBS = {
     "env": ("cluster", "Print the variables of a saved job for another shell."),
     "submit": ("cluster", "Submit a training or a study to SLURM or PBS."),
 }
-"""The module of each verb and its line in `windlass --help`, which fits 80 columns; in the order in which a user needs them."""
+"""The module of each verb and its line in `windlass --help` (80 columns), in the order in which a
+user needs them."""
 
-RECIPE_HELP = "A preset's name, a .toml file or a run directory."
+
+def _argument(metavar: str, text: str, complete: Any, **options: Any) -> Any:
+    """A positional argument that a shell can complete."""
+    options |= {"metavar": metavar, "help": text, "autocompletion": complete}
+    return typer.Argument(show_default=False, **options)
+
+
 RecipeName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE", help=RECIPE_HELP, show_default=False, autocompletion=complete.recipes
-    ),
+    str, _argument("RECIPE", "A preset's name, a .toml file or a run directory.", complete.recipes)
 ]
 Overrides = Annotated[
     list[str],
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Settings to change, as optim.lr=3e-4.",
+    _argument(
+        *("[KEY=VALUE]...", "Settings to change, as optim.lr=3e-4.", complete.overrides),
         default_factory=list,
-        show_default=False,
-        autocompletion=complete.overrides,
+    ),
+]
+RunPath = Annotated[str, _argument("RUN", "A run directory.", complete.runs)]
+RunOrStudy = Annotated[
+    str, _argument("RUN|STUDY", "A run, or a study: all its runs.", complete.runs)
+]
+RunsOrStudy = Annotated[
+    list[str], _argument("RUN|STUDY...", "Run directories, or a study.", complete.runs)
+]
+Model = Annotated[
+    str,
+    _argument(
+        "RUN|HF_DIR",
+        "A run, RUN@STEP, RUN@best, a checkpoint, a directory of transformers or of an adapter, "
+        "or hf:NAME.",
+        complete.runs,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 app = typer.Typer(
     name="windlass",
-    help="Train and fine-tune language models on CPUs and NVIDIA GPUs, from one file, and prove what was done.",
+    help="Train and fine-tune language models on CPUs and NVIDIA GPUs, from one file, "
+    "and prove what was done.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-OPTIONS = {
-    "suites": "suite",
-    "past": "from",
-    "path": "dir",
-}  # where the option has another name than the argument
+OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}
+"""Arguments of the Python API whose option has another name."""
 
 
 def print_json(value: Any, indent: int | None = 1) -> None:
-    """Print valid JSON: numbers that are not finite are the strings `"NaN"`, `"Infinity"`, `"-Infinity"`."""
+    """Print valid JSON: numbers that are not finite are the strings `"NaN"`, `"Infinity"`,
+    `"-Infinity"`."""
     from windlass.telemetry.ledger import plain
 
     typer.echo(json.dumps(plain(value), indent=indent, allow_nan=False, default=str))
 
 
 def as_typed(message: str) -> str:
-    """An error's message in the words of the command line: the argument `fresh=True` is `--fresh`, `extend_to=400` is
-    `--extend-to 400`. Only what the error has marked is replaced, never the user's own text."""
+    """An error's message with options instead of the API's arguments: `--fresh` instead of
+    `fresh=True`.
+
+    It replaces only what the error has marked, never the user's own text.
+    """
 
     def option(match: re.Match[str]) -> str:
-        if made := re.fullmatch(r'Recipe\.load\("(.+?)", {"(.+?)": "(.+)"}\)', match[1]):
-            return f"windlass train {made[1]} {shlex.quote(f'{made[2]}={made[3]}')}"
         name, _, value = match[1].partition("=")
         if name == "memory_bytes":
             return "--memory GB"
         if value[:1] + value[-1:] == "[]":
             value = re.sub(r"""[]["']""", "", value).replace(", ", ",")
-        return f"--{OPTIONS.get(name, name).replace('_', '-')}" + (
-            "" if value == "True" else f" {value}"
-        )
+        shown = "" if value == "True" else f" {value}"
+        return f"--{OPTIONS.get(name, name).replace('_', '-')}{shown}"
 
     return re.sub(f"{errors.MARK}(.*?){errors.MARK}", option, message, flags=re.DOTALL)
 
@@ -110,23 +125,21 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+VERSION = typer.Option(
+    "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+)
+
+
 @app.callback()
-def _root(
-    version: bool = typer.Option(
-        False,
-        "--version",
-        is_eager=True,
-        callback=_print_version,
-        help="Print the version and exit.",
-    ),
-) -> None:
+def _root(version: Annotated[bool, VERSION] = False) -> None:
     pass
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line. A user's mistake is one message and exit code 2; anything unforeseen keeps its traceback."""
+    """The command line. A user's mistake gets one message and exit code 2; other errors keep their
+    traceback."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # it is read when torch is imported
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # libgomp reads it when torch is imported
     for verb, (name, line) in VERBS.items():
         module = importlib.import_module(f"{__name__}.{name}")
         command = app.command(verb, short_help=line, epilog=getattr(module, "EPILOG", None))
@@ -141,7 +154,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _outputs() -> Iterator[None]:
-    """Standard streams that take every character, and whose reader may go away."""
+    """Replace the standard streams by ones that take every character and survive the loss of their
+    reader."""
     from windlass.telemetry.terminal import Output
 
     streams = sys.stdout, sys.stderr  # None where the descriptor is closed
@@ -154,12 +168,13 @@ def _outputs() -> Iterator[None]:
 
 
 def _as_setting(option: str) -> str:
-    """What to write where a setting was given as an option."""
+    """Advice for an unknown option that may be meant as a setting."""
     from windlass.recipe import settings
     from windlass.recipe.keys import nearest
 
-    known = nearest(option.lstrip("-").replace("-", "_"), settings())
-    return f"A setting is written KEY=VALUE, without dashes{'' if known.startswith('there are') else f'; {known}'}"
+    setting = nearest(option.lstrip("-").replace("-", "_"), settings())
+    hint = "" if setting.startswith("there are") else f"; {setting}"
+    return f"Write a setting as KEY=VALUE, without dashes{hint}"
 
 
 def _run(arguments: list[str] | None) -> None:
@@ -170,27 +185,14 @@ def _run(arguments: list[str] | None) -> None:
     except (errors.UserError, errors.RunFailed, errors.Stopped) as error:
         if processes.first_to_show(str(error)):
             print(f"windlass: {as_typed(error.text)}", file=sys.stderr)
-        kinds = {
-            errors.HostLost: errors.LOST,
-            errors.RunFailed: errors.FAILED,
-            errors.Stopped: errors.STOPPED,
-        }
-        sys.exit(
-            next(
-                (code for kind, code in kinds.items() if isinstance(error, kind)), errors.BAD_INPUT
-            )
-        )
+        sys.exit(error.exit_code)
     except Exception as error:
         if not hasattr(error, "show"):
             raise
         error.show()  # click's own error: the command line could not be parsed
-        context = getattr(error, "ctx", None)
-        if (
-            (wrong := getattr(error, "option_name", ""))
-            and context
-            and "KEY=" in context.get_usage()
-        ):
+        context, wrong = getattr(error, "ctx", None), getattr(error, "option_name", "")
+        if wrong and context and "KEY=" in context.get_usage():
             print(_as_setting(wrong), file=sys.stderr)
         sys.exit(errors.BAD_INPUT)
-    gc.freeze()  # nothing is left to the collections of the interpreter's end, which take a second after torch
+    gc.freeze()  # the collections at the interpreter's end would take a second after torch
     sys.exit(code if isinstance(code, int) else errors.DONE)

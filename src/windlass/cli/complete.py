@@ -1,4 +1,5 @@
-"""What a shell completes behind a verb: presets and recipes, run directories, settings with their values. Needs no torch."""
+"""Shell completion: presets and recipes, run directories, settings with their values. Needs no
+torch."""
 
 from __future__ import annotations
 
@@ -13,21 +14,19 @@ def recipes(incomplete: str) -> list[str]:
     """Presets, `.toml` files and run directories."""
     from windlass.recipe import presets
 
-    files = (
-        [str(path) for path in Path().glob(f"{incomplete}*.toml")] if "*" not in incomplete else []
-    )
+    files = [] if "*" in incomplete else map(str, Path().glob(f"{incomplete}*.toml"))
     return [*presets(), *files, *runs(incomplete)]
 
 
 def studies(incomplete: str) -> list[str]:
-    """Presets of studies, and what can be trained."""
+    """Presets of studies, and everything that `recipes` gives."""
     from windlass.recipe import study_presets
 
     return [*study_presets(), *recipes(incomplete)]
 
 
 def runs(incomplete: str) -> list[str]:
-    """Run and study directories under `runs/`, `studies/` and what was typed."""
+    """Run and study directories in `runs/`, in `studies/` and behind the typed characters."""
     patterns = ("runs/*", "studies/*", f"{incomplete}*", f"{incomplete}*/*")
     marks = [f"{pattern}/{name}" for pattern in patterns for name in ("recipe.toml", "study.json")]
     directories = (str(path.parent) for mark in marks for path in Path().glob(mark))
@@ -41,9 +40,9 @@ def keys(incomplete: str) -> list[tuple[str, str]]:
 
 
 def overrides(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Keys with their `=`, and behind it the values that the setting takes, or the one that it has.
+    """Keys with their `=`, and behind it the values that the setting takes, or its present value.
 
-    Bash takes `=` for the end of a word, so that a key that was typed may be the word before.
+    Bash ends a word at `=`, so the key may be the word before.
     """
     from windlass.errors import UserError
     from windlass.recipe import Recipe, settings, typed
@@ -57,9 +56,8 @@ def overrides(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
         key, equals = before[-1], "="
     matching = [key] if equals else [k for k in fields if k.startswith(incomplete)]
     offers = [] if equals else [(f"{k}=", _hint(fields[k])) for k in matching]
-    if (
-        len(matching) == 1 and (key := matching[0]) in fields
-    ):  # with two offers bash sets no space behind the `=`
+    # With a second offer bash writes no space behind the `=`.
+    if len(matching) == 1 and (key := matching[0]) in fields:
         try:
             flat = Recipe.load(context.params.get("recipe") or "quickstart").flat()
         except UserError:
@@ -70,6 +68,4 @@ def overrides(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 
 def _hint(field: Any) -> str:
-    return textwrap.shorten(
-        str(field.description), 60, placeholder=" ..."
-    )  # a shell shows it in a line
+    return textwrap.shorten(str(field.description), 60, placeholder=" ...")  # one line in a shell

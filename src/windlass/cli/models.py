@@ -1,4 +1,4 @@
-"""`windlass eval`, `sample` and `export`: what is done with a trained model."""
+"""`windlass eval`, `sample` and `export`: the verbs for a trained model."""
 
 from __future__ import annotations
 
@@ -7,39 +7,31 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+from typer import Argument, Option
 
-from windlass.cli import Json, Overrides, complete, print_json
+from windlass.cli import Json, Model, Overrides, RunPath, print_json
 from windlass.processes import WINDLASS
 
 UNITS = {"loss": "nats/token", "exact_match": "%", "f1": "%", "runtime_s": "s"}
-MODEL_HELP = "A run, RUN@STEP, RUN@best, a checkpoint, a directory of transformers or of an adapter, or hf:NAME."
-Model = Annotated[
-    str, typer.Argument(metavar="RUN|HF_DIR", help=MODEL_HELP, autocompletion=complete.runs)
-]
 
 
 def evaluate(
     run: Model,
     overrides: Overrides,
-    suite: str = typer.Option(
-        "", metavar="NAMES", help="loss, hellaswag, squad, lm-eval:TASKS; default: the run's."
-    ),
-    world: str = typer.Option(
-        "", metavar="N", help="Spread the items over so many local processes."
-    ),
-    out: Path = typer.Option(
-        None, metavar="DIR", help="Where results and predictions go; default: RUN/eval."
-    ),
+    suite: str = Option("", metavar="NAMES", help="loss, hellaswag, squad, lm-eval:TASKS."),
+    world: str = Option("", metavar="N", help="Divide the items among N local processes."),
+    out: Path = Option(None, metavar="DIR", help="Directory of the results; default: RUN/eval."),
     json_: Json = False,
 ) -> int:
-    """Measure a model: token-weighted validation loss, perplexity and bits per byte; HellaSwag; SQuAD's EM and F1.
+    """Measure a model: token-weighted validation loss, perplexity and bits per byte; HellaSwag;
+    SQuAD's EM and F1.
 
-    Each item is scored once, whatever the number of ranks, and in fp32: for the training's precision add train.precision=bf16;
-    for other data data.eval_source=FILE. The results go to RUN/eval as JSON, with settings and files; SQuAD's predictions
-    beside them in the official format.
+    Each item counts once for any number of ranks. The arithmetic is fp32: for the training's
+    precision add train.precision=bf16. For other data add data.eval_source=FILE. The results go to
+    RUN/eval as JSON with settings and files, and SQuAD's predictions in the official format.
     """
     from windlass.parallel.env import detect_env
 
@@ -62,14 +54,10 @@ def evaluate(
     def show(name: str, numbers: dict[str, Any]) -> None:
         bar.close()
         if not json_:
-            forms = (
-                "" if isinstance(v, str) else ",.4f" if isinstance(v, float) else ","
-                for v in numbers.values()
-            )
-            rows = [
-                (k, format(v, form), UNITS.get(k, ""))
-                for (k, v), form in zip(numbers.items(), forms, strict=True)
-            ]
+            rows = []
+            for key, value in numbers.items():
+                form = "" if isinstance(value, str) else ",.4f" if isinstance(value, float) else ","
+                rows.append((key, format(value, form), UNITS.get(key, "")))
             print_table((name, "value", "unit"), rows, text=(name, "unit"))
 
     source = find_source(run, overrides)
@@ -81,10 +69,8 @@ def evaluate(
     finally:
         bar.close()
     if env.rank == 0 and json_:
-        print_json(
-            {key: getattr(result, key) for key in ("model", "step", "results", "measured")},
-            indent=None,
-        )
+        fields = ("model", "step", "results", "measured")
+        print_json({key: getattr(result, key) for key in fields}, indent=None)
     if result.predictions_path:
         typer.echo(f"predictions: {result.predictions_path}", err=True)
     return 0
@@ -92,44 +78,29 @@ def evaluate(
 
 def sample(
     run: Model,
-    prompt: str = typer.Option(
-        "", help="What the text begins with; - reads it from standard input."
+    prompt: str = Option("", help="Beginning of the text; - reads it from standard input."),
+    n: int = Option(1, "--n", min=1, help="Number of texts."),
+    max_tokens: int = Option(256, "--max-tokens", min=1, help="Most tokens to generate."),
+    temperature: float = Option(0.8, min=0, help="0 takes the most likely token."),
+    top_k: int = Option(0, "--top-k", min=0, help="Sample from the k most likely; 0: from all."),
+    top_p: float = Option(
+        1.0, "--top-p", help="Sample from the fewest with this total probability."
     ),
-    n: int = typer.Option(1, "--n", min=1, help="How many texts."),
-    max_tokens: int = typer.Option(256, "--max-tokens", min=1, help="Tokens to generate, at most."),
-    temperature: float = typer.Option(0.8, min=0, help="0 takes the likeliest token."),
-    top_k: int = typer.Option(
-        0, "--top-k", min=0, help="Choose among the k likeliest tokens; 0: among all."
-    ),
-    top_p: float = typer.Option(
-        1.0, "--top-p", help="Choose among the likeliest that together have this probability."
-    ),
-    seed: int = typer.Option(None, help="Determines the texts; default: the run's own."),
-    chat: bool = typer.Option(
-        False,
-        "--chat",
-        help="Talk: each line you write is a turn, until the end of input; or answer --prompt, once.",
-    ),
-    device: str = typer.Option(
-        "", metavar="cpu|cuda", help="Where to compute; default: cuda where there is one."
-    ),
+    seed: int = Option(None, help="Seed of the texts; default: the seed of the run."),
+    chat: bool = Option(False, "--chat", help="Talk, a line a turn; or answer --prompt once."),
+    device: str = Option("", metavar="cpu|cuda", help="Device; default: cuda if there is one."),
 ) -> None:
     """Generate text.
 
-    The texts are a function of the seed: the same command gives the same texts. They are generated together, with a KV
-    cache, and shown one after the other as they come.
+    The texts are a function of the seed: the same command gives the same texts. They share a batch
+    with a KV cache, and appear one after the other as they grow.
     """
     import windlass
     from windlass.evaluation.generate import TextSampler
     from windlass.evaluation.source import find_source
 
-    settings = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-    }
-    settings |= {} if seed is None else {"seed": seed}
+    settings = {"max_tokens": max_tokens, "temperature": temperature}
+    settings |= {"top_k": top_k, "top_p": top_p, **({} if seed is None else {"seed": seed})}
     source = find_source(run)
     typer.echo(f"# {source.title}", err=True)
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
@@ -150,7 +121,7 @@ def sample(
 
 
 def _messages(prompt: str) -> Iterator[str]:
-    """The lines of the standard input, without empty ones."""
+    """The non-empty lines of the standard input."""
     with contextlib.suppress(EOFError):
         while True:
             if message := input(prompt).strip():
@@ -158,7 +129,7 @@ def _messages(prompt: str) -> Iterator[str]:
 
 
 def _write(text: str) -> None:
-    """Write a piece of text at once: as it is into a file, without characters that steer a terminal into one."""
+    """Write a piece of text at once; on a terminal without control characters."""
     from windlass.telemetry.terminal import printable
 
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
@@ -168,34 +139,24 @@ def _write(text: str) -> None:
 
 
 def export(
-    run: str = typer.Argument(
-        ...,
-        metavar="RUN",
-        help="A run (its newest checkpoint), RUN@STEP, RUN@best.",
-        autocompletion=complete.runs,
-    ),
-    directory: Path = typer.Argument(..., metavar="DIR", help="A new directory."),
-    adapter: bool = typer.Option(
-        False, "--adapter", help="Of a model with model.lora: the adapter alone, for peft."
-    ),
-    push: str = typer.Option(
-        "",
-        metavar="NAME/MODEL",
-        help="Upload it to the Hub, to a private repository; needs HF_TOKEN.",
-    ),
+    run: RunPath,
+    directory: Path = Argument(..., metavar="DIR", help="A new directory."),
+    adapter: bool = Option(False, "--adapter", help="Write the LoRA adapter alone, for peft."),
+    push: str = Option("", metavar="NAME/MODEL", help="Upload to a private Hub repository."),
 ) -> None:
-    """Write a run's model as AutoModelForCausalLM.from_pretrained loads it, with its tokenizer and a model card.
+    """Write a run's model for AutoModelForCausalLM.from_pretrained, with its tokenizer and a model
+    card.
 
-    Our GPT becomes GPT-2 (learned positions, LayerNorm) or, with RoPE and RMSNorm, Llama, Qwen3, Arcee or Apertus, with
-    equal logits. If it is none of them, its code is written beside the weights, and from_pretrained needs
-    trust_remote_code=True. A model of transformers stays what it is, its adapters merged.
+    RUN takes the newest checkpoint, RUN@STEP and RUN@best another one. Our GPT becomes GPT-2
+    (learned positions, LayerNorm) or, with RoPE and RMSNorm, Llama, Qwen3, Arcee or Apertus, with
+    equal logits. For any other GPT the export includes its code, and from_pretrained needs
+    trust_remote_code=True. A model of transformers keeps its architecture, with merged adapters.
+    --push needs HF_TOKEN.
     """
     from windlass.interop.export import export as export_run
 
     typer.echo(f"exported: {(done := export_run(run, directory, adapter, push))}")
     if not (done / "config.json").exists() and not adapter:
-        typer.echo(
-            "the weights alone: it is a model of your own code, which no architecture of transformers computes"
-        )
+        typer.echo("the weights alone, because no architecture of transformers is your own model")
     if push:
         typer.echo(f"pushed: https://huggingface.co/{push}")

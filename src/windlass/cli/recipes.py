@@ -1,15 +1,17 @@
-"""`windlass recipe`, `prepare` and `plan`: what can be done with a recipe before it is trained."""
+"""`windlass init`, `recipe`, `prepare` and `plan`: the verbs before a training."""
 
 from __future__ import annotations
 
 import json
 import sys
 import tomllib
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Argument, Option
 
 from windlass.cli import Json, Overrides, RecipeName, complete, print_json
 from windlass.errors import UserError
@@ -19,17 +21,12 @@ if TYPE_CHECKING:
 
 
 def init(
-    file: Path = typer.Argument("mine.toml", metavar="[FILE]", help="The file to write."),
-    data: str = typer.Option(
-        "",
-        metavar="SOURCE",
-        help='Your data, as data.source takes it; several as \'["a.txt", "b.txt"]\'.',
-    ),
-    model: str = typer.Option(
-        "", metavar="NAME", help="Fine-tune this model of the Hub, or of a directory, instead."
-    ),
+    file: Path = Argument("mine.toml", metavar="[FILE]", help="The file to write."),
+    data: str = Option("", metavar="SOURCE", help="Your data, as data.source takes it."),
+    model: str = Option("", metavar="NAME", help="Fine-tune this model of the Hub or directory."),
 ) -> None:
-    """Write a short recipe with a comment on each line, to edit and train; it overwrites nothing."""
+    """Write a short recipe with a comment on each line, to edit and train. It overwrites
+    nothing."""
     from windlass.data.sources import check_source
     from windlass.recipe.explain import sources_of, write_first_recipe
 
@@ -43,21 +40,18 @@ def recipe(
     recipe: RecipeName = "",
     *,
     overrides: Overrides,
-    list_: bool = typer.Option(False, "--list", help="List the presets, of studies too."),
-    schema: bool = typer.Option(
-        False, "--schema", help="Print the JSON schema of a recipe, for editors."
-    ),
-    key: str = typer.Option(
-        "",
-        "--explain",
-        metavar="KEY",
-        help="What a setting or section means, or is in RECIPE.",
-        autocompletion=complete.keys,
+    list_: bool = Option(False, "--list", help="List the presets of recipes and studies."),
+    schema: bool = Option(False, "--schema", help="Print a recipe's JSON schema, for editors."),
+    key: str = Option(
+        *("", "--explain"), metavar="KEY", help="Explain a setting.", autocompletion=complete.keys
     ),
 ) -> None:
-    """Print a recipe, or that of a preset of studies, with every setting resolved; list the presets; print the schema; explain a setting."""
-    from windlass.recipe import Recipe, explain, presets, study_presets, typed
-    from windlass.study.presets import load_study
+    """Print a recipe, or the recipe of a study's preset, with every setting resolved.
+
+    Or list the presets, print the JSON schema, or explain a setting or section, with its value in
+    RECIPE.
+    """
+    from windlass.recipe import Recipe, explain
     from windlass.telemetry.terminal import pairs, rich_console
 
     if schema:
@@ -65,43 +59,47 @@ def recipe(
     elif key:
         typer.echo(explain(key, recipe, overrides))
     elif list_:
-        rows = []
-        for name, path in (
-            presets() | study_presets()
-        ).items():  # with the first sentence of the comment that the file opens with
-            comment = takewhile(
-                lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines()
-            )
-            sentence = (
-                " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")
-            )
-            verb = {} if name in presets() else tomllib.loads(path.read_text(encoding="utf-8"))
-            rows.append((name, f"{sentence}.{' (windlass ' + verb['verb'] + ')' if verb else ''}"))
-        rich_console(sys.stdout).print(pairs(rows))
+        rich_console(sys.stdout).print(pairs(_presets()))
     elif recipe:
-        studied = study_presets().get(recipe)
-        if studied and not Path(recipe).exists():
-            preset = tomllib.loads(studied.read_text(encoding="utf-8"))
-            loaded, options = load_study(recipe, preset["verb"], overrides)
-            words = " ".join(
-                f"{name}={typed(value)}" for name, value in options.items() if name != "preset"
-            )
-            typer.echo(f"# a study of this recipe: windlass {preset['verb']} {recipe} ({words})")
-        else:
-            loaded = Recipe.load(recipe, overrides)
-        network = f"# network: {network_of(loaded)}\n" if loaded.model.kind == "hf" else ""
-        typer.echo(
-            f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}\n{network}"
-        )
-        typer.echo(loaded.toml())
+        print_recipe(recipe, overrides)
     else:
-        raise UserError(
-            "name a recipe, as `windlass recipe quickstart`, or use --list, --schema or --explain KEY"
-        )
+        choice = "or use --list, --schema or --explain KEY"
+        raise UserError(f"name a recipe, as `windlass recipe quickstart`, {choice}")
+
+
+def _presets() -> Iterator[tuple[str, str]]:
+    """Each preset with the first sentence of the comment at its top, and the verb of a study."""
+    from windlass.recipe import presets, study_presets
+
+    for name, path in (presets() | study_presets()).items():
+        text = path.read_text(encoding="utf-8")
+        comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
+        sentence = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")
+        verb = "" if name in presets() else f" (windlass {tomllib.loads(text)['verb']})"
+        yield name, f"{sentence}.{verb}"
+
+
+def print_recipe(recipe: str, overrides: list[str]) -> None:
+    """Print the resolved recipe as TOML, with directory, config hash and network as comments."""
+    from windlass.recipe import Recipe, study_presets, typed
+    from windlass.study.presets import load_study
+
+    if (study := study_presets().get(recipe)) and not Path(recipe).exists():
+        verb = tomllib.loads(study.read_text(encoding="utf-8"))["verb"]
+        loaded, options = load_study(recipe, verb, overrides)
+        shown = " ".join(f"{k}={typed(value)}" for k, value in options.items() if k != "preset")
+        typer.echo(f"# a study of this recipe: windlass {verb} {recipe} ({shown})")
+    else:
+        loaded = Recipe.load(recipe, overrides)
+    typer.echo(f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}")
+    if loaded.model.kind == "hf":
+        typer.echo(f"# network: {network_of(loaded)}")
+    typer.echo(f"\n{loaded.toml()}")
 
 
 def network_of(recipe: Recipe) -> str:
-    """What the configuration of a recipe's Hugging Face model says, or why it cannot be read."""
+    """The sizes of a recipe's Hugging Face model, or the reason why its configuration cannot be
+    read."""
     from windlass.model.build import read_sizes
     from windlass.model.size import describe_sizes
 
@@ -112,7 +110,8 @@ def network_of(recipe: Recipe) -> str:
 
 
 def prepare(recipe: RecipeName, overrides: Overrides) -> None:
-    """Turn a recipe's corpus into checked token shards; resumes where it was stopped, and does nothing twice."""
+    """Turn a recipe's corpus into checked token shards. After a stop it resumes; finished work is
+    not repeated."""
     from windlass.data.chat import show_row
     from windlass.data.facts import describe, lines, warnings
     from windlass.data.prepare import REMARKS, as_data
@@ -125,50 +124,35 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     prepared = prepare_data(loaded)
     data = as_data(loaded, prepared)
     facts = describe(data)
-    shown = {
-        "directory": str(prepared.directory),
-        **lines(facts, loaded.model.context),
-        **({"warning": "\n".join(found)} if (found := warnings(facts)) else {}),
-        **(
-            {"example": show_row(*data.train.row(0), prepared.tokenizer)}
-            if isinstance(data.train, Rows)
-            else {}
-        ),
-        **(
-            {"remarks": str(prepared.directory / REMARKS)}
-            if (prepared.directory / REMARKS).exists()
-            else {}
-        ),
-        "fingerprint": prepared.index.fingerprint,
-        "prepared": f"in {prepared.seconds:.1f} s" if prepared.is_new else "already",
-    }
+    shown = {"directory": str(prepared.directory), **lines(facts, loaded.model.context)}
+    if problems := warnings(facts):
+        shown["warning"] = "\n".join(problems)
+    if isinstance(data.train, Rows):
+        shown["example"] = show_row(*data.train.row(0), prepared.tokenizer)
+    if (remarks := prepared.directory / REMARKS).exists():
+        shown["remarks"] = str(remarks)
+    shown["fingerprint"] = prepared.index.fingerprint
+    shown["prepared"] = f"in {prepared.seconds:.1f} s" if prepared.is_new else "already"
     rich_console(sys.stdout).print(pairs(shown.items()))
 
 
 def plan(
     recipe: RecipeName,
     overrides: Overrides,
-    world: int = typer.Option(0, min=0, help="Ranks; default: 1, or those of the run."),
-    device: str = typer.Option(
-        "", metavar="NAME", help="A kind of device, as A100-80GB; default: this machine's."
-    ),
-    memory: float = typer.Option(
-        0.0, min=0, metavar="GB", help="Memory of the device, where it is not in the table."
-    ),
-    mfu: float = typer.Option(
-        0.4, min=0.001, max=1, help="Share of the peak to assume where nothing was measured."
-    ),
-    from_: list[str] = typer.Option(
-        [], "--from", metavar="RUN|STUDY", help="Take the speed from past runs' ledgers."
-    ),
+    world: int = Option(0, min=0, help="Ranks; default: 1, or the ranks of the run."),
+    device: str = Option("", metavar="NAME", help="Kind of device, as A100-80GB; default: here."),
+    memory: float = Option(0.0, min=0, metavar="GB", help="Memory of an unlisted device."),
+    mfu: float = Option(0.4, min=0.001, max=1, help="Share of the peak, if none was measured."),
+    from_: list[str] = Option([], "--from", metavar="RUN|STUDY", help="Past runs for the speed."),
     json_: Json = False,
 ) -> None:
-    """Say what a run needs: parameters, steps, FLOPs, memory for each strategy, time, disk, and what happens when.
+    """Plan a run: parameters, steps, FLOPs, memory for each strategy, time, disk, and a calendar.
 
-    All of it is arithmetic from the recipe, and takes no torch. A Hugging Face model's parameters are counted on torch's
-    meta device, without its weights. Time comes from a measured speed (--from, or the recipe's own run directory) or from the
-    device's published peak and an assumed MFU; the output says which. A run directory gives the plan of what is left of it, by
-    its own ledger. What is not known before the data is prepared is shown as such.
+    It is arithmetic from the recipe, without torch; only the parameters of a Hugging Face model are
+    counted on torch's meta device. Time comes from a measured speed (--from, or the recipe's own
+    run directory), or from the device's published peak and an assumed MFU; the output says which. A
+    run directory gives the plan for its remaining steps. Numbers that depend on data that are not
+    prepared yet are marked.
     """
     from windlass.estimate.plan import plan as make_plan
     from windlass.estimate.text import print_plan
@@ -176,15 +160,15 @@ def plan(
     from windlass.study.study import Study
     from windlass.telemetry.terminal import rich_console
 
-    past = [
-        run
-        for path in from_
-        for run in (Study.open(path).runs() if Study.is_study(path) else [Run.open(path)])
-    ]
-    size = int(memory * 1e9) or None
-    result = make_plan(
-        recipe, overrides, world=world, device=device, memory_bytes=size, past=past, mfu=mfu
-    )
+    past = list[Run]()
+    for path in from_:
+        past += Study.open(path).runs() if Study.is_study(path) else [Run.open(path)]
+    options: dict[str, Any] = {
+        "world": world,
+        "device": device,
+        "memory_bytes": int(memory * 1e9) or None,
+    }
+    result = make_plan(recipe, overrides, past=past, mfu=mfu, **options)
     if json_:
         print_json(result.as_dict())
     else:

@@ -1,4 +1,4 @@
-"""`windlass train` and `windlass verify`: the runs, and the proof that nothing in them is lost or wrong."""
+"""`windlass train` and `windlass verify`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Option
 
 from windlass.cli import Json, Overrides, RecipeName, print_json
 from windlass.errors import DONE, FAILED, UserError, first_line
@@ -22,37 +23,26 @@ if TYPE_CHECKING:
     from windlass.verification import Proof
 
 
-QUIET_END = "WINDLASS_QUIET_END"  # set for a run whose end another process shows: a cell, the ranks of `--world N`
+QUIET_END = "WINDLASS_QUIET_END"  # set if another process shows the run's end, as for `--world N`
 
 
 def train(
     recipe: RecipeName,
     overrides: Overrides,
-    world: str = typer.Option(
-        "", metavar="N|A..B", help="Local processes; A..B: fewer after a rank was lost."
+    world: str = Option(
+        "", metavar="N|A..B", help="Local processes; A..B: fewer if ranks are lost."
     ),
-    fresh: bool = typer.Option(
-        False, "--fresh", help="Rename an existing run directory and start over."
-    ),
-    max_restarts: int = typer.Option(
-        0, min=0, help="Restarts from the last checkpoint when a rank is lost, at most."
-    ),
-    stop_at: int = typer.Option(
-        0, min=0, metavar="STEP", help="Save and stop here; the same command resumes."
-    ),
-    extend_to: str = typer.Option(
-        "",
-        metavar="STEP|EPOCHS",
-        help='Train on to here (600, "3 epochs"), with the longer run\'s schedule.',
-    ),
-    branch_from: str = typer.Option(
-        "", metavar="RUN@STEP|best", help="Start a new run from another run's checkpoint."
-    ),
+    fresh: bool = Option(False, "--fresh", help="Rename an existing run directory and start over."),
+    max_restarts: int = Option(0, min=0, help="Most restarts after the loss of a rank."),
+    stop_at: int = Option(0, min=0, metavar="STEP", help="Save and stop here."),
+    extend_to: str = Option("", metavar="STEP|EPOCHS", help='Extend a run to 600 or "3 epochs".'),
+    branch_from: str = Option("", metavar="RUN@STEP|best", help="Begin a new run from here."),
 ) -> int:
     """Train a recipe; train again to resume.
 
-    As one process, as N local processes (--world N), or as a rank under torchrun, srun or mpiexec. A run directory that already
-    holds a committed checkpoint is resumed; a finished run says so. The end shows the loss curve, a sample and the report.
+    It trains as one process, as N local processes (--world N), or as a rank under torchrun, srun or
+    mpiexec. It resumes a run directory with a committed checkpoint, and leaves a finished run
+    alone. The end shows the loss curve, a sample and the report.
 
     Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal with everything saved.
     """
@@ -63,9 +53,7 @@ def train(
     from windlass.training.start import resolve_start
     from windlass.training.stop import StopSignals
 
-    if parent := os.environ.pop(
-        PARENT, ""
-    ):  # a rank never outlives its launcher, nor a cell of a sweep the sweep
+    if parent := os.environ.pop(PARENT, ""):  # a launcher or a sweep
         exit_with_parent(int(parent))
     loaded, env = Recipe.load(recipe, overrides), detect_env(os.environ)
     start: dict[str, Any] = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
@@ -82,32 +70,30 @@ def train(
             worlds = parse_worlds(world or "1")
             for number in worlds:
                 loaded.batch(number)
-            with StopSignals():  # once, before the ranks, which find recipe and data in order
+            with StopSignals():  # prepare once, before the ranks
                 prepare(loaded)
-            with quiet_end():  # this process shows the end, and not rank 0
+            with quiet_end():  # this process shows the end instead of rank 0
                 code = launch([*WINDLASS, *sys.argv[1:]], worlds, max_restarts)
             if code == DONE:
-                return show_end(
-                    Run(plan.run.path)
-                )  # its recipe is read again: an extension has changed it
-            signal.signal(
-                signal.SIGINT, signal.SIG_IGN
-            )  # a second Ctrl-C while this process ends changes no exit code
+                return show_end(Run(plan.run.path))  # with the recipe that an extension has changed
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C keeps the exit code
             return code
     elif env.launcher != "windlass" and world not in ("", str(env.world)):
-        raise UserError(
-            f"--world {world}: this process is one of {env.world} ({env.launcher}); leave --world out"
-        )
-    with StopSignals():  # importing torch takes seconds; the training then has its own
+        problem = f"this process is one of {env.world} ({env.launcher})"
+        raise UserError(f"--world {world}: {problem}; leave --world out")
+    with StopSignals():  # while torch is imported; the training has its own
         from windlass.training.setup import train as run_training
 
         run = run_training(loaded, **start, stop_at=stop_at)
     return show_end(run) if env.rank == 0 and run.state == "finished" else DONE
 
 
+PROVED = {True: ("proved", "green"), False: ("FAILED", "red"), None: ("not tried", "yellow")}
+
+
 @contextlib.contextmanager
 def quiet_end() -> Iterator[None]:
-    """Child processes do not show the end of their run."""
+    """Keep child processes from showing the end of their run."""
     before = os.environ.get(QUIET_END)
     os.environ[QUIET_END] = "1"
     try:
@@ -118,9 +104,10 @@ def quiet_end() -> Iterator[None]:
 
 
 def show_end(run: Run, sample: bool = False) -> int:
-    """The loss curve, the report and the next command of a finished run; what fails here is a warning.
+    """Show the loss curve, the report and the next command of a finished run; a failure is only a
+    warning.
 
-    `sample`: with the last sample, where the training has not shown it.
+    `sample`: also show the last sample.
     """
     if os.environ.get(QUIET_END):
         return DONE
@@ -131,20 +118,14 @@ def show_end(run: Run, sample: bool = False) -> int:
         from windlass.reports.view import view
 
         run_view = view(run)
-        typer.echo(
-            "\n".join(
-                part for part in (curve(run_view), last_sample(run_view) if sample else "") if part
-            )
-        )
+        parts = (curve(run_view), last_sample(run_view) if sample else "")
+        typer.echo("\n".join(part for part in parts if part))
         written = write_report(run)
         show_published(written.published)
         typer.echo(f"report: {written.page}")
     except Exception as error:
-        why = (
-            str(error)
-            if isinstance(error, UserError)
-            else f"{type(error).__name__}: {first_line(error)}"
-        )
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        why = f"{kind}{first_line(error)}"
         typer.echo(f"no report: {why}; `windlass report {run.path}` tries again", err=True)
     chat = " --chat" if run.recipe.data.format == "chat" else ""
     typer.echo(f"sample: windlass sample {shlex.quote(str(run.path))}{chat}")
@@ -155,22 +136,21 @@ def verify(
     recipe: RecipeName = "",
     *,
     overrides: Overrides,
-    world: int = typer.Option(
-        0, min=0, help="Use at most so many ranks; default: 4 on a CPU, else one a GPU."
-    ),
-    kills: int = typer.Option(10, min=1, help="Kill a saving run so often."),
+    world: int = Option(0, min=0, help="Most ranks; default: 4 on a CPU, else one per GPU."),
+    kills: int = Option(10, min=1, help="How often to kill a saving run."),
     json_: Json = False,
-    keep: str = typer.Option(
-        "", metavar="DIR", help="Keep the runs of the proofs in this directory."
-    ),
+    keep: str = Option("", metavar="DIR", help="Keep the runs of the proofs in this directory."),
 ) -> int:
-    """Prove, on this machine, that nothing is lost and nothing is wrong in silence. Without a RECIPE: of a tiny model.
+    """Prove with real runs on this machine that nothing is lost or silently wrong. The default
+    RECIPE is a tiny model.
 
-    Six proofs with real runs, in a few minutes: resume is bit-exact at every step; strategies agree with one process; world
-    size and accumulation change nothing but rounding (with dropout: for equal micro-batches); the sample sequence has no
-    repeat and no gap over worlds; kills at random moments of saving lose no checkpoint; export gives equal logits.
+    The six proofs take a few minutes. Resume is bit-exact at every step. Strategies agree with one
+    process. World size and accumulation change nothing but rounding (with dropout: for equal
+    micro-batches). The sample sequence has no repeat and no gap for any world size. Kills at random
+    moments of a save lose no checkpoint. Export gives equal logits.
 
-    Exit codes: 0 no proof failed (one that could not be tried is named), 1 a proof failed, 2 bad input.
+    Exit codes: 0 no proof failed (the output names a proof that was impossible here), 1 a proof
+    failed, 2 bad input.
     """
     import torch
     from rich.text import Text
@@ -181,40 +161,30 @@ def verify(
     console = rich_console(sys.stdout)
 
     def show(proof: Proof) -> None:
-        word, color = {
-            True: ("proved", "green"),
-            False: ("FAILED", "red"),
-            None: ("not tried", "yellow"),
-        }[proof.passed]
+        if json_:
+            return
+        word, color = PROVED[proof.passed]
         claim = f"{proof.claim} ({proof.seconds:.0f} s)"
         console.print(pairs([(Text(f"{word:<9}", color), claim), ("", proof.measured)]))
 
-    device = (
-        torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU {platform.machine()}"
-    )
+    cuda = torch.cuda.is_available()
+    device = torch.cuda.get_device_name(0) if cuda else f"CPU {platform.machine()}"
     conditions = (
         f"bits are compared for equal world, micro-batch, threads and versions (torch "
         f"{torch.__version__}, {device}), with train.deterministic=true and train.compile=false"
     )
     if not json_:
         console.print(f"{conditions}\n")
-    proofs = verification.verify(
-        recipe, overrides, world, kills, keep or None, (lambda proof: None) if json_ else show
-    )
-    failed, untried = (
-        [proof.name for proof in proofs if proof.passed is passed] for passed in (False, None)
-    )
+    proofs = verification.verify(recipe, overrides, world, kills, keep or None, show)
+    failed = [proof.name for proof in proofs if proof.passed is False]
+    untried = [proof.name for proof in proofs if proof.passed is None]
     if json_:
         fields = [dataclasses.asdict(proof) for proof in proofs]
         print_json({"conditions": conditions, "proofs": fields})
     else:
-        words = (
-            [f"{len(proofs) - len(failed) - len(untried)} of {len(proofs)} proved"]
-            if failed or untried
-            else ["proved"]
-        )
-        words += [f"failed: {', '.join(failed)}"] * bool(failed) + [
-            f"not tried: {', '.join(untried)}"
-        ] * bool(untried)
+        count = len(proofs) - len(failed) - len(untried)
+        words = [f"{count} of {len(proofs)} proved" if failed or untried else "proved"]
+        words += [f"failed: {', '.join(failed)}"] * bool(failed)
+        words += [f"not tried: {', '.join(untried)}"] * bool(untried)
         typer.echo("\n" + "; ".join(words))
     return FAILED if failed else DONE

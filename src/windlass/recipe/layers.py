@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from windlass.errors import UserError, did_you_mean, marked
+from windlass.errors import UserError, did_you_mean
 
 CONFIGS = (".yaml", ".yml", ".py")
 """Suffixes of other tools' configuration files."""
@@ -142,7 +143,7 @@ def _find(recipe: str | Path) -> Path:
     if path.is_file():
         if path.suffix in CONFIGS:
             raise UserError(f"{name}: a recipe is a TOML file (`windlass init` writes one)")
-        train = marked(f'Recipe.load("quickstart", {{"data.source": "{name}"}})')
+        train = f"windlass train quickstart {shlex.quote(f'data.source={name}')}"
         raise UserError(f"{name}: it is not a recipe; to train on it: {train}")
     if "=" in name:
         raise UserError(f"{name} is a setting; name a recipe before it, as quickstart {name}")
