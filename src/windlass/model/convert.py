@@ -1,7 +1,8 @@
-"""Our GPT as GPT-2, Llama, Qwen3, Arcee or Apertus of `transformers`, and back: which it is, its configuration, its weights.
+"""Our GPT as GPT-2, Llama, Qwen3, Arcee or Apertus of `transformers`, and back: architecture,
+configuration, weights.
 
-Each table serves both directions. A tensor is read only when it is needed, so that neither side is held as a whole. Imports
-no torch, so that `plan` can say what a model could be exported as.
+Each table serves both directions. The functions read one tensor at a time, so memory never holds a
+whole model twice. The module imports torch inside functions only, because `plan` uses it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Read = Callable[[str], "Tensor"]  # gives the tensor of a name, whole, on the CPU
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_new",
-    "relu": "relu",
-    "relu2": "relu2",
-}  # our names, and GPT-2's
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "relu2": "relu2"}
+"""Our names of activations, and GPT-2's."""
 BIASES = {"norm_bias": "norm", "attn_bias": ".attn.", "ff_bias": ".ff."}
-"""The settings that say which modules have a bias, and what is in the names of those modules."""
+"""The settings that give modules a bias, each with a part of these modules' names."""
 LLAMA = {
     "embedding": "model.embed_tokens",
     "blocks.#.attn_norm": "model.layers.#.input_layernorm",
@@ -61,7 +58,8 @@ MODULES = {
     "arcee": UNGATED,
     "apertus": UNGATED | APERTUS_NORMS,
 }
-"""Our modules in order, and those of `transformers`; several of those lie in ours on top of one another."""
+"""Our modules in order, and the modules of `transformers`; the rows of several of them follow each
+other in ours."""
 LLAMA_SETTINGS = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
@@ -86,7 +84,7 @@ SETTINGS = {
     "arcee": LLAMA_SETTINGS | {"ff_bias": "mlp_bias"},
     "apertus": LLAMA_SETTINGS,
 }
-"""Our settings, and the entries of a configuration that say the same."""
+"""Our settings, and the entries of a configuration with the same meaning."""
 COMMON: dict[str, Any] = {"logit_cap": (0.0,), "head_bias": (False,), "final_norm": (True,)}
 ROPE: dict[str, Any] = {"position": ("rope",), "norm": ("rmsnorm",), **COMMON}
 ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -102,38 +100,15 @@ ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
     "arcee": {"activation": tuple(ACTIVATIONS), "qk_norm": (False,), **ROPE},
     "apertus": {"activation": tuple(ACTIVATIONS), "qk_norm": (True,), "ff_bias": (False,), **ROPE},
 }
-"""What our settings may be where the architecture has no choice. With RoPE and RMSNorm there is one for each combination
-of a gated feed-forward layer and normalised queries and keys."""
+"""The values of our settings that an architecture allows. With RoPE and RMSNorm there is an
+architecture for each combination of a gated feed-forward layer and normalised queries and keys."""
 OWN_SETTINGS = (
-    "layers",
-    "heads",
-    "kv_heads",
-    "width",
-    "ff_width",
-    "context",
-    "norm",
-    "final_norm",
-    "norm_eps",
-    "position",
-    "rope_theta",
-    "activation",
-    "attn_bias",
-    "ff_bias",
-    "norm_bias",
-    "head_bias",
-    "qk_norm",
-    "logit_cap",
-    "dropout",
-    "init_std",
+    *("layers", "heads", "kv_heads", "width", "ff_width", "context", "norm", "final_norm"),
+    *("norm_eps", "position", "rope_theta", "activation", "attn_bias", "ff_bias", "norm_bias"),
+    *("head_bias", "qk_norm", "logit_cap", "dropout", "init_std"),
 )
-"""What the configuration of a model that is exported with its code has under our own names."""
-CLASSES = {
-    "gpt2": "GPT2",
-    "llama": "Llama",
-    "qwen3": "Qwen3",
-    "arcee": "Arcee",
-    "apertus": "Apertus",
-}
+"""Settings in the configuration of a model that is exported with its code."""
+CLASSES = {kind: kind.capitalize() for kind in MODULES} | {"gpt2": "GPT2"}
 
 
 def their_names(m: ModelSettings, name: str) -> list[str]:
@@ -145,31 +120,27 @@ def their_names(m: ModelSettings, name: str) -> list[str]:
 
 
 def our_names(kind: str, m: ModelSettings, biases: Collection[str]) -> Iterator[str]:
-    """Our weights' names, with the given ones of `BIASES`; a bias follows its weight."""
+    """The names of our weights, with the given `BIASES`; a bias follows its weight."""
     first, *modules = MODULES[kind]
     inside = [name for name in modules if "#" in name]
+    in_blocks = [name.replace("#", str(i)) for i in range(m.layers) for name in inside]
     outside = [name for name in modules if "#" not in name and not (name == "head" and m.tie_head)]
-    for module in (
-        first,
-        *(name.replace("#", str(i)) for i in range(m.layers) for name in inside),
-        *outside,
-    ):
+    for module in (first, *in_blocks, *outside):
         yield f"{module}.weight"
         if next((key for key, part in BIASES.items() if part in module), "") in biases:
             yield f"{module}.bias"
 
 
 def own_biases(m: ModelSettings) -> set[str]:
-    """Which of `BIASES` our model has."""
-    return {
-        key for key in BIASES if getattr(m, key) and (key != "norm_bias" or m.norm == "layernorm")
-    }
+    """The `BIASES` that our model has."""
+    has = {key for key in BIASES if getattr(m, key)}
+    return has if m.norm == "layernorm" else has - {"norm_bias"}
 
 
 def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
     """The weights under the names of `transformers`, one after the other.
 
-    GPT-2 has all biases: those that we do not have are zero there, and its matrices are transposed.
+    GPT-2 has every bias (zero if our model lacks it), and its matrices are transposed.
     """
     import torch
 
@@ -191,11 +162,11 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
 
 
 def unit_weights(m: ModelSettings) -> dict[str, int]:
-    """The weights of the norms of queries and keys, which ours has not, and their size: 1 where the two are equal."""
-    norms = [
-        f"model.layers.{i}.self_attn.{one}_norm.weight" for i in range(m.layers) for one in "qk"
-    ]
-    return dict.fromkeys(norms if m.qk_norm else [], m.width // m.heads)
+    """The norm weights of queries and keys, which our model lacks because they are 1, with their
+    sizes."""
+    layers = range(m.layers if m.qk_norm else 0)
+    norms = [f"model.layers.{i}.self_attn.{one}_norm.weight" for i in layers for one in "qk"]
+    return dict.fromkeys(norms, m.width // m.heads)
 
 
 def from_hf(m: ModelSettings, name: str, read: Read) -> Tensor:
@@ -205,45 +176,36 @@ def from_hf(m: ModelSettings, name: str, read: Read) -> Tensor:
     tensor = torch.cat([read(there) for there in their_names(m, name)])
     if name == "positions.weight":
         return tensor[: m.context]
-    return (
-        tensor.t()
-        if m.position == "learned" and name.startswith("blocks.") and tensor.dim() == 2
-        else tensor
-    )
+    transposed = m.position == "learned" and name.startswith("blocks.") and tensor.dim() == 2
+    return tensor.t() if transposed else tensor
 
 
 def dropped(m: ModelSettings, there: dict[str, Any]) -> list[str]:
-    """Our names of the biases that their weights have and our model has not: they must be zero for the two to be equal."""
+    """Our names of the biases that only the other model has; the two models are equal if these are
+    zero."""
     kind = architecture(m)
     own = set(our_names(kind, m, own_biases(m)))
-    return [
-        name
-        for name in our_names(kind, m, [key for key in BIASES if there.get(key)])
-        if name not in own
-    ]
+    theirs = our_names(kind, m, [key for key in BIASES if there.get(key)])
+    return [name for name in theirs if name not in own]
 
 
 def architecture(m: ModelSettings) -> str:
-    """The `model_type` in `transformers`; a UserError says what differs from the nearest where it is none of them."""
+    """The `model_type` in `transformers`; if there is none, UserError names the settings that the
+    nearest one rejects."""
     allowed = {**ALLOWED, "gpt2": {**ALLOWED["gpt2"], "kv_heads": (0, m.heads)}}
     differs = {
-        kind: [
-            f"model.{key} = {json.dumps(getattr(m, key))}"
-            for key, ok in keys.items()
-            if getattr(m, key) not in ok
-        ]
+        kind: [key for key, values in keys.items() if getattr(m, key) not in values]
         for kind, keys in allowed.items()
     }
     kind = min(differs, key=lambda kind: len(differs[kind]))
-    if differs[kind]:
-        raise UserError(
-            f"transformers has no such model; {CLASSES[kind]} differs in {', '.join(differs[kind])}"
-        )
+    if wrong := [f"model.{key} = {json.dumps(getattr(m, key))}" for key in differs[kind]]:
+        problem = f"transformers has no such model; {CLASSES[kind]} differs in {', '.join(wrong)}"
+        raise UserError(problem)
     return kind
 
 
 def export_note(m: ModelSettings) -> str:
-    """A sentence if `windlass export` has to write the model's code beside its weights; else empty."""
+    """A warning if an export includes the model's code; else empty."""
     try:
         return "" if m.kind == "hf" else architecture(m) and ""
     except UserError as error:
@@ -251,40 +213,31 @@ def export_note(m: ModelSettings) -> str:
 
 
 def own_config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
-    """The `config.json` of a model that is exported with its code (interop/modeling_windlass.py)."""
-    module = "modeling_windlass"
+    """The `config.json` of a model that is exported with its code
+    (interop/modeling_windlass.py)."""
+    classes = {"AutoConfig": "WindlassConfig", "AutoModelForCausalLM": "WindlassForCausalLM"}
+    auto_map = {auto: f"modeling_windlass.{name}" for auto, name in classes.items()}
+    entries = _entries(m, vocab, eot, {key: key for key in OWN_SETTINGS})
+    entries |= {"model_type": "windlass", "architectures": ["WindlassForCausalLM"]}
+    return entries | {"auto_map": auto_map}
+
+
+def _entries(
+    m: ModelSettings, vocab: int, eot: int | None, names: dict[str, str]
+) -> dict[str, Any]:
+    """The entries that both kinds of `config.json` have; `names`: our settings and their keys."""
     resolved = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_}
-    return {key: resolved[key] for key in OWN_SETTINGS} | {
-        "model_type": "windlass",
-        "architectures": ["WindlassForCausalLM"],
-        "auto_map": {
-            "AutoConfig": f"{module}.WindlassConfig",
-            "AutoModelForCausalLM": f"{module}.WindlassForCausalLM",
-        },
-        "vocab_size": vocab,
-        "bos_token_id": eot,
-        "eos_token_id": eot,
-        "tie_word_embeddings": m.tie_head,
-        "dtype": "float32",
-    }
+    entries = {there: resolved[key] for key, there in names.items()}
+    tokens = {"vocab_size": vocab, "bos_token_id": eot, "eos_token_id": eot}
+    return entries | tokens | {"tie_word_embeddings": m.tie_head, "dtype": "float32"}
 
 
 def config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
-    """The `config.json` that goes with a model's weights."""
+    """The `config.json` of a model that `transformers` knows."""
     kind = architecture(m)
-    resolved = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_}
-    entries = {there: resolved[key] for key, there in SETTINGS[kind].items()} | {
-        "model_type": kind,
-        "vocab_size": vocab,
-        "bos_token_id": eot,
-        "eos_token_id": eot,
-        "tie_word_embeddings": m.tie_head,
-        "initializer_range": m.init_std,
-        "dtype": "float32",
-    }
-    entries["architectures"] = [
-        "GPT2LMHeadModel" if kind == "gpt2" else f"{CLASSES[kind]}ForCausalLM"
-    ]
+    causal = "GPT2LMHeadModel" if kind == "gpt2" else f"{CLASSES[kind]}ForCausalLM"
+    entries = _entries(m, vocab, eot, SETTINGS[kind])
+    entries |= {"model_type": kind, "architectures": [causal], "initializer_range": m.init_std}
     if kind == "gpt2":
         dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), m.dropout)
         return entries | dropout | {"activation_function": ACTIVATIONS[m.activation]}
@@ -299,15 +252,14 @@ def config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """The settings `[model]` of our GPT that compute what a model of `transformers` does; `vocab` among them.
+    """The settings `[model]` of our GPT for a configuration of `transformers`, with `vocab`.
 
-    Raises UserError where it is none that ours can be, or a variant that ours is not.
+    Raises UserError if our GPT does not have the architecture or the variant.
     """
     kind = getattr(config, "model_type", "")
     if kind not in SETTINGS:
-        raise UserError(
-            f"model.init_from: architecture {kind!r} does not fit; {', '.join(SETTINGS)} do"
-        )
+        fit = ", ".join(SETTINGS)
+        raise UserError(f"model.init_from: architecture {kind!r} does not fit; {fit} do")
     settings = {key: getattr(config, there) for key, there in SETTINGS[kind].items()}
     settings |= {key: values[0] for key, values in ALLOWED[kind].items()}
     ours = {there: own for own, there in ACTIVATIONS.items()}
@@ -316,49 +268,41 @@ def settings_of(config: Any) -> dict[str, Any]:
             "activation_function": config.activation_function not in ours,
             "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
         }
-        settings |= dict.fromkeys(BIASES, True) | {
-            "activation": ours.get(config.activation_function)
-        }
+        settings |= dict.fromkeys(BIASES, True)
+        settings["activation"] = ours.get(config.activation_function)
         settings |= {"kv_heads": config.n_head, "ff_width": config.n_inner or 4 * config.n_embd}
     else:
         rope = getattr(config, "rope_parameters", None) or {}
-        head_width = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+        heads = config.num_attention_heads
+        head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
         gated = "swiglu" in ALLOWED[kind]["activation"]
         settings["activation"] = "swiglu" if gated else ours.get(config.hidden_act)
         unlike = {
             "hidden_act": config.hidden_act != "silu" if gated else config.hidden_act not in ours,
             "sliding_window": bool(getattr(config, "use_sliding_window", False)),
             "rope scaling": rope.get("rope_type", "default") != "default",
-            "head_dim": head_width * config.num_attention_heads != config.hidden_size,
+            "head_dim": head_width * heads != config.hidden_size,
         }
-        settings["rope_theta"] = float(
-            rope.get("rope_theta", getattr(config, "rope_theta", 10_000.0))
-        )
+        theta = rope.get("rope_theta", getattr(config, "rope_theta", 10_000.0))
+        settings["rope_theta"] = float(theta)
     if names := [name for name, differs in unlike.items() if differs]:
-        raise UserError(
-            f"model.init_from: this {kind} is a variant that our GPT is not: {', '.join(names)}"
-        )
+        problem = f"this variant of {kind} is not one of our GPT's: {', '.join(names)}"
+        raise UserError(f"model.init_from: {problem}")
     return settings | {"tie_head": bool(config.tie_word_embeddings), "vocab": config.vocab_size}
 
 
 def check_fit(m: ModelSettings, vocab: int, there: dict[str, Any], where: str) -> None:
-    """Raise a UserError that lists every setting that must be changed for weights to fit.
+    """Raise UserError with every setting that must change for the weights to fit.
 
-    A shorter context is fine, and so are more rows of the embedding than there are weights for, and biases that we do not
-    have where they are zero there (see `dropped`).
+    A shorter context fits, and so do extra rows of the embedding, and missing biases that are zero
+    there (see `dropped`).
     """
     own = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_, "vocab": vocab}
     fits = {"context": own["context"] <= there["context"], "vocab": vocab >= there["vocab"]}
     fits |= {key: True for key in BIASES if there.get(key)}
     wrong = {key: value for key, value in there.items() if not fits.get(key, own[key] == value)}
-    if lines := [
-        f"  model.{k} = {json.dumps(value)}  (it is {json.dumps(own[k])})"
-        for k, value in wrong.items()
-    ]:
-        raise UserError(
-            "\n".join(
-                [f"model.init_from: the weights of {where} are of another shape; write", *lines]
-            )
-        )
+    if wrong:
+        now = {key: json.dumps(own[key]) for key in wrong}
+        lines = [f"  model.{k} = {json.dumps(v)}  (it is {now[k]})" for k, v in wrong.items()]
+        problem = f"model.init_from: the weights of {where} have another shape; write"
+        raise UserError("\n".join([problem, *lines]))
