@@ -27,7 +27,7 @@ LLAMA = {
     "embedding": "model.embed_tokens",
     "blocks.#.attn_norm": "model.layers.#.input_layernorm",
     "blocks.#.ff_norm": "model.layers.#.post_attention_layernorm",
-    "blocks.#.attn.qkv": "model.layers.#.self_attn.q_proj model.layers.#.self_attn.k_proj model.layers.#.self_attn.v_proj",
+    "blocks.#.attn.qkv": " ".join(f"model.layers.#.self_attn.{one}_proj" for one in "qkv"),
     "blocks.#.attn.out": "model.layers.#.self_attn.o_proj",
     "blocks.#.ff.gate": "model.layers.#.mlp.gate_proj",
     "blocks.#.ff.up": "model.layers.#.mlp.up_proj",

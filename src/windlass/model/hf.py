@@ -1,7 +1,8 @@
-"""A causal language model of `transformers` with the interface of our GPT: tokens and labels in, the summed loss out.
+"""A causal language model of `transformers` with the interface of our GPT: tokens and labels in,
+the summed loss out.
 
-Unusual: parameters are built on the meta device while buffers, which hold tables, are real; weights are filled in later,
-perhaps into shards (`hf_files`). Legend: B batch, T time, D model width, V vocabulary.
+Unusual: parameters begin on the meta device while buffers, which hold tables, are real. `hf_files`
+fills the weights later, perhaps into shards. Legend: B batch, T time, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,20 +25,17 @@ from windlass.recipe.network import CONTEXT_KEYS, LoraSettings, ModelSettings
 from windlass.recipe.settings import IGNORE_INDEX
 
 UNLIMITED = 2**31  # the limit of a model whose configuration has none
-UNKNOWN_CONTEXT = (
-    2048  # the context of such a model (ALiBi, for one), where the recipe does not set it
-)
-MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")  # as `peft` has them
-CACHE_NAMES = (
-    "past_key_values",
-    "cache_params",
-)  # the argument for a cache: of attention and most hybrids, of Mamba
+UNKNOWN_CONTEXT = 2048  # the default context of a model without a limit, as with ALiBi
+MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")  # as `peft` lists them
+CACHE_NAMES = ("past_key_values", "cache_params")
+"""The argument for a cache: for attention and most hybrids, for Mamba."""
 
 
 class HfModel(nn.Module):
-    """What `AutoModelForCausalLM` built; its parameters have no values until `fill_weights` is called.
+    """A model of `AutoModelForCausalLM`; `fill_weights` gives its parameters values.
 
-    Its configuration and weights lie in `directory`; `settings` are the section `[model]` of a recipe.
+    `directory` holds its configuration and weights; `settings` is the section `[model]` of a
+    recipe.
     """
 
     def __init__(self, model: nn.Module, directory: Path, settings: ModelSettings):
@@ -50,16 +48,18 @@ class HfModel(nn.Module):
         self.context = UNKNOWN_CONTEXT if self.limit == UNLIMITED else self.limit
         self.vocab = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         bos = getattr(text, "bos_token_id", None)
-        # The token that a text begins with; None for a model that has not learned one.
+        # The first token of a text; None for a model that has not learned one.
         self.bos = bos if isinstance(bos, int) and not settings.from_scratch else None
         self._plain_head = has_plain_head(model)
 
     @torch.no_grad()
     def fill_weights(self, seed: int, directory: Path | None = None) -> None:
-        """Give every parameter and saved buffer its value, in place; UserError where the files do not fit or are pickled.
+        """Give every parameter and saved buffer its value, in place; UserError if the files do not
+        fit or are pickled.
 
-        Weights come from the files in `directory` (None: where the model came from), or with `model.from_scratch` from the
-        seed and their names (buffers then keep the value that the architecture gives them); adapters always from the seed.
+        Weights come from the files in `directory` (None: the model's origin). With
+        `model.from_scratch` they follow from the seed and their names, and buffers keep the
+        architecture's values. Adapters always follow from the seed.
         """
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
@@ -86,7 +86,8 @@ class HfModel(nn.Module):
         hf_files.fill_from_files(tensors, directory, prefix, remote)
 
     def to_empty_parameters(self, device: str | torch.device) -> HfModel:
-        """Give parameters on the meta device storage; unlike `to_empty`, buffers keep their values, and ties stay ties."""
+        """Give parameters on the meta device storage; unlike `to_empty`, buffers keep their values,
+        and ties stay ties."""
         new: dict[nn.Parameter, nn.Parameter] = {}
         for module in self.modules():
             for name, old in module._parameters.items():
@@ -102,21 +103,23 @@ class HfModel(nn.Module):
         return find_blocks(self.model)
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The units of sharding before and after the blocks. The loss reads the head's matrix itself, so the root has it."""
-        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()  # type: ignore[operator]
+        """The units of sharding before and after the blocks. The loss reads the head's matrix, so
+        the root keeps that."""
+        model: Any = self.model
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         tied = head is None or getattr(head, "weight", None) is embedding.weight
         return [] if tied else [embedding], []
 
     def new_cache(self, batch: int, length: int) -> HfCache:
-        """An empty cache of keys, values and states; it grows as it is used."""
+        """An empty cache of keys, values and states, which grows with use."""
         return HfCache(self.model)
 
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, cache: HfCache | None = None
     ) -> Tensor:
-        """Logits [B, T, V], or the summed loss; arguments as of `GPT.forward`.
+        """Logits [B, T, V], or the summed loss; the arguments of `GPT.forward`.
 
-        Padding, if any, is at the end, where no unmasked token sees it.
+        Padding is at the end, where no unmasked token attends to it.
         """
         if cache is not None:
             return cache.read(tokens)
@@ -125,43 +128,42 @@ class HfModel(nn.Module):
             if labels is None:
                 return logits
             wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-            return nn.functional.cross_entropy(
-                wide, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-            )
-        # The loss is computed inside the root's forward, where a sharded head is whole.
+            options: Any = {"ignore_index": IGNORE_INDEX, "reduction": "sum"}
+            return nn.functional.cross_entropy(wide, labels.flatten(), **options)
+        # Inside the root's forward a sharded head is whole.
         hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         return cross_entropy_sum(hidden, head.weight, labels, head.bias)
 
 
 def wrap(model: Any, context: int) -> HfModel:
-    """A model of `transformers`, or one with adapters of `peft`, that already has its weights; float32 from here on.
+    """Wrap a model of `transformers`, perhaps with adapters of `peft`, that has its weights;
+    converts it to float32.
 
-    Raises UserError if it is not a causal language model or if its context is shorter than `context`.
+    Raises UserError if it is not a causal language model or if its context is shorter than
+    `context`.
     """
     kind, config = type(model).__name__, model.config
     if model.get_output_embeddings() is None or config.get_text_config().is_encoder_decoder:
-        raise UserError(
-            f"model: {kind} is not a causal language model; load it with AutoModelForCausalLM"
-        )
+        advice = "load it with AutoModelForCausalLM"
+        raise UserError(f"model: {kind} is not a causal language model; {advice}")
     if getattr(model, "is_quantized", False):
-        raise UserError(
-            f"model: {kind} is quantised; load it without, or use model.lora.base=4bit in the recipe"
-        )
+        advice = "load it unquantised, or use model.lora.base=4bit in the recipe"
+        raise UserError(f"model: {kind} is quantised; {advice}")
     name = str(getattr(config, "_name_or_path", "") or kind)
     own = HfModel(model.float(), Path(name), ModelSettings(kind="hf", name=name))
     if context > own.limit:
-        raise UserError(
-            f"model.context = {context} is longer than {kind}'s limit: write {own.limit}, or less"
-        )
+        problem = f"model.context = {context} is longer than {kind}'s limit"
+        raise UserError(f"{problem}: write {own.limit}, or less")
     own.context = context
     return own
 
 
 class HfCache:
-    """The cache of one batch of texts: keys and values of attention, states of a recurrent network, or the tokens so far.
+    """The cache of one batch of texts: keys and values of attention, states of a recurrent network,
+    or the tokens so far.
 
-    Some architectures ignore the cache that they are given: there all tokens are read again in each pass.
+    Some architectures ignore a cache; they read all tokens again in each pass.
     """
 
     def __init__(self, model: nn.Module):
@@ -175,23 +177,23 @@ class HfCache:
         self.tokens: Tensor | None = None
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Logits [B, 1, V] of the last of the tokens [B, T], which follow those read before."""
+        """Logits [B, 1, V] of the last of the tokens [B, T], which follow the tokens of earlier
+        calls."""
         first = self.tokens is None
         self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
         if not first and tokens.shape[1] > 1 and getattr(self.model, "_is_stateful", False):
             self.cache = None  # recurrent networks continue from their state by one token at a time
         cached = self.cache is not None
         given = {self.name: self.cache, **self.last_only} if cached else self.last_only
-        logits: Tensor = self.model(
-            input_ids=tokens if cached else self.tokens, use_cache=cached, **given
-        ).logits
+        ids = tokens if cached else self.tokens
+        logits: Tensor = self.model(input_ids=ids, use_cache=cached, **given).logits
         if cached and first and not is_filled(self.cache, tokens.shape[1]):
             self.cache = None
         return logits[:, -1:]
 
 
 def is_filled(cache: Any, length: int) -> bool:
-    """Whether every layer of a cache holds the keys or the states that follow from reading `length` tokens."""
+    """Whether every layer of a cache holds the keys or the states of `length` tokens."""
     layers = [layer for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
     for layer in layers:
         states, has_keys = getattr(layer, "has_previous_state", {}), hasattr(layer, "keys")
@@ -205,30 +207,32 @@ def is_filled(cache: Any, length: int) -> bool:
 def build_hf(
     recipe: Recipe, vocab: int, device: str | torch.device, dtype: torch.dtype, run: Path | None
 ) -> HfModel:
-    """The model of a recipe, its buffers filled and its parameters without values; arguments as `windlass.model.build`.
+    """The model of a recipe, with values for buffers but not for parameters; arguments as in
+    `windlass.model.build`.
 
-    Raises UserError where there is no such causal language model, or its context or its embedding is too short.
+    Raises UserError if there is no such causal language model, or if its context or embedding is
+    too short.
     """
     settings, name = recipe.model, recipe.model.name
     directory = hf_files.saved_origin(run, settings) if run else None
     model = open_hf(directory or hub.directory(name, settings.revision), settings, dtype)
     if settings.context > model.limit:
-        limit = (
-            f"{name}'s limit of {model.limit} tokens: write model.context={model.limit}, or less"
+        problem = (
+            f"model.context = {settings.context} is longer than {name}'s limit of {model.limit}"
         )
-        raise UserError(f"model.context = {settings.context} is longer than {limit}")
+        raise UserError(f"{problem} tokens: write model.context={model.limit}, or less")
     model.context = settings.context
     if model.vocab < vocab:
         rows = f"{vocab:,} tokens, and {name} has {model.vocab:,} token embeddings"
-        write = f'write data.tokenizer = "hf:{name}"'
-        if recipe.data.tokenizer.removeprefix("hf:").removesuffix("/") == name.removesuffix(
-            "/"
-        ):  # the model's own one
-            resize = f'"vocab_size": {vocab} in a copy of its config.json'
-            if not settings.from_scratch:
-                resize = f"model.resize_token_embeddings({vocab}) of transformers"
-            write = f"use {resize}, save the tokenizer beside it, and write that directory as model.name"
-        raise UserError(f"data.tokenizer has {rows}: {write}")
+        advice = f'write data.tokenizer = "hf:{name}"'
+        is_own = recipe.data.tokenizer.removeprefix("hf:").rstrip("/") == name.rstrip("/")
+        if is_own and settings.from_scratch:
+            advice = f'use "vocab_size": {vocab} in a copy of its config.json'
+        elif is_own:
+            advice = f"use model.resize_token_embeddings({vocab}) of transformers"
+        if is_own:
+            advice += ", save the tokenizer beside it, and write that directory as model.name"
+        raise UserError(f"data.tokenizer has {rows}: {advice}")
     return model if torch.device(device).type == "meta" else model.to_empty_parameters(device)
 
 
@@ -241,16 +245,16 @@ def open_hf(
     if settings.lora.base == "4bit":
         require("bitsandbytes", 'model.lora.base = "4bit"')
         if not quantise_linear(find_blocks(model)):
-            raise UserError(
-                f'model.lora.base: {settings.name} has no linear layers to hold in 4 bits; write "fp32"'
-            )
+            problem = f"{settings.name} has no linear layers to hold in 4 bits"
+            raise UserError(f'model.lora.base: {problem}; write "fp32"')
     if settings.lora.rank:
         add_lora(model, settings.lora)
     return HfModel(model, directory, settings)
 
 
 def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
-    """The network that a directory's configuration describes: parameters on the meta device, buffers as they should be."""
+    """The network that a directory's configuration describes: parameters on the meta device,
+    buffers with values."""
     hub.prepare()
     what, remote = f"model.name: {settings.name}", settings.trust_remote_code
     for package in ("transformers", "accelerate"):
@@ -259,17 +263,13 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
     if settings.attention == "flash_attention_2":
         require("flash_attn", 'model.attention = "flash_attention_2"')
     try:
-        from accelerate import (
-            init_empty_weights,
-        )  # peft needs it, so that it comes with windlass-lm[hf]
+        from accelerate import init_empty_weights  # peft needs it, so windlass-lm[hf] brings it
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.initialization import no_init_weights
 
         config = AutoConfig.from_pretrained(directory, trust_remote_code=remote)
         if getattr(config, "quantization_config", None):
-            raise UserError(
-                f"{what} is quantised, which cannot be used here: name the model that it was made from"
-            )
+            raise UserError(f"{what} is quantised: name the model that it was made from")
         with no_init_weights(), init_empty_weights(include_buffers=False):
             model: nn.Module = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=remote, **how
@@ -281,20 +281,20 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
     except Exception as error:  # of `transformers`, or of code that came with the model
         if how and "ttention" in str(error):
             name = f'model.attention = "{settings.attention}"'
-            raise UserError(
-                f"{name} is not for {settings.name} here: {first_line(error)}; write auto"
-            ) from None
-        remedy = "look through the code that comes with it, and set model.trust_remote_code=true to run it"
-        reason = f"no causal language model that can be built ({type(error).__name__}: {first_line(error)})"
-        raise UserError(
-            f"{what}: {remedy if 'trust_remote_code' in str(error) else reason}"
-        ) from None
+            problem = f"{name} does not work for {settings.name} here: {first_line(error)}"
+            raise UserError(f"{problem}; write auto") from None
+        if "trust_remote_code" in str(error):
+            advice = "read the code that comes with it; model.trust_remote_code=true runs it"
+            raise UserError(f"{what}: {advice}") from None
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{what} gives no causal language model ({why})") from None
     model.tie_weights()  # type: ignore[operator]
     return model
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of the classes in `_no_split_modules`, without those inside one another; else the longest ModuleList."""
+    """The outermost modules of the classes in `_no_split_modules`; else the modules of the longest
+    ModuleList."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks, inside = list[nn.Module](), set[nn.Module]()
     for module in model.modules():
@@ -302,15 +302,15 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         if module not in inside and names & {cls.__name__ for cls in type(module).__mro__}:
             blocks.append(module)
             inside |= set(module.modules())
-    return blocks or max(
-        (list(m) for m in model.modules() if isinstance(m, nn.ModuleList)), key=len, default=[]
-    )
+    lists = (list(module) for module in model.modules() if isinstance(module, nn.ModuleList))
+    return blocks or max(lists, key=len, default=[])
 
 
 def has_plain_head(model: Any) -> bool:
-    """Whether the logits are the output embedding's product with the last hidden state, and nothing else is done to them.
+    """Whether the logits are exactly the product of the output embedding and the last hidden state.
 
-    Tested on a shallow copy of the model whose network gives a fixed hidden state and whose head is a small stand-in.
+    The test uses a shallow copy of the model whose network gives a fixed hidden state and whose
+    head is a small stand-in.
     """
     head, base = model.get_output_embeddings(), model.base_model
     name = next((name for name, module in model.named_children() if module is head), None)
@@ -319,7 +319,7 @@ def has_plain_head(model: Any) -> bool:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class Output(BaseModelOutputWithPast):
-        """Of a network that gives nothing else (cross-attentions, routers)."""
+        """The output of a network without cross-attentions and routers."""
 
         def __getattr__(self, name: str) -> None:
             if name.startswith("__"):
@@ -336,42 +336,33 @@ def has_plain_head(model: Any) -> bool:
         with torch.no_grad():
             logits = probe(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False).logits
             return torch.equal(logits, stand_in(hidden))
-    except (
-        Exception
-    ):  # a network that needs more than a hidden state: its own forward makes the logits
+    except Exception:  # the head needs more than a hidden state, so the model makes its own logits
         return False
 
 
 def add_lora(model: nn.Module, lora: LoraSettings) -> None:
-    """Put low-rank adapters beside the layers named; they alone are trained."""
+    """Add low-rank adapters to the layers that `lora` names, and freeze everything else."""
     require("peft", "model.lora")
     from peft import LoraConfig, inject_adapter_in_model
 
-    layers = [
-        (name.rpartition(".")[2], type(module).__name__) for name, module in model.named_modules()
-    ]
-    transposed = any(kind == "Conv1D" for _, kind in layers)  # as GPT-2's matrices are
+    layers = [(n.rpartition(".")[2], type(module).__name__) for n, module in model.named_modules()]
     every = lora.targets in ([], ["all-linear"])
-    # Mamba's kernels read this weight without its layer, so that `peft` refuses an adapter there.
-    kernels_own = (
-        ["out_proj"] if every and getattr(model.config, "model_type", "") in MAMBA else None
-    )
+    # Mamba's kernels read this weight without its layer, so `peft` rejects an adapter there.
+    is_mamba = getattr(model.config, "model_type", "") in MAMBA
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        fan_in_fan_out=transposed,
+        fan_in_fan_out=any(kind == "Conv1D" for _, kind in layers),  # transposed, as in GPT-2
         target_modules="all-linear" if every else lora.targets,
-        exclude_modules=kernels_own,
+        exclude_modules=["out_proj"] if every and is_mamba else None,
     )
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
-        names = ", ".join(
-            sorted({name for name, kind in layers if kind in ("Linear", "Linear4bit", "Conv1D")})
-        )
-        raise UserError(
-            f"model.lora.targets: {first_line(error)} This model's layers are named {names}"
-        ) from None
+        linear = ("Linear", "Linear4bit", "Conv1D")
+        names = ", ".join(sorted({name for name, kind in layers if kind in linear}))
+        problem = f"model.lora.targets: {first_line(error)}"
+        raise UserError(f"{problem} This model's layers are named {names}") from None
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)

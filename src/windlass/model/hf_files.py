@@ -1,8 +1,9 @@
-"""The files of a model of `transformers`: its weights, streamed into parameters, and where it came from.
+"""The files of a model of `transformers`: its weights, streamed into parameters, and its origin.
 
-Weights are read from safetensors a slice at a time: each rank reads only the rows that it holds, without communication.
-`RUN/origin` holds the configuration, the code and the tokenizer's files beside a record (`origin.json`). With it and a
-checkpoint a run is complete: it is resumed, measured, sampled and exported also where its first weights are gone.
+Each rank reads only the rows that it holds from safetensors, a slice at a time, without
+communication. `RUN/origin` holds the configuration, the code and the tokenizer's files beside a
+record (`origin.json`). Together with a checkpoint it makes a run complete: Windlass can resume,
+evaluate, sample and export it even if the original weights are gone.
 """
 
 from __future__ import annotations
@@ -27,36 +28,19 @@ from windlass.recipe.network import ModelSettings
 FOLDER, RECORD = "origin", "origin.json"
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "tokenizer.model", "spiece.model"),
+    *("sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt"),
 )
 CODE_FILES = "*.py"
-ADAPTER = "adapter_config.json"  # of an adapter in a directory of its own
+ADAPTER = "adapter_config.json"  # marks the directory of an adapter
 UNLIKE_OURS = (
-    "use_rslora",
-    "use_dora",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "layers_to_transform",
-    "trainable_token_indices",
-    "target_parameters",
-    "layer_replication",
-    "use_qalora",
-    "use_bdlora",
+    *("use_rslora", "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern"),
+    *("layers_to_transform", "trainable_token_indices", "target_parameters", "layer_replication"),
+    *("use_qalora", "use_bdlora"),
 )
-"""Entries of an adapter's configuration that change what it computes and that `model.lora` does not have."""
+"""Entries of an adapter's configuration that change its result and have no counterpart in
+`model.lora`."""
 
 
 class WeightFiles:
@@ -69,8 +53,9 @@ class WeightFiles:
         for name in [file_name] if file_name else hub.weight_files(directory):
             if not (directory / name).is_file():
                 raise UserError(
-                    f"{directory} has no {name}: pickled weights are not opened, because they can run code; convert them "
-                    "with AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)"
+                    f"{directory} has no {name}. Windlass opens no pickled weights, because they "
+                    "can run code; convert them with AutoModelForCausalLM.from_pretrained(...)"
+                    ".save_pretrained(DIR)"
                 )
             try:
                 file = safe_open(directory / name, framework="pt")
@@ -79,7 +64,8 @@ class WeightFiles:
             self.files |= dict.fromkeys(file.keys(), file)
 
     def find(self, name: str, prefix: str) -> str | None:
-        """The name that a parameter has in the files: its own, or without or with the network's prefix; None: it is not there."""
+        """The name of a parameter in the files, perhaps without or with the network's prefix; None
+        if it is missing."""
         names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
         return next((n for n in names if n in self.files), None)
 
@@ -87,9 +73,11 @@ class WeightFiles:
 def fill_from_files(
     tensors: dict[str, Tensor], directory: Path, prefix: str, remote_code: bool
 ) -> None:
-    """Fill parameters and buffers, whole or sharded, by their names in `transformers`, from a directory; or UserError.
+    """Fill parameters and buffers, whole or sharded, from the files of a directory; UserError if
+    they do not fit.
 
-    `prefix` is the network's `base_model_prefix`, which some files leave out of the names.
+    The names are those of `transformers`. Some files omit the network's `base_model_prefix`, here
+    `prefix`.
     """
     files = WeightFiles(directory)
     keys = {name: key for name in tensors if (key := files.find(name, prefix)) is not None}
@@ -100,48 +88,40 @@ def fill_from_files(
         key, shape = keys[name], list(tensor.shape)
         stored = files.files[key].get_slice(key)  # read when it is indexed
         if (there := list(stored.get_shape())) != shape:
-            raise UserError(
-                f"{directory}: {key} has the shape {there}, and the configuration says {shape}"
-            )
+            problem = f"{key} has the shape {there}, but the configuration says {shape}"
+            raise UserError(f"{directory}: {problem}")
         if not shape:  # a scalar has no slices
             tensor.copy_(files.files[key].get_tensor(key))
             continue
         local, offsets = tensor.data, (0,) * tensor.dim()
         if isinstance(tensor, DTensor):
             local = tensor.to_local()
-            _, offsets = compute_local_shape_and_global_offset(
-                tensor.shape, tensor.device_mesh, tensor.placements
-            )
-        local.copy_(
-            stored[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))]
-        )
+            layout = (tensor.shape, tensor.device_mesh, tensor.placements)
+            _, offsets = compute_local_shape_and_global_offset(*layout)
+        ends = zip(offsets, local.shape, strict=True)
+        local.copy_(stored[tuple(slice(start, start + size) for start, size in ends)])
 
 
 def _fill_through_transformers(
     tensors: dict[str, Tensor], directory: Path, remote_code: bool
 ) -> None:
-    """For files in an older layout, which `transformers` converts as it reads them; here each rank holds all for a while."""
+    """Fill from files in an older layout, which `transformers` converts. Each rank holds the whole
+    model for a while."""
     from transformers import AutoModelForCausalLM
 
+    options = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
     try:
         whole, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype="auto",
-            trust_remote_code=remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
+            directory, trust_remote_code=remote_code, **options
         )
     except Exception as error:  # other shapes, damaged files, code that came with the model
-        raise UserError(
-            f"{directory}: transformers cannot read the weights: {first_line(error)}"
-        ) from None
+        problem = f"transformers cannot read the weights: {first_line(error)}"
+        raise UserError(f"{directory}: {problem}") from None
     values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
-    if lacking := sorted(
-        (set(report["missing_keys"]) & set(tensors)) | (set(tensors) - set(values))
-    ):
-        raise UserError(
-            f"{directory} lacks the weight {lacking[0]} of its model ({len(lacking)} in all)"
-        )
+    missing = (set(report["missing_keys"]) & set(tensors)) | (set(tensors) - set(values))
+    if missing:
+        count = f"({len(missing)} in all)"
+        raise UserError(f"{directory} lacks the weight {min(missing)} of its model {count}")
     for name, tensor in tensors.items():
         assign(tensor, values[name])
 
@@ -149,87 +129,77 @@ def _fill_through_transformers(
 def fill_from_seed(
     parameters: dict[str, Tensor], template: nn.Module, blocks: Sequence[nn.Module], seed: int
 ) -> None:
-    """The architecture's own initialisation of parameters, whole or sharded, as a pure function of the seed and their names.
+    """Initialise parameters, whole or sharded, as the architecture does, as a pure function of the
+    seed and their names.
 
-    A block, or a module outside them, at a time gets storage on the CPU in `template`, the network on the meta device.
+    `template` is the network on the meta device. One of its blocks or other modules at a time gets
+    storage on the CPU.
     """
     left = dict(parameters)
     inside = {id(module) for block in blocks for module in block.modules()}
     for prefix, unit in template.named_modules():
-        if not any(unit is block for block in blocks) and (
-            id(unit) in inside or not unit._parameters
-        ):
+        is_block = any(unit is block for block in blocks)
+        if not is_block and (id(unit) in inside or not unit._parameters):
             continue
         for module in unit.modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
-                    module._parameters[key] = nn.Parameter(
-                        torch.zeros(parameter.shape, dtype=parameter.dtype)
-                    )
+                    zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
+                    module._parameters[key] = nn.Parameter(zeros)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_seed(seed, prefix))
-            for module in reversed(
-                list(unit.modules())
-            ):  # children before what holds them, as `transformers` does
+            for module in reversed(list(unit.modules())):  # children first, as in `transformers`
                 template._init_weights(module)  # type: ignore[operator]
         for name, value in unit.named_parameters(prefix):
             if name in left:
                 assign(left.pop(name), value)
         unit.to("meta")
     if left:
-        raise UserError(
-            f"model.from_scratch: the architecture has no initial value for {min(left)}"
-        )
+        problem = f"the architecture has no initial value for {min(left)}"
+        raise UserError(f"model.from_scratch: {problem}")
 
 
 def fill_adapter(name: str, parameter: Tensor, seed: int) -> None:
-    """LoRA's own start: the first matrix as in a linear layer, the second zero, so that nothing changes at first."""
+    """Initialise an adapter as LoRA does: the first matrix as in a linear layer, the second to
+    zero."""
     whole = torch.zeros(parameter.shape)
     if ".lora_A." in name or ".lora_embedding_B." in name:
-        nn.init.kaiming_uniform_(
-            whole, a=5**0.5, generator=torch.Generator().manual_seed(_seed(seed, name))
-        )
+        generator = torch.Generator().manual_seed(_seed(seed, name))
+        nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
     assign(parameter, whole)
 
 
 def adapter_settings(directory: Path) -> dict[str, Any]:
-    """The settings `[model]` of an adapter that `peft` or `windlass export --adapter` wrote, and of its base; or UserError."""
+    """The settings `[model]` for an adapter of `peft` or `windlass export --adapter` and its base;
+    UserError if it differs."""
     config = read_json(directory / ADAPTER)
     plain = {"peft_type": "LORA", "bias": "none"}
-    unlike = [
-        key
-        for key, value in config.items()
-        if (key in UNLIKE_OURS and value) or (key in plain and value != plain[key])
-    ]
+    unlike = [key for key in UNLIKE_OURS if config.get(key)]
+    unlike += [key for key, value in plain.items() if config.get(key, value) != value]
     targets, excluded = config.get("target_modules"), tuple(config.get("exclude_modules") or ())
     if unlike or not isinstance(targets, list) or not config.get("base_model_name_or_path"):
         problem = f"has {', '.join(unlike)}" if unlike else "names no base or no layers"
-        merge = "merge it with peft (merge_and_unload), save the model and its tokenizer, and name that directory"
+        merge = "merge it with peft (merge_and_unload), save model and tokenizer, and name that"
         raise UserError(f"{directory / ADAPTER} {problem}, which Windlass does not read: {merge}")
-    lora = {
-        "rank": config["r"],
-        "alpha": config["lora_alpha"],
-        "dropout": config.get("lora_dropout") or 0.0,
-        "targets": [name for name in targets if not name.endswith(excluded)]
-        if excluded
-        else targets,
-    }
+    if excluded:
+        targets = [name for name in targets if not name.endswith(excluded)]
+    lora = {"rank": config["r"], "alpha": config["lora_alpha"], "targets": targets}
+    lora["dropout"] = config.get("lora_dropout") or 0.0
     base = {"name": config["base_model_name_or_path"], "revision": config.get("revision") or ""}
     return {"kind": "hf", **base, "lora": lora}
 
 
 def fill_from_adapter(model: nn.Module, directory: Path) -> None:
-    """Fill the adapters of a network, whole or sharded, from `adapter_model.safetensors`; UserError if the two do not fit."""
+    """Fill the adapters of a network, whole or sharded, from `adapter_model.safetensors`; UserError
+    if they do not fit."""
     files = WeightFiles(directory, "adapter_model.safetensors")
-    own = {
-        f"base_model.model.{n.replace('.default', '')}": p
-        for n, p in model.named_parameters()
-        if ".lora_" in n
-    }
+    adapters = (
+        (n.replace(".default", ""), p) for n, p in model.named_parameters() if ".lora_" in n
+    )
+    own = {f"base_model.model.{name}": parameter for name, parameter in adapters}
     if differ := sorted(set(own) ^ set(files.files)):
-        raise UserError(
-            f"{directory}: the adapter does not fit the layers of its base: {differ[0]} ({len(differ)} in all)"
-        )
+        problem = f"{directory}: the adapter does not fit the layers of its base"
+        raise UserError(f"{problem}: {differ[0]} ({len(differ)} in all)")
     for name, parameter in own.items():
         assign(parameter, files.files[name].get_tensor(name).float())
 
@@ -240,7 +210,8 @@ def _seed(seed: int, name: str) -> int:
 
 
 def describe_origin(model: Any) -> dict[str, str]:
-    """An `HfModel`'s name, the revision asked for, its commit (of the Hub), and its configuration's SHA-256."""
+    """An `HfModel`'s name, requested revision, commit on the Hub, and the SHA-256 of its
+    configuration."""
     config = hashlib.sha256((model.directory / "config.json").read_bytes()).hexdigest()
     return read_json(model.directory / RECORD) or {
         "name": model.settings.name,
@@ -251,7 +222,8 @@ def describe_origin(model: Any) -> dict[str, str]:
 
 
 def save_origin(model: Any, run: Path) -> None:
-    """Copy what an `HfModel` is built from into its run, whole or not at all; once, at the run's first start."""
+    """Copy the files from which an `HfModel` is built into its run, all or none, at the run's first
+    start."""
     folder = run / FOLDER
     if model.directory == folder or read_json(folder / RECORD):
         return
@@ -267,27 +239,25 @@ def save_origin(model: Any, run: Path) -> None:
 
 
 def saved_origin(run: Path, settings: ModelSettings) -> Path | None:
-    """The folder in a run that holds what its model is built from; None where there is none, or of another model."""
+    """The folder in a run that `save_origin` wrote; None if it is missing or belongs to another
+    model."""
     record = read_json(run / FOLDER / RECORD)
     same = record.get("name") == settings.name and record.get("revision") == settings.revision
     return run / FOLDER if record and same else None
 
 
 def weights_directory(model: Any) -> Path:
-    """The directory with an `HfModel`'s first weights: beside its configuration, or where its name leads to; or UserError."""
+    """The directory with an `HfModel`'s original weights; UserError if the configuration there has
+    changed."""
     folder: Path = model.directory
-    if not read_json(folder / RECORD) and all(
-        (folder / file).is_file() for file in hub.weight_files(folder)
-    ):
+    files = [] if read_json(folder / RECORD) else hub.weight_files(folder)
+    if files and all((folder / file).is_file() for file in files):
         return folder
     origin = describe_origin(model)
     directory = hub.directory(origin["name"], origin["commit"] or origin["revision"], weights=True)
     config = directory / "config.json"
-    if (
-        not config.is_file()
-        or hashlib.sha256(config.read_bytes()).hexdigest() != origin["config_sha256"]
-    ):
-        raise UserError(
-            f"{config} is not the configuration of this run: restore it, or start over with {argument('fresh')}"
-        )
+    digest = hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""
+    if digest != origin["config_sha256"]:
+        advice = f"restore it, or start over with {argument('fresh')}"
+        raise UserError(f"{config} is not the configuration of this run: {advice}")
     return directory

@@ -1,7 +1,9 @@
-"""Frozen matrices in 4 bits under adapters (QLoRA, arXiv 2305.14314): NF4 in blocks of 64 numbers, by `bitsandbytes`.
+"""Frozen matrices in 4 bits under adapters (QLoRA, arXiv 2305.14314): NF4 in blocks of 64 numbers,
+by `bitsandbytes`.
 
-Codes and scales are buffers: saved, restored and moved as any other, and whole on each rank. No copy of the matrix in the
-precision of the pass outlives the product: the backward pass makes it again.
+Codes and scales are buffers, saved, restored and moved like any other, and whole on each rank. A
+copy of the matrix in the precision of the pass lives only during a product; the backward pass makes
+it again.
 """
 
 from __future__ import annotations
@@ -16,19 +18,15 @@ BLOCK = 64  # numbers that share a scale
 
 
 class Linear4bit(nn.Linear):
-    """A frozen linear layer whose matrix means nothing until `quantise` has been called."""
+    """A frozen linear layer; `quantise` gives its matrix values."""
 
     def __init__(self, like: nn.Linear):
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = (
-            like.in_features,
-            like.out_features,
-            like.bias,
-        )
+        self.in_features, self.out_features = like.in_features, like.out_features
+        self.bias = like.bias
         self.register_parameter("weight", None)
-        self.qweight = nn.Buffer(
-            torch.empty(-(-self.numbers // 2), 1, dtype=torch.uint8)
-        )  # a name that `peft` knows
+        # The name is one that `peft` knows.
+        self.qweight = nn.Buffer(torch.empty(-(-self.numbers // 2), 1, dtype=torch.uint8))
         self.scales = nn.Buffer(torch.empty(-(-self.numbers // BLOCK)))
 
     @property
@@ -40,9 +38,8 @@ class Linear4bit(nn.Linear):
         """Take the values of a matrix [out, in]."""
         from bitsandbytes.functional import quantize_4bit
 
-        codes, state = quantize_4bit(
-            weight.to(self.qweight.device), blocksize=BLOCK, quant_type="nf4"
-        )
+        weight = weight.to(self.qweight.device)
+        codes, state = quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
         self.qweight.copy_(codes)
         self.scales.copy_(state.absmax)
 
@@ -78,9 +75,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Linear4bit) -> Tensor:
         ctx.layer = layer
-        return F.linear(
-            x, layer.matrix(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype)
-        )
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        return F.linear(x, layer.matrix(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -88,14 +84,11 @@ class _Product(torch.autograd.Function):
 
 
 def quantise_linear(blocks: list[nn.Module]) -> int:
-    """Put a `Linear4bit` in the place of each linear layer in the blocks; how many."""
-    children = [
-        (m, name, child)
-        for block in blocks
-        for m in block.modules()
-        for name, child in m.named_children()
-    ]
-    linear = [(module, name, child) for module, name, child in children if type(child) is nn.Linear]
-    for module, name, child in linear:
-        setattr(module, name, Linear4bit(child))
-    return len(linear)
+    """Replace each linear layer in the blocks by a `Linear4bit`; returns their number."""
+    count = 0
+    for module in [module for block in blocks for module in block.modules()]:
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, Linear4bit(child))
+                count += 1
+    return count

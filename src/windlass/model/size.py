@@ -1,4 +1,4 @@
-"""How large a GPT is: parameters, FLOPs, bytes. Arithmetic from the settings, without torch."""
+"""The size of a GPT: parameters, FLOPs, bytes. Arithmetic from the settings, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ BYTES_FP32 = 4
 
 @dataclass(frozen=True)
 class Parameters:
-    """Where the parameters of a GPT are; `total` is their sum, each tensor counted once. Biases count with their matrices."""
+    """The parameters of a GPT by place. `total` counts each tensor once. Biases count with their
+    matrices."""
 
     embedding: int  # the token table; when the head is tied it is the head's matrix too
     positions: int  # the table of learned positions
@@ -28,12 +29,12 @@ class Parameters:
 
     @property
     def non_embedding(self) -> int:
-        """Those of the blocks and the final norm: without token table, positions and head (N of arXiv 2001.08361)."""
+        """Parameters of the blocks and the final norm (N of arXiv 2001.08361)."""
         return self.attention + self.feed_forward + self.norms
 
     @property
     def multiplied(self) -> int:
-        """Those that every token is multiplied with: all but the tables that are only looked up."""
+        """Parameters that multiply every token: all except look-up tables."""
         return self.non_embedding + self.head + (self.embedding if self.tied else 0)
 
 
@@ -42,15 +43,14 @@ def count(settings: ModelSettings, vocab: int) -> Parameters:
     m, kv = settings, settings.width // settings.heads * settings.kv_heads_
     ups = 2 if m.activation == "swiglu" else 1
     norm = m.width * (2 if m.norm == "layernorm" and m.norm_bias else 1)
+    # A bias is one more column of inputs.
+    attention = 2 * (m.width + m.attn_bias) * (m.width + kv)
+    feed_forward = ups * (m.width + m.ff_bias) * m.ff_width_ + (m.ff_width_ + m.ff_bias) * m.width
     return Parameters(
         embedding=vocab * m.width,
         positions=m.context * m.width if m.position == "learned" else 0,
-        attention=m.layers
-        * (m.width + m.attn_bias)
-        * 2
-        * (m.width + kv),  # a bias is one more column of inputs
-        feed_forward=m.layers
-        * (ups * (m.width + m.ff_bias) * m.ff_width_ + (m.ff_width_ + m.ff_bias) * m.width),
+        attention=m.layers * attention,
+        feed_forward=m.layers * feed_forward,
         norms=(2 * m.layers + m.final_norm) * norm,
         head=(0 if m.tie_head else vocab * m.width) + (vocab if m.head_bias else 0),
         tied=m.tie_head,
@@ -58,7 +58,7 @@ def count(settings: ModelSettings, vocab: int) -> Parameters:
 
 
 def block_matrices(settings: ModelSettings) -> int:
-    """Entries of the matrices of one block, without biases: what Muon takes."""
+    """Entries of the matrices of one block, without biases; Muon trains these."""
     bare = count(settings.model_copy(update={"attn_bias": False, "ff_bias": False}), vocab=0)
     return (bare.attention + bare.feed_forward) // settings.layers
 
@@ -71,100 +71,93 @@ def block_parameters(settings: ModelSettings) -> int:
 
 
 def flops_per_token(settings: ModelSettings, vocab: int, length: int = 0) -> int:
-    """FLOPs of one token's forward and backward pass by the usual convention, with which MFU is computed: 6 N + 12 L d T.
+    """FLOPs of one token's forward and backward pass, by the convention of MFU: 6 N + 12 L d T.
 
-    N is what every token is multiplied with, and 12 L d T is attention over all T places (`length`; 0: the model's context),
-    the half that causality masks included (arXiv 2204.02311, appendix B). GPT-2 small at context 1,024: 855 MFLOP.
+    N counts the parameters that multiply every token. 12 L d T is attention over all T positions
+    (`length`; 0: the model's context) without regard to the causal mask (arXiv 2204.02311, appendix
+    B). GPT-2 small at context 1,024: 855 MFLOP.
     """
-    return 6 * count(settings, vocab).multiplied + 12 * settings.layers * settings.width * (
-        length or settings.context
-    )
+    attention = 12 * settings.layers * settings.width * (length or settings.context)
+    return 6 * count(settings, vocab).multiplied + attention
 
 
 def checkpoint_bytes(settings: ModelSettings, vocab: int, optimizer: str = "adamw") -> int:
-    """Bytes of a checkpoint, without the few kB of documents: fp32 weights and optimizer state."""
-    # AdamW has two moments of each parameter; Muon one of the blocks' matrices.
-    tensors = 3 * count(settings, vocab).total
-    return BYTES_FP32 * (
-        tensors - (settings.layers * block_matrices(settings) if optimizer == "muon" else 0)
-    )
+    """Bytes of a checkpoint: fp32 weights and optimizer state, without a few kB of JSON."""
+    # AdamW has two moments per parameter; Muon has one for the blocks' matrices.
+    one_moment = settings.layers * block_matrices(settings) if optimizer == "muon" else 0
+    return BYTES_FP32 * (3 * count(settings, vocab).total - one_moment)
 
 
-Peaks = tuple[
-    tuple[int, int, int], ...
-]  # micro-batch, and the most bytes without and with gradients
+Peaks = tuple[tuple[int, int, int], ...]  # micro-batch, peak bytes without and with gradients
 
 
 @dataclass(frozen=True)
 class CountedSizes:
-    """The size of a model that is counted on its own parameters by `windlass.model.build.sizes_of`: of `transformers`, or
-    our GPT with a part of it frozen."""
+    """The size of a model by a count of its parameters (`windlass.model.build.sizes_of`).
 
-    total: int  # all parameters, each tensor once; with low-rank adapters those too
-    trained: int  # that get gradients: all, the adapters alone, or those that `model.freeze` leaves
-    vocab: int  # rows of its embedding
-    network: dict[str, Any] = field(
-        default_factory=dict
-    )  # of `transformers`: architecture, layers, heads, ...
-    positions: int = 0  # of `total` in our GPT's table of learned positions
-    in_4bit: int = (
-        0  # of all parameters those held in 4 bits, with a scale of 32 bits for each 64 of them
-    )
-    peaks: Peaks = ()  # of a step, where they were measured
+    Attributes:
+        total: all parameters, adapters included, each tensor once.
+        trained: parameters with gradients.
+        vocab: rows of the embedding.
+        network: architecture, layers, heads, ... of a model of `transformers`.
+        positions: parameters in our GPT's table of learned positions.
+        in_4bit: parameters held in 4 bits, with a 32-bit scale for each 64 of them.
+        peaks: measured peaks of a step's memory, if there are any.
+    """
+
+    total: int
+    trained: int
+    vocab: int
+    network: dict[str, Any] = field(default_factory=dict)
+    positions: int = 0
+    in_4bit: int = 0
+    peaks: Peaks = ()
 
     def peak(self, micro_batch: int) -> tuple[int, int]:
-        """Bytes of a step beside weights and state, without and with gradients: on the line through those measured."""
-        (n, *low), (m, *high) = self.peaks
-        without, together = (
-            a + (b - a) * (micro_batch - n) // (m - n) for a, b in zip(low, high, strict=True)
-        )
-        return without, together
+        """Bytes of a step beside weights and state, without and with gradients, by a line through
+        two measured peaks."""
+        (n, low, low_grads), (m, high, high_grads) = self.peaks
+        more, each = micro_batch - n, m - n
+        return low + (high - low) * more // each, low_grads + (
+            high_grads - low_grads
+        ) * more // each
 
     def weight_bytes(self, each: int = BYTES_FP32) -> int:
-        """Bytes of the weights, with so many for each that is not in 4 bits."""
+        """Bytes of the weights, with `each` for a weight that is not in 4 bits."""
         return each * (self.total - self.in_4bit) + self.in_4bit * 9 // 16
 
     def flops_per_token(self) -> int:
-        """FLOPs of a token's forward and backward pass, attention not counted: 6 N, and 4 N of the frozen weights."""
+        """FLOPs of a token's forward and backward pass without attention: 6 per trained parameter,
+        4 per frozen one."""
         return 4 * self.total + 2 * self.trained
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint with AdamW: all weights in fp32, and two moments of those that are trained."""
+        """Bytes of a checkpoint with AdamW: all weights in fp32, and two moments per trained
+        one."""
         return self.weight_bytes() + BYTES_FP32 * 2 * self.trained
 
 
 def describe_network(network: dict[str, Any]) -> str:
     """`CountedSizes.network` in words: llama, 5 layers, 4 heads, width 64, vocabulary 512."""
-    words = {
-        "layers": "{} layers",
-        "heads": "{} heads",
-        "width": "width {}",
-        "vocab": "vocabulary {:,}",
-    }
-    return ", ".join(
-        [
-            network["architecture"],
-            *(text.format(network[k]) for k, text in words.items() if k in network),
-        ]
-    )
+    words = {"layers": "{} layers", "heads": "{} heads", "width": "width {}"}
+    words["vocab"] = "vocabulary {:,}"
+    parts = [text.format(network[key]) for key, text in words.items() if key in network]
+    return ", ".join([network["architecture"], *parts])
 
 
 def describe_sizes(sizes: CountedSizes) -> str:
-    """Parameters, those trained where they are not all, and of a model of `transformers` its network."""
-    all_of_them = f"{sizes.total:,} parameters"
-    if sizes.positions:  # as nanoGPT counts them
+    """Parameters (with their trained part, if some are frozen) and the network of a model of
+    `transformers`."""
+    text = f"{sizes.total:,} parameters"
+    if sizes.trained != sizes.total:
+        text = f"trainable {trainable(sizes.trained, sizes.total)}"
+    elif sizes.positions:  # as nanoGPT counts them
         rest = sizes.total - sizes.positions
-        all_of_them += (
-            f" ({f'{rest / 1e6:,.2f}M' if rest >= 1e6 else f'{rest:,}'} without positions)"
-        )
-    text = (
-        all_of_them
-        if sizes.trained == sizes.total
-        else f"trainable {trainable(sizes.trained, sizes.total)}"
-    )
+        shown = f"{rest / 1e6:,.2f}M" if rest >= 1e6 else f"{rest:,}"
+        text += f" ({shown} without positions)"
     return f"{text}: {describe_network(sizes.network)}" if sizes.network else text
 
 
 def trainable(trained: int, total: int) -> str:
-    """What of a model is trained, as a report says it."""
+    """The trained part of a model, for a report."""
     return f"{trained:,} of {total:,} ({100 * trained / total:.1f} %)"
