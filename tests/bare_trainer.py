@@ -39,7 +39,7 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         "scaler": scaler,
         "recorder": recorder,
         "optimizer": build_optimizer(
-            unwrap(model), recipe.optim, ranks.device.type, mesh=ranks.mesh
+            unwrap(model), recipe.optim, ranks.device.type, ranks.mesh.replicas
         ),
         "parameters": [p for p in model.parameters() if p.requires_grad],
         "facts": SimpleNamespace(precision=precision, dropout=uses_dropout(model)),

@@ -82,7 +82,7 @@ def measured(join: Any, r: Recipe, vocab: int, micro: int, accumulation: int) ->
     with join(r) as ranks, MemoryMeter() as meter:
         model = parallelize(build_model(r, vocab), ranks, r)
         initialise(unwrap(model), 0)
-        optimizer = build_optimizer(unwrap(model), r.optim, "cpu", None, ranks.mesh)
+        optimizer = build_optimizer(unwrap(model), r.optim, "cpu", ranks.mesh.replicas, ranks.strategy.shards_optimizer)
         parameters = list(model.parameters())
         tokens = torch.arange(micro * r.model.context).remainder(vocab).view(micro, -1)
         rest, peaks = 0, list[int]()

@@ -24,8 +24,8 @@ def updated(join, r, shared, steps=3):
     with join(r) as ranks:
         model = parallelize(build_model(r, 7), ranks, r)
         initialise(unwrap(model), 0)
-        group = torch.distributed.group.WORLD if shared and ranks.world > 1 else None
-        optimizer = build_optimizer(unwrap(model), r.optim, "cpu", group)
+        replicas = ranks.mesh.replicas if shared else None
+        optimizer = build_optimizer(unwrap(model), r.optim, "cpu", replicas)
         generator = torch.Generator().manual_seed(1)
         for _ in range(steps):
             for p in unwrap(model).parameters():

@@ -9,13 +9,13 @@ from harness import Join, recipe, run_ranks
 
 from windlass.errors import RunFailed, UserError
 from windlass.parallel.collectives import global_grad_norm, max_async, sum_async, sum_over_ranks
-from windlass.parallel.dist import choose_device, init_ranks, shard_size
+from windlass.parallel.dist import choose_device, init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import resolve_precision
 from windlass.recipe import Recipe
+from windlass.recipe.strategies import STRATEGIES
 
 pytestmark = pytest.mark.dist
-TWO_HOSTS = DistEnv(world=8, local_world=4, nodes=2)
 
 
 def exchange(join: Join) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_what_does_not_go_together_is_refused():
     with pytest.raises(UserError, match="parallel.strategy"):
         init_ranks(DistEnv(world=2, local_world=2), recipe(parallel__strategy="single"))
     with pytest.raises(UserError, match="parallel.shard_size = 3"):
-        shard_size(3, DistEnv(world=4, local_world=4))
+        STRATEGIES["hybrid_shard"].sizes(4, 3)
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="parallel.device"):
             init_ranks(DistEnv(), recipe(parallel__device="cuda"))
@@ -71,14 +71,15 @@ def test_what_does_not_go_together_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "env", "size"),
+    ("wanted", "world", "ranks_of_host", "size"),
     [
-        *((0, DistEnv(world=w, local_world=w), size) for w, size in ((1, 1), (2, 1), (3, 1), (4, 2), (6, 3))),
-        *((wanted, TWO_HOSTS, size) for wanted, size in ((0, 4), (8, 8), (2, 2))),
+        *((0, world, 0, size) for world, size in ((1, 1), (2, 1), (3, 1), (4, 2), (6, 3))),
+        *((wanted, 8, 4, size) for wanted, size in ((0, 4), (8, 8), (2, 2))),
     ],
 )
-def test_size_of_a_sharding_group(wanted: int, env: DistEnv, size: int):
-    assert shard_size(wanted, env) == size
+def test_size_of_a_sharding_group(wanted: int, world: int, ranks_of_host: int, size: int):
+    sizes = STRATEGIES["hybrid_shard"].sizes(world, wanted, ranks_of_host)
+    assert (sizes.dp_replicate, sizes.dp_shard) == (world // size, size)
 
 
 def test_a_store_that_nobody_holds_is_given_up_in_time():

@@ -46,8 +46,9 @@ def updates(join: Join, how: dict[str, Any]) -> dict[str, tuple[dict[str, Tensor
             if strategy == "shard_optim":  # a matrix that lies in columns, whose rows are not consecutive numbers
                 model.layers[0].up.weight.data = model.layers[0].up.weight.data.T.contiguous().T
             model = parallelize(model, ranks, settings)
-            group = None if ranks.mesh else torch.distributed.group.WORLD
-            optimizer = build_optimizer(unwrap(model), settings.optim, "cpu", group, ranks.mesh)
+            optimizer = build_optimizer(
+                unwrap(model), settings.optim, "cpu", ranks.mesh.replicas, ranks.strategy.shards_optimizer
+            )
             parameters = [p for p in model.parameters() if p.requires_grad]
             if strategy == "shard_optim":
                 kinds = {p.dim(): own.placements[0].is_shard() for p, own in optimizer.rows.items()}
@@ -92,7 +93,7 @@ def state_bytes(join: Join, how: dict[str, Any]) -> dict[str, int]:
         with join(settings) as ranks:
             model = parallelize(build_model(settings, 301), ranks, settings)
             initialise(unwrap(model), 0)
-            optimizer = build_optimizer(unwrap(model), settings.optim, "cpu", None, ranks.mesh)
+            optimizer = build_optimizer(unwrap(model), settings.optim, "cpu", ranks.mesh.replicas, True)
             tokens = torch.arange(16).view(1, 16)
             model(tokens, tokens).backward()
             optimizer.step()
@@ -114,7 +115,7 @@ def refusals(join: Join, strategy: str) -> list[str]:
         with join(settings) as ranks:
             model = parallelize(toy(), ranks, settings)
             with pytest.raises(UserError) as error:
-                build_optimizer(unwrap(model), settings.optim, "cpu", None, ranks.mesh)
+                build_optimizer(unwrap(model), settings.optim, "cpu", ranks.mesh.replicas, True)
             messages.append(str(error.value))
     return messages
 

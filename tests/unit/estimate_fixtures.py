@@ -30,7 +30,7 @@ def write_run(
     start = {
         "world": world,
         "steps": 100,
-        "strategy": recipe.strategy(world),
+        "strategy": recipe.strategy(world).name,
         "device": device,
         "precision": "fp32",
         "parameters": 820_480,

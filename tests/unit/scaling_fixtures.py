@@ -64,7 +64,7 @@ def write_run(
         0,
         event="started",
         world=world,
-        strategy=recipe.strategy(world),
+        strategy=recipe.strategy(world).name,
         precision="fp32",
         device=device,
         parameters=size,

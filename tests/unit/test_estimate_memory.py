@@ -18,7 +18,6 @@ from windlass.estimate.memory import (
     memory,
     memory_rows,
     recommend,
-    shard_size,
 )
 from windlass.estimate.plan import plan
 from windlass.model import loss
@@ -27,6 +26,7 @@ from windlass.model.size import CountedSizes, count
 from windlass.optim import shard
 from windlass.parallel.parallelize import checkpoint_activations
 from windlass.recipe import ModelSettings, Recipe
+from windlass.recipe.strategies import STRATEGIES
 
 BASE = {"layers": 2, "heads": 4, "width": 64, "context": 128}
 MODERN = {
@@ -224,12 +224,9 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
 
 
 def test_a_sharding_group_divides_the_ranks_as_in_training():
-    assert {world: shard_size("hybrid_shard", world) for world in (4, 6, 9, 15)} == {
-        4: 2,
-        6: 3,
-        9: 3,
-        15: 5,
-    }
+    hybrid = STRATEGIES["hybrid_shard"]
+    groups = {world: hybrid.sizes(world).dp_shard for world in (4, 6, 9, 15)}
+    assert groups == {4: 2, 6: 3, 9: 3, 15: 5}
 
 
 def test_the_workspaces_of_cublas_are_counted():

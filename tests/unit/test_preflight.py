@@ -99,7 +99,7 @@ def test_whether_cuda_is_available():
 
 
 def test_hosts_with_different_kernels_are_shown_and_are_no_problem():
-    recipe, ranks = Recipe.load("quickstart"), Ranks(DistEnv(), torch.device("cpu"), "single")
+    recipe, ranks = Recipe.load("quickstart"), Ranks(DistEnv(), torch.device("cpu"))
     facts = {**preflight.facts_of_rank(ranks, recipe), "time": 0.0, "disks": {}, "tflops": {}}
     two = [
         facts | {"rank": n, "node": n, "host": f"n{n}", "platform": f"Linux-6.{n}"} for n in (0, 1)
@@ -123,7 +123,7 @@ def test_hosts_with_different_kernels_are_shown_and_are_no_problem():
 def test_the_largest_message(monkeypatch, device, asked, gate, free, largest):
     """4 GiB on GPUs where a bandwidth is asked for, as published rates are; less where the memory does not hold that."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free), 80e9))
-    sizes = preflight.message_sizes(Ranks(DistEnv(), torch.device(device), "single"), asked, gate)
+    sizes = preflight.message_sizes(Ranks(DistEnv(), torch.device(device)), asked, gate)
     assert sizes[-1] == largest and list(sizes) == sorted(set(sizes))
 
 
@@ -243,7 +243,7 @@ def test_two_checks_of_one_directory_do_not_meet(tmp_path, monkeypatch):
 
     def another_check(ranks, name, value, senders):
         monkeypatch.setattr(Ranks, "_exchange", exchange)
-        _probe_disks(Ranks(DistEnv(), torch.device("cpu"), "single"), recipe, {})
+        _probe_disks(Ranks(DistEnv(), torch.device("cpu")), recipe, {})
         return exchange(ranks, name, value, senders)
 
     def from_written_on(ranks, name, value, senders):
@@ -254,7 +254,7 @@ def test_two_checks_of_one_directory_do_not_meet(tmp_path, monkeypatch):
         )
 
     monkeypatch.setattr(Ranks, "_exchange", from_written_on)
-    _probe_disks(Ranks(DistEnv(), torch.device("cpu"), "single"), recipe, facts)
+    _probe_disks(Ranks(DistEnv(), torch.device("cpu")), recipe, facts)
     assert [disk["shared"] for disk in facts["disks"].values()] == [True, True] and not list(
         tmp_path.iterdir()
     )

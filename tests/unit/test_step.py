@@ -53,9 +53,7 @@ def batch(step: int = 1, parts: int = 1) -> SimpleNamespace:
 def make(deferred: bool = False, dropout: float = 0.0, **settings):
     tree = {"train": {"grad_clip": 0.0, **settings}, "optim": {"lr": 0.01, "weight_decay": 0.0}}
     recipe, model = Recipe.model_validate(tree), Line(dropout)
-    return model, bare_trainer(
-        model, recipe, Ranks(DistEnv(), torch.device("cpu"), "single"), deferred
-    )
+    return model, bare_trainer(model, recipe, Ranks(DistEnv(), torch.device("cpu")), deferred)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])

@@ -66,7 +66,7 @@ def test_a_step_reads_no_value(
         model = GPT(recipe.model, 300)
     checkpoint_activations(model.blocks(), recompute)
     trainer, updates = (
-        bare_trainer(model, recipe, Ranks(DistEnv(), META, "single"), deferred=True),
+        bare_trainer(model, recipe, Ranks(DistEnv(), META), deferred=True),
         list[Any](),
     )
     update = SimpleNamespace(param_groups=[], zero_grad=trainer.optimizer.zero_grad, found_inf=None)

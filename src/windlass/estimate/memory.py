@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from windlass.estimate.devices import USABLE
 from windlass.model.size import CountedSizes, block_matrices, block_parameters, count
-from windlass.parallel.env import half_of
 from windlass.recipe.network import ModelSettings
-from windlass.recipe.settings import SHARD_OPTIM, SHARDED, reduces_each
+from windlass.recipe.strategies import STRATEGIES, Strategy
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
@@ -52,9 +51,14 @@ class Layout:
     workspace: int = 0  # bytes of cuBLAS
 
     @property
+    def policy(self) -> Strategy:
+        """What the ranks divide among themselves."""
+        return STRATEGIES[self.strategy]
+
+    @property
     def reduces_each(self) -> bool:
         """Whether FSDP2 reduces the gradients of every micro-batch, not only of the step's last one."""
-        return reduces_each(self.reduce_each, self.strategy)
+        return self.policy.reduces_each if self.reduce_each == "auto" else bool(self.reduce_each)
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,9 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         precision = recipe.train.precision
         precision = {"cpu": "fp32", "cuda": "bf16"}[device] if precision == "auto" else precision
     return Layout(
-        strategy,
+        strategy.name,
         world,
-        shard_size(strategy, world, parallel.shard_size),
+        strategy.sizes(world, parallel.shard_size).dp_shard,
         precision,
         parallel.activation_checkpointing,
         parallel.offload,
@@ -96,13 +100,6 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         device,
         parallel.reduce_each_micro_batch,
     )
-
-
-def shard_size(strategy: str, world: int, setting: int = 0) -> int:
-    """Ranks in a sharding group; for `hybrid_shard` without `parallel.shard_size` half of all, as on two hosts."""
-    if strategy == "hybrid_shard":
-        return setting or half_of(world)
-    return world if strategy in (*SHARDED, SHARD_OPTIM) else 1
 
 
 def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw") -> Memory:
@@ -116,7 +113,7 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
             master * model.trained,
             2 * master * model.trained,
         )
-        if layout.strategy in SHARDED:
+        if layout.policy.shards_parameters:
             weights, trained = -(-weights // layout.shard), -(-trained // layout.shard)
         state = -(-state // layout.shard)
         if model.peaks:
@@ -130,7 +127,7 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
     moments = 2 * count(model, vocab).total - (
         model.layers * block_matrices(model) if optimizer == "muon" else 0
     )
-    sharded = layout.strategy in SHARDED
+    sharded = layout.policy.shards_parameters
     parameters, host = -(-step.weights // (layout.shard if sharded else 1)), 0
     state = -(-step.master * moments // layout.shard)
     if layout.offload:  # parameters, optimizer state and reduced gradients
@@ -150,7 +147,7 @@ def _measured(model: CountedSizes, layout: Layout, states: Memory) -> Memory:
     parameters, gradients, state = states.parameters, states.gradients, states.optimizer
     compute, several = COMPUTE_BYTES[layout.precision], layout.accumulation > 1
     master, buffers = max(4, compute), layout.workspace
-    if layout.strategy in SHARDED:
+    if layout.policy.shards_parameters:
         layers = int(model.network.get("layers") or 1)
         root = model.network.get("vocab", 0) * model.network.get("width", 0)
         block = (model.total - root) // layers
@@ -158,15 +155,11 @@ def _measured(model: CountedSizes, layout: Layout, states: Memory) -> Memory:
             master * (2 * root + block) + 3 * compute * block
         )  # gathered, and gradients that are not yet reduced
         gradients += master * model.trained if several and not layout.reduces_each else 0
-    elif (
-        layout.strategy == "single" and not several
-    ):  # the first gradients come while activations are freed
+    elif layout.world == 1 and not several:  # the first gradients come while activations are freed
         gradients = min(gradients, together)
         without = together - gradients
     else:
-        gradients *= (
-            2 if several and layout.strategy != "single" else 1
-        )  # beside those in the buckets
+        gradients *= 2 if several and layout.world > 1 else 1  # beside those in the buckets
     if layout.offload:
         return Memory(
             0, 0, 0, without, buffers=buffers, host=parameters + gradients + state, at="measured"
@@ -214,7 +207,8 @@ def memory_rows(
         kinds += [(c, "full_shard", True) for c in ("none", "full")]
     layouts = []
     for checkpointing, strategy, offload in kinds:
-        shard = base.shard if strategy == base.strategy else shard_size(strategy, base.world)
+        other = STRATEGIES[strategy].sizes(base.world).dp_shard
+        shard = base.shard if strategy == base.strategy else other
         layouts.append(
             replace(
                 base, strategy=strategy, shard=shard, checkpointing=checkpointing, offload=offload
@@ -261,7 +255,7 @@ def recommend(rows: list[MemoryRow], micro_batch: int) -> tuple[dict[str, str | 
         "parallel.activation_checkpointing": layout.checkpointing,
         "train.micro_batch": size_of_batch,
     }
-    settings |= {"parallel.shard_size": layout.shard} if layout.strategy == "hybrid_shard" else {}
+    settings |= {"parallel.shard_size": layout.shard} if layout.policy.grouped else {}
     settings |= {"parallel.offload": True} if layout.offload else {}
     host = f"; {row.memory.host / 1e9:.3g} GB of the host's memory" if layout.offload else ""
     return settings, f"the cheapest that fits{host}"
@@ -297,7 +291,7 @@ class Step:
         # Beside weights, gradients and state in the update.
         self.update = 6 * self.largest if optimizer == "muon" else 0
         if (
-            layout.strategy == SHARD_OPTIM and layout.shard > 1
+            not layout.policy.shards_parameters and layout.shard > 1
         ):  # rows to send, what is received, and a copy of a part
             bucket = min(self.weights, max(self.head, GATHER_BYTES))
             self.update = max(self.update, bucket + bucket // layout.shard + self.largest)
@@ -419,7 +413,7 @@ class Step:
 def _plain_events(step: Step) -> Iterator[Memory]:
     """One process, or DDP, which has the gradients in its buckets all the time."""
     layers, whole = step.model.layers, step.weights
-    ddp = step.layout.strategy in ("ddp", SHARD_OPTIM) and step.layout.world > 1
+    ddp = step.layout.world > 1
     several = step.layout.accumulation > 1
     copied = (
         step.layout.checkpointing == "none"
@@ -465,9 +459,9 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     tied, low = step.model.tie_head, step.compute / step.master
     layers, shard, end = step.model.layers, step.layout.shard, step.root if tied else step.head
     wide = int(low * end)  # what is gathered of the embedding or of the head
-    root = wide if tied or step.layout.strategy == "shard_grad_op" else 0  # while blocks compute
+    root = wide if tied or step.layout.policy.keeps_gathered else 0  # while blocks compute
     gathered = step.compute * block_parameters(step.model)  # a block, in the precision of autocast
-    stays = step.layout.strategy == "shard_grad_op"
+    stays = step.layout.policy.keeps_gathered
     on_device = not step.layout.offload  # with offload reduced gradients go to the host
     several, each = step.layout.accumulation > 1, step.layout.reduces_each
     whole = several and not each  # gradients wait unreduced for the step's last micro-batch

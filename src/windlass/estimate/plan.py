@@ -226,10 +226,7 @@ def subject_of(
     recipe.batch(
         ranks, where.kind
     )  # raises where the global batch is not divisible by the world size
-    if recipe.strategy(ranks) == "single" and ranks > 1:
-        raise UserError(
-            f'parallel.strategy = "single" is for one rank, not for {ranks}; use "auto" or "ddp"'
-        )
+    recipe.strategy(ranks)  # raises for `single` on several ranks
     precision = str(started.get("precision", "")) if not device else ""
     precision = precision or recipe.train.precision
     if precision == "auto":

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.estimate.memory import COMPUTE_BYTES, Layout
-from windlass.recipe.settings import SHARD_OPTIM, SHARDED
 
 DTYPES = {
     "fp32": "float32",
@@ -65,25 +64,23 @@ def collectives(layout: Layout, tensors: Tensors, bucket_mb: float = 25.0) -> li
 
     Gradients and master weights have 4 bytes (8 in fp64); FSDP2 gathers in the precision of the step.
     """
-    world, shard, strategy = layout.world, layout.shard, layout.strategy
+    world, shard, strategy = layout.world, layout.shard, layout.policy
     low, master = COMPUTE_BYTES[layout.precision], max(4, COMPUTE_BYTES[layout.precision])
-    if world == 1 or strategy == "single":
+    if world == 1:
         return []
-    if strategy not in SHARDED:
+    if not strategy.shards_parameters:
         gradients = master * tensors.trained
         calls = max(1, math.ceil(gradients / (bucket_mb * 2**20)))
         sent = [Collective("all_reduce", gradients / calls, calls, world)]
         # ZeRO-1: each rank updates its share, which then goes to all
-        return sent + [Collective("all_gather", gradients, 1, world)] * (strategy == SHARD_OPTIM)
+        return sent + [Collective("all_gather", gradients, 1, world)] * strategy.shards_optimizer
     share = tensors.trained / tensors.total  # gradients a parameter
     root, steps = tensors.total - tensors.blocks * tensors.block, layout.accumulation
     gathers = (
-        1 if strategy == "shard_grad_op" else 2 * steps
+        1 if strategy.keeps_gathered else 2 * steps
     )  # of a block: for each forward and each backward pass
     reductions = steps if layout.reduces_each else 1
-    sent = [
-        Collective("all_gather", low * root, 1 if strategy == "shard_grad_op" else steps, shard)
-    ]
+    sent = [Collective("all_gather", low * root, 1 if strategy.keeps_gathered else steps, shard)]
     sent += [Collective("all_gather", low * tensors.block, gathers * tensors.blocks, shard)]
     for unit, number in ((root, 1), (tensors.block, tensors.blocks)):
         size = master * share * unit

@@ -58,11 +58,8 @@ class Source:
 
 def alone(device: str | torch.device | None = None) -> Ranks:
     """A group of this process only, on CUDA where there is one."""
-    return Ranks(
-        DistEnv(),
-        torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
-        "single",
-    )
+    here = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return Ranks(DistEnv(), torch.device(here))
 
 
 def find_source(

@@ -35,7 +35,7 @@ from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision, varying_shapes
 from windlass.recipe import Changes, Recipe, dotted
-from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SHARDED, SQUAD_SUITE
+from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
 from windlass.recipe.units import TOKENS_PER_MICRO_BATCH
 from windlass.run import Run
 from windlass.telemetry.ledger import plain
@@ -225,9 +225,9 @@ def evaluate(
         )
     env = detect_env(os.environ)
     # Sharded where the training was, else whole on each rank. What the run's best was chosen by need not be measured here.
-    sharded = source.recipe.parallel.strategy in SHARDED
+    sharded = env.world > 1 and source.recipe.strategy(1).shards_parameters
     settings = {
-        "parallel.strategy": "single" if env.world == 1 else "full_shard" if sharded else "ddp",
+        "parallel.strategy": "full_shard" if sharded else "auto",
         "parallel.shard_size": 0,
         "parallel.offload": False,
         "parallel.activation_checkpointing": "none",

@@ -30,18 +30,20 @@ def build_optimizer(
     model: nn.Module,
     settings: OptimSettings,
     device_type: str,
-    group: torch.distributed.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
+    replicas: DeviceMesh | None = None,
+    shard_state: bool = False,
 ) -> torch.optim.Optimizer:
     """The optimizer of a recipe, for a model that is already parallelized; `set_lr` sets its learning rate.
 
     Args:
         model: Not wrapped (see `unwrap`), its parameters plain tensors or DTensors (FSDP2); for `muon` it has `blocks()`.
         device_type: Where the training computes (`"cpu"`, `"cuda"`); with offloaded parameters not where they lie.
-        group: With `muon`, ranks that hold equal plain tensors (DDP): they share the work.
-        mesh: Ranks that hold equal plain parameters, and among which the optimizer's state is divided (`shard_optim`).
+        replicas: Ranks that hold equal plain parameters (a mesh of one dimension); with `muon` they
+            share the work.
+        shard_state: Divide the optimizer state among the `replicas` (`shard_optim`).
     """
     groups = make_groups(model, settings)
+    mesh = replicas if shard_state else None
     devices = {p.device.type for g in groups for p in g["params"]}
     assert devices, "a model without trained parameters"
     rows: dict[nn.Parameter, nn.Parameter] = {}
@@ -62,7 +64,11 @@ def build_optimizer(
     if settings.kind == "muon":
         momentum = settings.muon_momentum
         optimizer: torch.optim.Optimizer = Muon(
-            groups, momentum=momentum, **adam, device_type=device_type, group=group
+            groups,
+            momentum=momentum,
+            **adam,
+            device_type=device_type,
+            group=replicas.get_group() if replicas is not None else None,
         )
     elif settings.kind == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=settings.lr, **adam)

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from windlass.parallel.dist import Ranks
-from windlass.recipe.settings import SHARDED
+from windlass.parallel.mesh import shard_groups
 
 CHUNK = 4096  # elements of a gradient whose squares are added in the gradient's own precision (on a CPU)
 
@@ -33,12 +33,9 @@ class Pending:
     ):
         exact = all(isinstance(number, int) for number in numbers)
         self._numbers = torch.tensor(numbers, dtype=torch.int64 if exact else torch.float64)
-        control = ranks.control
-        self._work = (
-            dist.all_reduce(self._numbers, op, control, async_op=True)
-            if control is not None
-            else None
-        )
+        # The largest is a flag for every rank; ranks that see the same tokens count them once.
+        group = ranks.mesh.all_ranks if op == dist.ReduceOp.MAX else ranks.mesh.loss_ranks
+        self._work = group and dist.all_reduce(self._numbers, op, group, async_op=True)
 
     def wait(self) -> list[float]:
         """The reduced numbers, the same on every rank; ints where ints were given."""
@@ -54,8 +51,9 @@ def sum_async(numbers: Sequence[float], ranks: Ranks) -> Pending:
 
 def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
     """The sum of a tensor over the ranks, in place, on its own device; on CUDA the host does not wait."""
-    if ranks.world > 1:
-        dist.all_reduce(tensor, group=ranks.control if tensor.device.type == "cpu" else None)
+    on_host = tensor.device.type == "cpu"
+    if group := ranks.mesh.loss_ranks if on_host else ranks.mesh.loss_group:
+        dist.all_reduce(tensor, group=group)
     return tensor
 
 
@@ -65,23 +63,25 @@ def max_async(flags: Sequence[int], ranks: Ranks) -> Pending:
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor:
-    """The 2-norm of the whole gradient, the same on every rank: a scalar on the rank's device, float64 for a float64 model.
+    """The 2-norm of the whole gradient, the same on every rank: a scalar on the rank's device,
+    float64 for a float64 model.
 
-    A sharded gradient counts with each shard once, a replicated one once, a tied tensor once. The squares are added in the
+    The squares of a piece are added over the groups of the mesh dimensions that cut it, so each
+    shard counts once, a replicated gradient once, a tied tensor once. The squares are added in the
     gradients' own precision (at least float32) in small chunks, in float64 between the chunks. The host does not wait.
     """
     grads = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
-    is_shard = [
-        isinstance(g, DTensor) and any(isinstance(p, Shard) for p in g.placements) for g in grads
-    ]
-    total = _square_sum(
-        [g for g, shard in zip(grads, is_shard, strict=True) if shard], ranks.device
-    )
-    if ranks.mesh is not None and ranks.world > 1 and ranks.strategy in SHARDED:
-        dist.all_reduce(total, group=ranks.mesh.get_group("shard"))
-    total += _square_sum(
-        [g for g, shard in zip(grads, is_shard, strict=True) if not shard], ranks.device
-    )
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for grad in grads:
+        by_groups.setdefault(shard_groups(grad), []).append(grad)
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for groups, pieces in by_groups.items():
+        squares = _square_sum(pieces, ranks.device)
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total += squares
+    if stages := ranks.mesh.part("pp"):
+        dist.all_reduce(total, group=stages.get_group())
     return total.sqrt().to(
         torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
     )

@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from windlass import processes
 from windlass.errors import BAD_INPUT, FAILED, RunFailed, Stopped, UserError, first_line
-from windlass.parallel.env import DistEnv, half_of, interface_to
+from windlass.parallel.env import DistEnv, interface_to
 from windlass.parallel.heartbeat import Heartbeat
+from windlass.parallel.mesh import Mesh
 from windlass.recipe import Recipe
-from windlass.recipe.settings import SHARD_OPTIM, SHARDED
+from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable from which gloo takes its network interface
 EXIT_SECONDS = (
@@ -57,19 +57,19 @@ class Ranks:
 
     Attributes:
         device: this rank's device; the CPU before `init_process_group`.
-        strategy: `single`, `ddp`, `shard_optim`, `full_shard`, `shard_grad_op` or `hybrid_shard`.
-        mesh: where anything is sharded, one dimension `shard` or two, `replicate` and `shard`; else None.
+        strategy: what the ranks divide among themselves.
+        mesh: who computes what; before `init_process_group` a mesh without groups.
         store: the key-value store of this attempt; None with the strategy `single`.
-        control: a gloo group for small exchanges that never touch the device's stream; None in a world of 1.
         status, mark: where this rank is, for messages; `mark(step, phase)` notes it (on CUDA: where its host is).
     """
 
-    def __init__(self, env: DistEnv, device: torch.device, strategy: str):
+    def __init__(
+        self, env: DistEnv, device: torch.device, strategy: Strategy = STRATEGIES["single"]
+    ):
         self.env, self.device, self.strategy = env, device, strategy
         self.rank, self.world, self.main = env.rank, env.world, env.rank == 0
-        self.mesh: DeviceMesh | None = None
+        self.mesh = Mesh(Sizes(), 0)
         self.store: dist.Store | None = None
-        self.control: dist.ProcessGroup | None = None
         self.status = processes.RankStatus(env.rank, os.environ.get(processes.WATCH_DIR))
         self.mark = self.status.mark
         self._heartbeat: Heartbeat | None = None
@@ -86,10 +86,7 @@ class Ranks:
         if self.store is None:
             return
         self.store.set_timeout(timedelta(seconds=seconds))
-        for group in filter(
-            None,
-            [dist.group.WORLD, self.control, *(self.mesh.get_all_groups() if self.mesh else [])],
-        ):
+        for group in self.mesh.groups():
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def all_gather_object(self, name: str, value: Any) -> list[Any]:
@@ -141,7 +138,7 @@ class Ranks:
                     )
         if self.store is not None and dist.is_initialized():
             dist.destroy_process_group()
-        self.store = self.control = self.mesh = None
+        self.store, self.mesh = None, Mesh(Sizes(), 0)
 
     def fail(self, error: BaseException) -> processes.Failure:
         """Report that this rank cannot continue; returns the failure that came first, its own or another rank's.
@@ -225,14 +222,10 @@ def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
 def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
     """The first half of `init_ranks`: the store and the heartbeat; raises the same."""
     strategy = recipe.strategy(env.world)
-    if strategy == "single" and env.world > 1:
-        raise UserError(
-            f'parallel.strategy = "single" is for one rank, and there are {env.world}; use "ddp" or "auto"'
-        )
     if env.launcher not in ("none", "environment"):
         processes.exit_with_parent(int(os.environ.pop(processes.PARENT, os.getppid())))
     ranks = Ranks(env, torch.device("cpu"), strategy)
-    if strategy == "single":
+    if not strategy.distributed:
         return ranks
     seconds = recipe.parallel.startup_timeout_seconds
     # Rank 0 holds the store, on the socket that our launcher opened for it; under torchrun the agent may hold it already.
@@ -294,7 +287,7 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     torch.set_float32_matmul_precision(
         "high" if recipe.train.tf32 and device.type == "cuda" else "highest"
     )
-    if ranks.strategy == "single":
+    if not ranks.strategy.distributed:
         return
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     interface = loopback if env.nodes == 1 else interface_to(env.addr)
@@ -308,15 +301,10 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     dist.init_process_group(
         backend, store=store, rank=env.rank, world_size=env.world, timeout=timeout
     )
-    if env.world > 1:
-        ranks.control = dist.new_group(backend="gloo", timeout=timeout)
-    if ranks.strategy == "hybrid_shard":
-        size = shard_size(settings.shard_size, env)
-        ranks.mesh = init_device_mesh(
-            device.type, (env.world // size, size), mesh_dim_names=("replicate", "shard")
-        )
-    elif ranks.strategy in (*SHARDED, SHARD_OPTIM):
-        ranks.mesh = init_device_mesh(device.type, (env.world,), mesh_dim_names=("shard",))
+    ranks_of_host = env.local_world if env.nodes > 1 else 0
+    sizes = ranks.strategy.sizes(env.world, settings.shard_size, ranks_of_host)
+    ranks.mesh = Mesh(sizes, env.rank)
+    ranks.mesh.connect(ranks.strategy, device.type, timeout)
     ranks.set_timeout(settings.startup_timeout_seconds)
 
 
@@ -359,17 +347,6 @@ def exit_now(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def shard_size(wanted: int, env: DistEnv) -> int:
-    """Ranks in a sharding group: as wanted, else those of one host, else (on one host) `half_of` all."""
-    if wanted and env.world % wanted:
-        raise UserError(
-            f"parallel.shard_size = {wanted} does not divide the {env.world} ranks: write a size that does"
-        )
-    if not wanted and env.nodes > 1 and env.world % env.local_world == 0:
-        return env.local_world
-    return wanted or half_of(env.world)
 
 
 def choose_device(wanted: str, env: DistEnv) -> torch.device:

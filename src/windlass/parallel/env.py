@@ -160,11 +160,6 @@ def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
     )
 
 
-def half_of(world: int) -> int:
-    """The ranks of a sharding group of `hybrid_shard` on one host: the largest divisor of all ranks up to a half of them."""
-    return max(size for size in range(1, max(2, world // 2 + 1)) if world % size == 0)
-
-
 def interface_to(host: str) -> str:
     """The name of this machine's network interface on the route to a host; empty where only the loopback leads there."""
     import psutil

@@ -38,7 +38,6 @@ from torch.utils.checkpoint import (
 from windlass.errors import UserError
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
-from windlass.recipe.settings import SHARD_OPTIM, SHARDED, reduces_each
 
 aten = torch.ops.aten
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,28 +80,30 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         for block in blocks:
             block.forward = torch.compile(block.forward)
     on_meta = any(p.is_meta for p in model.parameters())
-    if ranks.strategy not in SHARDED:
+    if not ranks.strategy.shards_parameters:
         _move(model, ranks.device, ranks.device)
     if (
         not on_meta and ranks.world > 1
     ):  # a model that a user built may differ from process to process
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
             dist.broadcast(tensor.data, src=0)
-    if ranks.strategy in SHARDED:
+    if ranks.strategy.shards_parameters:
         _shard(model, blocks, ranks, recipe)
         if on_meta:
             _move(model, torch.device("cpu") if settings.offload else ranks.device, ranks.device)
         return model
-    for p in model.parameters() if ranks.strategy == SHARD_OPTIM else ():
+    for p in model.parameters() if ranks.strategy.shards_optimizer else ():
         p.data = p.data.contiguous()  # torch's fused optimizers take rows as consecutive numbers
-    if (
-        ranks.world == 1
-    ):  # nothing to exchange; and DDP could not do a step again after memory ran out in it
+    replicas = ranks.mesh.replicas
+    # On one rank there is nothing to exchange, and DDP cannot repeat a step in which memory ran out.
+    if replicas is None or replicas.size() == 1:
         return model
+    group = replicas.get_group()
     is_new = (
         "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     )  # torch >= 2.12
     options: dict[str, Any] = {
+        "process_group": group,
         "device_ids": [ranks.device] if ranks.device.type == "cuda" else None,
         "init_sync": False,  # done above
         "bucket_cap_mb": settings.bucket_mb,
@@ -116,7 +117,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     wrapped.register_comm_hook(
         None,
         lambda _, bucket: (
-            dist.all_reduce(bucket.buffer(), async_op=True)
+            dist.all_reduce(bucket.buffer(), group=group, async_op=True)
             .get_future()
             .then(lambda f: f.value()[0])
         ),
@@ -128,7 +129,7 @@ def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Mo
     """`model.blocks()`; of a user's own module without it none, or UserError where they are needed."""
     if callable(blocks := getattr(model, "blocks", None)):
         return list(blocks())
-    needs = [f"parallel.strategy = {ranks.strategy}"] if ranks.strategy in SHARDED else []
+    needs = [f"parallel.strategy = {ranks.strategy.name}"] * ranks.strategy.shards_parameters
     needs += (
         ["parallel.activation_checkpointing"]
         if recipe.parallel.activation_checkpointing != "none"
@@ -158,10 +159,9 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
         if settings.offload
         else OffloadPolicy()
     )
-    gather_again = ranks.strategy != "shard_grad_op"
-    shard = functools.partial(
-        fully_shard, mesh=ranks.mesh, offload_policy=offload, mp_policy=policy
-    )
+    gather_again = not ranks.strategy.keeps_gathered
+    mesh = ranks.mesh.part("dp_replicate", "dp_shard")
+    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, mp_policy=policy)
     ends: Any = getattr(model, "ends", lambda: ([], []))
     first, last = ends()
 
@@ -189,7 +189,8 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
                 units[max(1, i - settings.backward_prefetch) : i][::-1]
             )
     model.keeps_gathered = not gather_again  # type: ignore[assignment]  # both for `sync_gradients`
-    model.reduces_each = reduces_each(settings.reduce_each_micro_batch, ranks.strategy)  # type: ignore[assignment]
+    each = settings.reduce_each_micro_batch
+    model.reduces_each = ranks.strategy.reduces_each if each == "auto" else each  # type: ignore[assignment]
 
 
 def is_foreign_norm(module: nn.Module) -> bool:

@@ -78,8 +78,7 @@ def check(
     GPU, and 4 GiB there with `gate`: a bandwidth is asked for). Takes seconds on one host, and minutes at most.
     """
     env = detect_env()
-    strategy = "ddp" if env.world > 1 else "single"
-    with init_ranks(env, recipe.replace(f"parallel.strategy={strategy}")) as ranks:
+    with init_ranks(env, recipe.replace("parallel.strategy=auto")) as ranks:
         show("machine and packages")
         ranks.all_gather_object("ready", None)
         now = time.time()  # all ranks came out of the exchange within some hundredths of a second

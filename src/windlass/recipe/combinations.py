@@ -112,9 +112,10 @@ def batch(r: Any) -> Problems:
 
 def sharding(r: Any) -> Problems:
     p = r.parallel
-    if p.offload and p.strategy not in sections.SHARDED:
+    strategy = r.strategy(1)
+    if p.offload and not strategy.shards_parameters:
         yield "parallel.offload", f'offload belongs to FSDP2; parallel.strategy is "{p.strategy}"'
-    if p.shard_size and p.strategy != "hybrid_shard":
+    if p.shard_size and not strategy.grouped:
         yield "parallel.shard_size", 'it goes with parallel.strategy = "hybrid_shard" alone'
 
 

@@ -34,6 +34,7 @@ from windlass.recipe.layers import (
     typed,
 )
 from windlass.recipe.network import ModelSettings, Section
+from windlass.recipe.strategies import STRATEGIES, Strategy
 from windlass.recipe.units import BatchPlan, plan_batch
 
 NON_SEMANTIC = (
@@ -156,10 +157,17 @@ class Recipe(BaseModel):
             return "data.tokenizer"
         return "model.init_from" if self.model.init_from else "model.name"
 
-    def strategy(self, world: int) -> str:
-        """The sharding strategy with `auto` resolved for a number of ranks."""
+    def strategy(self, world: int) -> Strategy:
+        """The sharding strategy with `auto` resolved for a number of ranks; UserError for `single`
+        on several."""
         auto = "ddp" if world > 1 else "single"
-        return auto if self.parallel.strategy == "auto" else self.parallel.strategy
+        name = auto if self.parallel.strategy == "auto" else self.parallel.strategy
+        if name == "single" and world > 1:
+            raise UserError(
+                f'parallel.strategy = "single" is for one rank, and there are {world}; use "ddp" '
+                'or "auto"'
+            )
+        return STRATEGIES[name]
 
     def batch(self, world: int, device: str = "cpu") -> BatchPlan:
         """How `world` ranks divide a step's samples; UserError names the sizes that would work."""

@@ -12,16 +12,6 @@ from windlass.recipe.units import EPOCHS, Duration
 
 IGNORE_INDEX = -100  # the label of a masked position, as in `torch.nn.functional.cross_entropy`
 
-SHARDED = (
-    "full_shard",
-    "shard_grad_op",
-    "hybrid_shard",
-)  # values of `parallel.strategy`: those of FSDP2
-REDUCED_EACH = (
-    "full_shard",
-    "hybrid_shard",
-)  # those that by default reduce the gradients of each micro-batch
-SHARD_OPTIM = "shard_optim"  # the one that is DDP with a sharded optimizer state
 SQUAD_SUITE, HELLASWAG_SUITE, LOSS_SUITE = "squad", "hellaswag", "loss"
 OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
 
@@ -287,11 +277,6 @@ class ParallelSettings(Section):
     """Period of each rank's sign of life; the run ends if a rank is silent for 6 periods."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; `auto`: CUDA if torch finds it."""
-
-
-def reduces_each(setting: bool | str, strategy: str) -> bool:
-    """`parallel.reduce_each_micro_batch` with `auto` resolved."""
-    return strategy in REDUCED_EACH if setting == "auto" else bool(setting)
 
 
 class CheckpointSettings(Section):

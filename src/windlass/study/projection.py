@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from windlass.estimate.memory import shard_size
 from windlass.estimate.steptime import Tensors, collectives, predict
 from windlass.fileio import read_json
 from windlass.model.size import count, flops_per_token
@@ -86,7 +85,7 @@ def _project(study: Study, base: ScalingRow, first: ScalingRow, world: int) -> P
         share *= flops_per_token(grown, vocab) / flops_per_token(model, vocab)
         more = count(grown, vocab).total - count(model, vocab).total
         tensors = Tensors(tensors.total + more, tensors.trained + more, tensors.block, grown.layers)
-    shard = shard_size(base.layout.strategy, world, base.recipe.parallel.shard_size)
+    shard = base.layout.policy.sizes(world, base.recipe.parallel.shard_size).dp_shard
     layout = replace(base.layout, world=world, shard=shard, accumulation=accumulation)
     rates = read_json(study.path / "machine.json").get(f"{values['nodes']}x{base.world}")
     if not rates:

@@ -19,6 +19,7 @@ from windlass.estimate.optimum import resolve_steps
 from windlass.estimate.plan import assemble, subject_of
 from windlass.processes import usable_cores, visible_gpus
 from windlass.recipe import Recipe
+from windlass.recipe.strategies import STRATEGIES
 from windlass.study import probe
 from windlass.study.grid import MODES, NODES, REPEAT, WORLD, Assignment, Cell, Scaling
 from windlass.study.presets import load_study
@@ -26,13 +27,6 @@ from windlass.study.study import Study
 from windlass.study.sweep import Sweep
 
 WINDOWS = 20  # `train` lines that a cell has at least
-STRATEGIES = (
-    "ddp",
-    "shard_optim",
-    "shard_grad_op",
-    "full_shard",
-    "hybrid_shard",
-)  # of several ranks
 
 
 def scale(
@@ -269,7 +263,8 @@ def strategies(
     recipe: Recipe, world: int, nodes: int, precisions: Sequence[str]
 ) -> list[Assignment]:
     """The combinations of strategy, offload, activation checkpointing and precision that this recipe can be trained with."""
-    kinds = list(STRATEGIES) if world > 1 else ["single", "shard_grad_op", "full_shard"]
+    several = [strategy.name for strategy in STRATEGIES.values() if strategy.distributed]
+    kinds = several if world > 1 else ["single", "shard_grad_op", "full_shard"]
     group = (
         world // nodes
         if nodes > 1

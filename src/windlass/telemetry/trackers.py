@@ -350,7 +350,7 @@ class Follower:
                 settings["telemetry.group"] = settings["telemetry.group"] or study.name
             settings |= {
                 "world": world,
-                "strategy": recipe.strategy(world),
+                "strategy": recipe.strategy(world).name,
                 "config_hash": recipe.config_hash,
             }
             settings |= {name: start[name] for name in STARTED if start.get(name) is not None}

@@ -17,6 +17,7 @@ from windlass.errors import RunFailed, UserError, first_line
 from windlass.evaluation.source import evaluating
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
+from windlass.parallel.mesh import shard_groups
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe.settings import IGNORE_INDEX
 
@@ -78,30 +79,37 @@ def norm_probe(model: nn.Module, ranks: Ranks) -> list[str]:
 
 def replicas(model: nn.Module, ranks: Ranks) -> list[str]:
     """Parameters that differ in any bit between ranks that should hold the same ones."""
-    if ranks.world == 1 or ranks.strategy in ("single", "full_shard", "shard_grad_op"):
+    # A parameter in as many pieces as there are ranks has no replica.
+    pieces = {
+        name: (parameter.to_local(), piece_of(parameter))
+        if isinstance(parameter, DTensor)
+        else (parameter, "whole")
+        for name, parameter in unwrap(model).named_parameters()
+        if math.prod(group.size() for group in shard_groups(parameter)) < ranks.world
+    }
+    if not pieces:
         return []
-    # hybrid_shard: ranks with the same place in their sharding group hold the same rows
-    shard = (
-        int(ranks.mesh.get_local_rank("shard"))
-        if ranks.mesh is not None and ranks.mesh.ndim > 1
-        else 0
-    )
-    names, parameters = zip(*unwrap(model).named_parameters(), strict=True)
-    hashes = [fingerprint(p.to_local() if isinstance(p, DTensor) else p) for p in parameters]
+    own = {name: [piece, fingerprint(local)] for name, (local, piece) in pieces.items()}
     first: dict[
-        int, tuple[int, list[int]]
-    ] = {}  # by shard: the first rank that holds it, and its hashes
-    problems = []
-    for rank, (other_shard, other_hashes) in enumerate(
-        ranks.all_gather_object("replicas", [shard, hashes])
-    ):
-        first_rank, expected = first.setdefault(other_shard, (rank, other_hashes))
-        differ = [name for name, a, b in zip(names, expected, other_hashes, strict=True) if a != b]
-        if differ:
-            problems.append(
-                f"ranks {first_rank} and {rank} hold different values of {', '.join(differ[:4])}"
-            )
-    return problems
+        tuple[str, str], tuple[int, int]
+    ] = {}  # the first rank that holds a piece; its hash
+    differing: dict[tuple[int, int], list[str]] = {}  # names, by the two ranks
+    for rank, other in enumerate(ranks.all_gather_object("replicas", own)):
+        for name, (piece, value) in other.items():
+            first_rank, expected = first.setdefault((name, piece), (rank, value))
+            if value != expected:
+                differing.setdefault((first_rank, rank), []).append(name)
+    return [
+        f"ranks {a} and {b} hold different values of {', '.join(names[:4])}"
+        for (a, b), names in differing.items()
+    ]
+
+
+def piece_of(parameter: DTensor) -> str:
+    """The piece that this rank holds: its place along each mesh dimension that cuts the tensor."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    places = [mesh.get_local_rank(d) for d, p in enumerate(placements) if not p.is_replicate()]
+    return ",".join(map(str, places))
 
 
 @torch.no_grad()

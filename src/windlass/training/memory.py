@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from windlass.errors import RunFailed
 from windlass.evaluation.suites import Suites
 from windlass.recipe import BatchPlan
-from windlass.recipe.settings import SHARDED
 from windlass.run import Run
 from windlass.training.record import Recorder
 
@@ -30,7 +29,7 @@ def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
         (size for size in range(1, batch.micro_batch // 2 + 1) if share % size == 0), default=0
     )
     phase = ranks.status.phase
-    alone = ranks.world == 1 and ranks.strategy not in SHARDED
+    alone = ranks.world == 1 and not ranks.strategy.shards_parameters
     if (
         less
         and alone
@@ -44,7 +43,7 @@ def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
     advice = ['parallel.activation_checkpointing="full"']
     advice += (
         ['parallel.strategy="full_shard"']
-        if ranks.world > 1 and ranks.strategy not in SHARDED
+        if ranks.world > 1 and not ranks.strategy.shards_parameters
         else []
     )
     advice += (

@@ -116,7 +116,7 @@ class Recorder:
                 "launcher": env.launcher,
                 "world": env.world,
                 "nodes": env.nodes,
-                "strategy": ranks.strategy,
+                "strategy": ranks.strategy.name,
             }
             backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
             launch |= {"backend": backend, "versions": environment.versions(self.placed)}
@@ -150,7 +150,7 @@ class Recorder:
     ) -> None:
         """The terminal's header and the event of this start; `threads`: how many there are on a CPU, and why."""
         facts, state, plan, branched = self.facts, self.state, self.plan, self.plan.branch_from
-        shared: dict[str, Any] = {"world": self.ranks.world, "strategy": self.ranks.strategy}
+        shared: dict[str, Any] = {"world": self.ranks.world, "strategy": self.ranks.strategy.name}
         shared |= {"precision": facts.precision, "device": facts.device_name}
         groups = count_groups(model, plan.recipe.optim)
         measured = evaluations(

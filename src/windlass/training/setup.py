@@ -167,11 +167,12 @@ def set_up(
     model, facts = prepare_model(recipe, plan.run, ranks, data, built, custom is not None, choice)
     if custom is not None:  # a run begins once its forward pass has worked
         decide_on_rank_0(ranks, "write", begin)
-    replicated = (
-        torch.distributed.group.WORLD if ranks.strategy == "ddp" and ranks.world > 1 else None
-    )
     optimizer = build_optimizer(
-        unwrap(model), recipe.optim, ranks.device.type, replicated, ranks.mesh
+        unwrap(model),
+        recipe.optim,
+        ranks.device.type,
+        ranks.mesh.replicas,
+        ranks.strategy.shards_optimizer,
     )
     state, recorded = TrainState(), dict[str, Any]()
     if choice is not None:
@@ -303,7 +304,7 @@ def batch_and_horizon(
 ) -> tuple[BatchPlan, Horizon]:
     """How a step's samples are divided over the ranks, and the length of the run."""
     recipe, samples = plan.recipe, len(data.train)
-    batch = recipe.batch(ranks.world, ranks.device.type)
+    batch = recipe.batch(ranks.mesh.data_world, ranks.device.type)
     if plan.resuming and ranks.world == 1 and not recipe.train.micro_batch:
         batch = micro_batch_of(plan.run, batch)
     if samples < 1:

@@ -269,7 +269,7 @@ class Trainer:
         return Loader(
             self.data.train,
             self.batch,
-            self.ranks.rank,
+            self.ranks.mesh.data_rank,
             seed=self.recipe.run.seed,
             kind=data.order,
             device=self.ranks.device,

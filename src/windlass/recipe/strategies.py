@@ -1,0 +1,91 @@
+"""Sharding strategies: the sizes of the mesh's dimensions, and what ranks divide among themselves.
+
+A strategy's name appears in a recipe, in a ledger and here. Other modules ask for the properties.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+
+from windlass.errors import UserError
+
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The dimensions of the mesh, outermost first: ranks next to each other differ in `tp`."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Ranks along each dimension of the mesh, in the order of `DIMENSIONS`."""
+
+    pp: int = 1  # pipeline stages
+    dp_replicate: int = 1  # replicas of the parameters
+    dp_shard: int = 1  # ranks among which the optimizer state or the parameters are divided
+    cp: int = 1  # parts of each sequence
+    tp: int = 1  # parts of each matrix
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return math.prod(astuple(self))
+
+    @property
+    def data_world(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def data_rank(self, rank: int) -> int:
+        """The slice of the data that a rank reads; the ranks of `pp`, `cp` and `tp` share one."""
+        return rank // (self.cp * self.tp) % self.data_world
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What the ranks of `dp_shard` divide among themselves."""
+
+    name: str
+    distributed: bool = True  # the ranks form a process group
+    shards_optimizer: bool = False  # the optimizer state
+    shards_parameters: bool = False  # parameters and gradients as well, with FSDP2
+    keeps_gathered: bool = False  # gathered parameters stay until the step's last backward pass
+    reduces_each: bool = False  # the default of `parallel.reduce_each_micro_batch`
+    grouped: bool = False  # sharding groups of `parallel.shard_size` ranks, replicas of each other
+
+    def sizes(self, world: int, shard_size: int = 0, ranks_of_host: int = 0) -> Sizes:
+        """How the strategy arranges `world` ranks.
+
+        A sharding group has `shard_size` ranks if that is set, else those of a host
+        (`ranks_of_host`, 0 if there is only one host), else about half of all. UserError if
+        `shard_size` does not divide the ranks.
+        """
+        if not self.shards_optimizer:
+            return Sizes(dp_replicate=world)
+        if not self.grouped:
+            return Sizes(dp_shard=world)
+        if shard_size and world % shard_size:
+            raise UserError(
+                f"parallel.shard_size = {shard_size} does not divide the {world} ranks: write a "
+                "size that does"
+            )
+        if not shard_size and ranks_of_host and world % ranks_of_host == 0:
+            shard_size = ranks_of_host
+        shard_size = shard_size or _largest_divisor(world, max(1, world // 2))
+        return Sizes(dp_replicate=world // shard_size, dp_shard=shard_size)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(size for size in range(1, limit + 1) if number % size == 0)
+
+
+_FSDP2 = {"shards_optimizer": True, "shards_parameters": True}
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("single", distributed=False),
+        Strategy("ddp"),
+        Strategy("shard_optim", shards_optimizer=True),
+        Strategy("shard_grad_op", **_FSDP2, keeps_gathered=True),
+        Strategy("full_shard", **_FSDP2, reduces_each=True),
+        Strategy("hybrid_shard", **_FSDP2, reduces_each=True, grouped=True),
+    )
+}

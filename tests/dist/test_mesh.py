@@ -1,0 +1,130 @@
+"""Data ranks, groups and the gradient norm, on meshes that also divide matrices, sequences and stages."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from harness import Join, recipe, run_ranks
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from windlass.parallel.collectives import global_grad_norm, max_async, sum_async, sum_over_ranks
+from windlass.parallel.mesh import Mesh
+from windlass.recipe.strategies import STRATEGIES, Sizes
+
+WIDE = Sizes(dp_shard=2, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "data_ranks", "rows"),
+    [
+        (Sizes(dp_replicate=2, dp_shard=2), [0, 1, 2, 3], [[0, 1, 2, 3]]),
+        (Sizes(dp_shard=2, tp=2), [0, 0, 1, 1], [[0, 2], [1, 3]]),
+        (Sizes(dp_replicate=2, cp=2), [0, 0, 1, 1], [[0, 1, 2, 3]]),
+        (Sizes(pp=2, dp_shard=2), [0, 1, 0, 1], [[0, 1], [2, 3]]),
+        (Sizes(2, 1, 2, 1, 2), [0, 0, 1, 1, 0, 0, 1, 1], [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    ],
+)
+def test_which_ranks_read_the_same_samples_and_which_add_their_losses(sizes, data_ranks, rows):
+    meshes = [Mesh(sizes, rank) for rank in range(sizes.world)]
+    assert [mesh.data_rank for mesh in meshes] == data_ranks
+    assert meshes[0].data_world == max(data_ranks) + 1
+    assert meshes[0].loss_rows() == rows
+    assert [data_ranks[leader] for leader in meshes[0].data_leaders()] == sorted(set(data_ranks))
+
+
+def joined(join: Join, sizes: Sizes, strategy: str = "full_shard"):
+    """The ranks of `join` as a mesh of these sizes, which no recipe asks for yet."""
+    ranks = join(recipe(parallel__strategy="ddp"))
+    ranks.mesh = Mesh(sizes, ranks.rank)
+    ranks.mesh.connect(STRATEGIES[strategy], "cpu", timedelta(seconds=30))
+    return ranks
+
+
+def sums(join: Join, sizes: Sizes):
+    with joined(join, sizes) as ranks:
+        rank = ranks.rank
+        numbers = sum_async([rank, 1], ranks).wait()
+        flags = max_async([rank], ranks).wait()
+        return numbers, flags, sum_over_ranks(torch.tensor(float(rank)), ranks).item()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("sizes", "expected"), [
+    (Sizes(dp_shard=2, tp=2), [2, 4, 2, 4]),
+    (Sizes(dp_shard=2, cp=2), [6, 6, 6, 6]),
+    (Sizes(pp=2, dp_replicate=2), [1, 1, 5, 5]),
+])
+def test_losses_and_counts_add_up_over_ranks_with_other_tokens_and_flags_over_all(sizes, expected):
+    for (numbers, flags, loss), total in zip(run_ranks(sums, 4, sizes), expected, strict=True):
+        count = sizes.data_world * sizes.cp
+        assert (numbers, flags, loss) == ([total, count], [3], total)
+
+
+def norm_of_cut_gradients(join: Join):
+    """Gradients with placements along every dimension of a 2 x 2 mesh, and a whole one."""
+    torch.manual_seed(0)
+    whole = [torch.randn(5, 7) for _ in range(6)]
+    placements = [
+        (Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Shard(0)),
+        (Shard(0), Replicate()), (Replicate(), Shard(1)),
+    ]
+    with joined(join, WIDE) as ranks:
+        mesh = ranks.mesh.part("dp_shard", "tp")
+        assert mesh is not None and mesh.mesh_dim_names == ("dp_shard", "tp")
+        grads = [distribute_tensor(g, mesh, p) for g, p in zip(whole, placements, strict=False)]
+        parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in [*grads, whole[-1]]]
+        for parameter, grad in zip(parameters, [*grads, whole[-1]], strict=True):
+            parameter.grad = grad
+        exact = torch.cat([g.double().reshape(-1) for g in whole]).norm().item()
+        return global_grad_norm(parameters, ranks).item(), exact
+
+
+@pytest.mark.dist
+def test_norm_counts_every_piece_once_whatever_the_placements():
+    for norm, exact in run_ranks(norm_of_cut_gradients, 4):
+        assert norm == pytest.approx(exact, rel=1e-6)
+
+
+def two_layers() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 6), torch.nn.Tanh())
+    return layers.double()
+
+
+def norm_of_a_divided_model(join: Join):
+    """A model cut by columns and rows over `tp` and by FSDP2 over `dp_shard` (`_StridedShard`)."""
+    torch.manual_seed(1)
+    inputs = torch.randn(2, 3, 6, dtype=torch.float64)
+    alone, model = two_layers(), two_layers()
+    alone(inputs.reshape(-1, 6)).square().sum().backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in alone.parameters()]).norm().item()
+    with joined(join, WIDE) as ranks:
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, ranks.mesh.part("tp"), plan)
+        fully_shard(model, mesh=ranks.mesh.part("dp_replicate", "dp_shard"))
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
+        model(inputs[ranks.mesh.data_rank]).square().sum().backward()
+        return global_grad_norm(model.parameters(), ranks).item(), expected
+
+
+@pytest.mark.dist
+def test_norm_of_a_model_divided_by_matrices_and_by_rows_is_that_of_one_process():
+    for norm, expected in run_ranks(norm_of_a_divided_model, 4):
+        assert norm == pytest.approx(expected, rel=1e-12)
+
+
+def norm_of_stages(join: Join):
+    with joined(join, Sizes(pp=2, dp_replicate=1), "ddp") as ranks:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.tensor([3.0 + ranks.rank])
+        return global_grad_norm([parameter], ranks).item()
+
+
+@pytest.mark.dist
+def test_norm_adds_up_over_pipeline_stages():
+    assert run_ranks(norm_of_stages, 2) == [5.0, 5.0]
