@@ -93,7 +93,9 @@ def state_bytes(join: Join, how: dict[str, Any]) -> dict[str, int]:
         with join(settings) as ranks:
             model = parallelize(build_model(settings, 301), ranks, settings)
             initialise(unwrap(model), 0)
-            optimizer = build_optimizer(unwrap(model), settings.optim, "cpu", ranks.mesh.replicas, True)
+            optimizer = build_optimizer(
+                unwrap(model), settings.optim, "cpu", ranks.mesh.replicas, ranks.strategy.shards_optimizer
+            )
             tokens = torch.arange(16).view(1, 16)
             model(tokens, tokens).backward()
             optimizer.step()
