@@ -156,7 +156,7 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     )  # an operation that has no fake kernel
     unknown = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
     assert unknown.recommended == {} and "ZeroDivisionError" in unknown.unknown["activations"]
-    assert "activations are not" in repr(unknown) and all(
+    assert "activations of this model are unknown" in repr(unknown) and all(
         row.memory.activations == 0 for row in unknown.memory
     )
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # and out of reach, the rest of the plan

@@ -11,35 +11,35 @@ from windlass.processes import nvml_handle, visible_gpus
 
 GIB = 2**30
 USABLE = 0.9
-"""Share of a GPU's memory that a plan fills; the rest is for the driver's context, libraries and fragmentation."""
+"""Share of a GPU's memory that a plan fills; the rest is for the driver's context, libraries and
+fragmentation."""
 
 
-HANDLES = 2  # of cuBLAS: threads that multiply matrices
-WORKSPACE = (
-    8 * 4096 * 1024
-)  # bytes for a handle: CUBLAS_WORKSPACE_CONFIG=:4096:8, which `import windlass` sets
+HANDLES = 2  # of cuBLAS: one for the forward pass's thread, one for the backward pass's
+WORKSPACE = 8 * 4096 * 1024
+"""Bytes per cuBLAS handle by CUBLAS_WORKSPACE_CONFIG=:4096:8, which `import windlass` sets."""
 
 
 @dataclass(frozen=True)
 class Device:
     """A kind of device."""
 
-    name: str  # as torch or NVML give it, so that it is in the table of peaks
+    name: str  # as torch and NVML report it; the key of the table of peaks
     kind: str  # `cuda` or `cpu`
-    memory_bytes: int | None  # None where it is not known
+    memory_bytes: int | None  # None: unknown
 
     @property
     def usable_bytes(self) -> int | None:
-        """What a rank may take of it."""
+        """The bytes that a plan may fill."""
         return None if self.memory_bytes is None else int(self.memory_bytes * USABLE)
 
     @property
     def workspace_bytes(self) -> int:
-        """What torch allocates for cuBLAS: one workspace for the forward and one for the backward pass's thread."""
+        """The bytes that torch allocates for cuBLAS."""
         return HANDLES * WORKSPACE if self.kind == "cuda" else 0
 
 
-TABLE = (  # what is typed, the name that the driver reports, GiB by the maker's datasheet
+TABLE = (  # short name, the driver's name, GiB by the datasheet
     ("B200", "NVIDIA B200", 180),
     ("GH200-96GB", "NVIDIA GH200 480GB", 96),
     ("H200", "NVIDIA H200", 141),
@@ -71,9 +71,10 @@ TABLE = (  # what is typed, the name that the driver reports, GiB by the maker's
 
 
 def find_device(name: str, memory_bytes: int | None = None) -> Device:
-    """The device of a name such as `A100-80GB`, `h100` or `NVIDIA A100-SXM4-80GB`; UserError for `A100`, which is several.
+    """The device of a name such as `A100-80GB`, `h100` or `NVIDIA A100-SXM4-80GB`; UserError for
+    the ambiguous `A100`.
 
-    A name that is not in the table is taken as it is, with unknown memory unless it is given; nothing is guessed.
+    A name that is not in the table gives a device with `memory_bytes`, or with unknown memory.
     """
     if name.lower() == "cpu":
         return Device("CPU", "cpu", memory_bytes)
@@ -82,18 +83,16 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
         if wanted in (_plain(short), _plain(full), _plain(full.split(" ", 1)[1])):
             return Device(full, "cuda", memory_bytes or gib * GIB)
     if variants := [short for short, _, _ in TABLE if wanted and _plain(short).startswith(wanted)]:
-        raise UserError(
-            f"{argument('device', name)} is not one device of the table; write one of {', '.join(variants)}"
-        )
+        problem = f"{argument('device', name)} is ambiguous"
+        raise UserError(f"{problem}; write one of {', '.join(variants)}")
     return Device(name, "cuda", memory_bytes)
 
 
 def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = False) -> Device:
-    """This machine's first NVIDIA device, or with `cpu` or where there is none its CPU, whose memory `ranks` share. No torch."""
+    """This machine's first NVIDIA device, or its CPU (if there is none, or with `cpu`), whose
+    memory `ranks` share."""
     if not cpu:
-        with contextlib.suppress(
-            Exception
-        ):  # no driver, no device, or a driver that does not answer
+        with contextlib.suppress(Exception):  # no driver, no device, or no answer from the driver
             import pynvml
 
             pynvml.nvmlInit()
@@ -107,9 +106,5 @@ def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = Fal
 
 
 def _plain(name: str) -> str:
-    return (
-        re.sub(r"[^a-z0-9]", "", name.lower())
-        .removeprefix("nvidia")
-        .removeprefix("tesla")
-        .removeprefix("geforce")
-    )
+    letters = re.sub(r"[^a-z0-9]", "", name.lower())
+    return re.sub("^(nvidia)?(tesla)?(geforce)?", "", letters)

@@ -1,4 +1,5 @@
-"""How much of a host's memory a job needs, for its batch script. No torch, but for a model of `transformers`."""
+"""The host memory that a job needs, for its batch script. Only a model of `transformers` needs
+torch here."""
 
 from __future__ import annotations
 
@@ -10,18 +11,17 @@ from windlass.estimate.optimum import recipe_vocab
 from windlass.model.size import CountedSizes, checkpoint_bytes
 from windlass.recipe import ModelSettings, Recipe
 
-GPU_RANK_GB, CPU_RANK_GB = (
-    8,
-    3,
-)  # Python, torch, the driver's maps, tokens that are prepared, and some air
-LARGE_VOCAB = 2**18  # taken where only the prepared data says how many rows the embedding has
+GPU_RANK_GB, CPU_RANK_GB = 8, 3  # Python, torch, the driver's maps, token shards, and a margin
+LARGE_VOCAB = 2**18  # assumed if the embedding's rows depend on data that are not prepared
 
 
 def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> int:
-    """GB that `per_host` ranks of `world` need of their host's memory; 0 if the model's size cannot be read here.
+    """The host memory in GB that `per_host` of `world` ranks need; 0 if the model's size cannot be
+    read here.
 
-    Each rank needs a base, and what the plan puts into the host's memory: on a CPU all of the training, on a GPU what is
-    offloaded. Twice the host's part of a checkpoint is added, for the copy that a save makes and for loading.
+    It is a base for each rank, the plan's host memory (all of the training on a CPU, the offloaded
+    part on a GPU), and twice the host's part of a checkpoint, for the copy of a save and for
+    loading.
     """
     network: ModelSettings | CountedSizes = recipe.model
     vocab = recipe_vocab(recipe) or LARGE_VOCAB
@@ -32,11 +32,10 @@ def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> i
             network = read_sizes(recipe, 0)
         except (ImportError, UserError):
             return 0
-    on_disk = (
-        network.checkpoint_bytes()
-        if isinstance(network, CountedSizes)
-        else checkpoint_bytes(network, vocab)
-    )
+    if isinstance(network, CountedSizes):
+        on_disk = network.checkpoint_bytes()
+    else:
+        on_disk = checkpoint_bytes(network, vocab)
     layout = layout_of(recipe, world, "cpu" if on_cpu else "cuda")
     peak = memory(network, vocab, layout, recipe.optim.kind)
     in_use = peak.host + (peak.total if on_cpu else 0)

@@ -1,7 +1,8 @@
-"""How long to train: the steps of a recipe, and the compute-optimal number of tokens.
+"""The length of a training: the steps of a recipe, and the compute-optimal number of tokens.
 
-The rule of thumb is D = 20 N tokens for N parameters (arXiv 2203.15556, approaches 1 and 2); a replication (arXiv
-2404.10102) refitted the constants of that paper's third approach and agrees with it.
+The rule of thumb is D = 20 N tokens for N parameters (arXiv 2203.15556, approaches 1 and 2). A
+replication (arXiv 2404.10102) refitted the constants of that paper's third approach and agrees with
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def recipe_vocab(recipe: Recipe) -> int | None:
-    """Rows of the embedding as far as the recipe alone says; None where only the prepared data does."""
+    """Rows of the embedding by the recipe alone; None if they depend on the prepared data."""
     return recipe.model.vocab or recipe.data.vocab_ or None
 
 
@@ -42,11 +43,15 @@ def resolve_steps(
     samples_per_epoch: int | None = None,
     parameters: int | None = None,
 ) -> int:
-    """The number of optimizer steps of a recipe, rounded up where `train.steps` is in epochs.
+    """The number of optimizer steps of a recipe; `train.steps` in epochs is rounded up.
 
-    `vocab` is used where the recipe leaves it to the tokenizer, `tokens_per_sample` (real ones, on average) instead of
-    `model.context`, `samples_per_epoch` for `"N epochs"`, `parameters` for a Hugging Face model. Raises UserError where
-    what is needed is not available yet; the message says how to get it.
+    Args:
+        vocab: rows of the embedding, if the recipe leaves them to the tokenizer.
+        tokens_per_sample: average number of tokens without padding; None: `model.context`.
+        samples_per_epoch: for steps in epochs.
+        parameters: of a Hugging Face model.
+
+    Raises UserError if a necessary number is not available yet; the message says how to get it.
     """
     steps = recipe.train.steps
     if isinstance(steps, int):
@@ -58,12 +63,10 @@ def resolve_steps(
         return max(1, Horizon(0, samples_per_epoch, recipe.train.global_batch).steps_in(steps))
     if parameters is None:
         if recipe.model.kind != "gpt":
-            needs = "compute-optimal steps need the number of parameters, and a Hugging Face model's is in its configuration"
-            raise UserError(
-                f"{needs}, which could not be read: write train.steps as a number or in epochs"
-            )
+            problem = "compute-optimal steps need the model's configuration, which is not readable"
+            raise UserError(f"{problem}: write train.steps as a number or in epochs")
         if not (rows := recipe.model.vocab or vocab or recipe_vocab(recipe)):
-            problem = f"the vocabulary of {recipe.data.tokenizer!r} is not fixed before the data is prepared"
-            raise UserError(f"{problem}: prepare it first, or set model.vocab")
+            problem = f"the vocabulary of {recipe.data.tokenizer!r} depends on the prepared data"
+            raise UserError(f"{problem}: prepare them first, or set model.vocab")
         parameters = count(recipe.model, rows).total
     return optimal_steps(recipe, parameters, tokens_per_sample)
