@@ -177,14 +177,14 @@ def test_files_that_hold_no_conversations(tmp_path: Path) -> None:
         (b"", ("no conversation",)),
         (b'{"text": "x"}', ("line 1", "'text'", "messages", "instruction", "completion")),
         (b'{"messages": 1}\n{', ("line 1", "a list of turns, not a number")),
-        (b"\n\n{", ("line 3", "no JSON", ".jsonl")),
+        (b"\n\n{", ("line 3", "not JSON", ".jsonl")),
         ('{"é": 1}'.encode("latin1"), ("line 1", "UTF-8", "iconv")),
     ):
         path.write_bytes(content)
         with refused("x.jsonl", *words):
             read([str(path)])
     (tmp_path / "x.json").write_text('[{"messages": [')
-    with refused("x.json is no JSON", "array"):
+    with refused("x.json is not JSON", "array"):
         read([str(tmp_path / "x.json")])
     with refused("there is no file a.jsonl,b.jsonl", 'data.source=["a.jsonl", "b.jsonl"]'):
         read(["a.jsonl,b.jsonl"])

@@ -323,7 +323,7 @@ def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
     cases = [
         ("a.bin", whole["nanogpt.bin"][:-1], "truncated"),
         ("c.bin", whole["llmc.bin"][:-2], "200 tokens"),
-        ("d.npy", whole["build.npy"][:-2], "no whole .npy file"),
+        ("d.npy", whole["build.npy"][:-2], "not a whole .npy file"),
         ("f.txt", whole["nanogpt.bin"], "neither .npy nor .bin"),
         (
             "h.bin",
@@ -335,7 +335,7 @@ def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
         (np.zeros(9, np.float32), "holds float32"),
         (
             np.array([{}], dtype=object),
-            "no whole .npy file",
+            "not a whole .npy file",
         ),  # a pickle, which could run code, is not opened
         (np.zeros((3, 3), np.uint16), "of shape"),
     ):

@@ -60,7 +60,7 @@ def test_a_split_far_from_what_was_asked_is_said(tmp_path, capsys) -> None:
     err = capsys.readouterr().err
     assert (
         "data.val_fraction = 0.1" in err
-        and "% of the text are held out" in err
+        and "% of the text is held out" in err
         and "data.eval_source" in err
     )
     open_data(recipe.replace("data.max_tokens=500", f"data.dir={tmp_path / 'less'}"))

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from helpers import refused
-from windlass.data.sources import download, has_changed, open_corpora, open_corpus
+from windlass.data.files import has_changed
+from windlass.data.sources import download, open_corpora, open_corpus
 from windlass.errors import RunFailed, UserError
 from windlass.recipe import DataSettings
 
@@ -78,7 +79,7 @@ def test_every_form_gives_the_same_documents_from_any_place_on(tmp_path):
             assert read(source, start) == TEXTS[start:], (source, start)
         corpus = open_corpus(DataSettings(), source)
         for _ in corpus.documents():
-            assert 0 <= corpus.share <= 1
+            assert 0 <= corpus.fraction_read <= 1
         corpus.limit = 7
         assert list(corpus.documents(3)) == TEXTS[3:7] and list(corpus.documents(9)) == []
     (tmp_path / "one.txt").write_bytes(b"\xef\xbb\xbfa\r\nb")
@@ -135,7 +136,7 @@ def test_the_standard_library():
     corpus = open_corpus(DataSettings(), "stdlib")
     texts = list(corpus.documents())
     assert len(texts) == corpus.description["modules"] > 200
-    assert sum(map(len, texts)) > 5_000_000 and corpus.share == 1.0
+    assert sum(map(len, texts)) > 5_000_000 and corpus.fraction_read == 1.0
     assert list(corpus.documents(len(texts) - 3)) == texts[-3:]
 
 
@@ -216,7 +217,7 @@ def test_datasets(streaming, tmp_path):
             assert read(f"hf:{tmp_path / place}", start, streaming=streaming) == TEXTS[start:]
     splits, settings = f"hf:{tmp_path / 'splits'}", DataSettings(streaming=streaming)
     held = open_corpus(settings, splits, split="validation")
-    assert list(held.documents()) == TEXTS[:3] and held.share == (0.0 if streaming else 1.0)
+    assert list(held.documents()) == TEXTS[:3] and held.fraction_read == (0.0 if streaming else 1.0)
     with refused("'test'", "train, validation"):
         open_corpus(settings, splits, split="test")
     with refused("'content'", "data.text_key"):

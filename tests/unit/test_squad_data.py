@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from helpers import refused
 from windlass.data import squad
 from windlass.data.prepare import open_data, prepare
-from windlass.data.samples import Rows, choose
+from windlass.data.samples import Rows, choose_places
 from windlass.data.squad import Question
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.recipe import Recipe
@@ -143,14 +143,20 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_choice_is_a_function_of_seed_purpose_and_keys_alone() -> None:
     keys = [f"id-{i}" for i in range(200)]
-    first = choose(keys, 50, 1, "train")
-    assert first == sorted(first) == choose(keys, 50, 1, "train") and len(set(first)) == 50
-    assert first != choose(keys, 50, 2, "train") and first != choose(keys, 50, 1, "eval")
-    assert choose(keys, 0, 1, "train") == list(range(200)) == choose(keys, 500, 1, "train")
+    first = choose_places(keys, 50, 1, "train")
+    assert first == sorted(first) == choose_places(keys, 50, 1, "train") and len(set(first)) == 50
+    assert first != choose_places(keys, 50, 2, "train") and first != choose_places(
+        keys, 50, 1, "eval"
+    )
+    assert (
+        choose_places(keys, 0, 1, "train")
+        == list(range(200))
+        == choose_places(keys, 500, 1, "train")
+    )
     chosen = {keys[i] for i in first}
     without = [k for k in keys if k in chosen or k < "id-5"]
     assert {
-        without[i] for i in choose(without, 50, 1, "train")
+        without[i] for i in choose_places(without, 50, 1, "train")
     } == chosen  # others coming or going changes no rank
 
 
@@ -212,7 +218,7 @@ def test_rows_are_made_once_and_a_change_of_anything_is_noticed(tmp_path: Path) 
 def test_files_that_are_no_squad_are_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "s.json").write_text(text)
     with refused(words):
-        squad.read_questions(f"squad:{tmp_path / 's.json'}")
+        squad.read_all([f"squad:{tmp_path / 's.json'}"])
 
 
 def test_the_real_file_is_read_whole(data_files: Path) -> None:

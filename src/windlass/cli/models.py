@@ -41,7 +41,7 @@ def evaluate(
 
         return launch([*WINDLASS, *sys.argv[1:]], parse_worlds(world)[:1])
     from windlass import evaluate as evaluate_model
-    from windlass.data.documents import Progress
+    from windlass.data.progress import Progress
     from windlass.evaluation.source import find_source
     from windlass.telemetry.terminal import print_table
 

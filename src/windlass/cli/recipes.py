@@ -27,7 +27,7 @@ def init(
 ) -> None:
     """Write a short recipe with a comment on each line, to edit and train. It overwrites
     nothing."""
-    from windlass.data.sources import check_source
+    from windlass.data.files import check_source
     from windlass.recipe.explain import sources_of, write_first_recipe
 
     for source in sources_of(data):
@@ -114,8 +114,9 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     not repeated."""
     from windlass.data.chat import show_row
     from windlass.data.facts import describe, lines, warnings
-    from windlass.data.prepare import REMARKS, as_data
+    from windlass.data.prepare import as_data
     from windlass.data.prepare import prepare as prepare_data
+    from windlass.data.rows import REMARKS
     from windlass.data.samples import Rows
     from windlass.recipe import Recipe
     from windlass.telemetry.terminal import pairs, rich_console

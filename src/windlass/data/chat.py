@@ -274,6 +274,6 @@ def row(item: Conversation, template: Template, tokenizer: Tokenizer, context: i
                 template.pieces(item.messages, tokenizer, item.tools, item.untrained)
             )
         except UserError as error:
-            raise UserError(f"{item.where}: {error}") from None
+            raise UserError(f"{item.place}: {error}") from None
     size = context + 1
     return Row(ids[:size], marks[:size], len(ids)) if any(marks[1:size]) else None

@@ -1,7 +1,7 @@
-"""Conversations from files and data sets: the shapes in which they are written down elsewhere, and what is wrong with an item.
+"""Conversations from files and data sets: the shapes in which other tools write them, and what is wrong with an item.
 
-The shape is recognised from the first item of a source. An item becomes messages as a chat template takes them (`role`,
-`content`, and whatever else a message has), or, of prompt and completion as texts, these two.
+The shape is recognised from the first item of a source. An item becomes messages for a chat template (`role`, `content`,
+and the message's other keys), or a prompt and a completion if both are plain texts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.samples import choose
-from windlass.data.sources import JSON_LINES, find_files, listing, load_dataset, read_json_items
+from windlass.data.files import JSON_LINES, find_files, listing, read_json_items
+from windlass.data.samples import choose_places
+from windlass.data.sources import Notify, load_dataset
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,79 +25,80 @@ if TYPE_CHECKING:
 Message = dict[
     str, Any
 ]  # `role`, `content`, and what else the template reads (`tool_calls`, `name`, ...)
+Parsed = tuple[list[Message], tuple[str, str] | None]
 ROLES = ("system", "user", "assistant", "tool")
-NAMES = {
+# Names of the roles in ShareGPT's files, and OpenAI's `developer`.
+ROLE_ALIASES = {
+    **dict.fromkeys(("gpt", "chatgpt", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("function", "observation"), "tool"),
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "function": "tool",
-    "observation": "tool",
     "developer": "system",
 }
-"""Other names of the roles, in ShareGPT's files, and OpenAI's for what the developer says."""
+JSON_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One item: messages, and the tools that are offered in them. Without messages prompt and completion are plain text."""
+    """Messages, and the tools offered in them; or a prompt and its completion, which no template lays out."""
 
     messages: list[Message]
-    where: str = ""  # file and line, for messages
+    place: str = ""  # file and line
     tools: list[Any] | None = None
-    text: tuple[str, str] | None = None  # prompt and completion, which no template lays out
-    untrained: frozenset[int] = (
-        frozenset()
-    )  # places of answers that do not count: of weight 0, or empty
+    text: tuple[str, str] | None = None  # prompt and completion; then there are no messages
+    untrained: frozenset[int] = frozenset()  # places of answers that are empty or have weight 0
+
+    @property
+    def key(self) -> str:
+        return ""  # conversations are known by their number
 
     @property
     def remarks(self) -> list[str]:
-        """What is odd about it, each with file and line."""
-        empty = [number for number, message in enumerate(self.messages, 1) if _is_empty(message)]
+        """Problems of the conversation, each with file and line."""
         return [
-            f"{self.where}, turn {number}: an empty answer, which does not count in the loss"
-            for number in empty
+            f"{self.place}, turn {number}: an empty answer, which does not count in the loss"
+            for number, message in enumerate(self.messages, 1)
+            if _is_empty(message)
         ]
 
     @property
-    def texts(self) -> list[str]:
-        return (
-            list(self.text)
-            if self.text
-            else [message["content"] for message in self.messages if message["content"]]
-        )
+    def content(self) -> list[str]:
+        if self.text:
+            return list(self.text)
+        return [message["content"] for message in self.messages if message["content"]]
+
+    texts = content
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A way to write a conversation down: its name, the fields it is known by, and an item of it, for messages."""
+    """A way to write a conversation: its name, the fields that identify it, and an example for messages."""
 
     name: str
     fields: tuple[str, ...]
     example: str
-    parse: Callable[[Any], tuple[list[Message], tuple[str, str] | None]]
+    parse: Callable[[Any], Parsed]
 
 
 def _messages(turns: Any) -> list[Message]:
-    """A list of turns as messages; raises ValueError or TypeError where it is none."""
+    """A list of turns as messages; ValueError or TypeError if it is not one."""
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"a conversation is a list of turns, not {_kind(turns)}")
     return [_message(turn, f"turn {number}") for number, turn in enumerate(turns, 1)]
 
 
-def _message(turn: Any, where: str) -> Message:
+def _message(turn: Any, place: str) -> Message:
     if not isinstance(turn, dict):
-        raise ValueError(f"{where} is {_kind(turn)}, not an object")
-    names = (
-        {"from", "value"}
-        if "from" in turn
-        else {"role"}
-        if turn.get("tool_calls")
-        else {"role", "content"}
-    )
-    if lacking := sorted(names - turn.keys()):
-        raise ValueError(f"{where} has no {lacking[0]!r}; it has {', '.join(map(repr, turn))}")
+        raise ValueError(f"{place} is {_kind(turn)}, not an object")
+    required = {"role"} if turn.get("tool_calls") else {"role", "content"}
+    required = {"from", "value"} if "from" in turn else required
+    if missing := sorted(required - turn.keys()):
+        raise ValueError(f"{place} has no {missing[0]!r}; it has {', '.join(map(repr, turn))}")
     message = {
         key: value
         for key, value in turn.items()
@@ -104,45 +106,48 @@ def _message(turn: Any, where: str) -> Message:
     }
     role: Any = turn.get("from", turn.get("role"))
     content = turn.get("value", turn.get("content"))
-    message["role"] = NAMES.get(role, role)
+    message["role"] = ROLE_ALIASES.get(role, role)
     if message["role"] not in ROLES:
-        raise ValueError(
-            f"{where} has the role {role!r}; a role is one of {', '.join((*ROLES, *NAMES))}"
-        )
+        roles = ", ".join((*ROLES, *sorted(ROLE_ALIASES)))
+        raise ValueError(f"{place} has the role {role!r}; a role is one of {roles}")
     if isinstance(content, list):  # parts
         if any(part.get("type") != "text" for part in content):
             raise ValueError(
-                f"{where}: a part of a content is text: images and sound cannot be trained on"
+                f"{place}: a content has text alone; Windlass does not train on images"
             )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not message.get("tool_calls"):
-        raise ValueError(f"{where}: a content is text, not {_kind(content)}")
+        raise ValueError(f"{place}: a content is text, not {_kind(content)}")
     if "tool_calls" in message:
         message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     return {**message, "content": content}
 
 
 def _is_empty(message: Message) -> bool:
-    return (
-        message["role"] == "assistant"
-        and not (message["content"] or "").strip()
-        and not message.get("tool_calls")
-    )
+    is_answer = message["role"] == "assistant" and not message.get("tool_calls")
+    return is_answer and not (message["content"] or "").strip()
 
 
 def _take_untrained(messages: list[Message]) -> frozenset[int]:
-    """The places of the answers that do not count, of which `weight` or `train` say so, or that are empty; takes both keys
-    out of the messages. Raises ValueError for what cannot be honoured."""
+    """The places of the answers that do not count in the loss, because they are empty or `weight` or `train` says so.
+
+    Removes both keys from the messages. Raises ValueError for other values of them.
+    """
     untrained = set[int]()
     for place, message in enumerate(messages):
-        weight, train = message.pop("weight", None), message.pop("train", None)
+        turn, weight, train = (
+            f"turn {place + 1}",
+            message.pop("weight", None),
+            message.pop("train", None),
+        )
         if weight not in (None, 0, 1):
-            raise ValueError(f"turn {place + 1} has the weight {weight!r}; a weight is 0 or 1")
+            raise ValueError(f"{turn} has the weight {weight!r}; a weight is 0 or 1")
         if train not in (None, True, False):
-            raise ValueError(f"turn {place + 1} has train = {train!r}; it is true or false")
+            raise ValueError(f"{turn} has train = {train!r}; it is true or false")
         if message["role"] != "assistant" and (weight or train):
+            role = message["role"]
             raise ValueError(
-                f"turn {place + 1} is the {message['role']}'s; only the assistant's count: leave out weight and train"
+                f"{turn} is the {role}'s, and only the assistant's count: leave out weight and train"
             )
         if weight == 0 or train is False or _is_empty(message):
             untrained.add(place)
@@ -158,18 +163,14 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": function} if "function" in call else function
 
 
-def _alpaca(item: Any) -> tuple[list[Message], None]:
-    asked = "\n\n".join(filter(None, (item["instruction"], item.get("input"))))
+def _alpaca(item: Any) -> Parsed:
+    request = "\n\n".join(filter(None, (item["instruction"], item.get("input"))))
     system = [{"role": "system", "content": item["system"]}] if item.get("system") else []
-    turns = [
-        *system,
-        {"role": "user", "content": asked},
-        {"role": "assistant", "content": item["output"]},
-    ]
-    return _messages(turns), None
+    answer = {"role": "assistant", "content": item["output"]}
+    return _messages([*system, {"role": "user", "content": request}, answer]), None
 
 
-def _pair(item: Any) -> tuple[list[Message], tuple[str, str] | None]:
+def _pair(item: Any) -> Parsed:
     prompt, completion = item["prompt"], item["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return [], (prompt, completion)
@@ -206,7 +207,8 @@ SHAPES = (
 )
 
 
-def read_splits(recipe: Recipe, notify: Callable[[str], None] = print) -> list[list[Conversation]]:
+def read_splits(recipe: Recipe, notify: Notify = print) -> list[list[Conversation]]:
+    """The training and validation conversations of a recipe; without a separate source a random `data.val_fraction`."""
     data = recipe.data
     train = read(data.sources, data.split, notify=notify)
     if data.eval_sources or (data.eval_split and data.sources[0].startswith("hf:")):
@@ -215,7 +217,7 @@ def read_splits(recipe: Recipe, notify: Callable[[str], None] = print) -> list[l
     places: set[int] = set()
     if data.val_fraction and len(train) > 1:
         count = max(1, int(len(train) * Fraction(str(data.val_fraction))))
-        places = set(choose(map(str, range(len(train))), count, recipe.run.seed, "split"))
+        places = set(choose_places(map(str, range(len(train))), count, recipe.run.seed, "split"))
     return [
         [item for i, item in enumerate(train) if (i in places) == held_out]
         for held_out in (False, True)
@@ -226,9 +228,12 @@ def read(
     sources: Iterable[str],
     split: str = "train",
     setting: str = "data.source",
-    notify: Callable[[str], None] = print,
+    notify: Notify = print,
 ) -> list[Conversation]:
-    """The conversations of files of JSON (an item a line, or all in one array) and of `hf:...`."""
+    """The conversations of JSON files (one a line, or all in one array) and of `hf:...`.
+
+    Raises UserError if a source has no conversations or an item is not one.
+    """
     conversations: list[Conversation] = []
     for source in sources:
         if source.startswith("hf:"):
@@ -236,30 +241,27 @@ def read(
             rows = ((f"{source}, row {number}", row) for number, row in enumerate(table))
             parts: list[tuple[str, Iterator[tuple[str, Any]]]] = [(source, rows)]
         else:
-            parts = [
-                (str(path), read_json_items(path))
-                for path in find_files(source, setting, JSON_LINES)
-            ]
-        shapes: Counter[str] = Counter()
+            files = find_files(source, setting, JSON_LINES)
+            parts = [(str(path), read_json_items(path)) for path in files]
+        counts: Counter[str] = Counter()
         for name, items in parts:
             shape, part = _read_part(items)
             if shape is None:
                 raise UserError(f"{setting}: there is no conversation in {name}")
-            shapes[shape.name] += len(part)
+            counts[shape.name] += len(part)
             conversations += part
-        files = f" in {listing([Path(name) for name, _ in parts])}" if len(parts) > 1 else ""
-        notify(
-            f"{source}: {', '.join(f'{count:,} conversations ({name})' for name, count in shapes.items())}{files}"
-        )
+        shapes = ", ".join(f"{count:,} conversations ({name})" for name, count in counts.items())
+        names = f" in {listing([Path(name) for name, _ in parts])}" if len(parts) > 1 else ""
+        notify(f"{source}: {shapes}{names}")
     return conversations
 
 
 def _read_part(items: Iterator[tuple[str, Any]]) -> tuple[Shape | None, list[Conversation]]:
-    """The items of a file or table, and their shape: that of the first one; None where there are none."""
+    """The items of a file or table, and the shape of the first one; None without items."""
     shape: Shape | None = None
     conversations = []
-    for where, item in items:
-        shape = shape or shape_of(item, where)
+    for place, item in items:
+        shape = shape or shape_of(item, place)
         try:
             messages, text = shape.parse(item)
             untrained = _take_untrained(messages)
@@ -270,33 +272,24 @@ def _read_part(items: Iterator[tuple[str, Any]]) -> tuple[Shape | None, list[Con
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise UserError(
-                f"{where}: {problem}; the file is of the shape {shape.name}: {shape.example}"
+                f"{place}: {problem}; the file is of the shape {shape.name}: {shape.example}"
             ) from None
-        conversations.append(Conversation(messages, where, tools or None, text, untrained))
+        conversations.append(Conversation(messages, place, tools or None, text, untrained))
     return shape, conversations
 
 
-def shape_of(item: Any, where: str) -> Shape:
-    """The shape that an item has; raises UserError, with all shapes, where it has none of them."""
+def shape_of(item: Any, place: str) -> Shape:
+    """The shape of an item; UserError with all shapes if it has none of them."""
     for shape in SHAPES:
         if isinstance(item, dict) and all(item.get(field) is not None for field in shape.fields):
             return shape
-    there = (
-        f"has {', '.join(map(repr, list(item)[:12]))}"
-        if isinstance(item, dict)
-        else f"is {_kind(item)}"
-    )
+    problem = f"is {_kind(item)}"
+    if isinstance(item, dict):
+        problem = f"has {', '.join(map(repr, list(item)[:12]))}"
     examples = "\n".join(f"  {shape.example}" for shape in SHAPES)
-    raise UserError(f"{where}: the item {there}, and a conversation is one of\n{examples}")
+    raise UserError(f"{place}: the item {problem}, and a conversation is one of\n{examples}")
 
 
 def _kind(value: Any) -> str:
-    """A value's type in JSON's words."""
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "text",
-        bool: "true or false",
-        type(None): "null",
-    }
-    return names.get(type(value), "a number")
+    """The JSON type of a value."""
+    return JSON_KINDS.get(type(value), "a number")

@@ -1,6 +1,6 @@
-"""What is read of each source, and what is held out of it for validation.
+"""Hold-out of text: how much of each source is read, and which of its documents are for validation.
 
-The choice rests on the text alone: every tokenizer gets the same validation text. Only `val_shards` counts tokens.
+The choice depends on the text alone, so every tokenizer gets the same validation text. Only `val_shards` counts tokens.
 """
 
 from __future__ import annotations
@@ -15,240 +15,249 @@ from pathlib import Path
 import numpy as np
 
 from windlass.data.shards import EVAL, MAIN, Range, Shard, Split, Stream
-from windlass.data.sources import Corpus, open_corpora
+from windlass.data.sources import Corpus, Notify, open_corpora
 from windlass.errors import UserError
 from windlass.recipe import DataSettings
 
-FEW_DOCUMENTS = 100  # fewer than these are split by their text
+FEW_DOCUMENTS = 100  # fewer documents are divided by the length of their texts
 
 
 @dataclass
 class Limit:
-    """When enough of a source is read. Validation documents are held out of its first `text` bytes, whatever the tokenizer makes
-    of them; the other documents are read until there are `tokens`. 0: all."""
+    """How much of a source is read. 0 is no limit.
+
+    Validation documents are held out of the first `text` bytes, for every tokenizer the same. The other documents are read
+    until they have `tokens` tokens.
+    """
 
     tokens: Fraction = Fraction(0)  # for training
-    share: Fraction = Fraction(0)  # held out
-    text: Fraction = Fraction(0)
-    read: int = 0  # bytes so far, by `text_size`
-    first: int = 0  # tokens of the first `text` bytes, once they are read
+    held_out: Fraction = Fraction(0)  # fraction of the text
+    text: Fraction = Fraction(0)  # bytes, by `text_size`
+    bytes_read: int = 0
+    text_tokens: int = 0  # tokens of the first `text` bytes, once these are read
 
     def add(self, size: int, tokens: int) -> bool:
-        """Count a document of so many bytes, of which there are now so many `tokens`; whether that is enough."""
-        self.read += size
-        if 0 < self.text <= self.read and not self.first:
-            self.first = tokens
-        return self.first > 0 and tokens >= self.tokens + self.share * self.first
+        """Count a document of `size` bytes; `tokens` includes all documents so far. Returns whether that is enough."""
+        self.bytes_read += size
+        if 0 < self.text <= self.bytes_read and not self.text_tokens:
+            self.text_tokens = tokens
+        return self.text_tokens > 0 and tokens >= self.tokens + self.held_out * self.text_tokens
 
 
 @dataclass
-class Part:
-    """A source on its way into shards."""
+class TextSource:
+    """A source of text, and how much of it is read and held out."""
 
-    stem: str  # the first part of its files' names
+    stream: str  # the name of its shards' stream
     corpus: Corpus
     limit: Limit
-    most: int = 0  # tokens of a single text, which has no document's end to stop at
-    held: int | None = None  # of few documents: how many are held out; None: by their share
-    rest: int = -1  # number of the document that is the rest of the one before it
+    max_tokens: int = 0  # a single text is cut here, since it has no documents to stop between
+    held_documents: int | None = None  # for validation, if documents are few; None: by the limit
+    rest: int = -1  # number of the document that continues the one before it
 
 
 def text_size(text: str) -> int:
-    """The bytes of a document's text and one for its end-of-text token, as the byte tokenizer has tokens; 0 if it is empty."""
+    """The bytes of a document and one for its end-of-text token, as the byte tokenizer counts; 0 if it is empty."""
     return len(text.encode("utf-8", "replace")) + 1 if text else 0
 
 
-def stem_of(stream: str, number: int) -> str:
-    """The name of the stream of a source, counted from 0."""
-    return f"{stream}.{number}" if number else stream
+def stream_name(kind: str, number: int) -> str:
+    """The stream of a source (counted from 0); `kind` is MAIN or EVAL."""
+    return f"{kind}.{number}" if number else kind
 
 
-def parts_of(data: DataSettings, notify: Callable[[str], None]) -> list[Part]:
-    """What is to be written: each source of the training corpus, and of a validation corpus of its own.
+def text_sources(data: DataSettings, notify: Notify) -> list[TextSource]:
+    """The sources of `data.source` and of a separate validation set.
 
-    `max_tokens` takes the same share of each source, by its size.
+    `max_tokens` takes the same fraction of each source, by its size.
     """
-    share, most = Fraction(str(data.val_fraction)), Fraction(data.max_tokens)
-    main = open_corpora(data, data.sources, sha256=data.sha256, split=data.split, notify=notify)
-    for corpus in main:
+    held_out, tokens = Fraction(str(data.val_fraction)), Fraction(data.max_tokens)
+    train = open_corpora(data, data.sources, sha256=data.sha256, split=data.split, notify=notify)
+    for corpus in train:
         corpus.limit = data.max_documents or None
     own_split = data.eval_split and data.sources[0].startswith("hf:")  # files have no splits
     if separate := data.eval_sources or (data.sources if own_split else []):
-        held = open_corpora(data, separate, split=data.eval_split or data.split, notify=notify)
-        for corpus in held:
-            corpus.limit = (
-                max(1, int(data.max_documents * share)) if data.max_documents and share else None
-            )
-        text = Fraction(max(1, int(most * share)) if most and share else 0)
-        if held[0].single_text and text:
-            held[0] = _cut_document(held[0], 0, int(text), with_rest=False)
-        limits = [Limit(text=text * part) for part in _shares(held)]
-        return [
-            *_limited(main, most, Fraction(0), 0),
-            *(
-                Part(stem_of(EVAL, i), *pair)
-                for i, pair in enumerate(zip(held, limits, strict=True))
-            ),
+        val = open_corpora(data, separate, split=data.eval_split or data.split, notify=notify)
+        if data.max_documents and held_out:
+            for corpus in val:
+                corpus.limit = max(1, int(data.max_documents * held_out))
+        text = Fraction(max(1, int(tokens * held_out)) if tokens and held_out else 0)
+        if val[0].single_text and text:
+            val[0] = _cut_document(val[0], 0, int(text), with_rest=False)
+        limits = [Limit(text=text * weight) for weight in _weights(val)]
+        return _limited(train, tokens, Fraction(0)) + [
+            TextSource(stream_name(EVAL, i), corpus, limit)
+            for i, (corpus, limit) in enumerate(zip(val, limits, strict=True))
         ]
-    if main[0].single_text and share and not data.val_shards:
-        text_corpus = main[0]
-
-        def half(
-            first: bool,
-        ) -> Corpus:  # nanoGPT's split: between two characters, each half encoded for itself
-            def read(start: int) -> Iterator[tuple[str, float]]:
-                text = next(text_corpus.documents())
-                cut = int(len(text) * (1 - share))
-                yield from [(text[:cut] if first else text[cut:], 0.0)][start:]
-
-            return Corpus(text_corpus.name, read, text_corpus.description, single_text=True)
-
-        return [Part(MAIN, half(True), Limit(), int(most)), Part(EVAL, half(False), Limit())]
-    if data.val_shards or not share:
-        return _limited(main, most, Fraction(0), data.val_shards * data.shard_tokens)
-    return [_held_out(part) for part in _limited(main, most, share, 0)]
+    if data.val_shards or not held_out:
+        return _limited(train, tokens, Fraction(0), data.val_shards * data.shard_tokens)
+    if train[0].single_text:
+        # nanoGPT's split: between two characters, and each part is encoded by itself
+        first, rest = (_part_of_text(train[0], 1 - held_out, first) for first in (True, False))
+        return [
+            TextSource(MAIN, first, Limit(), int(tokens)),
+            TextSource(EVAL, rest, Limit()),
+        ]
+    return [_divide_few(source) for source in _limited(train, tokens, held_out)]
 
 
-def _shares(corpora: list[Corpus]) -> list[Fraction]:
-    """The share of each source in all of them, by size; equal shares if a size is not known."""
+def _weights(corpora: list[Corpus]) -> list[Fraction]:
+    """The fraction of each corpus in all of them, by size; equal fractions if a size is unknown."""
     sizes = [corpus.size for corpus in corpora]
     return [Fraction(size, sum(sizes)) if all(sizes) else Fraction(1, len(sizes)) for size in sizes]
 
 
-def _limited(corpora: list[Corpus], most: Fraction, share: Fraction, more: int) -> list[Part]:
-    """The training sources with their limits: of `most` training tokens, `share` of the text held out, and `more` of each."""
-    parts = list[Part]()
-    for number, (corpus, own) in enumerate(zip(corpora, _shares(corpora), strict=True)):
-        tokens = most and most * own + more
-        limit = Limit(tokens, share, tokens / (1 - share))
-        parts.append(Part(stem_of(MAIN, number), corpus, limit, most=int(tokens)))
-    return parts
+def _limited(
+    corpora: list[Corpus], max_tokens: Fraction, held_out: Fraction, extra: int = 0
+) -> list[TextSource]:
+    """Training sources limited to `max_tokens` together, with `held_out` of the text and `extra` tokens each on top."""
+    sources = list[TextSource]()
+    for number, (corpus, weight) in enumerate(zip(corpora, _weights(corpora), strict=True)):
+        tokens = max_tokens and max_tokens * weight + extra
+        limit = Limit(tokens, held_out, tokens / (1 - held_out))
+        sources.append(TextSource(stream_name(MAIN, number), corpus, limit, int(tokens)))
+    return sources
 
 
-def _held_out(part: Part) -> Part:
-    """The part, with what is held out if its documents are few: they are divided by their text, between two documents if that is
-    near, else inside one, which becomes two."""
-    pairs, share, seen = (
-        list[tuple[int, int]](),
-        part.limit.share,
-        replace(part.limit, tokens=Fraction(0)),
-    )
-    for number, text in enumerate(part.corpus.documents()):
-        pairs += [(number, text_size(text))] if text else []
-        if len(pairs) >= FEW_DOCUMENTS:
-            return part
-        if seen.add(text_size(text), 1):
+def _part_of_text(corpus: Corpus, fraction: Fraction, first: bool) -> Corpus:
+    """The first `fraction` of a single text, by characters, or the rest of it."""
+
+    def read(start: int) -> Iterator[tuple[str, float]]:
+        text = next(corpus.documents())
+        cut = int(len(text) * fraction)
+        yield from [(text[:cut] if first else text[cut:], 0.0)][start:]
+
+    return Corpus(corpus.name, read, corpus.description, single_text=True)
+
+
+def _divide_few(source: TextSource) -> TextSource:
+    """The source with its hold-out fixed if it has few documents.
+
+    They are divided by the lengths of their texts: between two documents if that comes near, else inside a document,
+    which becomes two.
+    """
+    sizes, limit = list[tuple[int, int]](), replace(source.limit, tokens=Fraction(0))
+    for number, text in enumerate(source.corpus.documents()):
+        sizes += [(number, text_size(text))] if text else []
+        if len(sizes) >= FEW_DOCUMENTS:
+            return source
+        if limit.add(text_size(text), 1):
             break
-    starts = [0, *itertools.accumulate(size for _, size in pairs)]
-    count, end = len(pairs), starts[-1]
+    starts = [0, *itertools.accumulate(size for _, size in sizes)]
+    count, end, held_out = len(sizes), starts[-1], source.limit.held_out
     if not count:
-        return part
-    wanted = end - max(1, int(end * share))
+        return source
+    wanted = end - max(1, int(end * held_out))
     near = (end - wanted) / 4
-    held = min(count - 1, max(1, round(count * share)))
-    part = replace(
-        part, limit=replace(part.limit, text=Fraction(end))
-    )  # all of these documents are read, also if cut
+    held = min(count - 1, max(1, round(count * held_out)))
+    # All of these documents are read, also if one is cut.
+    source = replace(source, limit=replace(source.limit, text=Fraction(end)))
     if held and abs(starts[count - held] - wanted) <= near:
-        return replace(part, held=held)
+        return replace(source, held_documents=held)
     cut = min(starts[1:-1], key=lambda start: abs(start - wanted), default=0)
     if cut and abs(cut - wanted) <= near:
-        return replace(part, held=count - starts.index(cut))
+        return replace(source, held_documents=count - starts.index(cut))
     place = max(i for i in range(count) if starts[i] <= wanted)
-    corpus = _cut_document(part.corpus, pairs[place][0], max(1, wanted - starts[place] - 1))
-    return replace(part, corpus=corpus, held=count - place, rest=pairs[place][0] + 1)
+    number = sizes[place][0]
+    corpus = _cut_document(source.corpus, number, max(1, wanted - starts[place] - 1))
+    return replace(source, corpus=corpus, held_documents=count - place, rest=number + 1)
 
 
 def _cut_document(corpus: Corpus, number: int, size: int, with_rest: bool = True) -> Corpus:
-    """A corpus in which document `number` is two: its first `size` bytes, and the rest; or the first alone."""
+    """A corpus in which document `number` becomes two, its first `size` bytes and the rest; or the first one alone."""
 
     def read(start: int) -> Iterator[tuple[str, float]]:
         first = start - (start > number)
-        for place, (text, share) in enumerate(corpus.read(first), first):
+        for place, (text, fraction) in enumerate(corpus.read(first), first):
             if place != number:
-                yield text, share
+                yield text, fraction
                 continue
             characters = len(text.encode("utf-8", "replace")[:size].decode("utf-8", "ignore"))
             if start <= number:
-                yield text[:characters], share
+                yield text[:characters], fraction
             if with_rest:
-                yield text[characters:], share
+                yield text[characters:], fraction
 
     return replace(corpus, read=read, limit=corpus.limit and corpus.limit + 1)
 
 
-def splits_of(
+# -- after the shards are written
+
+
+def divide(
     data: DataSettings,
     directory: Path,
     streams: dict[str, list[Shard]],
-    parts: dict[str, Part],
-    notify: Callable[[str], None],
+    sources: dict[str, TextSource],
+    notify: Notify,
 ) -> dict[str, Split]:
-    """Which tokens are for training and which for validation.
+    """The ranges of tokens for training and for validation.
 
-    A stream of its own is for validation as a whole; else of each source its first `val_shards` shards, or the last
-    `val_fraction` of the documents that its limit counts. The tokenizer does not enter into the choice of the latter.
+    A separate validation stream is held out whole. Else Windlass holds out the first `val_shards` shards of each source,
+    or the last `val_fraction` of the documents that its limit counts.
     """
-    train, val, documents, held_out, texts = list[Range](), list[Range](), 0, 0, list[np.ndarray]()
-    for stem, shards in streams.items():
+    train, val, documents, held_documents = list[Range](), list[Range](), 0, 0
+    texts = list[np.ndarray]()  # hashes of the held-out documents
+    for name, shards in streams.items():
         stream = Stream(directory, shards)
         table, end = stream.documents(), len(stream)
-        starts = [*table["start"].tolist(), end]
         documents += len(table)
-        first, last = 0, 0  # documents
-        if stem.startswith(EVAL):
+        first = last = 0  # held-out documents
+        if name.startswith(EVAL):
             start, stop, last = 0, end, len(table)
         elif data.val_shards:
             if data.val_shards >= len(shards):
                 raise UserError(
-                    f"data.val_shards = {data.val_shards} of {len(shards)}: lower it or data.shard_tokens"
+                    f"data.val_shards = {data.val_shards} of {len(shards)}: "
+                    "lower it or data.shard_tokens"
                 )
-            start, stop, last = (
-                0,
-                int(stream.edges[data.val_shards]),
-                sum(s.documents for s in shards[: data.val_shards]),
-            )
+            start, stop = 0, int(stream.edges[data.val_shards])
+            last = sum(shard.documents for shard in shards[: data.val_shards])
         elif EVAL in streams or not data.val_fraction or not end:
             start = stop = end
         elif len(table):
-            first, last = _last_documents(data, parts[stem], table, notify)
+            first, last = _last_documents(data, sources[name], table, notify)
+            starts = [*table["start"].tolist(), end]
             start, stop = starts[first], starts[last]
-        else:  # documents are not known
+        else:  # shards of another tool
             start, stop = end - max(1, int(end * Fraction(str(data.val_fraction)))), end
-        ranges = [(0, start), (stop, end)] if not stem.startswith(EVAL) else []
-        train += [Range(stream=stem, start=a, stop=b) for a, b in ranges if a < b]
-        val += [Range(stream=stem, start=start, stop=stop)] if start < stop else []
-        held_out += last - first
+        if not name.startswith(EVAL):
+            parts = [(0, start), (stop, end)]
+            train += [Range(stream=name, start=a, stop=b) for a, b in parts if a < b]
+        val += [Range(stream=name, start=start, stop=stop)] if start < stop else []
+        held_documents += last - first
         texts += [table["text"][first:last]]
-    tokens = sum(part.stop - part.start for part in train)
+    splits = {"train": Split(ranges=train, documents=documents - held_documents)}
+    tokens = splits["train"].tokens
     if data.max_tokens and tokens > 1.5 * data.max_tokens:
-        asked = f"data.max_tokens = {data.max_tokens:,} were asked for"
         notify(
-            f"{tokens:,} training tokens, {asked}: it stops at a document's end, and they are long"
+            f"{tokens:,} training tokens, more than data.max_tokens = {data.max_tokens:,}: "
+            "documents are long, and the last one is kept whole"
         )
-    splits = {"train": Split(ranges=train, documents=documents - held_out)}
     if val:
-        text = hashlib.sha256(np.concatenate(texts).tobytes()).hexdigest()[:16] if held_out else ""
-        splits["val"] = Split(ranges=val, documents=held_out, text=text)
+        text = ""
+        if held_documents:
+            text = hashlib.sha256(np.concatenate(texts).tobytes()).hexdigest()[:16]
+        splits["val"] = Split(ranges=val, documents=held_documents, text=text)
     return splits
 
 
 def _last_documents(
-    data: DataSettings, part: Part, table: np.ndarray, notify: Callable[[str], None]
+    data: DataSettings, source: TextSource, table: np.ndarray, notify: Callable[[str], None]
 ) -> tuple[int, int]:
-    """The documents of a source that are held out: from the one to before the other of its table."""
-    read = np.cumsum(table["size"].astype(np.int64))
-    last = len(table)
-    if part.limit.text:
-        last = min(last, int(np.searchsorted(read, int(-(-part.limit.text // 1)))) + 1)
-    share = part.limit.share
-    held = part.held if part.held is not None else min(last - 1, max(1, round(last * share)))
-    held_share = Fraction(
-        int(read[last - 1] - (read[last - held - 1] if held < last else 0)), int(read[last - 1])
-    )
-    if not share / 2 < held_share < share * 3 / 2:
+    """The held-out documents of a source: the first of them in its table, and the one after the last."""
+    ends, last, limit = np.cumsum(table["size"].astype(np.int64)), len(table), source.limit
+    if limit.text:
+        last = min(last, int(np.searchsorted(ends, int(-(-limit.text // 1)))) + 1)
+    held = source.held_documents
+    if held is None:
+        held = min(last - 1, max(1, round(last * limit.held_out)))
+    before = int(ends[last - held - 1]) if held < last else 0
+    actual = Fraction(int(ends[last - 1]) - before, int(ends[last - 1]))
+    if not limit.held_out / 2 < actual < limit.held_out * 3 / 2:
         notify(
-            f"{part.corpus.name}: {float(held_share):.1%} of the text are held out, data.val_fraction = {data.val_fraction} "
-            "was asked for: documents differ in length and are not cut; data.eval_source names a validation set of your own"
+            f"{source.corpus.name}: {float(actual):.1%} of the text is held out, not data.val_fraction = "
+            f"{data.val_fraction}: documents differ in length and are not cut; "
+            "data.eval_source names a separate validation set"
         )
     return last - held, last

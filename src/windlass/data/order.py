@@ -7,11 +7,12 @@ is our own arithmetic on 64-bit integers, so that no release of a library change
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from windlass.seeds import seed_bytes
 
 ROUNDS = 6
 
@@ -24,8 +25,7 @@ def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    digest = hashlib.blake2b(key.encode(), digest_size=8 * ROUNDS).digest()
-    keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+    keys = np.frombuffer(seed_bytes(key, 8 * ROUNDS), dtype="<u8").astype(np.uint64)
 
     def feistel(x: np.ndarray) -> np.ndarray:
         left, right = x >> shift, x & mask

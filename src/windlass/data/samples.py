@@ -15,6 +15,7 @@ import numpy as np
 from windlass.data.order import permute
 from windlass.data.shards import Index, Split, Stream, cut_shards
 from windlass.recipe.settings import IGNORE_INDEX
+from windlass.seeds import seed_bytes
 
 
 @runtime_checkable
@@ -91,7 +92,7 @@ class DocumentSamples:
             starts,
             np.append(starts[1:], len(stream))[: len(starts)] - starts,
         )
-        self.lengths = lengths(self._sizes, context) if len(self._sizes) else {}
+        self.lengths = length_percentiles(self._sizes, context) if len(self._sizes) else {}
         self.shard_samples: Sequence[int] = np.diff(
             np.searchsorted(self._starts, stream.edges)
         ).tolist()
@@ -144,7 +145,7 @@ class Row(NamedTuple):
     whole: int  # tokens before it was cut at the context
 
 
-def lengths(whole: Sequence[int] | np.ndarray, used: int) -> dict[str, Any]:
+def length_percentiles(whole: Sequence[int] | np.ndarray, used: int) -> dict[str, Any]:
     """Percentiles of the lengths of whole items in tokens, and how many are longer than the `used` tokens that are read."""
     sizes = np.asarray(whole, dtype=np.int64)
     over = sizes[sizes > used] - used
@@ -225,8 +226,7 @@ class Rows:
         return tokens, labels
 
 
-def choose(keys: Iterable[str], size: int, seed: int, purpose: str) -> list[int]:
-    """The places of `size` of the keys (0: all), in their order: which ones is a pure function of seed, purpose and keys."""
-    texts = [f"windlass/choose/{purpose}/{seed}/{key}" for key in keys]
-    ranks = [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
-    return sorted(sorted(range(len(ranks)), key=ranks.__getitem__)[: size or len(ranks)])
+def choose_places(keys: Iterable[str], size: int, seed: int, purpose: str) -> list[int]:
+    """The places of `size` of the keys (0: all), in their order; a pure function of seed, purpose and keys."""
+    draws = [seed_bytes(f"windlass/choose/{purpose}/{seed}/{key}", 16) for key in keys]
+    return sorted(sorted(range(len(draws)), key=draws.__getitem__)[: size or len(draws)])

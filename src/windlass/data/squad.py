@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.samples import Row, choose
+from windlass.data.samples import Row, choose_places
 from windlass.data.sources import load_dataset
 from windlass.errors import UserError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
 HUB_NAME = "rajpurkar/squad"
-# What the model reads; the answer follows after a space, then the end-of-text token.
+# The answer follows after a space, then the end-of-text token.
 PROMPT = "Question: {question} Context: {context} Answer:"
 
 
@@ -28,18 +28,35 @@ class Question:
     id: str
     question: str
     context: str
-    answers: tuple[str, ...]  # the reference answers; the first is the one to learn
-    start: int  # where the first answer begins in the context, in characters
-    group: str = ""  # the article: questions of one article are never on both sides of a split
+    answers: tuple[str, ...]  # reference answers; the first is the one to learn
+    start: int  # of the first answer in the context, in characters
+    group: str = ""  # the article; a split never divides its questions
 
+    @property
+    def key(self) -> str:
+        return self.id
 
-# -- where the questions come from
+    @property
+    def place(self) -> str:
+        return f"question {self.id}"
+
+    @property
+    def remarks(self) -> list[str]:
+        return []
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (PROMPT.format(question=self.question, context=self.context), *self.answers)
+
+    @property
+    def content(self) -> tuple[str, ...]:
+        return (self.question, self.context, *self.answers)
 
 
 def read_questions(source: str, split: str = "train", key: str = "data.source") -> list[Question]:
-    """The questions of `squad:FILE.json` or, of `squad`, a split of the Hub's data set; `key` is the setting for messages.
+    """The questions of `squad:FILE.json`, or a split of the Hub's data set for `squad`; `key` is the setting for messages.
 
-    Raises UserError where there are none, or the file is not SQuAD v1.1 JSON.
+    Raises UserError if there are none, or the file is not SQuAD v1.1 JSON.
     """
     name, _, path = source.partition(":")
     if name != "squad":
@@ -60,26 +77,22 @@ def read_questions(source: str, split: str = "train", key: str = "data.source") 
                 answers = [{"text": text, "answer_start": start} for text, start in pairs]
                 questions.append(_question(row, row["context"], row["title"], answers))
     except UserError as error:
-        raise (
-            error
-            if path
-            else UserError(f"{error}; or give a file: squad:FILE.json, eval.squad_file")
-        ) from None
+        if path:
+            raise
+        raise UserError(f"{error}; or give a file: squad:FILE.json, eval.squad_file") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(
-            f"{key}: {path} is not SQuAD v1.1 JSON: {type(error).__name__} {error}"
-        ) from None
-    if not questions or len({q.id for q in questions}) < len(questions):
-        raise UserError(
-            f"{key}: {path} has {'two questions with one id' if questions else 'no questions'}"
-        )
+        problem = f"{type(error).__name__} {error}"
+        raise UserError(f"{key}: {path} is not SQuAD v1.1 JSON: {problem}") from None
+    if not questions:
+        raise UserError(f"{key}: {path} has no questions")
     return questions
 
 
 def read_all(sources: list[str], split: str = "train", key: str = "data.source") -> list[Question]:
+    """The questions of all sources; UserError if an id occurs twice."""
     questions = [question for source in sources for question in read_questions(source, split, key)]
     if len({question.id for question in questions}) < len(questions):
-        raise UserError(f"{key}: {', '.join(sources)} have two questions with one id")
+        raise UserError(f"{key}: {', '.join(sources)} has two questions with one id")
     return questions
 
 
@@ -95,79 +108,76 @@ def _question(
 
 
 def read_splits(recipe: Recipe) -> list[list[Question]]:
-    """The training and evaluation questions of a recipe.
+    """The training and validation questions of a recipe.
 
-    Without `data.eval_source`: the Hub's validation split for `squad`; of a file the last `data.val_fraction` of the
-    articles.
+    Without `data.eval_source`: the Hub's validation split for `squad`, the last `data.val_fraction` of a file's articles.
     """
     data, train = recipe.data, read_all(recipe.data.sources)
-    if elsewhere := data.eval_sources or [source for source in data.sources if source == "squad"]:
-        return [train, read_all(elsewhere, "validation", "data.eval_source")]
-    return split(train, data.val_fraction) if data.val_fraction else [train, []]
+    if separate := data.eval_sources or [source for source in data.sources if source == "squad"]:
+        return [train, read_all(separate, "validation", "data.eval_source")]
+    return split_articles(train, data.val_fraction) if data.val_fraction else [train, []]
 
 
-def split(items: list[Question], share: float) -> list[list[Question]]:
-    """The questions without and with those of the last `share` of the articles."""
-    articles = list(dict.fromkeys(item.group for item in items))
+def split_articles(questions: list[Question], fraction: float) -> list[list[Question]]:
+    """The questions of the first articles, and of the last `fraction` of them."""
+    articles = list(dict.fromkeys(question.group for question in questions))
     if len(articles) < 2:
-        raise UserError("data.val_fraction: there is but one article; give data.eval_source")
-    first = set(articles[: min(len(articles) - 1, max(1, round(len(articles) * (1 - share))))])
-    return [
-        [item for item in items if (item.group in first) == learned] for learned in (True, False)
-    ]
+        raise UserError("data.val_fraction: there is only one article; give data.eval_source")
+    first = set(articles[: min(len(articles) - 1, max(1, round(len(articles) * (1 - fraction))))])
+    return [[q for q in questions if (q.group in first) == training] for training in (True, False)]
 
 
 def eval_questions(recipe: Recipe) -> list[Question]:
-    """The questions that the suite `squad` asks, `eval.squad_items` or `data.eval_size` of them as `run.seed` chooses."""
-    data, asked = recipe.data, []
-    if sources := asked_sources(recipe):
+    """The questions of the suite `squad`: `eval.squad_items` or `data.eval_size` of them, chosen by `run.seed`."""
+    data, questions = recipe.data, list[Question]()
+    if sources := suite_sources(recipe):
         setting = "eval.squad_file" if recipe.eval.squad_file else "data.eval_source"
-        asked = read_all(sources, "validation", setting)
+        questions = read_all(sources, "validation", setting)
     elif data.val_fraction:
-        asked = split(read_all(data.sources), data.val_fraction)[1]
-    if not asked:
+        questions = split_articles(read_all(data.sources), data.val_fraction)[1]
+    if not questions:
         raise UserError(
             "no questions to evaluate: set eval.squad_file, data.eval_source or data.val_fraction"
         )
     size = recipe.eval.squad_items or data.eval_size
-    return [asked[i] for i in choose([q.id for q in asked], size, recipe.run.seed, "eval")]
+    places = choose_places([q.id for q in questions], size, recipe.run.seed, "eval")
+    return [questions[i] for i in places]
 
 
-def asked_sources(recipe: Recipe) -> list[str]:
-    """Where the questions of the suite `squad` come from: `eval.squad_file`, `data.eval_source`, or SQuAD's own validation
-    questions; empty: held out from the training questions."""
+def suite_sources(recipe: Recipe) -> list[str]:
+    """The sources of the suite `squad`: `eval.squad_file`, `data.eval_source`, or SQuAD's own validation questions.
+
+    Empty if the questions are held out from the training questions.
+    """
     data = recipe.data
     if recipe.eval.squad_file:
         return [f"squad:{recipe.eval.squad_file}"]
     if data.format == "squad":
         return data.eval_sources or [source for source in data.sources if source == "squad"]
-    return [source for source in data.eval_sources if source.partition(":")[0] == "squad"] or [
-        "squad"
-    ]
+    named = [source for source in data.eval_sources if source.partition(":")[0] == "squad"]
+    return named or ["squad"]
 
 
 # -- rows and prompts
 
 
 def row(item: Question, tokenizer: Tokenizer, context: int) -> Row | None:
-    """One question in at most `context` + 1 tokens; None where it does not fit.
+    """One question in at most `context` + 1 tokens; None if it does not fit.
 
-    The answer and the end-of-text token count. Of a long context the longest part around the answer that fits is used, in
-    whole words. What is cut is taken from both sides in proportion, so that the answer's relative place stays.
+    The answer and the end-of-text token count in the loss. A long context is cut to the longest part around the answer that
+    fits, in whole words, from both sides in proportion, so that the answer's relative place stays.
     """
     if tokenizer.eot is None:
         raise UserError(
-            "data.tokenizer has no end-of-text token to end an answer with; use byte, bpe, gpt2 or hf:"
+            "data.tokenizer has no end-of-text token to end an answer; use byte, bpe, gpt2 or hf:"
         )
 
     def encode(text: str) -> tuple[list[int], int]:
-        return tokenizer.encode_pair(
-            PROMPT.format(question=item.question, context=text), " " + item.answers[0]
-        )
+        prompt = PROMPT.format(question=item.question, context=text)
+        return tokenizer.encode_pair(prompt, " " + item.answers[0])
 
-    def fits(
-        characters: int,
-    ) -> bool:  # n tokens make n - 1 positions, and the end-of-text is one more token
+    def fits(characters: int) -> bool:
+        # n tokens make n - 1 positions, and the end-of-text token is one more
         return len(encode(around(item, characters))[0]) <= context
 
     ids, prompt_length = encode(item.context)
@@ -175,14 +185,10 @@ def row(item: Question, tokenizer: Tokenizer, context: int) -> Row | None:
     if len(ids) > context:
         if not fits(0):
             return None
-        ids, prompt_length = encode(
-            around(item, _bisect(len(item.context) - len(item.answers[0]), fits))
-        )
-    return Row(
-        [*ids, tokenizer.eot],
-        [False] * prompt_length + [True] * (len(ids) - prompt_length + 1),
-        whole,
-    )
+        most = _bisect(len(item.context) - len(item.answers[0]), fits)
+        ids, prompt_length = encode(around(item, most))
+    marks = [False] * prompt_length + [True] * (len(ids) - prompt_length + 1)
+    return Row([*ids, tokenizer.eot], marks, whole)
 
 
 def _bisect(too_many: int, fits: Callable[[int], bool]) -> int:
@@ -195,23 +201,24 @@ def _bisect(too_many: int, fits: Callable[[int], bool]) -> int:
 
 
 def around(item: Question, characters: int) -> str:
-    """The answer with about so many characters of the context around it, cut between words."""
+    """The answer with about `characters` of the context around it, cut between words."""
     left, right = item.context[: item.start], item.context[item.start + len(item.answers[0]) :]
     before = round(characters * len(left) / max(1, len(left) + len(right)))
     after = characters - before
-    if before < len(left) and not left[len(left) - before - 1 : len(left) - before].isspace():
-        space = next(
-            (i for i in range(len(left) - before, len(left)) if left[i].isspace()), len(left)
-        )
-        before = len(left) - space
+    first = len(left) - before
+    if first > 0 and not left[first - 1].isspace():
+        first = next((i for i in range(first, len(left)) if left[i].isspace()), len(left))
     if after < len(right) and not right[after : after + 1].isspace():
         after = next((i for i in range(after, 0, -1) if right[i - 1].isspace()), 0)
-    return left[len(left) - before :].lstrip() + item.answers[0] + right[:after].rstrip()
+    return left[first:].lstrip() + item.answers[0] + right[:after].rstrip()
 
 
 def prompt(item: Question, tokenizer: Tokenizer, room: int) -> list[int]:
-    """The tokens of a question's prompt for generation, at most `room`: a long context loses its end, a question that is too
-    long alone its beginning. Where the answer stands is not looked at: a model that is measured does not know it either."""
+    """The tokens of a question's prompt for generation, at most `room`.
+
+    A long context loses its end, and a question that is too long alone its beginning. The place of the answer has no
+    effect, because a model that is measured does not know it.
+    """
 
     def encode(characters: int) -> list[int]:
         text = item.context[:characters].rstrip()
@@ -221,8 +228,7 @@ def prompt(item: Question, tokenizer: Tokenizer, room: int) -> list[int]:
     if len(ids) <= room:
         return ids
     most = _bisect(len(item.context), lambda characters: len(encode(characters)) <= room)
-    ids = encode(
-        max((i for i in range(most + 1) if i == 0 or item.context[i : i + 1].isspace()), default=0)
-    )
+    words = [i for i in range(most + 1) if i == 0 or item.context[i : i + 1].isspace()]
+    ids = encode(words[-1])
     bos = len(tokenizer.bos)
     return [*ids[:bos], *ids[bos + max(0, len(ids) - room) :]][-room:]

@@ -9,7 +9,6 @@ Legend: B rows of a batch, T tokens of a pass, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -36,6 +35,7 @@ from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast as recipe_autocast
 from windlass.parallel.parallelize import unwrap, varying_shapes
 from windlass.run import Run
+from windlass.seeds import seed_bytes
 
 Event = tuple[int, int | None]
 """The index of a text and its next token; None when the text is complete."""
@@ -71,8 +71,8 @@ class Sampling:
 
 def uniform(seed: int, index: int, place: int) -> float:
     """A number in [0, 1) on a grid of 2^-32, a pure function of its three arguments."""
-    text = f"windlass/sample/{seed}/{index}/{place}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") / 2**32
+    draw = seed_bytes(f"windlass/sample/{seed}/{index}/{place}", 4)
+    return int.from_bytes(draw, "little") / 2**32
 
 
 def choose(logits: Tensor, sampling: Sampling, draws: Sequence[float]) -> Tensor:

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from windlass import hub
+from windlass.data.files import read_json_items
 from windlass.data.loader import MicroBatch, eval_batches
 from windlass.data.samples import Samples
-from windlass.data.sources import read_json_items
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import evaluating

@@ -309,7 +309,7 @@ def measured_on(
     if suite == SQUAD_SUITE:
         files = [
             source.partition(":")[2]
-            for source in squad_data.asked_sources(recipe) or recipe.data.sources
+            for source in squad_data.suite_sources(recipe) or recipe.data.sources
         ]
     # Those that are not named come from the Hub.
     return {

@@ -9,7 +9,6 @@ value heads, E = D / H width of a head, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from windlass.model.loss import cross_entropy_sum, head_logits
 from windlass.recipe.network import ModelSettings
+from windlass.seeds import seed_of
 
 
 class LayerCache:
@@ -289,8 +289,7 @@ class GPT(nn.Module):
 
 def generator(seed: int, name: str) -> torch.Generator:
     """A CPU generator of its own for each seed and parameter name."""
-    digest = hashlib.blake2b(f"windlass/init/{seed}/{name}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator().manual_seed(seed_of(f"windlass/init/{seed}/{name}"))
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from windlass.errors import UserError, argument, first_line
 from windlass.fileio import read_json, to_json
 from windlass.model.gpt import assign
 from windlass.recipe.network import ModelSettings
+from windlass.seeds import seed_of
 
 FOLDER, RECORD = "origin", "origin.json"
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -147,7 +148,7 @@ def fill_from_seed(
                     zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
                     module._parameters[key] = nn.Parameter(zeros)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed(seed, prefix))
+            torch.manual_seed(seed_of(f"windlass/hf/{seed}/{prefix}"))
             for module in reversed(list(unit.modules())):  # children first, as in `transformers`
                 template._init_weights(module)  # type: ignore[operator]
         for name, value in unit.named_parameters(prefix):
@@ -164,7 +165,7 @@ def fill_adapter(name: str, parameter: Tensor, seed: int) -> None:
     zero."""
     whole = torch.zeros(parameter.shape)
     if ".lora_A." in name or ".lora_embedding_B." in name:
-        generator = torch.Generator().manual_seed(_seed(seed, name))
+        generator = torch.Generator().manual_seed(seed_of(f"windlass/hf/{seed}/{name}"))
         nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
     assign(parameter, whole)
 
@@ -202,11 +203,6 @@ def fill_from_adapter(model: nn.Module, directory: Path) -> None:
         raise UserError(f"{problem}: {differ[0]} ({len(differ)} in all)")
     for name, parameter in own.items():
         assign(parameter, files.files[name].get_tensor(name).float())
-
-
-def _seed(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"windlass/hf/{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def describe_origin(model: Any) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
+from windlass.seeds import seed_of
 
 SCALE_START, SCALE_GROWS_AFTER = (
     65536.0,
@@ -21,8 +21,7 @@ SCALE_START, SCALE_GROWS_AFTER = (
 
 def step_seed(seed: int, step: int, micro: int) -> int:
     """The seed of torch's default generators for micro-batch `micro` of a step: equal on every rank and world size."""
-    text = f"windlass/dropout/{seed}/{step}/{micro}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return seed_of(f"windlass/dropout/{seed}/{step}/{micro}")
 
 
 @dataclass

@@ -1,0 +1,222 @@
+"""Local files of a source: finding them, describing them for the index, and reading their records.
+
+A record is one document or one JSON item. A file is text, JSON (lines or one array) or Parquet; text and JSON may be
+compressed (`.gz`, `.zst`).
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from windlass.errors import UserError
+
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+JSON_LINES = (".jsonl", ".ndjson")
+# The files that a directory contributes. A `.json` in a directory may describe the other files.
+ENDINGS = (".txt", *JSON_LINES, ".parquet")
+# Files that a glob may match by accident.
+ABOUT = re.compile(
+    r"(?i)\.|(readme|licen[cs]e|copying|notice|changelog|authors|contributing|requirements)\b"
+)
+NO_ENDING = "without ending"
+HASHED_BYTES = (
+    64_000_000  # files up to this total are compared by content, larger ones by size and time
+)
+CONVERSATION_KEYS = {"messages", "conversations", "prompt", "instruction"}
+TO_UTF8 = "convert it to UTF-8, for example iconv -f latin1 -t utf-8 OLD > NEW"
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file. Other threads run meanwhile."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# -- which files
+
+
+def find_files(
+    pattern: str, setting: str = "data.source", endings: tuple[str, ...] = ENDINGS
+) -> list[Path]:
+    """The files behind a path, a directory or a glob, sorted by name; UserError if there are none."""
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        files = [p for p in sorted(path.rglob("*")) if p.is_file() and suffixes(p)[0] in endings]
+    else:
+        places = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
+        files = [Path(place) for place in places if Path(place).is_file()]
+    if not files:
+        hint = ""
+        if "," in pattern:
+            names = [part.strip(" []'\"") for part in pattern.split(",")]
+            value = json.dumps(names, ensure_ascii=False)
+            hint = f"; several are a list: '{setting}={value}'"
+            if setting.startswith("--"):
+                hint = f"; several are a list: {setting} '{value}'"
+        raise UserError(
+            f"{setting}: there is no file {pattern} (of a directory: {', '.join(endings)}); "
+            f"a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB{hint}"
+        )
+    return files
+
+
+def check_source(source: str, setting: str, conversations: bool = False) -> None:
+    """Raise UserError if a source names local files and none exists."""
+    kind, _, place = source.partition(":")
+    if kind == "hf" or source in ("stdlib", "squad") or source.startswith(("http://", "https://")):
+        return
+    path = place if kind in ("shards", "squad") else source
+    find_files(path, setting, JSON_LINES if conversations else ENDINGS)
+
+
+def listing(files: list[Path]) -> str:
+    """The number of files, a few names, and the files that a pattern may have matched by accident."""
+    more = f" and {len(files) - 4:,} more" if len(files) > 4 else ""
+    names = ", ".join(path.name for path in files[:4]) + more
+    kinds = Counter(suffixes(path)[0] or NO_ENDING for path in files)
+    counts = ", ".join(f"{count:,} {ending}" for ending, count in kinds.most_common(4))
+    unusual = set(kinds) - {*ENDINGS, ".json"}
+    if unusual == set(kinds):  # the user's own ending
+        unusual = set()
+    odd = [p.name for p in files if ABOUT.match(p.name) or (suffixes(p)[0] or NO_ENDING) in unusual]
+    text = f"{len(files):,} files{f' ({counts})' if len(kinds) > 1 else ''}: {names}"
+    if odd:
+        shown = ", ".join(odd[:4]) + (", ..." if len(odd) > 4 else "")
+        text += f"; with {shown}: narrow the source if that is not meant"
+    return text
+
+
+def suffixes(path: Path) -> tuple[str, str]:
+    """The ending that names the format, and the ending of the compression or ''."""
+    codec = path.suffix.lower() if path.suffix.lower() in CODECS else ""
+    return (Path(path.stem) if codec else path).suffix.lower(), codec
+
+
+def describe_files(files: list[Path]) -> list[dict[str, Any]]:
+    """Files for the index: name, size, and the SHA-256; the time of change if they are large."""
+    stats = [(path, path.stat()) for path in files]
+    small = sum(stat.st_size for _, stat in stats) <= HASHED_BYTES
+    return [
+        {"file": str(path), "bytes": stat.st_size}
+        | ({"sha256": sha256_of(path)} if small else {"changed_ns": stat.st_mtime_ns})
+        for path, stat in stats
+    ]
+
+
+def has_changed(source: str, description: dict[str, Any]) -> bool:
+    """Whether local files differ from the prepared ones; False if they no longer exist."""
+    with suppress(UserError, OSError):
+        if not source.startswith(("http://", "https://", "hf:", "shards:")) and source != "stdlib":
+            return describe_files(find_files(source)) != description["files"]
+    return False
+
+
+# -- records
+
+
+def read_records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str, Any]]:
+    """The documents of a file, each with its place for messages. Text and JSON lines are undecoded bytes, so that a
+    resume skips them cheaply."""
+    ending = suffixes(path)[0]
+    if ending == ".parquet":
+        import pyarrow.parquet as pq
+
+        table = pq.ParquetFile(raw)
+        names = table.schema_arrow.names
+        if text_key not in names:
+            raise UserError(f"{path} has no column {text_key!r}; {other_keys(names)}")
+        for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
+            for value in batch.column(0).to_pylist():
+                yield f"{path}", value
+    elif ending == ".json":
+        yield from read_json_items(path)
+    else:
+        stream = _decompressed(path, raw)  # held, because it closes `raw` when it is deleted
+        if ending not in JSON_LINES:
+            yield f"{path}", stream.read()
+            return
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield f"{path}, line {number:,}", line
+
+
+def read_json_items(path: Path) -> Iterator[tuple[str, Any]]:
+    """The items of a JSON file, each with its place for messages: one a line, or (`.json`) all in an array.
+
+    Raises UserError if the file cannot be read or is not JSON.
+    """
+    place = str(path)
+    try:
+        with path.open("rb") as raw:
+            lines = _decompressed(path, raw)
+            if suffixes(path)[0] == ".json":
+                content = lines.read().removeprefix(codecs.BOM_UTF8)
+                if content.lstrip()[:1] == b"[":
+                    for number, item in enumerate(json.loads(content), 1):
+                        yield f"{path}, item {number:,}", item
+                    return
+                lines = content.split(b"\n")
+            for number, line in enumerate(lines, 1):
+                place = f"{path}, line {number:,}"
+                if line.strip():
+                    yield place, json.loads(line.removeprefix(codecs.BOM_UTF8))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: {error}; {TO_UTF8}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{place} is not JSON: {error}; write one object a line (.jsonl), or one array (.json)"
+        ) from None
+
+
+def document(record: Any, is_json: bool, place: str, text_key: str) -> str:
+    """The text of a record; an empty text for null. UserError if it has none."""
+    if isinstance(record, bytes):
+        try:
+            record = record.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{place}: {error}; {TO_UTF8}") from None
+        if not is_json:
+            return str(record.removeprefix("\ufeff"))
+    if is_json:
+        try:
+            record = json.loads(record) if isinstance(record, str) else record
+            record = record[text_key]
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            hint = f"{error}: set data.text_key"
+            hint = other_keys(record) if isinstance(record, dict) else hint
+            raise UserError(f"{place} is not a JSON object with {text_key!r}; {hint}") from None
+    if not isinstance(record, str | None):
+        kind = type(record).__name__
+        raise UserError(f"{place}: {text_key!r} holds {kind}, not text: set data.text_key")
+    return record or ""
+
+
+def other_keys(names: Iterable[str]) -> str:
+    """The keys of a record that has no text, and the setting to change."""
+    shown = list(names)[:12]
+    remedy = "set data.text_key"
+    if CONVERSATION_KEYS.intersection(shown):
+        remedy = 'write data.format="chat", for conversations'
+    return f"it has {', '.join(map(repr, shown))}: {remedy}"
+
+
+def _decompressed(path: Path, raw: BinaryIO) -> Any:
+    if not (codec := suffixes(path)[1]):
+        return raw
+    # Unlike Python's and zstandard's own streams, pyarrow rejects a truncated last frame in both formats.
+    import pyarrow as pa
+
+    stream = pa.CompressedInputStream(pa.PythonFile(raw, "r"), CODECS[codec])
+    return io.BufferedReader(stream, 1 << 20)
