@@ -43,6 +43,15 @@ for _signal in (
 REPOSITORY = Path(__file__).parent.parent
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under xdist one worker runs a whole file, and one all tests of the SLURM cluster, which exists once."""
+    for item in items:
+        folder = item.path.parent.name
+        item.add_marker(
+            pytest.mark.xdist_group("cluster" if folder == "cluster" else item.path.name)
+        )
+
+
 def real_data() -> Path:
     """The folder of real data for tests, whether it exists or not."""
     return Path(os.environ.get("WINDLASS_TEST_DATA", REPOSITORY.parent / "shared" / "data"))

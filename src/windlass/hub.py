@@ -1,6 +1,8 @@
-"""The Hugging Face Hub: names become local directories, and what it does not give is one message with what to do.
+"""The Hugging Face Hub: names become local directories, and each failure becomes one message with a
+remedy.
 
-Imports nothing heavy: the Hub's own libraries read their environment when they are imported, so `prepare` comes first.
+The module imports nothing heavy. The Hub's libraries read their environment at import, so call
+`prepare` before that.
 """
 
 from __future__ import annotations
@@ -12,34 +14,34 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from windlass.errors import UserError, argument, first_line, needs, require
 from windlass.fileio import read_json
 
-# How long to wait for the Hub, and once more, before working offline; its libraries would retry for most of a minute.
-PROBE_SECONDS = (3.0, 6.0)
+PROBE_SECONDS = (3.0, 6.0)  # of two attempts to reach the Hub; its libraries would retry for 50 s
 YES = ("1", "ON", "YES", "TRUE")
 PROXIES = ("HTTPS_PROXY", "ALL_PROXY")
-# Configuration, tokenizer and code; of weights the safetensors files that `transformers` would read, and no others.
-SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
-SUBFOLDERS = ["*/*"]  # other formats of the same weights lie there
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # configuration, tokenizer, code
+SUBFOLDERS = ["*/*"]  # other formats of the same weights
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-REFUSALS = {
-    "GatedRepoError": "is gated: accept its licence on its page on the Hub, and set HF_TOKEN to a token of the account that did",
-    "RevisionNotFoundError": "has no such revision on the Hub: name a commit, a tag or a branch that it has",
-    "RepositoryNotFoundError": "is not on the Hub, or is private: check the spelling, or set HF_TOKEN to a token that may read it",
+PROBLEMS = {
+    "GatedRepoError": "is gated: accept its licence on its page on the Hub, and set HF_TOKEN to a "
+    "token of that account",
+    "RevisionNotFoundError": "has no such revision on the Hub: name another commit, tag or branch",
+    "RepositoryNotFoundError": "is not on the Hub, or is private: check the spelling, or set "
+    "HF_TOKEN to a token that may read it",
 }
-"""What to do where the Hub does not give a name, by its client's errors; a gated one is also a missing one."""
+"""Problem and remedy for each error of the Hub's client; a gated repository also counts as not
+found."""
 
 
 def prepare() -> None:
-    """Work offline where the Hub cannot be reached, unless HF_HUB_OFFLINE is set either way, or a proxy; before any import
-    of the Hub's libraries.
-    """
-    if "HF_HUB_OFFLINE" in os.environ or any(
-        os.environ.get(n) or os.environ.get(n.lower()) for n in PROXIES
-    ):
+    """Set HF_HUB_OFFLINE if the Hub is out of reach, unless it is set already or there is a
+    proxy."""
+    proxy = any(os.environ.get(name) or os.environ.get(name.lower()) for name in PROXIES)
+    if "HF_HUB_OFFLINE" in os.environ or proxy:
         return
     address = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     port = address.port or (80 if address.scheme == "http" else 443)
@@ -48,17 +50,18 @@ def prepare() -> None:
             socket.create_connection((address.hostname or "", port), timeout=seconds).close()
             return
         except TimeoutError:
-            continue  # perhaps only slow
+            continue  # the network may be slow
         except OSError:
             break
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if "huggingface_hub.constants" in sys.modules:  # imported before: it has read its environment
+    if "huggingface_hub.constants" in sys.modules:  # it has read its environment already
         sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn what the Hub's libraries raise into a UserError: `what` names the thing wanted and where to change it."""
+    """Turn an error of the Hub's libraries into a UserError; `what` names the file or model and its
+    setting."""
     try:
         yield
     except UserError:
@@ -71,18 +74,19 @@ def explained(what: str) -> Iterator[None]:
         while cause is not None:
             kinds |= {kind.__name__ for kind in type(cause).__mro__}
             cause = cause.__cause__ or cause.__context__
-        if reason := next((text for name, text in REFUSALS.items() if name in kinds), ""):
-            raise UserError(f"{what} {reason}") from None
+        if problem := next((text for name, text in PROBLEMS.items() if name in kinds), ""):
+            raise UserError(f"{what} {problem}") from None
         if os.environ.get("HF_HUB_OFFLINE", "").upper() in YES:
-            raise UserError(
-                f"{what} is not on this machine, and the Hub is out of reach (or HF_HUB_OFFLINE is set): "
-                "download it where there is a network, or give a local directory"
-            ) from None
+            problem = (
+                "is not on this machine, and the Hub is out of reach (or HF_HUB_OFFLINE is set)"
+            )
+            advice = "download it on a machine with a network, or give a local directory"
+            raise UserError(f"{what} {problem}: {advice}") from None
         raise UserError(f"{what} cannot be loaded: {first_line(error)}") from None
 
 
 def missing_package(error: ImportError) -> str:
-    """Which package an import that failed needs, and what installs it."""
+    """The package that a failed import needs, and the command that installs it."""
     name = (error.name or "").partition(".")[0]
     return needs(name) if name else f"needs a package that is missing: {first_line(error)}"
 
@@ -90,10 +94,14 @@ def missing_package(error: ImportError) -> str:
 def directory(
     name: str, revision: str = "", key: str = "model.name", weights: bool = False
 ) -> Path:
-    """The local directory of a model or tokenizer: a directory is itself, anything else is fetched from the Hub once.
+    """The local directory of a model or tokenizer: `name` itself, or a download from the Hub.
 
-    `revision` is a commit, tag or branch of the Hub, `key` the setting that names it. With `weights` those come too: the
-    files that the index names, or the single one. Raises UserError where the Hub does not give it.
+    Args:
+        revision: a commit, tag or branch of the Hub.
+        key: the setting that names the model, for messages.
+        weights: also download the safetensors files that the index names, or the single one.
+
+    Raises UserError if the Hub does not provide it.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -104,55 +112,51 @@ def directory(
     with explained(f"{key}: {name}{'@' + revision if revision else ''}"):
         from huggingface_hub import snapshot_download
 
-        version = revision or None
+        version, small = revision or None, {"allow_patterns": SMALL_FILES}
         folder = Path(
-            snapshot_download(
-                name, revision=version, allow_patterns=SMALL_FILES, ignore_patterns=SUBFOLDERS
-            )
+            snapshot_download(name, revision=version, **small, ignore_patterns=SUBFOLDERS)
         )
         if weights:
-            snapshot_download(
-                name, revision=commit_of(folder) or version, allow_patterns=weight_files(folder)
-            )
+            version = commit_of(folder) or version
+            snapshot_download(name, revision=version, allow_patterns=weight_files(folder))
         return folder
 
 
 def check_push(repo: str) -> None:
-    """Raise UserError where nothing can be uploaded to a repository of the Hub: no token, or no network."""
+    """Raise UserError if an upload to a repository of the Hub cannot work: no token, or no
+    network."""
     prepare()
-    require("huggingface_hub", argument("push", repo))
+    option = argument("push", repo)
+    require("huggingface_hub", option)
     from huggingface_hub import get_token
 
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo):
-        raise UserError(f"{argument('push', repo)}: write a repository of the Hub as NAME/MODEL")
+        raise UserError(f"{option}: write a repository of the Hub as NAME/MODEL")
     if not get_token():
-        raise UserError(
-            f"{argument('push', repo)} needs a token that may write: set HF_TOKEN, or run `hf auth login`"
-        )
+        raise UserError(f"{option} needs a write token: set HF_TOKEN, or run `hf auth login`")
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in YES:
-        raise UserError(
-            f"{argument('push', repo)}: the Hub is out of reach (or HF_HUB_OFFLINE is set): leave it out, push later"
-        )
+        problem = "the Hub is out of reach (or HF_HUB_OFFLINE is set)"
+        raise UserError(f"{option}: {problem}; export without it, and push later")
 
 
 def push(folder: Path, repo: str) -> None:
-    """Upload a directory to a repository of the Hub, which is made, private, where it is not there; or UserError."""
+    """Upload a directory to a repository of the Hub, a new private one if it does not exist;
+    UserError if that fails."""
     from huggingface_hub import HfApi
 
     try:
         HfApi().create_repo(repo, private=True, exist_ok=True)
-        HfApi().upload_folder(
-            folder_path=folder, repo_id=repo, commit_message="Export of a Windlass run"
-        )
+        message = "Export of a Windlass run"
+        HfApi().upload_folder(folder_path=folder, repo_id=repo, commit_message=message)
     except (OSError, ValueError) as error:  # the Hub's own errors are all of these
-        raise UserError(
-            f"{argument('push', repo)}: the Hub did not take {folder}, which is whole: {first_line(error)}; "
-            "is the name yours, and may the token write (HF_TOKEN)?"
-        ) from None
+        problem = f"the Hub rejected {folder}, which is complete: {first_line(error)}"
+        advice = "check that the name is yours and that the token may write (HF_TOKEN)"
+        raise UserError(f"{argument('push', repo)}: {problem}; {advice}") from None
 
 
 def tokenizer_directory(place: str, key: str = "data.tokenizer") -> Path:
-    """The local directory of what follows `hf:` in a tokenizer's setting: a directory, a file in one, `NAME` or `NAME@REVISION`."""
+    """The local directory for a setting `hf:PLACE`: a directory, a file in one, `NAME` or
+    `NAME@REVISION`."""
     path = Path(place).expanduser()
     if path.exists():
         return path.parent if path.is_file() else path
@@ -161,17 +165,15 @@ def tokenizer_directory(place: str, key: str = "data.tokenizer") -> Path:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of the safetensors files of a model: those of its index, or the single one. Raises UserError."""
+    """The names of a model's safetensors files, by its index or the single one; UserError for a
+    damaged index."""
     files = read_json(folder / INDEX).get("weight_map", {})
     if not isinstance(files, dict) or (not files and (folder / INDEX).is_file()):
-        raise UserError(f"{folder / INDEX} is no index of safetensors files")
+        raise UserError(f"{folder / INDEX} is not an index of safetensors files")
     return sorted(set(files.values())) or [SINGLE]
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of a directory that came from the Hub, by its place in the cache; empty for any other directory."""
-    return (
-        folder.name
-        if folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name)
-        else ""
-    )
+    """The commit of a directory in the Hub's cache, by its path; empty for any other directory."""
+    cached = folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name)
+    return folder.name if cached else ""
