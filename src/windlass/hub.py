@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from windlass.errors import UserError, argument, first_line, needs, require
@@ -112,10 +111,9 @@ def directory(
     with explained(f"{key}: {name}{'@' + revision if revision else ''}"):
         from huggingface_hub import snapshot_download
 
-        version, small = revision or None, {"allow_patterns": SMALL_FILES}
-        folder = Path(
-            snapshot_download(name, revision=version, **small, ignore_patterns=SUBFOLDERS)
-        )
+        version = revision or None
+        small: dict[str, Any] = {"allow_patterns": SMALL_FILES, "ignore_patterns": SUBFOLDERS}
+        folder = Path(snapshot_download(name, revision=version, **small))
         if weights:
             version = commit_of(folder) or version
             snapshot_download(name, revision=version, allow_patterns=weight_files(folder))
