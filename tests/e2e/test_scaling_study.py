@@ -9,7 +9,7 @@ from windlass import Study, scale
 from windlass.fileio import read_json
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.study.scaling import rows
+from windlass.study.setups import read_setups
 
 pytestmark = pytest.mark.dist
 
@@ -44,7 +44,7 @@ def test_killed_in_the_middle_of_a_cell_the_same_command_resumes_it(words, tmp_p
     assert first.metrics_path.read_bytes() == before
     assert "resumed" in [event["event"] for event in second.events] and second.state == "finished"
     assert [x["step"] for x in second.lines("train")] == list(range(1, 61))
-    assert [row.values["world"] for row in rows(Study.open(path))] == [1, 2]
+    assert [row.values["world"] for row in read_setups(Study.open(path))] == [1, 2]
     assert not (path / "machine.json").exists() and not (path / "probes").exists()
     refusal = windlass("scale", str(path), "train.steps=7", code=2)
     assert "train.steps=7" in refusal.stderr and "leave" in refusal.stderr
@@ -93,8 +93,8 @@ def test_strategies_by_the_api(corpus, tmp_path):
     }
     recipe, path = Recipe.load("quickstart", overrides(settings)), tmp_path / "study"
     study = scale(recipe, [2], mode="strategies", path=path, probes=False)
-    table = rows(study)
+    table = read_setups(study)
     assert [row.state for row in table] == ["finished"] * len(table), [row.reason for row in table]
-    assert len({row.setup for row in table}) == len(table) >= 10
+    assert len({row.name for row in table}) == len(table) >= 10
     assert len([row for row in table if row.values["recommended"]]) == 1
     assert scale(path, probes=False).results() == study.results()

@@ -12,7 +12,6 @@ from report_fixtures import stamp
 
 from windlass.model.size import count
 from windlass.recipe import Recipe
-from windlass.run import Run, timestamp
 from windlass.study.grid import REPEAT, WORLD, Assignment, Scaling, cells_of
 from windlass.study.study import Study
 
@@ -152,16 +151,14 @@ def build_scaling(
         write_run(study.run_of(cell).path, cell.recipe, world, phases, **options)
         if number in failed:
             study.set_status(cell, "failed", "exit code 1: out of memory")
-        if probe and world > 1:
+        if probe and world > 1 and not study.probe_dir(cell).exists():
             for rank in range(world):
-                place = path / "probes" / Path(cell.directory).name / str(rank)
+                place = study.probe_dir(cell) / str(rank)
                 alone = cell.recipe.replace(
                     {"train.global_batch": cell.recipe.train.global_batch // world}
                 )
                 write_run(place, alone, 1, dict(probe(cell.assignment)), slow_start=3.0)
-            # the windows up to step 10 begin before all ranks of the probe are running
-            together = timestamp(Run(place).lines("train")[0]) + 0.001
-            ended = {"state": "finished", "reason": "", "together": together}
+            ended = {"state": "finished", "reason": ""}
             (place.parent / "probe.json").write_text(json.dumps(ended))
     if rates:
         (path / "machine.json").write_text(json.dumps(rates))

@@ -29,7 +29,7 @@ from windlass.model.size import checkpoint_bytes
 from windlass.recipe import Recipe
 from windlass.study.scale import create_study
 from windlass.study.study import Study
-from windlass.study.submit import submit_scaling, submit_study
+from windlass.study.submit import submit_study
 from windlass.training.start import resolve_start
 
 SITE = Site(
@@ -376,8 +376,9 @@ def test_offline_trackers_are_synchronised(tmp_path, monkeypatch):
         site = Site(gpus_per_node=1, environment={"WANDB_MODE": mode, "MLFLOW_TRACKING_URI": uri})
         how = {"scheduler": "slurm", "site": site, "asked": Resources(), "dry_run": True}
         script, _ = submit_run(recipe, scheduler="slurm", site=site, dry_run=True)
-        array, _ = submit_study(study.path, **how)
-        for text in (script, array, *(one for _, one, _ in submit_scaling(grown, **how))):
+        arrays = [*submit_study(study, **how), *submit_study(grown, **how)]
+        assert len(arrays) == 3
+        for text in (script, *(one.script for one in arrays)):
             assert ("WANDB_MODE=online" in text and "--to wandb" in text) == (mode == "offline")
             assert ("--to mlflow" in text) == (mode == "online") and "--to tensorboard" not in text
             assert ('--only "$task" --to' in text) == ("#SBATCH --array" in text)
@@ -556,7 +557,7 @@ def test_files_are_found_from_the_sites_scratch_directory(tmp_path, monkeypatch)
         "site": Site(scratch=str(scratch), gpus_per_node=1),
         "dry_run": True,
     }
-    assert f"cd {tmp_path} || exit 1" in submit_study(study.path, **how)[0], (
+    assert f"cd {tmp_path} || exit 1" in submit_study(study, **how)[0].script, (
         "its directory is where it is"
     )
 
@@ -731,8 +732,8 @@ def test_a_second_submission_does_not_lose_the_first_job(tmp_path, monkeypatch, 
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
     (study.path / "job.json").write_text('{"scheduler": "pbs", "job": "7[].server"}')
-    _, job = submit_study(study.path, scheduler="pbs", site=Site(gpus_per_node=1))
-    assert job == "8[].server" == read_json(study.path / "job.json")["job"]
+    [submitted] = submit_study(study, scheduler="pbs", site=Site(gpus_per_node=1))
+    assert submitted.job == "8[].server" == read_json(study.path / "job.json")["job"]
     others = [read_json(path)["job"] for path in study.path.glob("job-*.json")]
     assert others == (["7[].server"] if state == "begun" else [])
 
@@ -793,22 +794,21 @@ def test_the_open_cells_of_a_study(tmp_path, monkeypatch):
         "dry_run": True,
         "notify": messages.append,
     }
-    script, _ = submit_study(study.path, **how)
+    [(_, script, _)] = submit_study(study, **how)
     assert {"#SBATCH --array=0,3", "#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4"} <= set(
         header(script)
     )
     assert f'sweep {study.path} --only "$task" --launch &' in script
-    assert "cell 1;" in messages[0] and "--retry-failed" in messages[0] and "cell 2" in messages[1]
-    script, _ = submit_study(study.path, **how, retry_failed=True)
+    assert "cell 1 " in messages[0] and "--retry-failed" in messages[0] and "cell 2" in messages[1]
+    [(_, script, _)] = submit_study(study, **how, retry_failed=True)
     assert (
         "#SBATCH --array=0,1,3" in header(script) and '"$task" --launch --retry-failed &' in script
     )
     cpu = Study.create(
         Recipe.load("quickstart", ["parallel.device=cpu"]), ["parallel.world=1,2"], tmp_path / "cpu"
     )
-    script, _ = submit_study(
-        cpu.path, scheduler="pbs", site=Site(), asked=Resources(2), dry_run=True
-    )
+    pbs = {"scheduler": "pbs", "site": Site(), "dry_run": True}
+    [(_, script, _)] = submit_study(cpu, **pbs, asked=Resources(2))
     assert (
         any(line.startswith("#PBS -l select=1:ncpus=2:") for line in header(script))
         and "--launch" not in script
@@ -816,4 +816,4 @@ def test_the_open_cells_of_a_study(tmp_path, monkeypatch):
     assert "mpiprocs=2" in script
     for cell in cpu.cells:
         cpu.set_status(cell, "failed")
-    assert submit_study(cpu.path, scheduler="pbs", site=Site(), dry_run=True) == ("", "")
+    assert submit_study(cpu, **pbs) == []

@@ -2,16 +2,17 @@
 
 import io
 import json
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.console import Console
-from rich.live import Live
 
 from helpers import write_ledger
 from windlass.cli import main
-from windlass.cli.sweep import cells_table, show_cells
 from windlass.estimate.optimum import resolve_steps
 from windlass.recipe import Recipe
+from windlass.study.progress import Progress, cells_table
 from windlass.study.study import Study
 
 
@@ -77,11 +78,32 @@ def test_a_cell_that_trains_shows_its_step_and_time_left(study):
     run.heartbeat_path.touch()
     row = next(line for line in drawn(study).splitlines() if "running" in line)
     assert row.split()[3:6] == ["running", "300/400", "1s"]
-    out, shown = io.StringIO(), {}
-    with Live(console=Console(file=out, width=200), auto_refresh=False) as live:
+    out = io.StringIO()
+    with Progress(out) as progress:
         for _ in range(2):
-            show_cells(live, shown, study)
+            progress.show(study)
     assert out.getvalue() == "[1/4] lr=0.01 seed=1: running, step 300/400, 1s left\n"
+
+
+def test_a_notebook_shows_one_table_that_changes(study, monkeypatch):
+    """Stand-ins for a notebook's modules: `display` gives a handle that `update` draws again."""
+    shown = []
+    handle = SimpleNamespace(update=lambda data, raw: shown.append(data["text/plain"]))
+
+    def display(data, raw, display_id):
+        handle.update(data, raw)
+        return handle
+
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    out = io.StringIO()
+    with Progress(out) as progress:
+        for number in (0, 0, 1):
+            finish(study, number, 2.5) if not study.results()[number].step else None
+            progress.show(study)
+        progress.show_end(study)
+    assert [text.count("finished") for text in shown] == [1, 2] and out.getvalue() == ""
 
 
 def test_the_steps_of_cells_that_have_not_begun(study, tmp_path):

@@ -14,7 +14,7 @@ from windlass.optim.schedule import factor, phases
 from windlass.recipe import Horizon, Recipe
 from windlass.study.grid import cells_of, expand, parse_axis
 from windlass.study.presets import load_study
-from windlass.study.scale import assignments, merge
+from windlass.study.scale import assignments, scaling_of
 
 EPOCHS = 500  # training items of the exercises on SQuAD
 
@@ -140,9 +140,11 @@ def test_quotas_of_gpt2_124m():
     ],
 )
 def test_cells_of_scaling_studies(name, questions, wanted):
-    base, options = load_study(name, "scale")
+    base, options, _ = load_study(name, "scale")
     worlds = options.pop("worlds")
-    cells = cells_of(base, assignments(base, merge(None, options, options.pop("preset")), worlds))
+    cells = cells_of(
+        base, assignments(base, scaling_of(None, options, options.pop("preset")), worlds)
+    )
     found = []
     for cell in cells:
         own = cell.recipe
@@ -174,7 +176,7 @@ def test_cells_of_scaling_studies(name, questions, wanted):
     ],
 )
 def test_grids_of_learning_rates(name, rates, steps, strategy):
-    base, options = load_study(name, "sweep")
+    base, options, _ = load_study(name, "sweep")
     cells = expand(base, map(parse_axis, options["axes"]))
     assert [cell.recipe.optim.lr for cell in cells] == rates and options["world"] == 2
     for own in (cell.recipe for cell in cells):

@@ -16,7 +16,7 @@ from windlass.reports.study import read_study
 from windlass.reports.tables import EPOCH_LOSS, MEASURES
 from windlass.reports.view import view, views
 from windlass.study.grid import WORLD, Scaling
-from windlass.study.scaling import NAMES
+from windlass.study.setups import SETUP_MEASURES
 
 BASELINE = [
     "Train Loss (Final)",
@@ -63,7 +63,7 @@ WEAK = [
     "Efficiency (%)",
 ]
 SETUP_VALUES = {
-    *NAMES,
+    *SETUP_MEASURES,
     "setup",
     "efficiency_pct",
     "ratio_pct",

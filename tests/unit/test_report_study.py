@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from report_fixtures import build_run, build_study, edit, loss_at
 
-from windlass.cli.sweep import cells_table
 from windlass.recipe import Recipe
 from windlass.reports.charts import charts
 from windlass.reports.page import page
@@ -19,6 +18,7 @@ from windlass.reports.study import (
     winner_text,
 )
 from windlass.run import Run
+from windlass.study.progress import cells_table
 from windlass.study.study import Study
 
 

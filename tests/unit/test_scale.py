@@ -15,8 +15,8 @@ from windlass.study import probe
 from windlass.study.grid import Cell, Scaling, cells_of, expand, parse_axis
 from windlass.study.presets import load_study
 from windlass.study.probe import probe_recipe, store_rates
-from windlass.study.scale import assignments, create_study, merge, oversubscribed
-from windlass.study.scaling import rows
+from windlass.study.scale import assignments, create_study, scaling_of, too_few_cores
+from windlass.study.setups import read_setups
 from windlass.study.study import Study
 
 WORLD = "parallel.world"
@@ -86,7 +86,7 @@ def test_strategies_share_the_probes_that_are_equal(tmp_path, monkeypatch):
                 phases(10.0 + len(started)),
             )
         started.append(runs)
-        return 0.0, ""
+        return ""
 
     monkeypatch.setattr(probe, "WINDLASS", ("true",))
     monkeypatch.setattr(probe, "_wait", wait)
@@ -95,7 +95,7 @@ def test_strategies_share_the_probes_that_are_equal(tmp_path, monkeypatch):
         probe.run_probe(study, cell, lambda text: None)
     modes = [cell.recipe.parallel.activation_checkpointing for cell in cells]
     assert len(started) == len(set(modes)) == 2 < len(cells)
-    for row in rows(study):
+    for row in read_setups(study):
         if not row.recipe.parallel.offload:
             took = 10.0 + [*dict.fromkeys(modes)].index(
                 row.recipe.parallel.activation_checkpointing
@@ -196,7 +196,7 @@ def test_cells_share_threads_and_log_often_enough(tmp_path):
         == 1
     )
     assert study_of(tmp_path / "often", "telemetry.every=2").recipe.telemetry.every == 2
-    assert "4 ranks of 3 threads" in oversubscribed(
+    assert "4 ranks of 3 threads" in too_few_cores(
         study_of(tmp_path / "many", "train.threads=3", worlds=(4,))
     )
 
@@ -283,13 +283,13 @@ def test_rates_of_several_checks_are_one_file(tmp_path):
 @pytest.mark.parametrize("name", study_presets())
 def test_every_preset_of_studies_is_one(name):
     verb = tomllib.loads(study_presets()[name].read_text())["verb"]
-    base, options = load_study(name, verb)
+    base, options, _ = load_study(name, verb)
     worlds = options.pop("worlds", [])
     if verb == "scale":
         asked = {
             key: value for key, value in options.items() if key not in ("precisions", "preset")
         }
-        scaling = merge(None, asked, name)
+        scaling = scaling_of(None, asked, name)
         assert cells_of(
             base, assignments(base, scaling, worlds, precisions=options.get("precisions", ()))
         )
@@ -298,7 +298,7 @@ def test_every_preset_of_studies_is_one(name):
 
 
 def test_a_preset_of_studies_is_changed_on_the_way():
-    recipe, options = load_study("quickstart-scaling", "scale", ["train.steps=7"])
+    recipe, options, _ = load_study("quickstart-scaling", "scale", ["train.steps=7"])
     assert (recipe.train.steps, recipe.eval.every, options["worlds"], options["mode"]) == (
         7,
         0,
@@ -306,12 +306,12 @@ def test_a_preset_of_studies_is_changed_on_the_way():
         "strong",
     )
     assert "repeats" not in options, "what the preset does not set stays as a study has it"
-    assert load_study("quickstart", "sweep") == (Recipe.load("quickstart"), {})
+    assert load_study("quickstart", "sweep") == (Recipe.load("quickstart"), {}, None)
     with refused("quickstart-scaling", "for scale"):
         load_study("quickstart-scaling", "sweep")
     with refused("did you mean quickstart-scaling"):
         load_study("quickstart-scalign", "scale")
-    with refused("preset of studies", "scale"):
+    with refused("quickstart-scaling", "scale"):
         Recipe.load("quickstart-scaling")
 
 
@@ -341,8 +341,8 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
             text.splitlines()
         )
         assert f"--array={array}" in text or f"--array={array.replace('-', ',')}" in text
-        assert f"jobs/{script}" in text and f"--min-busbw 5 --rates {tmp_path}/study" in text
-        assert f'scale {tmp_path}/study --only "$task" &' in text
+        assert f"jobs/{script}" in text and "--min-busbw 5" in text
+        assert f'sweep {tmp_path}/study --only "$task" --launch &' in text
     assert not (tmp_path / "study").exists()
     there = create_study(
         Recipe.load("quickstart"), [2, 4], nodes=[1, 2], path=tmp_path / "study", repeats=2
@@ -352,7 +352,7 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
     one, two = windlass(*words).stdout.split("#!/bin/bash")[1:]
     assert "--array=3" in one and "--retry-failed" not in one
     one, two = windlass(*words, "--retry-failed").stdout.split("#!/bin/bash")[1:]
-    assert "--array=0,3" in one and '--only "$task" --retry-failed &' in one
+    assert "--array=0,3" in one and '--only "$task" --launch --retry-failed &' in one
     cpu = [
         "scale",
         "quickstart",

@@ -11,7 +11,7 @@ from windlass.reports.plots import draw
 from windlass.reports.scaling import endings, read_scaling, scaling_table, sentences, setup_values
 from windlass.reports.study import read_study
 from windlass.study.grid import WORLD, Scaling
-from windlass.study.scaling import NAMES, rows
+from windlass.study.setups import SETUP_MEASURES, read_setups
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_the_tables_have_every_setup_with_its_state_and_reasons(strong, tmp_path
         "failed: exit code 1: out of memory"
     ]
     assert (
-        set(NAMES) <= set(table[0])
+        set(SETUP_MEASURES) <= set(table[0])
         and float(table[1]["step_ms"]) == 56
         and float(table[1]["step_ms_low"]) == 54
     )
@@ -148,7 +148,7 @@ def test_values_of_setups_for_published_tables(strong):
 def test_the_terminals_table_leaves_no_setup_out(strong):
     from rich.console import Console
 
-    table = rows(strong)
+    table = read_setups(strong)
     for width in (60, 200):
         console = Console(width=width, file=io.StringIO())
         console.print(scaling_table(table, width))
@@ -169,7 +169,7 @@ def test_layers_that_double_are_said_to_be_no_doubled_parameters(tmp_path):
     study = build_scaling(
         tmp_path / "s", Scaling("weak", "model"), cells, lambda a: phases(50.0 + 10 * a[WORLD])
     )
-    one, two = table = rows(study)
+    one, two = table = read_setups(study)
     more = two.values["parameters"] / one.values["parameters"]
     assert 1 < more < 2
     said = " ".join(sentences(study, table))
@@ -252,4 +252,4 @@ def test_a_study_whose_cells_all_wait_is_still_a_table(tmp_path):
     assert "not run yet" in scaled.csv.csv() and "waiting" in page(
         seen.views, [], seen, None, scaled
     )
-    assert sentences(study, rows(study))
+    assert sentences(study, read_setups(study))

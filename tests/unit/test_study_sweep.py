@@ -1,5 +1,6 @@
 """A sweep's queue with a stand-in for the training: a process that writes a ledger, takes signals and ends as planned."""
 
+import io
 import json
 import os
 import signal
@@ -18,9 +19,12 @@ from windlass.processes import thread_share
 from windlass.recipe import Recipe
 from windlass.study import probe
 from windlass.study import sweep as sweeps
+from windlass.study.halving import Halving
+from windlass.study.progress import Progress
+from windlass.study.results import DONE_STATES
 from windlass.study.scale import create_study
 from windlass.study.study import Study
-from windlass.study.sweep import DONE_STATES, RETRIES, Halving, Sweep
+from windlass.study.sweep import RETRIES, Sweep
 
 STEPS = 4
 TRAINING = textwrap.dedent(
@@ -87,9 +91,11 @@ def play(tmp_path, monkeypatch):
             plan = {"steps": STEPS, "losses": [4.0], "pause": 0.0} | plans[study.cells.index(cell)]
             return [sys.executable, "-c", TRAINING, str(study.run_of(cell).path), json.dumps(plan)]
 
-        options |= {"notify": messages.append, "command": command, "poll_seconds": 0.02}
+        progress = Progress(io.StringIO())
+        progress.notify, progress.show = messages.append, options.pop("show", lambda study: None)
+        options |= {"progress": progress, "command": command, "poll_seconds": 0.02}
         try:
-            Sweep(study, study.cells, **options).run()
+            Sweep(study, study.cells, **options).run(study.cells)
         except Stopped:
             return STOPPED, study, messages
         return (DONE if all(s in DONE_STATES for s in states(study)) else 1), study, messages
@@ -162,7 +168,7 @@ def test_data_are_prepared_before_the_first_cell_and_once_for_all(tmp_path, monk
         sweeps, "prepare", lambda recipe: (real(recipe), prepared.append(data_dir(recipe)))
     )
     monkeypatch.setattr(
-        Sweep, "run", lambda self: begun.append([cell.label for cell in self.cells])
+        Sweep, "run", lambda self, cells: begun.append([cell.label for cell in cells])
     )
     recipe, seeds = tiny_recipe(corpus, tmp_path / "run"), {"run.seed": [1, 2, 3]}
     with refused("missing.txt"):

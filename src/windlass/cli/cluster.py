@@ -248,10 +248,12 @@ def submit(
             raise UserError(
                 f"{recipe} is a study, whose cells have their settings: leave {' '.join(overrides)} out"
             )
+        notify = partial(typer.echo, err=True)
+        study = Study.open(directory)
+        submitted = submit_study(study, **how, retry_failed=retry_failed, notify=notify)
+        script = "\n".join(one.script for one in submitted)
+        job = ", ".join(one.job for one in submitted)
         where = directory
-        script, job = submit_study(
-            directory, **how, retry_failed=retry_failed, notify=partial(typer.echo, err=True)
-        )
     else:
         loaded = Recipe.load(recipe, overrides)
         script, job = jobs.submit_run(loaded, **how)
@@ -312,9 +314,6 @@ def check(
         0.0, min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce."
     ),
     max_size: str = typer.Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),
-    rates: Path | None = typer.Option(
-        None, hidden=True, help="The scaling study whose machine this is."
-    ),
     json_: Json = False,
 ) -> int:
     """Check this machine, or all ranks of a launch: packages, devices, disks, the speed of matrix products and collectives.
@@ -352,10 +351,6 @@ def check(
     show("")
     if env.rank == 0:
         _show_check(done, min_busbw, json_)
-        if rates:
-            from windlass.study.probe import store_rates
-
-            store_rates(rates, done.ranks, done.rates)
     return done.exit_code(min_busbw)
 
 

@@ -86,7 +86,7 @@ def print_recipe(recipe: str, overrides: list[str]) -> None:
 
     if (study := study_presets().get(recipe)) and not Path(recipe).exists():
         verb = tomllib.loads(study.read_text(encoding="utf-8"))["verb"]
-        loaded, options = load_study(recipe, verb, overrides)
+        loaded, options, _ = load_study(recipe, verb, overrides)
         shown = " ".join(f"{k}={typed(value)}" for k, value in options.items() if k != "preset")
         typer.echo(f"# a study of this recipe: windlass {verb} {recipe} ({shown})")
     else:

@@ -1,28 +1,29 @@
-"""`windlass scale`: one recipe on growing numbers of ranks, or with several strategies, as a study; kill-safe."""
+"""`windlass scale`: a recipe on growing numbers of ranks, or with several strategies; kill-safe."""
 
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Option
 
-from windlass.cli import Json, Overrides, complete, print_json
+from windlass.cli import Json, Overrides, print_json
 from windlass.cli.cluster import MAX_SIZE_HELP, valid_size
 from windlass.cli.runs import show_study
-from windlass.cli.sweep import show_cells
+from windlass.cli.sweep import StudyName, exit_code
 from windlass.errors import DONE, FAILED, UserError
 
 if TYPE_CHECKING:
-    from windlass.recipe import Recipe
+    from windlass.study.progress import Progress
+    from windlass.study.study import Study
 
 EPILOG = """\b
-Modes, and what stays equal as the ranks grow:
+Modes, and what they keep as the ranks grow:
     strong         the global batch (train.global_batch) and the steps
     fixed-data     the batch of a rank and the data: train.global_batch is
-                   that of ONE rank, the global batch grows, the steps shrink
+                   that of ONE rank; the global batch grows, steps shrink
     weak           the batch of a rank (as above) and the steps;
                    with --grow model the global batch and the steps, while
                    model.layers grows with the ranks
@@ -31,150 +32,103 @@ Modes, and what stays equal as the ranks grow:
                    activation checkpointing, --precisions
 The smallest of --worlds is the baseline.
 """
-RECIPE_HELP = "What is trained, a study to continue, or a preset of one."
 
 
 def scale(
-    recipe: Annotated[
-        str,
-        typer.Argument(metavar="RECIPE|STUDY", help=RECIPE_HELP, autocompletion=complete.studies),
-    ],
+    recipe: StudyName,
     overrides: Overrides,
-    mode: str = typer.Option(
-        "", help="strong (default), fixed-data, weak or strategies; see below."
+    mode: str = Option("", help="strong (default), fixed-data, weak or strategies; see below."),
+    worlds: str = Option("", metavar="N,N,...", help="Numbers of ranks, as 1,2,4,8."),
+    grow: str = Option("", help="With --mode weak: batch (default) or model."),
+    repeats: int | None = Option(None, min=1, metavar="R", help="Runs of each setup; default 1."),
+    warmup: int | None = Option(
+        None, min=0, metavar="STEPS", help="First steps that do not count; default 5."
     ),
-    worlds: str = typer.Option("", metavar="N,N,...", help="Numbers of ranks, as 1,2,4,8."),
-    grow: str = typer.Option("", help="With --mode weak: batch (default) or model."),
-    repeats: int | None = typer.Option(
-        None, min=1, metavar="R", help="Runs of each setup; default 1."
-    ),
-    warmup: int | None = typer.Option(
-        None, min=0, metavar="STEPS", help="First steps, which do not count; default 5."
-    ),
-    precisions: str = typer.Option(
-        "", metavar="P,P", help="With strategies: train.precision, as fp32,bf16."
-    ),
-    project: str = typer.Option(
-        "", metavar="N,N,...", help="More ranks, to predict; marked as such."
-    ),
-    no_probe: bool = typer.Option(
+    precisions: str = Option("", metavar="P,P", help="With strategies: as fp32,bf16."),
+    project: str = Option("", metavar="N,N,...", help="More ranks, to predict."),
+    no_probe: bool = Option(
         False, "--no-probe", help="Do not measure machine and steps without communication."
     ),
-    dir_: Path | None = typer.Option(
+    dir_: Path | None = Option(
         None, "--dir", help="The study; default: studies/<preset>-<mode>-<hash>."
     ),
-    retry_failed: bool = typer.Option(False, help="Train failed cells again, and their probes."),
-    nodes: str = typer.Option(
-        "", metavar="N,N,...", help="Numbers of hosts instead of --worlds: submits array jobs."
+    retry_failed: bool = Option(False, help="Train failed cells again, and their probes."),
+    nodes: str = Option("", metavar="N,N,...", help="Numbers of hosts: submits array jobs."),
+    gpus_per_node: int = Option(
+        -1, min=-1, metavar="G", help="GPUs and ranks of a host; default: the site's."
     ),
-    gpus_per_node: int = typer.Option(
-        -1,
-        min=-1,
-        metavar="G",
-        help="GPUs of each, a rank for each; default: the site's.",
-        show_default=False,
+    scheduler: str = Option("", metavar="slurm|pbs", help="Default: the installed one."),
+    time: str = Option("", metavar="HH:MM:SS", help="Limit of a cell; default: the site's."),
+    min_busbw: float = Option(
+        0.0, min=0, metavar="GB/S", help="Least bus bandwidth of a cell's hosts."
     ),
-    scheduler: str = typer.Option(
-        "", metavar="slurm|pbs", help="With --nodes; default: the one that is installed."
-    ),
-    time: str = typer.Option(
-        "", metavar="HH:MM:SS", help="Time limit of a cell; default: the site's."
-    ),
-    min_busbw: float = typer.Option(
-        0.0, min=0, metavar="GB/S", help="Bus bandwidth that a cell's hosts must have."
-    ),
-    max_size: str = typer.Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),
-    site: Path | None = typer.Option(
+    max_size: str = Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),
+    site: Path | None = Option(
         None, metavar="FILE", help="Site file; default: ~/.config/windlass/site.toml."
     ),
-    dry_run: bool = typer.Option(
-        False, "--dry-run", help="With --nodes: print the scripts and write nothing."
-    ),
-    only: int = typer.Option(
-        -1, hidden=True, help="Work on one cell by number; what an array job's tasks call."
-    ),
+    dry_run: bool = Option(False, "--dry-run", help="Print the scripts and write nothing."),
     json_: Json = False,
 ) -> int:
-    """Train a recipe on several numbers of ranks, or with several strategies, and tabulate speed, efficiency and memory.
+    """Train a recipe on several numbers of ranks, or with several strategies, and tabulate speed,
+    efficiency and memory.
 
-    Cells run one at a time. Kill it anywhere and give the same command again: what is done is left alone. After the first
-    cell of each setup some steps are measured without communication, on one rank's share of the batch.
+    Cells run one at a time. If you kill the study, give the same command again: finished cells are
+    left alone. After the first cell of each setup, some steps without communication are measured on
+    one rank's part of the batch. With --nodes, jobs of a scheduler train the cells.
 
-    Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything saved.
+    Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything
+    saved.
     """
     from windlass.launch.submit import Resources, read_site
-    from windlass.study.presets import load_study
+    from windlass.study import scale as studies
+    from windlass.study.progress import Progress
     from windlass.study.study import Study
 
-    base, options = load_study(recipe, "scale", overrides)
-    path = dir_ or (Path(recipe) if Study.is_study(recipe) else None)
     if Study.is_study(recipe) and overrides and not worlds:
         given = " ".join(overrides)
-        raise UserError(
-            f"{recipe} is a study, whose cells have their settings: leave {given} out, or add --worlds"
-        )
-    asked: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup}
-    asked |= {"worlds": numbers("worlds", worlds), "project": numbers("project", project)}
-    asked |= {"precisions": [word for word in precisions.split(",") if word]}
-    options |= {name: value for name, value in asked.items() if value not in (None, "", [])}
-    if nodes and worlds:
-        raise UserError(
-            "--worlds and --nodes: with hosts the ranks are nodes x gpus-per-node; leave --worlds out"
-        )
-    if nodes:
-        resources = Resources(
-            gpus_per_node=gpus_per_node,
-            time=time,
-            min_busbw=min_busbw,
-            max_size=valid_size(max_size),
-        )
-        how = {
-            "scheduler": scheduler,
-            "site": read_site(site),
-            "asked": resources,
-            "retry_failed": retry_failed,
-        }
-        return _submit(base, options | {"nodes": numbers("nodes", nodes)}, path, how, dry_run)
-    if not options.get("worlds") and not (path and Study.is_study(path)):
-        raise UserError("which numbers of ranks? Write --worlds 1,2 (the smallest is the baseline)")
-    options |= {
-        "path": path,
-        "probes": not no_probe,
-        "retry_failed": retry_failed,
-        "only": only if only >= 0 else None,
+        problem = f"{recipe} is a study, whose cells have their settings"
+        raise UserError(f"{problem}: leave {given} out, or add --worlds")
+    options: dict[str, Any] = {
+        "mode": mode,
+        "grow": grow,
+        "repeats": repeats,
+        "warmup": warmup,
+        "project": whole_numbers("project", project),
+        "precisions": [word for word in precisions.split(",") if word],
+        "path": dir_,
     }
-    return _train(base, options, json_)
-
-
-def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
-    """Work through the study with a table of its cells, and show its numbers."""
-    from rich.live import Live
-
-    from windlass.reports.scaling import endings, scaling_table, sentences
-    from windlass.study import scale as studies
-    from windlass.study.grid import NODES
-    from windlass.study.scaling import rows
-    from windlass.study.sweep import DONE_STATES
-    from windlass.telemetry.terminal import rich_console
-
-    shown, console = (
-        dict[str, tuple[str, float]](),
-        rich_console(sys.stderr if json_ else sys.stdout),
-    )
-    with Live(console=console, auto_refresh=False) as live:
-        study = studies.scale(
-            base, **options, show=partial(show_cells, live, shown), notify=console.out
+    if nodes:
+        if worlds:
+            ranks = "with hosts the ranks are nodes x gpus-per-node"
+            raise UserError(f"--worlds and --nodes: {ranks}; leave --worlds out")
+        largest = valid_size(max_size)
+        asked = Resources(
+            gpus_per_node=gpus_per_node, time=time, min_busbw=min_busbw, max_size=largest
         )
-    results, only = study.results(), options["only"]
-    table = rows(study, results)
+        hosts = whole_numbers("nodes", nodes)
+        how = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
+        how["retry_failed"] = retry_failed
+        return _submit(recipe, overrides, hosts, options, how, dry_run)
+    progress = Progress(sys.stderr if json_ else sys.stdout)
+    options |= {"probes": not no_probe, "retry_failed": retry_failed, "progress": progress}
+    study = studies.scale(recipe, whole_numbers("worlds", worlds), overrides, **options)
+    _show(study, progress, json_)
+    if study.over_hosts:  # jobs train its cells
+        return FAILED if any(result.state == "failed" for result in study.results()) else DONE
+    return exit_code(study)
+
+
+def _show(study: Study, progress: Progress, json_: bool) -> None:
+    """Show the study's numbers."""
+    from windlass.reports.scaling import endings, scaling_table, sentences
+    from windlass.study.setups import read_setups
+
+    table, console = read_setups(study), progress.console
     if json_:
-        more = ("state", "reason", "spread", "missing", "remarks")
-        values = ({"setup": row.setup, **row.assignment, **row.values} for row in table)
-        listed = [
-            one | {name: getattr(r, name) for name in more}
-            for one, r in zip(values, table, strict=True)
-        ]
-        print_json(listed)
+        names = ("state", "reason", "spread", "missing", "remarks")
+        own = [{name: getattr(setup, name) for name in names} for setup in table]
+        head = [{"setup": setup.name, **setup.assignment, **setup.values} for setup in table]
+        print_json([one | more for one, more in zip(head, own, strict=True)])
     console.print(scaling_table(table, console.width, str(study.path)))
     for sentence in sentences(study, table):
         console.print(sentence, highlight=False)
@@ -182,47 +136,43 @@ def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
         console.print(part)
     if not json_:
         show_study(study)
-    console.out(f"report: windlass report {study.path}")
-    if NODES in study.keys and only is None:  # jobs train its cells
-        return FAILED if any(result.state == "failed" for result in results) else DONE
-    worked_on = results if only is None else [results[only]]
-    return DONE if all(result.state in DONE_STATES for result in worked_on) else FAILED
+    progress.notify(f"report: windlass report {study.path}")
 
 
 def _submit(
-    base: Recipe, options: dict[str, Any], path: Path | None, how: dict[str, Any], dry_run: bool
+    recipe: str,
+    overrides: list[str],
+    nodes: list[int],
+    options: dict[str, Any],
+    how: dict[str, Any],
+    dry_run: bool,
 ) -> int:
-    """Create a study over hosts and submit the cells that are open, one array job for each number of hosts."""
-    from windlass.study.scale import create_study
-    from windlass.study.submit import submit_scaling
+    """Create a study over hosts and submit its open cells, a job for each number of hosts."""
+    from windlass.study.scale import create_study, merge_preset
+    from windlass.study.submit import submit_study
 
+    base, given = merge_preset(recipe, overrides, nodes=nodes, **options)
     on_cpu, site, asked = base.parallel.device == "cpu", how["site"], how["asked"]
     gpus = asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
     ranks = 1 if on_cpu else max(1, gpus)
-    options |= {
-        "worlds": [n * ranks for n in options["nodes"]],
-        "threads": site.cores(0) if on_cpu else 0,
-    }
-    study = create_study(base, path=path, write=False, **options)
-    scripts = submit_scaling(
-        study, **how, dry_run=True
-    )  # refuses what cannot be before anything is written
+    given |= {"worlds": [n * ranks for n in nodes], "threads": site.cores(0) if on_cpu else 0}
+    # Check everything before anything is written.
+    scripts = submit_study(create_study(base, write=False, **given), **how, dry_run=True)
     if dry_run:
-        sys.stdout.write("\n".join(script for _, script, _ in scripts))
+        sys.stdout.write("\n".join(one.script for one in scripts))
         return DONE
-    study = create_study(base, path=path, **options)
-    jobs = submit_scaling(study, **how, notify=typer.echo)
+    study = create_study(base, **given)
+    jobs = submit_study(study, **how, notify=typer.echo)
     for directory, _, job in jobs:
-        typer.echo(
-            f"submitted job {job}: its log is in {directory}; `windlass submit --cancel {directory}` ends it"
-        )
+        cancel = f"`windlass submit --cancel {directory}` ends it"
+        typer.echo(f"submitted job {job}: its log is in {directory}; {cancel}")
     if not jobs:
         typer.echo("nothing to submit: no cell is open")
     typer.echo(f"`windlass scale {study.path}` shows the table")
     return DONE
 
 
-def numbers(option: str, text: str) -> list[int]:
+def whole_numbers(option: str, text: str) -> list[int]:
     """`1,2,4` as numbers; UserError for anything else."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdigit() for word in words):

@@ -26,6 +26,7 @@ from windlass.estimate.milestones import (
     milestones,
 )
 from windlass.estimate.optimum import optimal_steps, optimal_tokens, recipe_vocab, resolve_steps
+from windlass.estimate.steptime import Rates, step_time
 from windlass.estimate.text import print_plan
 from windlass.estimate.time import ASSUMED_MFU, Speed, measured_speed, speed_on
 from windlass.hub import missing_package
@@ -331,27 +332,26 @@ def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
 
 
 def assumed_speed(subject: Subject, mfu: float) -> Speed | None:
-    """The speed that a share of the device's peak gives; None where the peak or the model's FLOPs are not known."""
-    name, model = subject.device.name, subject.recipe.model
-    flops, peak = (
-        subject.size.flops_per_token,
-        peak_flops(name, subject.precision, subject.recipe.train.tf32),
-    )
-    if flops is None or peak is None:
+    """The speed at a part of the device's peak; None without a known peak or the model's FLOPs."""
+    name, recipe = subject.device.name, subject.recipe
+    model, batch = recipe.model, recipe.train.global_batch
+    peak = peak_flops(name, subject.precision, recipe.train.tf32)
+    if subject.size.flops_per_token is None or peak is None:
         return None
-    detail = f"{name}: peak {peak / 1e12:.4g} TFLOP/s x an assumed MFU of {100 * mfu:g} %, nothing measured"
-    real = min(
-        1.0, (subject.tokens_per_sample or model.context) / model.context
-    )  # padding is computed too
-    if real < 1:
-        detail += f"; {100 * real:.0f} % of the places are tokens, the rest padding"
+    assumed = f"an assumed MFU of {100 * mfu:g} %, nothing measured"
+    detail = f"{name}: peak {peak / 1e12:.4g} TFLOP/s x {assumed}"
+    # Padding is computed, too.
+    tokens = min(model.context, subject.tokens_per_sample or model.context)
+    if tokens < model.context:
+        places = f"{100 * tokens / model.context:.0f} % of the places are tokens"
+        detail += f"; {places}, the rest padding"
     if model.kind == "gpt" and model.width < SMALL_WIDTH:
-        detail += (
-            f"; matrices of width {model.width} hardly fill such a device, so take it for a bound"
-        )
-    return Speed(
-        peak * mfu * subject.world * real / flops, subject.world, "assumed", detail, device=name
-    )
+        small = f"matrices of width {model.width} hardly fill such a device"
+        detail += f"; {small}, so take it for a bound"
+    flops = subject.size.flops_per_token * model.context * batch / subject.world
+    seconds = step_time(Rates(peak * mfu), flops).compute
+    assert seconds is not None
+    return Speed(batch * tokens / seconds, subject.world, "assumed", detail, device=name)
 
 
 def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> Plan:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from windlass.reports.tables import NO_SCORES
 from windlass.reports.view import Numbers, RunView, Track, interpolate
 from windlass.study.compare import BITS, common_measure
-from windlass.study.result import diverged
+from windlass.study.results import diverged
 
 POINTS = 2400  # of a series over all runs, of one run at least 400: more than a screen has pixels
 RANK_POINTS = 400

@@ -12,9 +12,8 @@ from windlass.checkpoint.retention import LOSS
 from windlass.errors import UserError
 from windlass.run import Line, Run, effective, read_lines
 from windlass.study.compare import common_measure
-from windlass.study.result import summarize, time_left
+from windlass.study.results import DONE_STATES, summarize, time_left
 from windlass.study.study import Study
-from windlass.study.sweep import DONE_STATES
 from windlass.telemetry.timing import device_hours
 
 DEPTH = 3  # how deep below the directory runs are looked for: a study keeps its runs in directories of its own

@@ -1,6 +1,6 @@
 """What a report adds for a scaling study: its setups as tables, charts and text, and `windlass scale`'s table in the terminal.
 
-The numbers come from `windlass.study.scaling`. What a setup does not have is a dash, with its reason under the table; in
+The numbers come from `windlass.study.setups`. What a setup does not have is a dash, with its reason under the table; in
 scaling.csv the column `reasons` has them.
 """
 
@@ -18,7 +18,7 @@ from windlass.reports.tables import Column, Table, measures
 from windlass.reports.text import show
 from windlass.study.grid import NODES, WORLD, Scaling
 from windlass.study.projection import Projection, projections
-from windlass.study.scaling import NAMES, ScalingRow, rows
+from windlass.study.setups import SETUP_MEASURES, Setup, read_setups
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -99,7 +99,7 @@ class ScalingView:
     """A scaling study as a report shows it."""
 
     scaling: Scaling
-    rows: list[ScalingRow]
+    rows: list[Setup]
     values: list[dict[str, Any]]  # of the rows: see `setup_values`
     tables: dict[
         str, tuple[str, Table, list[str]]
@@ -136,7 +136,7 @@ class ScalingView:
             "efficiency": ("Efficiency", "share"),
         }
         return [
-            (text, show(best.values[n], kind), best.setup)
+            (text, show(best.values[n], kind), best.name)
             for n, (text, kind) in kinds.items()
             if n in best.values
         ]
@@ -147,7 +147,7 @@ def read_scaling(seen: StudyView) -> ScalingView | None:
     study, scaling = seen.study, seen.study.scaling
     if scaling is None:
         return None
-    table = rows(study, seen.results)
+    table = read_setups(study, seen.results)
     values = setup_values(seen, table)
     tables = {"scaling": ("Setups", _table(table), sentences(study, table))}
     tables["meters"] = ("The two meters", _meters(table, values), [METERS])
@@ -162,13 +162,11 @@ def read_scaling(seen: StudyView) -> ScalingView | None:
     return ScalingView(scaling, table, values, tables, _csv(table), *drawn, _winners(study, table))
 
 
-def setup_values(
-    seen: StudyView, table: Sequence[ScalingRow] | None = None
-) -> list[dict[str, Any]]:
+def setup_values(seen: StudyView, table: Sequence[Setup] | None = None) -> list[dict[str, Any]]:
     """Of each setup everything by name: its settings, the medians of its finished runs' measures, its numbers of
-    `study.scaling.NAMES`, `setup`, `state`, and `reasons`: why a number is not there, by name."""
+    `study.setups.SETUP_MEASURES`, `setup`, `state`, and `reasons`: why a number is not there, by name."""
     runs, setups = {view.run.path: measures(view) for view in seen.views}, []
-    for row in rows(seen.study, seen.results) if table is None else table:
+    for row in read_setups(seen.study, seen.results) if table is None else table:
         finished = [
             runs[r.run.path] for r in row.results if r.state == "finished" and r.run.path in runs
         ]
@@ -177,7 +175,7 @@ def setup_values(
             values: list[Any] = [run[name] for run in finished if name in run]
             numbers = all(type(value) in (int, float) for value in values)
             medians[name] = statistics.median(values) if numbers else values[0]
-        head = {"setup": row.setup, "state": row.state, "reasons": row.missing}
+        head = {"setup": row.name, "state": row.state, "reasons": row.missing}
         head |= (
             {"train.precision": row.start["precision"]} if "precision" in row.start else {}
         )  # what `auto` was
@@ -185,10 +183,10 @@ def setup_values(
     return setups
 
 
-def _value(row: ScalingRow, name: str) -> Any:
+def _value(row: Setup, name: str) -> Any:
     """What stands in a row under a name of COLUMNS."""
     if name == "setup":
-        return row.setup
+        return row.name
     if name == "state":
         return f"{row.state}: {row.reason}" if row.reason else row.state
     if name == "spread":
@@ -201,7 +199,7 @@ def _value(row: ScalingRow, name: str) -> Any:
     return value / 1e9 if value is not None and name == "flops_per_device" else value
 
 
-def _table(table: Sequence[ScalingRow]) -> Table:
+def _table(table: Sequence[Setup]) -> Table:
     """A row a setup, for people: the columns with a value, without those that describe the setup and are all the same."""
     strategies = any("pareto" in row.values for row in table)
     wanted = [name for name in COLUMNS if strategies or name not in OF_STRATEGIES]
@@ -216,7 +214,7 @@ def _table(table: Sequence[ScalingRow]) -> Table:
     return Table(columns, [tuple(_value(row, name) for name in names) for row in table])
 
 
-def _csv(table: Sequence[ScalingRow]) -> Table:
+def _csv(table: Sequence[Setup]) -> Table:
     """Every number of every setup, with the spread of step and throughput, remarks, and the reason for what is not there."""
     ends = {
         f"{n}_{end}": (n, i)
@@ -226,14 +224,17 @@ def _csv(table: Sequence[ScalingRow]) -> Table:
     keys = dict.fromkeys(
         key for row in table for key in row.assignment if key not in (WORLD, NODES)
     )
-    names, cells = ("setup", "state", *keys, *NAMES, *ends, "repeats", "remarks", "reasons"), []
+    names, cells = (
+        ("setup", "state", *keys, *SETUP_MEASURES, *ends, "repeats", "remarks", "reasons"),
+        [],
+    )
     for row in table:
         cells.append(
             (
-                row.setup,
+                row.name,
                 _value(row, "state"),
                 *map(row.assignment.get, keys),
-                *map(row.values.get, NAMES),
+                *map(row.values.get, SETUP_MEASURES),
                 *(row.spread[name][i] if name in row.spread else None for name, i in ends.values()),
                 len(row.results),
                 "; ".join(row.remarks),
@@ -262,7 +263,7 @@ def _projected(projected: Sequence[Projection]) -> Table:
     return Table([Column(name, *heading) for name, heading in headings.items()], cells)
 
 
-def _meters(table: Sequence[ScalingRow], values: Sequence[dict[str, Any]]) -> Table:
+def _meters(table: Sequence[Setup], values: Sequence[dict[str, Any]]) -> Table:
     """What the driver and the wall clock say of each setup beside what the trainer measured; on a CPU the driver is silent."""
     names = {
         "driver_mem_mb": "Driver: memory of a rank's GPU (MB)",
@@ -281,14 +282,14 @@ def _meters(table: Sequence[ScalingRow], values: Sequence[dict[str, Any]]) -> Ta
             else {}
         )
         state = "not measured" if row.start else row.state
-        lines.append((row.setup, *(why.get(name) or numbers.get(name, state) for name in names)))
+        lines.append((row.name, *(why.get(name) or numbers.get(name, state) for name in names)))
     columns = [
         Column(name, text, "mb" if name.endswith("_mb") else "rate") for name, text in names.items()
     ]
     return Table([Column("setup", "Setup"), *columns], lines)
 
 
-def sentences(study: Study, table: Sequence[ScalingRow]) -> list[str]:
+def sentences(study: Study, table: Sequence[Setup]) -> list[str]:
     """What stands under the table: how its numbers are defined, what to know of them, and why some are not there."""
     scaling = study.scaling or Scaling("strategies")
     measured = [row for row in table if row.measured]
@@ -323,7 +324,7 @@ def sentences(study: Study, table: Sequence[ScalingRow]) -> list[str]:
             "bus bandwidth at their size, nothing overlapped."
         )
     remarks = (
-        (row.setup, text)
+        (row.name, text)
         for row in table
         for text in row.remarks
         if not text.startswith("recommended")
@@ -335,7 +336,7 @@ def sentences(study: Study, table: Sequence[ScalingRow]) -> list[str]:
         without: dict[str, list[str]] = {}
         for row in measured:
             if name in row.missing and name not in skipped:
-                without.setdefault(row.missing[name], []).append(row.setup)
+                without.setdefault(row.missing[name], []).append(row.name)
         for why, setups in without.items():
             words = heading.partition(" (")[0]
             words = words if words.isupper() else words[0].lower() + words[1:]
@@ -346,7 +347,7 @@ def sentences(study: Study, table: Sequence[ScalingRow]) -> list[str]:
     return text
 
 
-def _winners(study: Study, table: Sequence[ScalingRow]) -> list[dict[str, Any]]:
+def _winners(study: Study, table: Sequence[Setup]) -> list[dict[str, Any]]:
     """The recommended setup of a study of strategies, with the command that trains with it."""
     for number, row in enumerate(table):
         if row.values.get("recommended"):
@@ -356,7 +357,7 @@ def _winners(study: Study, table: Sequence[ScalingRow]) -> list[dict[str, Any]]:
             why = next(text for text in row.remarks if text.startswith("recommended"))
             return [
                 {
-                    "text": f"{row.setup}: {numbers}; {why}",
+                    "text": f"{row.name}: {numbers}; {why}",
                     "command": command,
                     "remark": remark,
                     "rows": [number],
@@ -365,7 +366,7 @@ def _winners(study: Study, table: Sequence[ScalingRow]) -> list[dict[str, Any]]:
     return []
 
 
-def scaling_table(table: Sequence[ScalingRow], width: int, title: str = "") -> Group:
+def scaling_table(table: Sequence[Setup], width: int, title: str = "") -> Group:
     """The setups as a table for a terminal of that width, for `windlass scale`; print `sentences` under it."""
     from windlass.telemetry.terminal import table as terminal_table
 
@@ -374,7 +375,7 @@ def scaling_table(table: Sequence[ScalingRow], width: int, title: str = "") -> G
     return terminal_table(head, shown.shown(), width, text=("setup", "state"), title=title)
 
 
-def endings(study: Study, table: Sequence[ScalingRow], width: int) -> list[Group | str]:
+def endings(study: Study, table: Sequence[Setup], width: int) -> list[Group | str]:
     """What `windlass scale` prints under the sentences: what is projected, and the command of the recommended strategy."""
     from windlass.telemetry.terminal import table as terminal_table
 

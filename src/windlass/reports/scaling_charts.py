@@ -10,7 +10,7 @@ import numpy as np
 from windlass.reports.charts import Chart, Series
 from windlass.reports.text import show
 from windlass.study.grid import Scaling
-from windlass.study.scaling import PARTS, ScalingRow, baseline
+from windlass.study.setups import STEP_TIMES, Setup, baseline
 
 STEP_PARTS = "Where the time of a step went"
 COLOURS = {"compute_ms": 0, "exposed_ms": 1, "data_ms": 5, "host_ms": 4}
@@ -37,7 +37,7 @@ class Bars(NamedTuple):
         return bars
 
 
-def scaling_charts(scaling: Scaling, table: Sequence[ScalingRow]) -> list[Chart]:
+def scaling_charts(scaling: Scaling, table: Sequence[Setup]) -> list[Chart]:
     """Throughput with the ideal line, efficiency and memory against the ranks; of strategies throughput against memory."""
     measured = [row for row in table if row.measured]
     if scaling.mode == "strategies":
@@ -101,7 +101,7 @@ def scaling_charts(scaling: Scaling, table: Sequence[ScalingRow]) -> list[Chart]
     return charts
 
 
-def _pareto(measured: Sequence[ScalingRow], repeats: int) -> list[Chart]:
+def _pareto(measured: Sequence[Setup], repeats: int) -> list[Chart]:
     """Throughput against memory of each setup, with the line of those that no other one beats in both."""
     rivals = sorted(
         (row for row in measured if "pareto" in row.values),
@@ -110,7 +110,7 @@ def _pareto(measured: Sequence[ScalingRow], repeats: int) -> list[Chart]:
     if len({row.values["peak_mem_mb"] for row in rivals}) < 2:
         return []
 
-    def series(label: str, setups: Sequence[ScalingRow], **rest: Any) -> Series:
+    def series(label: str, setups: Sequence[Setup], **rest: Any) -> Series:
         names = ("peak_mem_mb", "samples_per_s")
         x, y = (np.array([row.values[name] for row in setups], dtype=np.float64) for name in names)
         return Series(-1, label, step=x, tokens=x, hours=x, y=y, **rest)
@@ -120,7 +120,7 @@ def _pareto(measured: Sequence[ScalingRow], repeats: int) -> list[Chart]:
     for i, row in enumerate(
         front
     ):  # each of the others is in the table: there are more than colours
-        name = row.setup + ", recommended" * row.values["recommended"]
+        name = row.name + ", recommended" * row.values["recommended"]
         lines.append(series(name, [row], colour=i % 7, points="only"))
     lines += [series("not on the front", rest, colour=7, points="only")] if rest else []
     values = sorted({float(row.values["peak_mem_mb"]) for row in rivals})
@@ -140,13 +140,13 @@ def _pareto(measured: Sequence[ScalingRow], repeats: int) -> list[Chart]:
     return [Chart("scaling-pareto", "Throughput against memory", "samples/s", lines, **names)]
 
 
-def step_bars(table: Sequence[ScalingRow]) -> Bars | None:
+def step_bars(table: Sequence[Setup]) -> Bars | None:
     """Where the time of a step went, of the setups where that is known."""
     divided = [row for row in table if "compute_ms" in row.values]
     if not divided:
         return None
     parts = {
         words: [float(row.values.get(name, 0.0)) for row in divided]
-        for name, words in PARTS.items()
+        for name, words in STEP_TIMES.items()
     }
-    return Bars([row.setup for row in divided], parts, list(COLOURS.values()))
+    return Bars([row.name for row in divided], parts, list(COLOURS.values()))

@@ -21,8 +21,8 @@ from windlass.reports.view import Numbers, RunView, view
 from windlass.study.compare import BITS
 from windlass.study.grid import SEED, short_names
 from windlass.study.grid import label as label_of
-from windlass.study.result import CellResult
-from windlass.study.study import Group, Study
+from windlass.study.results import CellResult, SeedGroup
+from windlass.study.study import Study
 from windlass.variables import scrub
 
 
@@ -35,8 +35,8 @@ class StudyView:
     unit: str  # of the measure
     results: list[CellResult]
     views: list[RunView]  # of the results that have begun, in the order of the grid
-    groups: list[Group]  # the cells without the seed, in the order of the grid
-    winners: list[Group]
+    groups: list[SeedGroup]  # the cells without the seed, in the order of the grid
+    winners: list[SeedGroup]
     remark: str  # by what cells are compared, or why no best is named
     swept: dict[
         str, list[Any]
@@ -84,7 +84,7 @@ def numeric(values: Sequence[Any]) -> bool:
     return all(type(value) in (int, float) for value in values)
 
 
-def winner_text(seen: StudyView, group: Group) -> str:
+def winner_text(seen: StudyView, group: SeedGroup) -> str:
     """What a winner sets, and its score with the number of seeds that it is the median of."""
     what = (
         ", ".join(f"{key} = {show(value)}" for key, value in group.assignment.items())
@@ -148,7 +148,7 @@ def sweep_charts(seen: StudyView) -> list[Chart]:
     for key, values in seen.swept.items():
         numbers = numeric(values)
         at = [float(v) if numbers else float(i) for i, v in enumerate(values)]
-        others: dict[str, list[Group]] = {}
+        others: dict[str, list[SeedGroup]] = {}
         for group in sorted(seen.groups, key=lambda group: values.index(group.assignment[key])):
             rest = {k: v for k, v in group.assignment.items() if k != key}
             others.setdefault(label_of(rest, names), []).append(group)

@@ -1,4 +1,4 @@
-"""Presets of studies: a recipe with changes, and the options of `windlass scale` or `windlass sweep`. No torch."""
+"""Presets of studies: a recipe with changes, and options of `windlass scale` or `sweep`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StudyPreset(BaseModel):
     set: dict[str, Any] = {}
     """Settings that it changes."""
     axes: list[str] = []
-    """With `sweep`: the axes, as they are typed."""
+    """With `sweep`: the axes, as typed."""
     world: int = 1
     """With `sweep`: ranks of each cell."""
     mode: str = "strong"
@@ -37,26 +37,35 @@ class StudyPreset(BaseModel):
     precisions: list[str] = []
 
 
-def load_study(name: Any, verb: str, overrides: Changes = ()) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe that a study was asked for by, and the options that come with its preset, the preset's name among them.
+def load_study(
+    source: Any, verb: str, overrides: Changes = ()
+) -> tuple[Recipe, dict[str, Any], Path | None]:
+    """The recipe of a new or an existing study, the options of its preset, and its directory.
 
-    `name` is a preset of studies, or anything that `Recipe.load` takes, which comes without options.
+    Args:
+        source: a preset of studies, whose options include its name as `preset`; or anything
+            that `Recipe.load` takes, without options.
+        verb: `scale` or `sweep`; UserError for a preset of the other one.
+        overrides: changes to the recipe.
+
+    The directory is None for a recipe: it depends on the grid.
     """
-    text, files = str(name), study_presets()
+    text, files = str(source), study_presets()
     if text in files and not Path(text).exists():
         preset = StudyPreset(**tomllib.loads(files[text].read_text(encoding="utf-8")))
         if preset.verb != verb:
             raise UserError(f"{text} is a preset for {preset.verb}, not for {verb}")
         recipe = Recipe.load(preset.recipe, dotted(preset.set) | dotted(overrides))
         options = preset.model_dump(exclude={"verb", "recipe", "set"}, exclude_unset=True)
-        return recipe, options | {"preset": text}
-    is_name = isinstance(name, str) and not Path(text).exists() and not set("/=.") & set(text)
+        path = Path("studies") / f"{text}-{recipe.config_hash[:8]}"
+        return recipe, options | {"preset": text}, path
+    is_name = isinstance(source, str) and not Path(text).exists() and not set("/=.") & set(text)
     if is_name and text not in presets():
         near = did_you_mean(text, [*files, *presets()])
         raise UserError(f"there is no preset {text} ({near}); or give a .toml or a directory")
-    return Recipe.load(name, overrides) if isinstance(name, str | Path) else as_recipe(name), {}
-
-
-def preset_dir(recipe: Recipe, options: dict[str, Any]) -> Path | None:
-    """Where the study of a preset is by default."""
-    return Path("studies") / f"{options['preset']}-{recipe.config_hash[:8]}" if options else None
+    if isinstance(source, str | Path):
+        recipe = Recipe.load(source, overrides)
+    else:
+        recipe = as_recipe(source).replace(overrides)
+    place = Path(getattr(source, "path", text))
+    return recipe, {}, place if (place / "study.json").is_file() else None

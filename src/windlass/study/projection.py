@@ -1,8 +1,9 @@
-"""Steps at numbers of ranks that were not measured: from a scaling study's largest setup and the rates of its machine. No torch.
+"""Step times at numbers of ranks that a scaling study did not measure. No torch.
 
-Computing, host and waiting for data are those of the probe: forward and backward pass by the FLOPs that a rank would have, the
-optimizer's update by the parameters that a rank would update. The collectives are those of the projected ranks at the bus
-bandwidth of the largest group measured. Neither latency nor the network past it is known.
+A projection calibrates `estimate.steptime` on the largest measured setup. Forward and backward pass
+follow the FLOPs of a rank, and the update follows the parameters that a rank updates. Host time and
+waiting for data stay. The collectives of the projected ranks run at the bandwidth of the largest
+measured group. Latency and the network beyond that group are unknown.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from windlass.estimate.steptime import Tensors, collectives, predict
+from windlass.estimate.steptime import Rates, Tensors, Work, step_time
 from windlass.fileio import read_json
 from windlass.model.size import count, flops_per_token
-from windlass.study.scaling import ScalingRow, baseline, oversubscribed
+from windlass.study.setups import Setup, baseline, shared_cores
 from windlass.study.study import Study
+
+ONE_RANK = "only one rank was measured, which does not communicate"
 
 
 class Projection(NamedTuple):
-    """What a step would take at a number of ranks, or why that is not known."""
+    """The step at a number of ranks, or why it is unknown."""
 
     world: int
     compute_ms: float | None = None  # with the host's part and waiting for data
@@ -30,81 +33,91 @@ class Projection(NamedTuple):
     reason: str = ""
 
 
-def projections(study: Study, rows: Sequence[ScalingRow]) -> tuple[list[Projection], str]:
-    """The `project`ed numbers of ranks of a study, and a sentence on what they rest on; empty where it projects none."""
-    scaling, measured = study.scaling, [row for row in rows if row.measured]
+def projections(study: Study, table: Sequence[Setup]) -> tuple[list[Projection], str]:
+    """The step at each number of `Scaling.project`, and a sentence on the basis.
+
+    Both are empty if the study projects nothing.
+    """
+    scaling, measured = study.scaling, [setup for setup in table if setup.measured]
     if scaling is None or not scaling.project or scaling.mode == "strategies":
         return [], ""
-    # ranks that take turns on too few cores say nothing about more ranks
-    alone = [row for row in measured if not oversubscribed(row)] or measured
-    base = max(alone, key=lambda row: row.world) if alone else None
+    # Ranks that take turns on too few cores say nothing about more ranks.
+    alone = [setup for setup in measured if not shared_cores(setup)] or measured
+    base = max(alone, key=lambda setup: setup.world, default=None)
     if base is None or base.world == 1 or "compute_ms" not in base.values:
-        why = "nothing is measured yet" if base is None else base.missing.get("compute_ms", ALONE)
+        why = base.missing.get("compute_ms", ONE_RANK) if base else "nothing is measured yet"
         return [Projection(world, reason=why) for world in scaling.project], ""
     hosts = len(base.hosts)
-    where = (
-        "one host, which says nothing about the network between several"
-        if hosts < 2
-        else f"{hosts} hosts"
-    )
+    one_host = "one host, which says nothing about the network between several"
     basis = (
-        f"Projected, not measured: the probe's compute time of {base.setup}, by the FLOPs of a rank and the parameters that it "
-        f"updates, and the collectives by ring formulas at the bus bandwidth of {base.world} ranks on {where}. Nothing overlaps in it; latency and the topology past "
-        "these ranks are not known."
+        f"Projected, not measured: the compute time of {base.name} scaled to a rank's FLOPs and "
+        "updated parameters, and the collectives by ring formulas at the bus bandwidth of "
+        f"{base.world} ranks on {one_host if hosts < 2 else f'{hosts} hosts'}. Nothing overlaps; "
+        "latency and the topology beyond these ranks are unknown."
     )
-    largest, within = max(row.world for row in measured), "within those measured"
-    worlds = scaling.project
+    largest, first = max(setup.world for setup in measured), baseline(table)
+    within = "within the measured numbers of ranks"
     return [
-        _project(study, base, baseline(rows), n) if n > largest else Projection(n, reason=within)
-        for n in worlds
+        _project(study, base, first, n) if n > largest else Projection(n, reason=within)
+        for n in scaling.project
     ], basis
 
 
-ALONE = "only one rank was measured, which does not communicate"
-
-
-def _project(study: Study, base: ScalingRow, first: ScalingRow, world: int) -> Projection:
+def _project(study: Study, base: Setup, first: Setup, world: int) -> Projection:
     assert study.scaling is not None
-    mode, grow, values, ratio = (
-        study.scaling.mode,
-        study.scaling.grow,
-        base.values,
-        world / base.world,
-    )
-    # what a rank has of the step that the largest setup has, and how much larger the step is
-    share, growth = (1 / ratio, 1.0) if mode == "strong" or grow == "model" else (1.0, ratio)
+    scaling, values, ratio = study.scaling, base.values, world / base.world
+    # A rank's part of the largest measured step, and the growth of that step.
+    fixed = scaling.mode == "strong" or scaling.grow == "model"
+    fraction, growth = (1 / ratio, 1.0) if fixed else (1.0, ratio)
     batch = values["global_batch"] * growth
     if batch < world:
-        return Projection(
-            world, reason=f"the {batch:g} samples of a step are fewer than {world} ranks"
-        )
-    accumulation, tensors = max(1, round(base.layout.accumulation * share)), base.tensors
-    if grow == "model":
-        model, vocab = base.recipe.model, base.start["data"]["vocab"]
-        grown = model.model_copy(update={"layers": round(model.layers * ratio)})
-        share *= flops_per_token(grown, vocab) / flops_per_token(model, vocab)
-        more = count(grown, vocab).total - count(model, vocab).total
-        tensors = Tensors(tensors.total + more, tensors.trained + more, tensors.block, grown.layers)
-    shard = base.layout.policy.sizes(world, base.recipe.parallel.shard_size).dp_shard
-    layout = replace(base.layout, world=world, shard=shard, accumulation=accumulation)
-    rates = read_json(study.path / "machine.json").get(f"{values['nodes']}x{base.world}")
-    if not rates:
+        fewer = f"a step's {batch:g} samples are fewer than {world} ranks"
+        return Projection(world, reason=fewer)
+    machine = read_json(study.path / "machine.json").get(f"{values['nodes']}x{base.world}")
+    if not machine:
         return Projection(world, reason="the machine's rates were not measured")
-    sent = collectives(layout, tensors, base.recipe.parallel.bucket_mb)
-    communication = predict(rates, values["flops_per_device"] * share, layout, sent).communication
-    if communication is None:
-        return Projection(world, reason="the bandwidth of a collective was not measured")
-    updated = (
-        tensors.trained / layout.shard / (base.tensors.trained / base.layout.shard)
-    )  # parameters of a rank
-    passes_ms = values["compute_ms"] - values["update_ms"]
-    compute_ms = (
-        passes_ms * share + values["update_ms"] * updated + values["host_ms"] + values["data_ms"]
+    work = _work(base, world, fraction, ratio if scaling.grow == "model" else 1.0)
+    flops = values["flops_per_device"]
+    rates = Rates(
+        flops / (values["compute_ms"] - values["update_ms"]) * 1e3,
+        values["update_ms"] / 1e3 / _updated(base.work),
+        (values["host_ms"] + values["data_ms"]) / 1e3,
+        machine.get("collectives", ()),
     )
-    step_ms = compute_ms + 1e3 * communication
+    flops *= fraction * work.flops_per_token / base.work.flops_per_token
+    step = step_time(rates, flops, work.sent, _updated(work))
+    if step.communication is None or step.compute is None:
+        return Projection(world, reason="the bandwidth of a collective was not measured")
+    compute_ms, communication_ms = 1e3 * step.compute, 1e3 * step.communication
+    step_ms = compute_ms + communication_ms
     speed, efficiency = batch / step_ms * 1e3, None
-    if first.measured and mode == "weak":
+    if first.measured and scaling.mode == "weak":
         efficiency = first.values["step_ms"] / step_ms
     elif first.measured:
         efficiency = speed / first.values["samples_per_s"] * first.world / world
-    return Projection(world, compute_ms, 1e3 * communication, step_ms, speed, efficiency)
+    return Projection(world, compute_ms, communication_ms, step_ms, speed, efficiency)
+
+
+def _updated(work: Work) -> float:
+    """Parameters that a rank updates."""
+    return work.tensors.trained / work.layout.shard
+
+
+def _work(base: Setup, world: int, fraction: float, more_layers: float) -> Work:
+    """The work of `base` on another number of ranks, with so many times the layers."""
+    work, recipe = base.work, base.recipe
+    layout = replace(
+        work.layout,
+        world=world,
+        shard=work.layout.policy.sizes(world, recipe.parallel.shard_size).dp_shard,
+        accumulation=max(1, round(work.layout.accumulation * fraction)),
+    )
+    if more_layers == 1.0:
+        return replace(work, layout=layout)
+    model, vocab, tensors = recipe.model, base.start["data"]["vocab"], work.tensors
+    grown = model.model_copy(update={"layers": round(model.layers * more_layers)})
+    more = count(grown, vocab).total - count(model, vocab).total
+    tensors = Tensors(tensors.total + more, tensors.trained + more, tensors.block, grown.layers)
+    growth = flops_per_token(grown, vocab) / flops_per_token(model, vocab)
+    flops = work.flops_per_token * growth
+    return Work(layout, tensors, flops, work.bucket_mb)

@@ -1,13 +1,13 @@
-"""The open cells of a study as array jobs of SLURM or PBS, whose tasks call `windlass sweep STUDY --only N`. No torch."""
+"""The open cells of a study as array jobs, whose tasks call `windlass sweep STUDY --only N`. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from windlass.errors import UserError
-from windlass.launch.batch import INDEX, Site
+from windlass.launch.batch import INDEX, Job, Site
 from windlass.launch.submit import (
     Resources,
     find_scheduler,
@@ -19,14 +19,21 @@ from windlass.launch.submit import (
 )
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
-from windlass.study.grid import NODES, Cell
+from windlass.study.grid import Cell
+from windlass.study.results import FAILED_STATES, OPEN_STATES
 from windlass.study.study import Study
 
-OPEN_STATES, FAILED_STATES = ("waiting", "interrupted"), ("failed", "diverged")
+
+class Submitted(NamedTuple):
+    """An array job."""
+
+    directory: Path
+    script: str
+    job: str  # its id; empty without submission
 
 
 def submit_study(
-    path: Path,
+    study: Study,
     *,
     scheduler: str = "",
     site: Site | None = None,
@@ -34,111 +41,75 @@ def submit_study(
     dry_run: bool = False,
     retry_failed: bool = False,
     notify: Callable[[str], None] = lambda text: None,
-) -> tuple[str, str]:
-    """Submit the open cells of the study at `path`; returns the script and the job's id, both empty where no cell is open.
+) -> list[Submitted]:
+    """Submit the open cells of a study as array jobs; the list is empty if no cell is open.
 
-    Each cell has `asked.nodes` hosts of its own and a rank for each of their GPUs. Where the grid sets `parallel.world`, a cell
-    has one host, and as many ranks there as it says.
+    - A sweep is one job. Each cell has `asked.nodes` hosts and a rank for each of their GPUs; if the
+      grid sets `parallel.world`, one host and these ranks.
+    - A scaling study over hosts is a job for each number of hosts, except for numbers whose last
+      job is not over.
 
-    Raises UserError for what the site has not, a cell cannot do, or the scheduler refuses.
+    Raises UserError for what the site lacks, a cell cannot do, or the scheduler rejects.
     """
-    study, site, asked = Study.open(path), site or read_site(), asked or Resources()
-    if study.scaling:
-        raise UserError(
-            f"{path} is a scaling study: give again what made it, which submits the cells that are open"
-        )
+    site, asked = site or read_site(), asked or Resources()
     scheduler = find_scheduler(scheduler, site, dry_run)
-    numbers = _cells_to_submit(study, retry_failed, notify)
-    if not numbers:
-        return "", ""
-    cells, path = [study.cells[number] for number in numbers], path.resolve()
-    worlds = {cell.world for cell in cells if cell.world}
-    if worlds:
-        asked = replace(asked, nodes=1, per_host=max(worlds))
-    recipes = distinct(cells)
-    command = [*WINDLASS, "sweep", str(path), "--only", INDEX, *([] if worlds else ["--launch"])]
-    command += ["--retry-failed"] if retry_failed else []
-    check = [
-        *WINDLASS,
-        "launch",
-        "--",
-        *WINDLASS,
-        "check",
-        str(path / "recipe.toml"),
-        *asked.check(),
-    ]
-    job = make_job(f"windlass-{path.name}", command, recipes, path, site, asked)
-    after = track_commands(recipes, site, str(path), "--only", INDEX)
-    job = replace(job, array=numbers, before=check if asked.min_busbw else (), after=after)
-    for cell in cells:
-        cell.recipe.batch(cell.world or job.nodes * job.ranks_per_node)
-    return submit(job, site, scheduler, dry_run)
-
-
-def submit_scaling(
-    study: Study,
-    *,
-    scheduler: str,
-    site: Site,
-    asked: Resources,
-    dry_run: bool = False,
-    retry_failed: bool = False,
-    notify: Callable[[str], None] = lambda text: None,
-) -> list[tuple[Path, str, str]]:
-    """Submit the open cells of a scaling study over hosts, one array job for each number of hosts.
-
-    Each cell first checks its hosts' bandwidth (`asked.min_busbw`) and writes what it measured into the study. Returns the
-    directory, the script and the id of each job; a number of hosts whose last job is not over is left out.
-    """
-    scheduler, path, jobs = find_scheduler(scheduler, site, dry_run), study.path.resolve(), []
-    waiting = _cells_to_submit(study, retry_failed, notify)
-    for nodes in study.values[NODES]:
-        numbers = [number for number in waiting if study.cells[number].nodes == nodes]
-        where = path / "jobs" / f"{nodes}-nodes"
-        job_id, state = queued(where)
+    jobs, numbers = list[Submitted](), _cells_to_submit(study, retry_failed, notify)
+    path = study.path.resolve()
+    for nodes in sorted({study.cells[number].nodes for number in numbers}):
+        own = [number for number in numbers if study.cells[number].nodes == nodes]
+        where = path / "jobs" / f"{nodes}-nodes" if study.over_hosts else path
+        job_id, state = queued(where) if study.over_hosts else ("", "")
         if state:
-            notify(
-                f"{nodes}-node job {job_id} is {state}; `windlass submit --cancel {where}` ends it"
-            )
-        if state or not numbers:
+            cancel = f"`windlass submit --cancel {where}` ends it"
+            notify(f"{nodes}-node job {job_id} is {state}; {cancel}")
             continue
-        ranks = max(study.cells[number].world or nodes for number in numbers) // nodes
-        recipes = distinct([study.cells[number] for number in numbers])
-        command = [
-            *WINDLASS,
-            "scale",
-            str(path),
-            "--only",
-            INDEX,
-            *(["--retry-failed"] if retry_failed else []),
-        ]
-        own = replace(asked, nodes=nodes, per_host=ranks)
-        job = make_job(f"windlass-{path.name}-{nodes}", command, recipes, where, site, own)
-        least = own.check() if nodes * ranks > 1 else []  # one rank has no bandwidth
-        check = [*WINDLASS, "check", str(path / "recipe.toml"), *least, "--rates", str(path)]
-        after = track_commands(recipes, site, str(path), "--only", INDEX)
-        job = replace(job, array=numbers, before=[*WINDLASS, "launch", "--", *check], after=after)
-        jobs.append((where, *submit(job, site, scheduler, dry_run)))
+        job = _array_job(study, own, where, site, asked, retry_failed)
+        jobs.append(Submitted(where, *submit(job, site, scheduler, dry_run)))
     return jobs
 
 
+def _array_job(
+    study: Study, numbers: list[int], where: Path, site: Site, asked: Resources, retry_failed: bool
+) -> Job:
+    """The job that trains these cells, each in a task of its own."""
+    path, cells = study.path.resolve(), [study.cells[number] for number in numbers]
+    name, worlds = f"windlass-{path.name}", {cell.world for cell in cells if cell.world}
+    if study.over_hosts:
+        nodes = cells[0].nodes
+        name = f"{name}-{nodes}"
+        ranks = max(cell.world or nodes for cell in cells) // nodes
+        asked = replace(asked, nodes=nodes, per_host=ranks)
+    elif worlds:
+        asked = replace(asked, nodes=1, per_host=max(worlds))
+    recipes = distinct(cells)
+    command = [*WINDLASS, "sweep", str(path), "--only", INDEX]
+    command += ["--launch"] if study.over_hosts or not worlds else []
+    command += ["--retry-failed"] if retry_failed else []
+    job = make_job(name, command, recipes, where, site, asked)
+    for cell in cells:
+        cell.recipe.batch(cell.world or job.nodes * job.ranks_per_node)
+    launch = [*WINDLASS, "launch", "--", *WINDLASS]
+    check = [*launch, "check", str(path / "recipe.toml"), *asked.check()]
+    one_rank = job.nodes * job.ranks_per_node == 1 and study.over_hosts  # it has no bandwidth
+    before = check if asked.min_busbw and not one_rank else ()
+    after = track_commands(recipes, site, str(path), "--only", INDEX)
+    return replace(job, array=numbers, before=before, after=after)
+
+
 def distinct(cells: Sequence[Cell]) -> list[Recipe]:
-    """The recipes of cells, one for each model, batch, layout and list of trackers: what a job's needs depend on."""
+    """The cells' recipes without those that need the same resources and trackers."""
     parts = ("model", "train", "parallel", "telemetry")
-    return list(
-        {
-            repr([getattr(cell.recipe, part) for part in parts]): cell.recipe for cell in cells
-        }.values()
-    )
+    by_needs = {repr([getattr(c.recipe, part) for part in parts]): c.recipe for c in cells}
+    return list(by_needs.values())
 
 
 def _cells_to_submit(study: Study, retry_failed: bool, notify: Callable[[str], None]) -> list[int]:
-    """The numbers of the open cells, and of the failed ones where these are asked for."""
+    """The numbers of the open cells, with `retry_failed` also of the failed ones."""
     states = [result.state for result in study.results()]
     failed = [str(number) for number, state in enumerate(states) if state in FAILED_STATES]
     if failed and not retry_failed:
-        notify(f"failed, so not submitted: cell {', '.join(failed)}; with --retry-failed they are")
+        notify(f"cell {', '.join(failed)} failed; --retry-failed submits failed cells, too")
     if running := [str(number) for number, state in enumerate(states) if state == "running"]:
-        notify(f"running already, so not submitted: cell {', '.join(running)}")
+        notify(f"cell {', '.join(running)} is running already")
     wanted = (*OPEN_STATES, *FAILED_STATES) if retry_failed else OPEN_STATES
     return [number for number, state in enumerate(states) if state in wanted]

@@ -1,0 +1,283 @@
+"""The numbers of a study's cells, and the best cells, from the runs' ledgers. No torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from windlass.checkpoint.retention import (
+    LOSS,
+    best_step,
+    comparable,
+    lower_is_better,
+    scores_by_step,
+)
+from windlass.errors import UserError
+from windlass.estimate.optimum import resolve_steps
+from windlass.recipe import NON_SEMANTIC
+from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
+from windlass.study.compare import BITS, Evaluated, common_measure, evaluated
+from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label
+from windlass.telemetry.timing import throughput
+
+RECENT = 10  # logged steps from which the time left is computed
+DONE_STATES = ("finished", "pruned", "diverged")
+OPEN_STATES = ("waiting", "interrupted")
+FAILED_STATES = ("failed", "diverged")
+# A lower loss does not decide between values of these settings: they change how much is computed,
+# or how it is computed.
+NO_CHOICE = (
+    *NON_SEMANTIC,
+    *AXES_ONLY,
+    SEED,
+    "model.layers",
+    "model.heads",
+    "model.kv_heads",
+    "model.width",
+    "model.ff_width",
+    "model.context",
+    "train.steps",
+    "train.tokens_per_parameter",
+    "train.global_batch",
+    "train.precision",
+    "train.tf32",
+    "data.max_documents",
+    "data.max_tokens",
+    "data.train_size",
+)
+
+
+def diverged(first: float, last: float) -> bool:
+    """Whether the last training loss is not finite, or more than 1 nat above the first."""
+    return not math.isfinite(last) or last > first + 1.0
+
+
+class Evaluation(NamedTuple):
+    """An evaluation of a cell after step 0."""
+
+    time: str  # sorts as text
+    step: int
+    score: float  # by the study's measure
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """The state and numbers of a cell; None for a number that the ledger lacks (so far)."""
+
+    cell: Cell
+    run: Run  # begun or not
+    measure: str  # that ranks cells: `loss`, or as `squad.f1`
+    state: str = "waiting"  # of OPEN_STATES, DONE_STATES, or `running`, `failed`
+    reason: str = ""
+    step: int = 0  # of the last `train` line
+    last_step: int = 0  # of the last line: some evaluations have no `train` line at their step
+    steps: int | None = None
+    loss: float | None = None
+    first_loss: float | None = None
+    eval_loss: float | None = None
+    best_loss: float | None = None
+    score: float | None = None  # the best value of `measure`, step 0 included
+    evaluations: tuple[Evaluation, ...] = ()
+    evaluated: Evaluated | None = None  # the data and tokenizer of the loss
+    tokens: int = 0
+    tokens_per_s: float | None = None  # tokens over time in steps
+    device_hours: float | None = None
+    left_s: float | None = None  # seconds to the last step, while it runs
+
+    @property
+    def begun(self) -> bool:
+        return self.run.recipe_path.is_file()
+
+    @property
+    def divergence(self) -> str:
+        """Why the cell counts as diverged; empty if it does not."""
+        if self.loss is None or self.first_loss is None or not diverged(self.first_loss, self.loss):
+            return ""
+        return f"loss {self.loss:.3f} at step {self.step}, after {self.first_loss:.3f} at the first"
+
+    def row(self) -> dict[str, Any]:
+        """The cell's settings and results as plain values, for a table or JSON."""
+        left_out = ("cell", "run", "measure", "last_step", "first_loss", "evaluations", "evaluated")
+        values = {name: value for name, value in vars(self).items() if name not in left_out}
+        return {**self.cell.assignment, **values, "run": str(self.run.path)}
+
+
+@dataclass
+class Ledgers:
+    """Reads the results of cells; a ledger that did not change is not parsed again."""
+
+    _cache: dict[Path, tuple[Any, ...]] = field(default_factory=dict)
+
+    def read(
+        self, cell: Cell, run: Run, measure: str, status: Mapping[str, str] | None
+    ) -> CellResult:
+        """A cell's result; `status`: what a sweep decided about it."""
+        version: tuple[int, ...] = ()
+        with suppress(OSError):
+            stat = run.metrics_path.stat()
+            version = stat.st_size, stat.st_mtime_ns
+        if run.path not in self._cache or self._cache[run.path][0] != version:
+            raw = list(read_lines(run.metrics_path))
+            lines, events = effective(raw), [line for line in raw if line["kind"] == "event"]
+            train = [line for line in lines if line["kind"] == "train"][-RECENT:]
+            values = summarize(lines, measure)
+            values["evaluated"] = evaluated(run, cell.recipe, lines)
+            self._cache[run.path] = version, events, train, values
+        _, events, train, values = self._cache[run.path]
+        state, reason = cell_state(run.state_by(events), events, status)
+        if values["steps"] is None:
+            with suppress(UserError):  # it may depend on data that is not prepared yet
+                values["steps"] = resolve_steps(cell.recipe)
+        left = time_left(train, values["steps"]) if state == "running" else None
+        return CellResult(cell, run, measure, state, reason, left_s=left, **values)
+
+
+def cell_state(
+    run_state: str, events: Sequence[Line], status: Mapping[str, str] | None
+) -> tuple[str, str]:
+    """A cell's state and its reason, from its run's state and events and a sweep's decision."""
+    decided = (status["state"], status["reason"]) if status else ("", "")
+    if run_state == "finished":
+        return run_state, ""
+    if decided[0] not in ("", "interrupted"):
+        return decided
+    last = max((x.get("attempt", 0) for x in events), default=0)
+    failures = [x for x in events if x["event"] == "failed" and x.get("attempt", 0) == last]
+    if run_state == "failed" and failures:  # a killed run has no such event and is interrupted
+        return "failed", str(failures[-1].get("reason", ""))
+    if run_state == "running" or not decided[0]:
+        ended = dict.fromkeys(("stopped", "preempted", "failed"), "interrupted")
+        return (ended | {"new": "waiting"}).get(run_state, run_state), ""
+    return decided
+
+
+def time_left(train: Sequence[Line], steps: int | None) -> float | None:
+    """Seconds to the last step, by the wall clock of recent `train` lines.
+
+    The wall clock includes evaluations and saves, which will recur.
+    """
+    own = [line for line in train if line.get("attempt") == train[-1].get("attempt")][-RECENT:]
+    if not steps or len(own) < 2:
+        return None
+    pace = (timestamp(own[-1]) - timestamp(own[0])) / (own[-1]["step"] - own[0]["step"])
+    return max(steps - own[-1]["step"], 0) * pace
+
+
+def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
+    """The fields of a CellResult that come from the effective lines of a run's ledger."""
+    train, evals = ([x for x in lines if x["kind"] == kind] for kind in ("train", "eval"))
+    losses = [float(x["loss"]) for x in evals if x.get("suite", LOSS) == LOSS and "loss" in x]
+    suite, _, name = measure.partition(".")  # `loss`, or as `squad.f1`
+    alike = comparable([x for x in evals if x.get("suite", LOSS) == suite])
+    scored = [x for x in alike if x.get(name or suite) is not None and x["step"] > 0]
+    scores, speed = scores_by_step(lines, measure), throughput(lines)
+    top, last = best_step(scores, measure), train[-1] if train else {}
+    summaries = [x for x in lines if x["kind"] == "summary"]
+    return {
+        "step": last.get("step", 0),
+        "last_step": max((x["step"] for x in (*train, *evals)), default=0),
+        "steps": last_start(lines).get("steps"),
+        "loss": float(last["loss"]) if "loss" in last else None,
+        "first_loss": float(train[0]["loss"]) if train and "loss" in train[0] else None,
+        "eval_loss": losses[-1] if losses else None,
+        "best_loss": min(scores_by_step(lines, LOSS).values(), default=None),
+        "score": None if top is None else scores[top],
+        "evaluations": tuple(
+            Evaluation(str(x.get("time", "")), x["step"], float(x[name or suite])) for x in scored
+        ),
+        "tokens": int(last.get("tokens", 0)),
+        "tokens_per_s": speed.tokens_per_s if speed else None,
+        "device_hours": summaries[-1].get("device_hours") if summaries else None,
+    }
+
+
+@dataclass(frozen=True)
+class SeedGroup:
+    """The cells that differ only in the seed; the numbers are of the finished ones."""
+
+    assignment: Assignment  # without the seed
+    results: list[CellResult]
+
+    @property
+    def scores(self) -> list[float]:
+        return [r.score for r in self.results if r.state == "finished" and r.score is not None]
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.scores) if self.scores else None
+
+    @property
+    def label(self) -> str:
+        return label(self.assignment) or "the recipe"
+
+    @property
+    def seeds(self) -> str:
+        """`2 seeds`, or `1 of 2 seeds` while some are unfinished; empty if the seed is not an axis."""
+        if SEED not in self.results[0].cell.assignment:
+            return ""
+        total, finished = len(self.results), len(self.scores)
+        return f"{'' if finished == total else f'{finished} of '}{total} seed{'s' * (total > 1)}"
+
+
+def seed_groups(results: Sequence[CellResult]) -> list[SeedGroup]:
+    """The cells grouped by everything but the seed, in the order of the grid."""
+    groups: dict[str, SeedGroup] = {}
+    for result in results:
+        rest = {key: value for key, value in result.cell.assignment.items() if key != SEED}
+        groups.setdefault(repr(rest), SeedGroup(rest, [])).results.append(result)
+    return list(groups.values())
+
+
+class Winners(NamedTuple):
+    """The best groups of a study, and how they were compared or why there is none."""
+
+    groups: list[SeedGroup]  # one for each choice of the NO_CHOICE settings that the study varies
+    remark: str
+
+
+def find_winners(
+    results: Sequence[CellResult], measure: str, values: Mapping[str, Sequence[Any]]
+) -> Winners:
+    """The groups with the best median score.
+
+    Groups whose seeds have all finished come before the others. There is no winner if the losses
+    cannot be compared, or if a lower loss decides between none of the varied settings.
+
+    Args:
+        values: the settings that the study assigns, each with its values.
+    """
+    remark = ""
+    if measure in (LOSS, BITS):
+        finished = [r.evaluated for r in results if r.state == "finished"]
+        common, remark = common_measure(finished)
+        if not common:
+            return Winners([], remark)
+    varied = [key for key in values if len(values[key]) > 1 and key != SEED]
+    choices = [key for key in varied if not key.startswith(NO_CHOICE)]
+    if not choices:
+        scale = f"{', '.join(varied)}, which set the amount or kind of computation"
+        only = scale if varied else "only the seed"
+        return Winners([], f"There is no best cell: the study varies {only}.")
+    rivals: dict[str, list[SeedGroup]] = {}
+    for group in seed_groups(results):
+        place = {key: value for key, value in group.assignment.items() if key not in choices}
+        rivals.setdefault(repr(place), []).append(group)
+    sign, winners, fewer = 1 if lower_is_better(measure) else -1, [], list[str]()
+    for groups in rivals.values():
+        scored = [group for group in groups if group.scores] if len(groups) > 1 else []
+        if not scored:
+            continue
+        most = max(len(group.results) for group in groups)
+        winners.append(min(scored, key=lambda g: (len(g.scores) < most, sign * (g.median or 0.0))))
+        few = [group for group in groups if len(group.results) < most]
+        fewer += [f"{group.label} has {len(group.results)} of {most} seeds" for group in few]
+    if fewer:
+        seeds = ",".join(map(str, values[SEED]))
+        advice = f"add its other cells with run.seed={seeds}, else it ranks last."
+        remark = f"{remark} {'; '.join(fewer)}: {advice}".strip()
+    return Winners(winners, remark)

@@ -1,0 +1,448 @@
+"""The numbers of a scaling study: setups, efficiencies and the parts of a step. No torch.
+
+A setup is a set of cells that differ only in `repeat`. All numbers come from the runs' ledgers, the
+probes (study/probe.py) and `machine.json`. `Setup.missing` has a reason for each missing number.
+docs/scale.md has the definitions and formulas.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from windlass.estimate.steptime import Work, measured_rates, on_cpu, step_time
+from windlass.fileio import read_json
+from windlass.recipe import Recipe
+from windlass.recipe.settings import SQUAD_SUITE
+from windlass.run import Line, Run, last_start, timestamp
+from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, Cell, Scaling, short_names
+from windlass.study.results import CellResult
+from windlass.study.study import Study
+from windlass.telemetry.timing import BEGINS, STEP_PHASES
+
+LOW_EFFICIENCY = 0.7  # a lower one gets a remark
+STEP_TIMES = {
+    "compute_ms": "computing",
+    "exposed_ms": "communication",
+    "data_ms": "waiting for data",
+    "host_ms": "the host",
+}
+"""The parts of a step, which sum to it."""
+COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
+"""Numbers that compare a setup with the baseline."""
+
+SETUP_MEASURES: dict[str, str] = {
+    "world": "ranks",
+    "nodes": "hosts",
+    "layers": "layers of the model",
+    "batch_per_device": "samples per rank in a step",
+    "global_batch": "samples in a step",
+    "parameters": "parameters of the model",
+    "flops_per_device": "FLOPs per rank in a step, forward and backward",
+    "step_ms": "time of a step after the warm-up: median over the windows of `train` lines",
+    "samples_per_s": "samples in a step over its time",
+    "steps_per_s": "steps a second, after the warm-up",
+    "tokens_per_s": "tokens a second, all ranks",
+    "tokens_per_s_per_device": "tokens a second per rank",
+    "mfu": "model FLOPs utilisation",
+    "speedup": "throughput over the baseline's; weak: efficiency times N / N0",
+    "efficiency": "strong and fixed-data T(N0) N0 / (T(N) N), weak T(N0) / T(N)",
+    "serial_fraction": "Karp-Flatt: (1/speed-up - 1/p) / (1 - 1/p) with p = N/N0",
+    "samples_factor": "samples/s over the baseline's",
+    "runtime_factor": "the baseline's runtime over this one's",
+    "ratio": "this runtime over the baseline's: printed as weak efficiency in an exercise",
+    "compute_ms": "part of a step: forward, backward and optimizer of the probe",
+    "exposed_ms": "part of a step: communication that computing does not hide",
+    "data_ms": "part of a step: waiting for data",
+    "host_ms": "part of a step: the rest",
+    "predicted_ms": "time of a step from the machine's measured rates",
+    "predicted_error": "predicted over measured time of a step, less 1",
+    "startup_s": "from the start of the process to its first evaluation or step",
+    "compile_s": "compiling",
+    "runtime_s": "wall time of the whole run",
+    "samples_per_s_whole_run": "all samples over the run's wall time without its start-up",
+    "train_loss": "the last training loss",
+    "train_loss_mean": "mean training loss of the run's steps",
+    "peak_mem_mb": "peak memory of the fullest rank: allocated on its GPU, or resident on a CPU",
+    "util_pct": "mean utilisation of the GPU, or of a CPU's threads, in training steps",
+    "exact_match": "SQuAD's exact match at the last evaluation, if the suite is on",
+    "f1": "SQuAD's F1 at the last evaluation, if the suite is on",
+    "pareto": "whether no setup is both faster and smaller in memory",
+    "recommended": "whether it is the recommended setup",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A setup of a scaling study; its numbers are medians over the finished repeats."""
+
+    name: str  # `1 host, 4 ranks`, or the settings that a study of strategies varies
+    assignment: Assignment  # of its cells, without the repeat
+    results: list[CellResult]  # one for each repeat
+    state: str  # of its cells; of several states the one furthest from finished
+    reason: str = ""
+    values: dict[str, Any] = field(default_factory=dict)  # by a name of SETUP_MEASURES
+    # Lowest and highest over the repeats.
+    spread: dict[str, tuple[float, float]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)  # why a number is missing
+    remarks: list[str] = field(default_factory=list)  # low efficiency, noise, too few cores
+    start: Line = field(default_factory=dict)  # the last start of the first finished repeat
+
+    @property
+    def world(self) -> int:
+        return int(self.values["world"])
+
+    @property
+    def measured(self) -> bool:
+        return "step_ms" in self.values
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.results[0].cell.recipe
+
+    @property
+    def finished(self) -> list[CellResult]:
+        return [result for result in self.results if result.state == "finished"]
+
+    @property
+    def hosts(self) -> set[str]:
+        """The hosts of the finished runs."""
+        environments = (result.run.environment for result in self.finished)
+        return {str(rank.get("host")) for e in environments for rank in e.get("ranks", ())}
+
+    @property
+    def on_cpu(self) -> bool:
+        return on_cpu(self.start)
+
+    @cached_property
+    def work(self) -> Work:
+        """The model and layout of its runs."""
+        return Work.of_run(self.recipe, self.start)
+
+
+def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> list[Setup]:
+    """The setups of a scaling study with all their numbers."""
+    scaling, groups = study.scaling or Scaling("strategies"), dict[str, list[CellResult]]()
+    for result in study.results() if results is None else results:
+        groups.setdefault(repr(_without_repeat(result.cell)), []).append(result)
+    table = [_setup(study, scaling, group) for group in groups.values()]
+    machines = read_json(study.path / "machine.json")
+    for setup in table:
+        if setup.measured:
+            _divide(setup, _probe(study, setup, scaling.warmup))
+            _predict(setup, machines)
+            setup.remarks.extend(filter(None, [shared_cores(setup)]))
+    if scaling.mode == "strategies":
+        _recommend(table)
+    else:
+        table.sort(key=lambda setup: (setup.values["nodes"], setup.world))
+        _compare(table, scaling)
+    for setup in table:
+        reasons = _reasons(setup, scaling)
+        setup.missing.update({n: why for n, why in reasons.items() if n not in setup.values})
+    return table
+
+
+def _without_repeat(cell: Cell) -> Assignment:
+    return {key: value for key, value in cell.assignment.items() if key != REPEAT}
+
+
+def _setup(study: Study, scaling: Scaling, results: list[CellResult]) -> Setup:
+    """A setup with the medians of its repeats, not yet compared with other setups."""
+    cell, done = results[0].cell, [r for r in results if r.state == "finished"]
+    order = ("failed", "diverged", "pruned", "interrupted", "running", "waiting", "finished")
+    worst = min(results, key=lambda r: order.index(r.state))
+    start = last_start(done[0].run.ledger()) if done else {}
+    measured = [run_numbers(r.run, scaling.warmup) for r in done]
+    names = dict.fromkeys(name for run in measured for name in run)
+    columns = {name: [run[name] for run in measured if name in run] for name in names}
+    values = _shape(cell, start) | {n: statistics.median(c) for n, c in columns.items()}
+    setup = Setup(
+        _name(study, scaling, cell, values),
+        _without_repeat(cell),
+        results,
+        worst.state,
+        worst.reason,
+        values,
+        {n: (min(c), max(c)) for n, c in columns.items() if len(c) > 1},
+        start=start,
+    )
+    if 0 < len(done) < len(results):
+        setup.remarks.append(f"{len(done)} of {len(results)} repeats have finished")
+    if setup.measured:  # from the median step, so that they agree with it
+        steps_per_s = 1e3 / values["step_ms"]
+        values["steps_per_s"] = steps_per_s
+        values["samples_per_s"] = values["global_batch"] * steps_per_s
+        values["tokens_per_s"] = values["tokens_per_step"] * steps_per_s
+        values["tokens_per_s_per_device"] = values["tokens_per_s"] / setup.world
+        tokens = values["padded_tokens_per_step"] / setup.world
+        values["flops_per_device"] = setup.work.flops_per_token * tokens
+    return setup
+
+
+def _shape(cell: Cell, start: Line) -> dict[str, Any]:
+    """Ranks, hosts, layers, batch and parameters, as far as they are known before a run."""
+    model, world = cell.recipe.model, int(start.get("world") or cell.world or cell.nodes)
+    batch = start.get("global_batch", cell.recipe.train.global_batch)
+    layers = (start.get("network") or {}).get("layers")
+    shape = {
+        "world": world,
+        "nodes": cell.nodes,
+        "global_batch": batch,
+        "batch_per_device": batch / world,
+        "layers": layers or (model.layers if model.kind == "gpt" else None),
+        "parameters": start.get("parameters"),
+    }
+    return {name: value for name, value in shape.items() if value is not None}
+
+
+def _name(study: Study, scaling: Scaling, cell: Cell, values: Mapping[str, Any]) -> str:
+    """Hosts, ranks, and the settings that distinguish a setup from the others."""
+    if scaling.mode != "strategies":
+        hosts, ranks = values["nodes"], values["world"]
+        text = f"{hosts} host{'s' * (hosts > 1)}, {ranks} rank{'s' * (ranks > 1)}"
+        grows = scaling.grow == "model" and "layers" in values
+        return f"{text}, {values['layers']} layers" if grows else text
+    words, names = [], short_names(cell.assignment)
+    for key, value in cell.assignment.items():
+        name = names[key].removeprefix("activation_")
+        if key in AXES_ONLY or len(study.values[key]) < 2:
+            continue
+        if name in ("strategy", "precision"):  # their values need no name
+            words.append(str(value))
+        elif value not in (False, 0, "none"):
+            words.append(name if value is True else f"{name} {value}")
+    return ", ".join(words) or "the recipe"
+
+
+def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line]:
+    """The `train` lines whose steps begin after `warmup` steps of their start, and after `since`.
+
+    A line holds means over the steps since the previous line. `since`: seconds since 1970.
+    """
+    step, start, begun, chosen = 0, 0, 0.0, []
+    for line in lines:
+        if line["kind"] == "event" and line.get("event") in BEGINS:
+            step = start = line["step"]
+        elif line["kind"] == "train":
+            if line.get("step_ms") and step - start >= warmup and begun >= since:
+                chosen.append(line)
+            step, begun = line["step"], timestamp(line) if since else 0.0
+    return chosen
+
+
+def step_medians(lines: Sequence[Line]) -> dict[str, float]:
+    """Medians of a step's time, phases and tokens over `train` lines; empty without lines."""
+    names = (f"{name}_ms" for name in ("step", *STEP_PHASES))
+    columns = {name: [x[name] for x in lines if name in x] for name in names}
+    for name in ("tokens", "padded_tokens"):
+        rates = [(x.get(f"{name}_per_s", x["tokens_per_s"]), x["step_ms"]) for x in lines]
+        columns[f"{name}_per_step"] = [rate * ms / 1e3 for rate, ms in rates]
+    return {name: statistics.median(column) for name, column in columns.items() if column}
+
+
+def run_numbers(run: Run, warmup: int) -> dict[str, float]:
+    """The numbers of a finished run: of its steps after the warm-up, and of its summary."""
+    lines = run.ledger()
+    chosen = windows(lines, warmup)
+    values = step_medians(chosen)
+    if chosen:
+        values["samples_per_s"] = last_start(lines)["global_batch"] / values["step_ms"] * 1e3
+        if all("mfu" in x for x in chosen):
+            values["mfu"] = statistics.median(x["mfu"] for x in chosen)
+    summary = [x for x in lines if x["kind"] == "summary"][-1]
+    names = ("train_loss_mean", "runtime_s", "samples_per_s_whole_run", "peak_mem_mb")
+    whole: dict[str, Any] = {
+        "startup_s": next((x["startup_s"] for x in lines if x.get("event") == "first_step"), None),
+        "compile_s": summary["wall_time"]["compile"] or None,
+        "train_loss": summary["final_loss"],
+        "util_pct": summary.get("avg_gpu_util_pct", summary.get("avg_cpu_util_pct")),
+        **{name: summary.get(name) for name in names},
+    }
+    answers = [x for x in lines if x["kind"] == "eval" and x.get("suite") == SQUAD_SUITE]
+    whole |= {name: answers[-1].get(name) for name in ("exact_match", "f1")} if answers else {}
+    return values | {name: float(value) for name, value in whole.items() if value is not None}
+
+
+def _probe(study: Study, setup: Setup, warmup: int) -> Mapping[str, float]:
+    """The medians of a setup's probe: a step without communication; of one rank its own step.
+
+    Empty if there is none; then the setup gets the reason.
+    """
+    if setup.world == 1:
+        return setup.values
+    directory, why = study.probe_dir(setup.results[0].cell), "no probe was run"
+    ended = read_json(directory / "probe.json")
+    if setup.recipe.parallel.offload:
+        why = "offloading takes time that a probe without communication does not have"
+    elif ended.get("reason"):
+        why = f"the probe failed: {ended['reason']}"
+    elif ended:
+        ledgers = [Run(path.parent).ledger() for path in sorted(directory.glob("*/metrics.jsonl"))]
+        # From the moment when every rank had trained its first steps, all of them ran.
+        starts = (next(x for x in lines if x["kind"] == "train") for lines in ledgers)
+        since = max(map(timestamp, starts))
+        ranks = [step_medians(windows(lines, warmup, since)) for lines in ledgers]
+        names = dict.fromkeys(name for rank in ranks for name in rank)
+        return {n: statistics.median(rank[n] for rank in ranks if n in rank) for n in names}
+    setup.missing.update(dict.fromkeys(("compute_ms", "exposed_ms", "host_ms"), why))
+    return {}
+
+
+def _divide(setup: Setup, probe: Mapping[str, float]) -> None:
+    """Divide a setup's step into STEP_TIMES.
+
+    Computing and host are the probe's; its forward and backward pass are scaled to the tokens of a
+    rank's step, padding included. The step's excess over the probe, both without waiting for data,
+    is communication that computing does not hide. A negative excess is noise.
+    """
+    values = setup.values
+    values.setdefault("data_ms", 0.0)
+    if not probe:
+        return
+    step = values["step_ms"] - values["data_ms"]
+    tokens = values["padded_tokens_per_step"] / setup.world
+    passes, update = probe["forward_ms"] + probe["backward_ms"], probe["optimizer_ms"]
+    host = max(0.0, probe["step_ms"] - probe["data_ms"] - passes - update)
+    compute = passes * tokens / probe["padded_tokens_per_step"] + update
+    alone = compute + host
+    shrink = min(1.0, step / alone)
+    values |= {"compute_ms": compute * shrink, "update_ms": update * shrink}
+    values["host_ms"] = host * shrink
+    if setup.world > 1:
+        values["exposed_ms"] = max(0.0, step - alone)
+        if step < alone:
+            excess = f"the probe's step took {alone - step:.3g} ms longer than the step itself"
+            setup.remarks.append(f"{excess}: noise, shown as no exposed communication")
+
+
+def _predict(setup: Setup, machines: Mapping[str, Any]) -> None:
+    """Predict the time of a setup's step by the measured rates of its machine."""
+    machine = machines.get(f"{setup.values['nodes']}x{setup.world}")
+    if setup.recipe.parallel.offload:
+        setup.missing["predicted_ms"] = "copies to and from the host are not in the formula"
+        return
+    if not machine:
+        setup.missing["predicted_ms"] = "the rates of these hosts and ranks were not measured"
+        return
+    rates = measured_rates(machine, setup.work.layout)
+    step = step_time(rates, setup.values["flops_per_device"], setup.work.sent)
+    if step.compute is None or step.communication is None:
+        setup.missing["predicted_ms"] = step.reason
+        return
+    setup.values["predicted_ms"] = 1e3 * (step.compute + step.communication)
+    setup.values["predicted_error"] = setup.values["predicted_ms"] / setup.values["step_ms"] - 1
+
+
+def shared_cores(setup: Setup) -> str:
+    """A remark if the CPU ranks of a host have more threads than it has cores; else empty."""
+    environment = setup.finished[0].run.environment
+    cores, threads = environment.get("machine", {}).get("cores"), dict[str, list[int]]()
+    for rank in environment.get("ranks", ()) if setup.on_cpu and cores else ():
+        threads.setdefault(str(rank.get("host")), []).append(int(rank.get("threads") or 1))
+    for host, own in sorted(threads.items()):
+        if sum(own) > cores:
+            shared = f"{len(own)} ranks with {sum(own)} threads share the {cores} cores of {host}"
+            return f"oversubscribed: {shared}, which says nothing about {len(own)} devices"
+    return ""
+
+
+def baseline(table: Sequence[Setup]) -> Setup:
+    """The setup with the fewest ranks, measured or not; the others are compared with it."""
+    return min(table, key=lambda setup: (setup.world, setup.values["nodes"]))
+
+
+def _compare(table: list[Setup], scaling: Scaling) -> None:
+    """Compute speed-up, efficiency and factors over the baseline."""
+    base = baseline(table)
+    for setup in table:
+        if setup is not base and not base.measured:
+            why = f"the baseline, {base.name}, has no numbers"
+            setup.missing.update(dict.fromkeys(COMPARED, why))
+        if not setup.measured or not base.measured:
+            continue
+        values, first, p = setup.values, base.values, setup.world / base.world
+        faster = values["samples_per_s"] / first["samples_per_s"]
+        efficiency = first["step_ms"] / values["step_ms"] if scaling.mode == "weak" else faster / p
+        values |= {"efficiency": efficiency, "speedup": efficiency * p, "samples_factor": faster}
+        if scaling.mode != "weak" and p > 1:
+            values["serial_fraction"] = (1 / values["speedup"] - 1 / p) / (1 - 1 / p)
+        values["ratio"] = values["runtime_s"] / first["runtime_s"]
+        values["runtime_factor"] = 1 / values["ratio"]
+        if efficiency < LOW_EFFICIENCY:
+            percent = f"low efficiency, {100 * efficiency:.0f} %"
+            setup.remarks.append(f"{percent}: {_largest_excess(setup, base)}")
+
+
+def _largest_excess(setup: Setup, base: Setup) -> str:
+    """The part of the step with the largest excess over perfect scaling.
+
+    With perfect scaling, computing takes its share of FLOPs, and the other parts stay.
+    """
+    if "compute_ms" not in setup.values or "compute_ms" not in base.values:
+        return "without a probe it is not known which part of the step grew"
+    ideal = {part: base.values.get(part, 0.0) for part in STEP_TIMES}
+    ideal["compute_ms"] *= setup.values["flops_per_device"] / base.values["flops_per_device"]
+    excess = {part: setup.values.get(part, 0.0) - ms for part, ms in ideal.items()}
+    part = max(excess, key=lambda part: excess[part])
+    more = f"{excess[part]:.3g} ms of a step more than with perfect scaling"
+    return f"{STEP_TIMES[part]} grew most, by {more}"
+
+
+def _recommend(table: list[Setup]) -> None:
+    """Mark the Pareto front of memory and throughput, and the recommended setup.
+
+    The recommended setup is the fastest. Among setups within 2 % of it, or within the spread of its
+    repeats, it is the one with the least memory.
+    """
+    rivals = [setup for setup in table if setup.measured and "peak_mem_mb" in setup.values]
+    if not rivals:
+        return
+    points = [(setup.values["samples_per_s"], setup.values["peak_mem_mb"]) for setup in rivals]
+    for setup, (speed, memory) in zip(rivals, points, strict=True):
+        beaten = any(s >= speed and m <= memory and (s, m) != (speed, memory) for s, m in points)
+        setup.values.update(pareto=not beaten, recommended=False)
+
+    def speeds(setup: Setup) -> tuple[float, float]:
+        speed = setup.values["samples_per_s"]
+        return setup.spread.get("samples_per_s", (speed, speed))
+
+    fastest = max(rivals, key=lambda setup: setup.values["samples_per_s"])
+    limit = min(0.98 * fastest.values["samples_per_s"], speeds(fastest)[0])
+    near = [setup for setup in rivals if speeds(setup)[1] >= limit]
+    chosen = min(near, key=lambda setup: setup.values["peak_mem_mb"])
+    chosen.values["recommended"] = True
+    why = "the fastest"
+    if chosen is not fastest:
+        saved = 1 - chosen.values["peak_mem_mb"] / fastest.values["peak_mem_mb"]
+        tie = f"as fast as {fastest.name}, within 2 % or the spread of its repeats"
+        why = f"{tie}, with {100 * saved:.0f} % less memory"
+    chosen.remarks.append(f"recommended: {why}")
+
+
+def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
+    """For each number why a setup would lack it."""
+    if not setup.start:
+        state = f"{setup.state}: {setup.reason}" if setup.reason else setup.state
+        return dict.fromkeys(SETUP_MEASURES, "not run yet" if state == "waiting" else state)
+    if not setup.measured:
+        why = f"no line of the ledger begins after {scaling.warmup} steps of warm-up"
+        return dict.fromkeys(SETUP_MEASURES, why)
+    weak = scaling.mode == "weak"
+    reasons = dict.fromkeys(SETUP_MEASURES, "not measured") | {
+        "mfu": f"no peak is known of {setup.start.get('device')}",
+        "compile_s": "not compiled",
+        "exposed_ms": "no communication on one rank",
+        "exact_match": "eval.suites does not have squad",
+        "f1": "eval.suites does not have squad",
+        "serial_fraction": "defined for a fixed amount of work" if weak else "the baseline",
+        "predicted_error": setup.missing.get("predicted_ms", "not measured"),
+    }
+    if scaling.mode == "strategies":
+        reasons |= dict.fromkeys(COMPARED, "all setups have the same number of ranks")
+    else:
+        reasons |= dict.fromkeys(("pareto", "recommended"), "not a study of strategies")
+    return reasons | setup.missing
