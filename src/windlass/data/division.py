@@ -94,10 +94,7 @@ def text_sources(data: DataSettings, notify: Notify) -> list[TextSource]:
     if train[0].single_text:
         # nanoGPT's split: between two characters, and each part is encoded by itself
         first, rest = (_part_of_text(train[0], 1 - held_out, first) for first in (True, False))
-        return [
-            TextSource(MAIN, first, Limit(), int(tokens)),
-            TextSource(EVAL, rest, Limit()),
-        ]
+        return [TextSource(MAIN, first, Limit(), int(tokens)), TextSource(EVAL, rest, Limit())]
     return [_divide_few(source) for source in _limited(train, tokens, held_out)]
 
 

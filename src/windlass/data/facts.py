@@ -1,4 +1,4 @@
-"""What a data set holds, in numbers: for `windlass prepare`, the first lines of a run, and its ledger."""
+"""The contents of a data set in numbers, for `windlass prepare`, the first lines of a run, and its ledger."""
 
 from __future__ import annotations
 
@@ -16,117 +16,109 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 SHOWN_SYMBOLS, MEASURED_SAMPLES = 1000, 16
-ITEMS = {"text": "documents", "squad": "questions", "chat": "conversations"}
+UNITS = {"text": "documents", "squad": "questions", "chat": "conversations"}
 
 
 def describe(data: Data) -> Facts:
-    """The facts of opened data, as JSON values: `vocab`, and for `train` and `val` their `samples` and `tokens_per_sample`.
+    """The facts of opened data, as JSON values.
 
-    Of texts from several sources also `sources` and `eval_sources`, a row for each: `source`, `documents` and `tokens` that were
-    read of it, tokens for `train` and `val`; of conversations `template` (how they are written down); with a character tokenizer
-    `characters` (how many there are) and `symbols`. Of prepared data also `source`, `files` (how many), `items` (what they are), `tokenizer`, and for each split
-
-    - `items`, `tokens` (in an epoch, padding not counted) and `label_tokens` (those that count in the loss);
-    - `text` (of `val`: a hash of its text, equal for every tokenizer);
-    - `lengths` of whole items in tokens (percentiles `50`, `90`, `99`, and `max`), `cut` (how many are longer than the context),
-      `cut_tokens` (what they lost), `left_out` (items with nothing left to learn), where an item is a row.
+    - `vocab`; for `train` and `val` their `samples` and `tokens_per_sample`.
+    - Prepared data: `source`, `files` (how many), `items` (documents, questions or conversations), `tokenizer`; for each
+      split `items`, `tokens` (in an epoch, without padding), `label_tokens` (those that count in the loss), and for `val`
+      `text`, a hash of its text that is equal for every tokenizer.
+    - Rows, or a document a row: `lengths` of whole items in tokens (percentiles `50`, `90`, `99`, and `max`), `cut` (items
+      longer than the context), `cut_tokens` (lost by them), `left_out` (items with nothing left to learn).
+    - Texts from several sources: `sources` and `eval_sources`, for each source `documents` and `tokens` read, and the
+      tokens for `train` and `val`.
+    - Conversations: `template`, their layout in words.
+    - A character tokenizer: `characters` (how many) and `symbols`.
     """
     facts: Facts = {"vocab": data.vocab}
     if index := data.index:
-        files = {
-            file["file"] for source in index.source.values() for file in source.get("files", ())
-        }
+        files = {f["file"] for source in index.source.values() for f in source.get("files", ())}
         facts |= {
             "source": index.settings["source"],
             "files": len(files),
-            "items": ITEMS[index.settings.get("format", "text")],
+            "items": UNITS[index.settings.get("format", "text")],
             "tokenizer": index.settings["tokenizer"],
         }
         facts |= {"template": index.template} if index.template else {}
         if index.tokenizer.kind == "char" and index.streams:
-            ends = (
-                0
-                if index.tokenizer.eot is None
-                else sum(index.documents(stem) for stem in index.streams)
-            )
-            characters = sum(shard.tokens for shard in index.shards) - ends
-            facts |= {
-                "characters": characters,
-                "symbols": "".join(sorted(data.tokenizer.inner.get_vocab(with_added_tokens=False))),
-            }
-        for key, stream in (("sources", MAIN), ("eval_sources", EVAL)):
-            stems = [stem for stem in index.streams if stem.startswith(stream)]
-            facts |= {key: [_source(index, stem) for stem in stems]} if len(stems) > 1 else {}
+            tokens = sum(shard.tokens for shard in index.shards)
+            if index.tokenizer.eot is not None:
+                tokens -= sum(index.documents(stream) for stream in index.streams)
+            symbols = data.tokenizer.inner.get_vocab(with_added_tokens=False)
+            facts |= {"characters": tokens, "symbols": "".join(sorted(symbols))}
+        for key, kind in (("sources", MAIN), ("eval_sources", EVAL)):
+            streams = [stream for stream in index.streams if stream.startswith(kind)]
+            if len(streams) > 1:
+                facts[key] = [_source(index, stream) for stream in streams]
     for name, samples in (("train", data.train), ("val", data.val)):
-        if samples is None:
-            continue
-        split: Facts = {
-            "samples": len(samples),
-            "label_tokens": getattr(samples, "valid_tokens", None),
-        }
-        tokens = real_tokens(samples)
-        if per_sample := tokens / len(samples) if tokens else _tokens_per_sample(samples):
-            split["tokens_per_sample"] = round(per_sample, 3)
-        split["tokens"] = getattr(samples, "tokens", split["label_tokens"])
-        if index is not None and name in index.rows:
-            rows = index.rows[name]
-            split |= {"items": rows.items, "lengths": rows.lengths, "text": rows.text or None}
-            split |= {"cut": rows.cut, "cut_tokens": rows.cut_tokens, "left_out": rows.left_out}
-        elif index is not None:
-            items = index.splits[name].documents
-            split |= {"text": index.splits[name].text or None}
-            split["items"] = (
-                items if items > 1 else None
-            )  # a text is one document, which says nothing
-            if hasattr(samples, "lengths"):
-                split |= {"items": len(samples), **samples.lengths}
-        facts[name] = {key: value for key, value in split.items() if value is not None}
+        if samples is not None:
+            split = _split(name, samples, index)
+            facts[name] = {key: value for key, value in split.items() if value is not None}
     return facts
 
 
+def _split(name: str, samples: Samples, index: Index | None) -> Facts:
+    split: Facts = {"samples": len(samples), "label_tokens": getattr(samples, "valid_tokens", None)}
+    tokens = real_tokens(samples)
+    if per_sample := tokens / len(samples) if tokens else _tokens_per_sample(samples):
+        split["tokens_per_sample"] = round(per_sample, 3)
+    split["tokens"] = getattr(samples, "tokens", split["label_tokens"])
+    if index is not None and name in index.rows:
+        rows = index.rows[name]
+        keys = ("items", "lengths", "cut", "cut_tokens", "left_out")
+        split |= {key: getattr(rows, key) for key in keys} | {"text": rows.text or None}
+    elif index is not None:
+        split["text"] = index.splits[name].text or None
+        if hasattr(samples, "lengths"):
+            split |= {"items": len(samples), **samples.lengths}
+        elif index.splits[name].documents > 1:  # the count of a single text says nothing
+            split["items"] = index.splits[name].documents
+    return split
+
+
 def _tokens_per_sample(samples: Samples) -> float:
-    """The mean over some samples of a user's own set, which does not tell; as the loader counts them."""
-    places = np.unique(
-        np.linspace(0, len(samples) - 1, min(len(samples), MEASURED_SAMPLES)).astype(np.int64)
-    )
+    """The mean over some samples of a user's own set without `valid_tokens`, as the loader counts them."""
+    last, count = len(samples) - 1, min(len(samples), MEASURED_SAMPLES)
+    places = np.unique(np.linspace(0, last, count).astype(np.int64))
     if length := getattr(samples, "length", None):
-        counts = sum(map(length, places.tolist()))
+        tokens = sum(map(length, places.tolist()))
     else:
-        counts = sum(
-            int((samples.read(np.array([place]))[1] != IGNORE_INDEX).sum()) for place in places
-        )
-    return counts / max(1, len(places))
+        labels = (samples.read(np.array([place]))[1] for place in places)
+        tokens = sum(int((part != IGNORE_INDEX).sum()) for part in labels)
+    return tokens / max(1, len(places))
 
 
-def _source(index: Index, stem: str) -> Facts:
-    """What was read of a source, and what it is for."""
-    shards, counts = index.streams[stem], dict.fromkeys(("train", "val"), 0)
+def _source(index: Index, stream: str) -> Facts:
+    """What is read of a source, and for which split."""
+    counts = dict.fromkeys(("train", "val"), 0)
     for name, split in index.splits.items():
-        counts[name] += sum(part.stop - part.start for part in split.ranges if part.stream == stem)
-    about = {"source": index.source[stem]["name"], "documents": index.documents(stem)}
-    return about | {"tokens": sum(shard.tokens for shard in shards), **counts}
+        counts[name] += sum(p.stop - p.start for p in split.ranges if p.stream == stream)
+    tokens = sum(shard.tokens for shard in index.streams[stream])
+    source = {"source": index.source[stream]["name"], "documents": index.documents(stream)}
+    return source | {"tokens": tokens, **counts}
 
 
 def warnings(facts: Facts) -> list[str]:
-    """A sentence for each of several sources of which nothing is used, and for a chat template that is a makeshift."""
+    """Warnings about a makeshift chat template, and about sources from which nothing is used."""
     texts, template = [], facts.get("template", "")
     if template.startswith(PLAIN_LAYOUT) and facts["tokenizer"].startswith("hf:"):
-        texts = [
-            f"conversations are written as {template}; a model that was trained to chat brings its own"
-        ]
+        texts = [f"conversations are written as {template}; a model trained to chat has its own"]
     for key, split, use in (
         ("sources", "train", "trained on"),
         ("eval_sources", "val", "evaluated"),
     ):
         for row in facts.get(key, ()):
             if not row[split]:
-                why = "all of it is held out" if row["tokens"] else "no text was read of it"
-                texts.append(f"data.{key.removesuffix('s')}: {row['source']} is not {use}: {why}")
+                reason = "all of it is held out" if row["tokens"] else "it has no text"
+                texts.append(f"data.{key[:-1]}: {row['source']} is not {use}: {reason}")
     return texts
 
 
 def lines(facts: Facts, context: int) -> dict[str, str]:
-    """The facts in words, a line each: `data`, `tokenizer`, `training`, `validation`, and `lengths` and `cut` where items are rows."""
+    """The facts in words: a line each for `data`, `tokenizer`, `training`, `validation`, and more if they apply."""
     shown: dict[str, str] = {}
     unit = facts.get("items", "samples")
     if "source" in facts:
@@ -134,51 +126,49 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
         names = ", ".join(source) if isinstance(source, list) else source
         shown["data"] = f"{names}{f' ({files:,} files)' if files > 1 else ''}"
     if rows := [*facts.get("sources", ()), *facts.get("eval_sources", ())]:
-        head = ("source", "documents", "tokens", "trained", "held out")
-        cells = [
-            head,
-            *(
-                (r["source"], *(f"{r[k]:,}" for k in ("documents", "tokens", "train", "val")))
-                for r in rows
-            ),
-        ]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-        shown["sources"] = "\n".join(
-            "  ".join(
-                [row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, len(head)))]
-            )
-            for row in cells
-        )
+        shown["sources"] = _source_table(rows)
     for name, title in (("train", "training"), ("val", "validation")):
-        if split := facts.get(name):
-            items = split.get("items") if "source" in facts else split["samples"]
-            parts = [count(items, unit)] if items else []
-            tokens, labels = split.get("tokens"), split.get("label_tokens")
-            parts += [f"{tokens:,} tokens"] if tokens else []
-            if tokens and labels and facts.get("items") in ("questions", "conversations"):
-                parts[-1] += f", {labels:,} of them ({labels / tokens:.0%}) count in the loss"
-            shown[title] = ", ".join(parts)
-    shown.setdefault("validation", "none")
-    shown["tokenizer"] = ", ".join(
-        [*([facts["tokenizer"]] if "tokenizer" in facts else []), f"{facts['vocab']:,} ids"]
-    )
+        shown[title] = _in_words(facts[name], facts) if name in facts else "none"
+    kind = [facts["tokenizer"]] if "tokenizer" in facts else []
+    shown["tokenizer"] = ", ".join([*kind, f"{facts['vocab']:,} ids"])
     if "symbols" in facts:
         symbols = repr(facts["symbols"])
         shown["characters"] = f"{facts['characters']:,}"
-        shown["symbols"] = (
-            symbols if len(symbols) <= SHOWN_SYMBOLS else f"{symbols[:SHOWN_SYMBOLS]}..."
-        )
-    shown |= {"template": facts["template"]} if "template" in facts else {}
+        cut = len(symbols) > SHOWN_SYMBOLS
+        shown["symbols"] = f"{symbols[:SHOWN_SYMBOLS]}..." if cut else symbols
+    if "template" in facts:
+        shown["template"] = facts["template"]
     if sizes := facts["train"].get("lengths"):
-        shares = {"half": "50", "90 %": "90", "99 %": "99"}
-        lengths = [
-            f"{share} up to {sizes[key]:,}{' tokens' * (key == '50')}"
-            for share, key in shares.items()
-        ]
-        shown["lengths"] = f"{', '.join(lengths)}, the longest {sizes['max']:,}"
+        half, most, nearly_all, longest = (f"{sizes[key]:,}" for key in ("50", "90", "99", "max"))
+        shown["lengths"] = (
+            f"half up to {half} tokens, 90 % up to {most}, 99 % up to {nearly_all}, "
+            f"the longest {longest}"
+        )
     if cuts := [text for name in ("train", "val") if (text := _cut(facts.get(name, {}), unit))]:
         shown["cut"] = f"at model.context = {context:,}: {'; validation: '.join(cuts)}"
     return shown
+
+
+def _in_words(split: Facts, facts: Facts) -> str:
+    items = split.get("items") if "source" in facts else split["samples"]
+    parts = [count(items, facts.get("items", "samples"))] if items else []
+    tokens, labels = split.get("tokens"), split.get("label_tokens")
+    if tokens:
+        parts.append(f"{tokens:,} tokens")
+        if labels and facts.get("items") in ("questions", "conversations"):
+            parts.append(f"{labels:,} of them ({labels / tokens:.0%}) count in the loss")
+    return ", ".join(parts)
+
+
+def _source_table(rows: list[Facts]) -> str:
+    head = ("source", "documents", "tokens", "trained", "held out")
+    keys = ("documents", "tokens", "train", "val")
+    cells = [head, *((row["source"], *(f"{row[key]:,}" for key in keys)) for row in rows)]
+    first, *widths = (max(map(len, column)) for column in zip(*cells, strict=True))
+    return "\n".join(
+        "  ".join([name.ljust(first), *(n.rjust(w) for n, w in zip(numbers, widths, strict=True))])
+        for name, *numbers in cells
+    )
 
 
 def count(number: int, items: str) -> str:
@@ -187,14 +177,14 @@ def count(number: int, items: str) -> str:
 
 
 def _cut(split: Facts, unit: str) -> str:
-    """What a split lost to the context, in words; empty where it lost nothing."""
+    """What a split lost to the context, in words; empty if nothing."""
     parts = []
     if cut := split.get("cut", 0):
         lost = split["cut_tokens"]
-        share = lost / (split["tokens"] + lost)
+        fraction = lost / (split["tokens"] + lost)
         parts.append(
-            f"{cut:,} of {count(split['items'], unit)} cut, {lost:,} tokens lost ({share:.1%})"
+            f"{cut:,} of {count(split['items'], unit)} cut, {lost:,} tokens lost ({fraction:.1%})"
         )
-    if left := split.get("left_out", 0):
-        parts.append(f"{count(left, unit)} left out: nothing to learn is left of them")
+    if left_out := split.get("left_out", 0):
+        parts.append(f"{count(left_out, unit)} left out: they have nothing left to learn")
     return ", ".join(parts)

@@ -1,8 +1,8 @@
 """Text to token ids and back: one class for bytes, characters, GPT-2, `tokenizer.json` files and byte pairs trained here.
 
-Every kind is an object of the `tokenizers` library, so that each is saved the same way: as a `tokenizer.json` that
-`transformers` reads too. Bytes, characters and GPT-2 are encoded by numpy and `tiktoken`, which give the same ids and are
-faster. What looks like a special token in a text is text: `encode` never gives the end-of-text token.
+Every kind is an object of the `tokenizers` library, saved as a `tokenizer.json` that `transformers` reads too. numpy and
+`tiktoken` encode bytes, characters and GPT-2, with the same ids and faster. The text of a special token is plain text, so
+`encode` never returns the end-of-text token.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from windlass.fileio import write_atomic
 
 FOLDER, DESCRIPTION, JSON_FILE = "tokenizer", "windlass.json", "tokenizer.json"
 END_OF_TEXT, UNKNOWN = "<|endoftext|>", "\ufffd"
-MARK = "\ufdd0"  # after a character of a text that is no special token, whatever it looks like (`windlass.data.chat`)
-# How GPT-2 cuts a text into words before pairs are merged (Radford et al. 2019, released code).
+MARK = "\ufdd0"  # follows a character of a text that is not a special token (`windlass.data.chat`)
+# GPT-2's cut of a text into words, before it merges pairs (Radford et al. 2019, released code).
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 STRETCH = 1 << 20  # characters of a text that one worker encodes at once
-LONGEST_PIECE = 400_000  # characters for `tiktoken`, whose expressions run out of stack on a million of white space
-# A text whose ids tell tokenizers with equal vocabularies apart.
+LONGEST_PIECE = (
+    400_000  # characters for `tiktoken`, whose stack overflows on a million of white space
+)
+# Tokenizers with equal vocabularies differ in the ids of this text.
 PROBE = (
     "def f(x):\n\treturn x ** 2  # It's 3.14159, isn't it?\r\n\r\n    Žluťoučký kůň 12345 中文字符 "
     "Ελλάδα кот 🙂👩‍👩‍👧 e\u0301 ﬁ №  \u00a0end <|endoftext|></s>"
@@ -38,7 +40,7 @@ PROBE = (
 
 
 class Description(BaseModel):
-    """What stands beside a saved `tokenizer.json`, and in the index of the data."""
+    """The description beside a saved `tokenizer.json`, and in the index of the data."""
 
     kind: str
     fingerprint: str
@@ -48,46 +50,47 @@ class Description(BaseModel):
 
 
 class Tokenizer:
-    """A tokenizer of a kind (`byte`, `char`, `gpt2`, `bpe`, `hf`). `inner` is the `tokenizers.Tokenizer` that gives the same ids;
-    `eot` the id that separates documents, None where a corpus is one text and needs none; `start` the id that an empty prompt
-    begins with by the model's configuration, if the tokenizer itself puts none before a text."""
+    """A tokenizer of a kind: `byte`, `char`, `gpt2`, `bpe` or `hf`.
+
+    Attributes:
+        inner: The `tokenizers.Tokenizer` with the same ids.
+        eot: The id that separates documents; None if the corpus is one text.
+        start: The id with which the model's configuration begins an empty prompt, if the tokenizer has no BOS.
+        bos: The ids that the tokenizer's post-processor puts before a text, as in `transformers`; `encode` does not.
+        vocab: Number of ids, including the special ones.
+        fingerprint: Equal for tokenizers that give the same ids for every text.
+        special: Ids of the special tokens by text; a chat template writes them, and a user does not.
+    """
 
     def __init__(self, kind: str, inner: Any, eot: int | None, start: int | None = None):
         self.kind, self.inner, self.eot, self.start = kind, inner, eot, start
         inner.no_padding()
         inner.no_truncation()
-        inner.encode_special_tokens = True  # what looks like a special token in a text is text
+        inner.encode_special_tokens = True  # the text of a special token is plain text
         pieces = inner.get_vocab(with_added_tokens=True)
-        self.vocab = max(pieces.values()) + 1  # number of ids, the special ones included
+        self.vocab = max(pieces.values()) + 1
         content = [sorted(pieces.items()), eot, inner.encode(PROBE, add_special_tokens=False).ids]
-        # Equal for tokenizers that give the same ids for every text.
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        # Texts and ids of the special tokens: what a chat template writes, and a user does not.
         self.special: dict[str, int] = {
             t.content: i for i, t in inner.get_added_tokens_decoder().items() if t.special
         }
         if eot is not None:
             self.special[inner.id_to_token(eot)] = eot
-        # What the tokenizer's post-processor puts before a text, as in `transformers`; `encode` does not.
         encoded = inner.encode("a")
         self.bos: tuple[int, ...] = tuple(encoded.ids[: [*encoded.special_tokens_mask, 0].index(0)])
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
-        """Matches the texts of special tokens that have no mark."""
-        texts = sorted(
-            self.special, key=len, reverse=True
-        )  # the longest that matches, as in `tokenizers`
+        """Matches special tokens in a text that have no mark; the longest one, as `tokenizers` does."""
+        texts = sorted(self.special, key=len, reverse=True)
         return re.compile(f"(?:{'|'.join(map(re.escape, texts)) or '(?!)'})(?!{MARK})")
 
     @cached_property
     def _fast(self) -> Any:
-        """For characters the id of each code point, -1 where the corpus has none; for GPT-2 `tiktoken`'s encoding."""
+        """For characters the id of each code point or -1; for GPT-2 the encoding of `tiktoken`."""
         if self.kind == "char":
-            points = np.array(
-                sorted(ord(c) for c in self.inner.get_vocab(with_added_tokens=False)),
-                dtype=np.int64,
-            )
+            characters = self.inner.get_vocab(with_added_tokens=False)
+            points = np.array(sorted(map(ord, characters)), dtype=np.int64)
             ids = np.full(int(points[-1]) + 2, -1, dtype=np.int64)
             ids[points] = np.arange(len(points))
             return ids
@@ -101,7 +104,7 @@ class Tokenizer:
 
     @cached_property
     def _bytes(self) -> list[bytes] | None:
-        """The UTF-8 bytes of each id for bytes, characters and GPT-2; None where only the library has them."""
+        """The UTF-8 bytes of each id for bytes, characters and GPT-2; None for other kinds."""
         if self.kind not in ("byte", "char", "gpt2"):
             return None
         letters = byte_letters()
@@ -113,75 +116,69 @@ class Tokenizer:
         return table
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int64 [n]; half a surrogate pair, which JSON can hold, becomes "?". UserError for a character that
-        a character tokenizer's corpus does not have."""
+        """Token ids of a text, int64 [n]; half a surrogate pair, which JSON can contain, becomes "?".
+
+        Raises UserError for a character that is not in the corpus of a character tokenizer.
+        """
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
         if self.kind == "char":
-            points = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4").astype(
-                np.int64
-            )
+            raw = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4")
+            points = raw.astype(np.int64)
             ids: np.ndarray = self._fast[np.minimum(points, len(self._fast) - 1)]
             if (ids < 0).any():
-                named = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
-                raise UserError(f"the character tokenizer's corpus has no {named}")
+                missing = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
+                raise UserError(f"the character tokenizer's corpus has no {missing}")
             return ids
         text = text.encode("utf-8", "replace").decode()
         if self.kind == "gpt2":
-            parts = [
-                self._fast.encode_to_numpy(part, disallowed_special=())
-                for part in cut_at_lines(text)
-            ]
+            encode = self._fast.encode_to_numpy
+            parts = [encode(part, disallowed_special=()) for part in cut_at_lines(text)]
             return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
-        ids = np.array(
-            self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.int64
-        )
+        encoded = self.inner.encode_batch_fast([text], add_special_tokens=False)[0]
+        ids = np.array(encoded.ids, dtype=np.int64)
         return ids if self.eot is None else ids[ids != self.eot]
 
     def stretches(self, text: str) -> Iterable[str]:
-        """The text in parts that can be encoded one by one with the same result, so that many workers share a long text."""
+        """The text in parts that give the same ids one by one, so that several workers share a long text."""
         if self.kind in ("byte", "char"):
             return (text[i : i + STRETCH] for i in range(0, len(text), STRETCH))
-        return (
-            cut_at_lines(text) if self.kind == "gpt2" else [text]
-        )  # other normalisers may work across a cut
+        # other normalisers may work across a cut
+        return cut_at_lines(text) if self.kind == "gpt2" else [text]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; an id that stands for nothing (padding of the vocabulary) becomes U+FFFD."""
+        """The text of token ids; an id without a token (padding of the vocabulary) becomes U+FFFD."""
         if (table := self._bytes) is not None:
             raw = b"".join(table[i] if i < self.vocab else UNKNOWN.encode() for i in map(int, ids))
             return raw.decode("utf-8", "replace")
-        # The library would leave out an id that it does not have.
-        runs = groupby(map(int, ids), lambda i: i < self.vocab)
-        return "".join(
-            self.inner.decode(list(run), skip_special_tokens=False)
-            if valid
-            else UNKNOWN * len(list(run))
-            for valid, run in runs
-        )
+        # The library would drop an id without a token.
+        texts = list[str]()
+        for valid, run in groupby(map(int, ids), lambda i: i < self.vocab):
+            part = list(run)
+            decoded = self.inner.decode(part, skip_special_tokens=False) if valid else ""
+            texts.append(decoded if valid else UNKNOWN * len(part))
+        return "".join(texts)
 
     def byte_lengths(self) -> np.ndarray:
-        """Bytes of UTF-8 text that each id stands for when decoded after another token, int64 [V]; 0 for special tokens."""
+        """Bytes of UTF-8 text of each id, decoded after another token, int64 [V]; 0 for special tokens."""
         sizes = np.zeros(self.vocab, dtype=np.int64)
         if self._bytes is not None:
             sizes[:] = [len(piece) for piece in self._bytes]
         else:
-            # The decoder tells what pieces are made of: stand-ins for bytes, or text with "\u2581" for spaces.
-            parts = (self.inner.decoder, self.inner.pre_tokenizer)
-            states = [
-                "" if p is None else json.dumps(json.loads(p.__getstate__()), ensure_ascii=False)
-                for p in parts
-            ]
-            letters = byte_letters() if '"ByteLevel"' in "".join(states) else {}
-            space = " " if "\u2581" in states[0] else "\u2581"
+            # Pieces are letters for bytes, or text with "\u2581" for spaces, as the decoder says.
+            state = json.loads(self.inner.to_str())
+            decoder = json.dumps(state["decoder"], ensure_ascii=False)
+            pre_tokenizer = json.dumps(state["pre_tokenizer"])
+            letters = byte_letters() if '"ByteLevel"' in decoder + pre_tokenizer else {}
+            space = " " if "\u2581" in decoder else "\u2581"
             for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
                 sizes[i] = len(piece.replace("\u2581", space).encode())
                 if letters and all(c in letters for c in piece):
                     sizes[i] = len(piece)
                 elif not letters and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
-                    sizes[i] = 1  # a byte on its own, as sentencepiece writes it
+                    sizes[i] = 1  # a single byte, as sentencepiece writes it
             for i, token in self.inner.get_added_tokens_decoder().items():
-                sizes[i] = len(token.content.encode())  # as it stands
+                sizes[i] = len(token.content.encode())
         sizes[list(self.special.values())] = 0
         return sizes
 
@@ -189,18 +186,18 @@ class Tokenizer:
 
     @property
     def first(self) -> int | None:
-        """The id that a text begins after; None for a tokenizer without special tokens."""
+        """The id before a text; None for a tokenizer without special tokens."""
         return next((i for i in (*self.bos, self.start, self.eot) if i is not None), None)
 
     def encode_with_bos(self, text: str) -> list[int]:
-        """BOS, where the tokenizer writes one, and the text's tokens."""
+        """BOS, if the tokenizer writes one, and the text's tokens."""
         return [*self.bos, *self.encode(text).tolist()]
 
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens from which a model generates.
 
-        Without a text they are what a text begins after: BOS, also the configuration's, else EOS. A tokenizer that has
-        neither gives a line feed, or its first character if the corpus of a character tokenizer has no line feed.
+        For an empty text: BOS (the tokenizer's or the configuration's), else EOS, else a line feed, else the first character of
+        a character tokenizer.
         """
         if text and (ids := self.encode_with_bos(text)):
             return ids
@@ -213,12 +210,14 @@ class Tokenizer:
     def encode_pair(
         self, prompt: str, answer: str, prompt_ids: list[int] | None = None
     ) -> tuple[list[int], int]:
-        """The tokens of prompt and answer in one sequence, and how many of them are the prompt's: encoded as one text where the
-        prompt's tokens (`prompt_ids`) stay as they are alone; else one by one."""
+        """The tokens of prompt and answer, and how many of them are the prompt's.
+
+        Both are encoded as one text if this leaves the prompt's own tokens (`prompt_ids`) unchanged, else separately.
+        """
         alone = self.encode_with_bos(prompt) if prompt_ids is None else prompt_ids
         both = self.encode_with_bos(prompt + answer)
         if both[: len(alone)] != alone or len(both) == len(alone):
-            # After a letter, so that what the tokenizer puts before a text is not put before the answer.
+            # After a letter, because some tokenizers put a space before a text.
             letter, after = self.encode("a").tolist(), self.encode("a" + answer).tolist()
             same = after[: len(letter)] == letter
             both = alone + (after[len(letter) :] if same else self.encode(answer).tolist())
@@ -227,10 +226,10 @@ class Tokenizer:
     def encode_marked(
         self, parts: Sequence[tuple[str | int, bool]]
     ) -> tuple[list[int], list[bool]]:
-        """The tokens of texts and special tokens (by id) in one sequence, each with the mark of the part it is of.
+        """The tokens of texts and special tokens (by id) in one sequence, each with the mark of its part.
 
-        They are those of the parts' texts joined, special tokens recognised in the parts that are ids and in no other. A
-        token that reaches over two parts is marked where one of them is.
+        The joined texts are encoded together; only parts that are ids become special tokens. A token over two parts is marked
+        if one of them is.
         """
         ids, marks = list[int](), list[bool]()
         if self._bytes is not None:
@@ -248,58 +247,54 @@ class Tokenizer:
         encoded = inner.encode(whole, add_special_tokens=False)
         for i, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
             if i not in sentinel_ids and self.special.get(whole[start:stop]) == i:
-                continue  # a special token's text out of the common vocabulary: `encode` has none either
-            token, mark = (
-                next(special)
-                if i in sentinel_ids
-                else (i, any(marked[start : max(stop, start + 1)]))
-            )
+                continue  # a special token's text in the common vocabulary, which `encode` drops too
+            own = i, any(marked[start : max(stop, start + 1)])
+            token, mark = next(special) if i in sentinel_ids else own
             ids.append(token)
             marks.append(mark)
         return ids, marks
 
     @cached_property
     def _sentinels(self) -> tuple[Any, dict[int, str]]:
-        """A copy of the tokenizer in which a text that nobody can guess stands for each special token, and cuts a text as
-        that does; and that text by id. The special tokens' own texts are plain text to the copy."""
+        """A copy of the tokenizer in which a random text replaces each special token, and these texts by id.
+
+        The special tokens' own texts are plain text to the copy.
+        """
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Inner
 
         copy = Inner.from_str(self.inner.to_str())
-        copy.post_processor = None  # it would leave the white space out of the tokens' offsets
+        copy.post_processor = None  # it would drop white space from the tokens' offsets
         copy.encode_special_tokens = True
         added, nonce = self.inner.get_added_tokens_decoder(), secrets.token_hex(8)
         texts = {i: f"\U000f0010{nonce}-{i}\U000f0011" for i in self.special.values()}
         for i, text in texts.items():
-            flags = {
-                name: getattr(added[i], name)
-                for name in ("lstrip", "rstrip", "normalized")
-                if i in added
-            }
+            names = ("lstrip", "rstrip", "normalized") if i in added else ()
+            flags = {name: getattr(added[i], name) for name in names}
             copy.add_tokens([AddedToken(text, **{"normalized": False, **flags})])
         return copy, texts
 
     def save(self, directory: Path) -> None:
-        """Write `directory/tokenizer`, which `load_tokenizer` reads."""
+        """Write `directory/tokenizer`, for `load_tokenizer`."""
         folder = Path(directory) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / JSON_FILE, self.inner.to_str(pretty=True))
         write_atomic(folder / DESCRIPTION, self.describe().model_dump_json(indent=1) + "\n")
 
     def describe(self) -> Description:
-        known = {
-            "fingerprint": self.fingerprint,
-            "vocab": self.vocab,
-            "eot": self.eot,
-            "start": self.start,
-        }
-        return Description.model_validate({"kind": self.kind, **known})
+        return Description(
+            kind=self.kind,
+            fingerprint=self.fingerprint,
+            vocab=self.vocab,
+            eot=self.eot,
+            start=self.start,
+        )
 
 
 def cut_at_lines(text: str) -> Iterator[str]:
-    """A text in parts of at most `LONGEST_PIECE`, cut after a line's end between two words: no pair reaches over it.
+    """A text in parts of at most `LONGEST_PIECE`, cut after a line's end between two words, which no pair crosses.
 
-    Only a run of 400,000 characters without such a place is cut anyway, which can change tokens.
+    A run of 400,000 characters without such a place is cut anyway, which can change tokens.
     """
     start = 0
     while len(text) - start > LONGEST_PIECE:
@@ -315,7 +310,7 @@ def cut_at_lines(text: str) -> Iterator[str]:
 
 
 def byte_letters() -> dict[str, int]:
-    """GPT-2's printable letter for each byte: printable Latin-1 is itself, the rest are counted up from U+0100."""
+    """GPT-2's printable letter for each byte: itself in printable Latin-1, else a letter from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + place): b for place, b in enumerate(rest)}

@@ -1,4 +1,4 @@
-"""Where tokenizers come from: the recipe's name for one, a directory it was saved in, or the corpus it is made of."""
+"""Origins of tokenizers: a name in the recipe, a directory with a saved one, or the corpus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from windlass import hub
-from windlass.data.sources import sha256_of
+from windlass.data.files import sha256_of
 from windlass.data.tokenizer import (
     DESCRIPTION,
     END_OF_TEXT,
@@ -31,14 +31,10 @@ GPT2_FILES, GPT2_NAME, GPT2_EOT = ("encoder.json", "vocab.bpe"), "openai-communi
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 LAYOUT_FILES = (*CONFIG_FILES, "chat_template.jinja")
 OLDER_FILES = (
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("vocab.json", "merges.txt", "vocab.txt"),
 )
-# How well-known tokenizers write the end of a text, where no configuration has it.
+# The end of a text in well-known tokenizers, for a tokenizer without a configuration.
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 
 
@@ -48,26 +44,26 @@ def kind_of(setting: str) -> str:
     kinds = {"byte", "char", "bpe", "gpt2"} if not colon else {"gpt2", "hf"}
     if kind not in kinds or (colon and not place):
         raise UserError(
-            f"data.tokenizer: there is no tokenizer {setting!r}; write byte, char, gpt2, gpt2:DIR (with vocab.bpe and "
-            "encoder.json), hf:NAME_OR_DIR, bpe (trained on the corpus), or auto (the model's own)"
+            f"data.tokenizer: there is no tokenizer {setting!r}; write byte, char, gpt2, "
+            "gpt2:DIR (with vocab.bpe and encoder.json), hf:NAME_OR_DIR, "
+            "bpe (trained on the corpus), or auto (the model's own)"
         )
     return kind
 
 
 def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Tokenizer:
-    """The tokenizer saved in `directory`, or, where none is saved, the one that `data.tokenizer` names.
+    """The tokenizer saved in `directory`, or the one that `data.tokenizer` names if none is saved.
 
-    A model that is trained from scratch on texts learns no token that stands before a text: its tokenizer writes no BOS.
-    Raises UserError where what is saved has changed, or nothing is saved and the tokenizer is made from the corpus.
+    A model trained from scratch on texts learns no token before a text, so its tokenizer writes no BOS. Raises UserError if
+    the saved tokenizer has changed, or if none is saved and the tokenizer is made from the corpus.
     """
     kind, folder = kind_of(recipe.data.tokenizer), Path(directory or "nowhere") / FOLDER
     if directory is not None and (folder / DESCRIPTION).is_file():
         try:
             saved = Description.model_validate_json((folder / DESCRIPTION).read_bytes())
         except (OSError, ValidationError) as error:
-            raise UserError(
-                f"{folder} cannot be read ({first_line(error)}); prepare the data again"
-            ) from None
+            problem = f"cannot be read ({first_line(error)})"
+            raise UserError(f"{folder} {problem}; prepare the data again") from None
         tokenizer = Tokenizer(saved.kind, _read_json(folder / JSON_FILE), saved.eot, saved.start)
         if tokenizer.fingerprint != saved.fingerprint:
             raise UserError(
@@ -75,7 +71,7 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
             )
     elif kind in ("char", "bpe"):
         raise UserError(
-            f"data.tokenizer: {kind} needs the corpus: prepare the data first, or name another for shards:"
+            f"data.tokenizer: {kind} needs the corpus; prepare the data first, or use another for shards:"
         )
     else:
         tokenizer = named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
@@ -89,20 +85,18 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
 
 
 def named_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer of a setting that needs no corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:NAME_OR_DIR`; `key` is where it stands."""
+    """A tokenizer that needs no corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:NAME_OR_DIR`; `key` names the setting."""
     kind, place = kind_of(setting), setting.partition(":")[2]
-    return (
-        byte_tokenizer()
-        if kind == "byte"
-        else gpt2_tokenizer(place)
-        if kind == "gpt2"
-        else hf_tokenizer(place, key)
-    )
+    if kind == "byte":
+        return byte_tokenizer()
+    return gpt2_tokenizer(place) if kind == "gpt2" else hf_tokenizer(place, key)
 
 
 def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str], None]) -> None:
-    """Raise UserError where `tokenizer` gives other ids than the one that the model's weights were trained with; only say so where
-    they are as many, or the weights are not used."""
+    """Raise UserError if `tokenizer` gives other ids than the tokenizer of the model's weights.
+
+    Windlass only warns if both have equally many ids, or the weights are not used.
+    """
     model, own, wanted = recipe.model, own_tokenizer(recipe.model), recipe.data.tokenizer
     if own in (wanted, "byte"):
         return
@@ -110,32 +104,30 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
         trained = named_tokenizer(
             f"{own}@{model.revision}" if model.revision and own == f"hf:{model.name}" else own
         )
-    except UserError:  # the model comes without one, or is gone
+    except UserError:  # the model has none, or does not exist any more
         return
-    ids, trained_ids = (one.inner.get_vocab(with_added_tokens=True) for one in (tokenizer, trained))
-    if trained_ids.items() <= ids.items():  # the same one, or with tokens added
+    ids, trained_ids = (t.inner.get_vocab(with_added_tokens=True) for t in (tokenizer, trained))
+    if trained_ids.items() <= ids.items():  # the same, perhaps with added tokens
         return
     other = f"the tokenizer of {model.init_from or model.name} ({trained.vocab:,} ids)"
     text = f"data.tokenizer = {wanted} ({tokenizer.vocab:,} ids) is not {other}"
     if model.from_scratch:
-        notify(f"{text}; its weights are not used, so that this can be meant")
+        notify(f"{text}; its weights are not used, so this may be intended")
     elif trained.vocab == tokenizer.vocab:
-        notify(f"{text}: its weights were trained with that; leave data.tokenizer out to use it")
+        notify(f"{text}, which its weights were trained with; leave data.tokenizer out to use it")
     else:
         raise UserError(
-            f"{text}: its weights were trained with that; leave data.tokenizer out, or write {own}"
+            f"{text}, which its weights were trained with; leave data.tokenizer out, or write {own}"
         )
 
 
 def tokenizer_files(setting: str) -> dict[str, str]:
-    """The SHA-256 of each local file that a setting names, by path; empty where it names none."""
+    """The SHA-256 of each local file of a setting, by path; empty without local files."""
     kind, path = kind_of(setting), Path(setting.partition(":")[2]).expanduser()
     if ":" not in setting:
         return {}
-    files = [
-        path / name
-        for name in (GPT2_FILES if kind == "gpt2" else (JSON_FILE, *LAYOUT_FILES, *OLDER_FILES))
-    ]
+    names = GPT2_FILES if kind == "gpt2" else (JSON_FILE, *LAYOUT_FILES, *OLDER_FILES)
+    files = [path / name for name in names]
     if path.is_file():
         files = [path, *(path.parent / name for name in LAYOUT_FILES)]
     return {str(file): sha256_of(file) for file in files if file.is_file()}
@@ -167,16 +159,15 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
-    """One id a character, sorted by code point; the end of a text after them where it is needed."""
+    """One id a character, sorted by code point, then the end of a text if `with_eot`."""
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Inner
 
     alphabet = sorted(set("".join(characters).encode("utf-8", "replace").decode()))
     if not alphabet:
         raise UserError("a character tokenizer needs a corpus with at least one character")
-    inner = Inner(
-        models.WordLevel(vocab={c: i for i, c in enumerate(alphabet)}, unk_token=alphabet[0])
-    )
+    ids = {character: i for i, character in enumerate(alphabet)}
+    inner = Inner(models.WordLevel(vocab=ids, unk_token=alphabet[0]))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     inner.decoder = decoders.Fuse()
     return Tokenizer("char", inner, _add_end(inner) if with_eot else None)
@@ -186,15 +177,13 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
     """GPT-2's 50,256 pieces, from `vocab.bpe` and `encoder.json` in a directory or else from the Hub."""
     require("tiktoken", 'data.tokenizer = "gpt2"')
     if not directory:
-        return Tokenizer(
-            "gpt2", _read_json(hub.tokenizer_directory(GPT2_NAME) / JSON_FILE), GPT2_EOT
-        )
+        file = hub.tokenizer_directory(GPT2_NAME) / JSON_FILE
+        return Tokenizer("gpt2", _read_json(file), GPT2_EOT)
     from tokenizers import models
 
     try:
-        ids, merges = models.BPE.read_file(
-            *(str(Path(directory).expanduser() / name) for name in GPT2_FILES)
-        )
+        folder = Path(directory).expanduser()
+        ids, merges = models.BPE.read_file(*(str(folder / name) for name in GPT2_FILES))
         ids.pop(END_OF_TEXT, None)
         return _byte_level("gpt2", ids, merges)
     except Exception as error:  # the library raises a bare Exception
@@ -211,24 +200,22 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    how: dict[str, Any] = {
-        "special_tokens": [END_OF_TEXT],
-        "initial_alphabet": alphabet,
-        "show_progress": False,
-    }
-    trainer = trainers.BpeTrainer(vocab_size=vocab, **how)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
     inner.train_from_iterator((text.encode("utf-8", "replace").decode() for text in texts), trainer)
     return Tokenizer("bpe", inner, inner.token_to_id(END_OF_TEXT))
 
 
 def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, of a directory, or of a name on the Hub (`NAME` or `NAME@REVISION`).
+    """The tokenizer of a `tokenizer.json`, a directory, or a name on the Hub (`NAME` or `NAME@REVISION`).
 
-    The text ends with the token that the configuration beside the file names, or with one of the usual names. Older files
-    are read through `transformers`.
+    The configuration beside the file, or else a common name, gives the end-of-text token. `transformers` reads older files.
     """
-    # The threads are ours; the library would warn that they were forked.
+    # The library would warn about a fork after its threads started.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = Path(place).expanduser()
     file = path if path.is_file() else hub.tokenizer_directory(place, key) / JSON_FILE
@@ -236,28 +223,25 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
         hub.prepare()
         try:
             if path.is_dir() and not any((path / name).is_file() for name in OLDER_FILES):
-                raise FileNotFoundError(
-                    f"{path} has no files of a tokenizer"
-                )  # without seconds of imports
+                # before an import that takes seconds
+                raise FileNotFoundError(f"{path} has no files of a tokenizer")
             from transformers import AutoTokenizer
 
             whole: Any = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
             return Tokenizer("hf", whole.backend_tokenizer, whole.eos_token_id)
         except Exception as error:  # of any kind, from the libraries behind it
-            what = f"{place} has no {JSON_FILE} nor another tokenizer's files"
-            raise UserError(f"data.tokenizer: {what}; name one: {first_line(error)}") from None
-    if (file.parent / DESCRIPTION).is_file():  # of a run: also bytes and characters
+            problem = f"{place} has no {JSON_FILE} nor another tokenizer's files"
+            raise UserError(f"data.tokenizer: {problem}; name one: {first_line(error)}") from None
+    if (file.parent / DESCRIPTION).is_file():  # a run's tokenizer, also of bytes and characters
         saved = Description.model_validate_json((file.parent / DESCRIPTION).read_bytes())
         return Tokenizer(saved.kind, _read_json(file), saved.eot, saved.start)
-    named = [
-        eos for config in CONFIG_FILES if (eos := read_json(file.parent / config).get("eos_token"))
-    ]
-    names = [*(eos["content"] if isinstance(eos, dict) else eos for eos in named), *END_TOKENS]
+    tokens = [read_json(file.parent / config).get("eos_token") for config in CONFIG_FILES]
+    names = [token["content"] if isinstance(token, dict) else token for token in tokens if token]
     inner, start = _read_json(file), read_json(file.parent / "config.json").get("bos_token_id")
-    start = start if isinstance(start, int) and inner.id_to_token(start) is not None else None
-    return Tokenizer(
-        "hf", inner, next((i for i in map(inner.token_to_id, names) if i is not None), None), start
-    )
+    if not isinstance(start, int) or inner.id_to_token(start) is None:
+        start = None
+    ids = map(inner.token_to_id, [*names, *END_TOKENS])
+    return Tokenizer("hf", inner, next((i for i in ids if i is not None), None), start)
 
 
 def _read_json(file: Path) -> Any:
@@ -266,6 +250,5 @@ def _read_json(file: Path) -> Any:
     try:
         return Inner.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception
-        raise UserError(
-            f"data.tokenizer: {file} is no tokenizer.json: {first_line(error)}"
-        ) from None
+        problem = f"{file} is not a tokenizer.json: {first_line(error)}"
+        raise UserError(f"data.tokenizer: {problem}") from None
