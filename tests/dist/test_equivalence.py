@@ -64,7 +64,7 @@ def reference(dtype=torch.float64, frozen=()):
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, fused=False)
     data, losses, norms = rows(), [], []
     for step, rate in enumerate([0.5, 1.0, 1.0, 1.0, 0.5]):
-        tokens, labels = data.read(np.arange(step * BATCH, (step + 1) * BATCH))
+        tokens, labels, *_ = data.read(np.arange(step * BATCH, (step + 1) * BATCH))
         logits = model(torch.from_numpy(tokens))
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(labels).flatten())
         model.zero_grad()

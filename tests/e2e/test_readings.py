@@ -31,7 +31,7 @@ def test_the_loss_of_a_sample_of_the_training_data(corpus: Path, tmp_path: Path)
     lines = run.lines("eval")
     assert [line["step"] for line in lines] == [0, 4, 8, 12]
     data = open_data(recipe)
-    tokens, labels = data.train.read(
+    tokens, labels, *_ = data.train.read(
         permute(np.arange(16), len(data.train), "windlass/evaluation/train/1337")
     )
     for line in lines[

@@ -31,8 +31,12 @@ def test_batches_arrive_on_the_device_in_order():
         for _ in range(40):
             here, there = next(loader), next(on_cpu)
             for a, b in zip(here.micro, there.micro, strict=True):
-                assert a.tokens.device == a.labels.device == device
-                assert a.tokens.cpu().equal(b.tokens) and a.labels.cpu().equal(b.labels)
-        assert all(m.tokens.is_pinned() and m.labels.is_pinned() for m in loader._read(41).micro)
+                assert a.batch.tokens.device == a.batch.labels.device == device
+                assert a.batch.tokens.cpu().equal(b.batch.tokens)
+                assert a.batch.labels.cpu().equal(b.batch.labels)
+        assert all(
+            m.batch.tokens.is_pinned() and m.batch.labels.is_pinned()
+            for m in loader._read(41).micro
+        )
     if torch.cuda.device_count() > 1:
         assert torch.cuda.memory_allocated(0) == 0

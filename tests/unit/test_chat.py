@@ -189,7 +189,7 @@ def test_files_and_data_sets_become_training_and_validation_rows(tmp_path: Path)
     file = talks(tmp_path / "talk.jsonl", [f"Answer {i}." for i in range(10)])
     data = open_data(recipe(file, val_fraction=0.2, dir=str(tmp_path / "d")))
     assert (len(data.train), len(data.val or ())) == (8, 2) and data.template == Template()
-    tokens, labels = data.train.read(np.array([0]))
+    tokens, labels, *_ = data.train.read(np.array([0]))
     assert (
         BYTES.decode(label for label in labels[0] if label != -100).startswith(" Answer ")
         and tokens.shape[0] == 1

@@ -60,7 +60,7 @@ def test_packed_rows(tmp_path_factory, lengths, shard_tokens, context, ragged, d
     assert samples.valid_tokens == sum(map(len, rows))
     with pytest.raises(IndexError):
         samples.read(np.array([len(rows)]))
-    found_tokens, found_labels = samples.read(np.arange(len(rows)))
+    found_tokens, found_labels, *_ = samples.read(np.arange(len(rows)))
     assert found_tokens.shape == found_labels.shape == (len(rows), context)
     for row, x, y in zip(rows, found_tokens.tolist(), found_labels.tolist(), strict=True):
         padding = context - len(row)
@@ -90,7 +90,7 @@ def test_one_document_a_row(tmp_path_factory, lengths, shard_tokens, context):
     part, starts = split_stream(folder, index, split), split_documents(folder, index, split)
     samples = DocumentSamples(part, starts, context, eot)
     assert len(samples) == sum(samples.shard_samples) == len(pieces) - first
-    tokens, labels = samples.read(np.arange(len(samples)))
+    tokens, labels, *_ = samples.read(np.arange(len(samples)))
     for i, piece in enumerate(pieces[first:]):
         length, whole = min(len(piece), context), [*piece, eot]
         assert samples.length(i) == length
@@ -287,7 +287,7 @@ def test_shards_of_others_are_read_as_they_are(tmp_path, kind):
         recipe_for(f"shards:{tmp_path}/*.{ending}", tmp_path / "data", order="shards-shuffled")
     )
     train, val = parts[0] + parts[1], parts[2]
-    x, y = data.train.read(np.arange(len(data.train)))
+    x, y, *_ = data.train.read(np.arange(len(data.train)))
     assert (
         x.reshape(-1).tolist() == train[: x.size]
         and y.reshape(-1).tolist() == train[1 : x.size + 1]

@@ -54,9 +54,11 @@ def run(samples, steps, *, global_batch=12, micro=0, world=1, prefetch=2, **opti
         with Loader(samples, plan, rank, 5, prefetch=prefetch, **options) as loader:
             for at, batch in zip(range(steps), loader, strict=False):
                 assert batch.step == options.get("first_step", 0) + at + 1
-                assert batch.valid_tokens == sum(int((m.labels != -100).sum()) for m in batch.micro)
+                assert batch.valid_tokens == sum(
+                    int((m.batch.labels != -100).sum()) for m in batch.micro
+                )
                 assert batch.real_tokens == batch.valid_tokens  # no prompt is masked in these
-                dealt = {m.k: m.tokens[:, 0].tolist() for m in batch.micro}
+                dealt = {m.k: m.batch.tokens[:, 0].tolist() for m in batch.micro}
                 assert not set(found[at]) & set(dealt)
                 found[at] |= dealt
     return [[i for k in sorted(step) for i in step[k]] for step in found]
@@ -176,7 +178,4 @@ def test_evaluation_counts_every_sample_once_in_equally_many_batches(n, world, m
     assert all(batch.tokens.shape == batch.labels.shape == (micro, T) for batch in everyone)
     seen = [i for b in everyone for i in b.tokens[(b.labels != -100).any(dim=1)][:, 0].tolist()]
     assert sorted(seen) == list(range(wanted))
-    assert (
-        sorted(b.k for b in everyone) == list(range(len(everyone)))
-        and len(everyone) < wanted / micro + world
-    )
+    assert len(everyone) < wanted / micro + world

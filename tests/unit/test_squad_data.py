@@ -58,7 +58,7 @@ def test_only_the_answer_and_its_end_count_and_rows_are_padded_to_the_longest_of
         [([1, 2, 3], [True, False, True]), ([4, 5, 6, 7, 8], [False, True, True, True, True])],
         pad=9,
     )
-    tokens, labels = rows.read(np.array([1, 0, 1]))
+    tokens, labels, *_ = rows.read(np.array([1, 0, 1]))
     assert tokens.tolist() == [[4, 5, 6, 7], [1, 2, 9, 9], [4, 5, 6, 7]]
     assert labels.tolist() == [[5, 6, 7, 8], [-100, 3, -100, -100], [5, 6, 7, 8]]
     assert rows.valid_tokens == 5 and rows.length(0) == 2

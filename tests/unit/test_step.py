@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from bare_trainer import bare_trainer
+from windlass.data.batch import Batch
+from windlass.data.loader import MicroBatch
 from windlass.errors import RunFailed
 from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks
@@ -44,8 +46,7 @@ def batch(step: int = 1, parts: int = 1) -> SimpleNamespace:
         torch.arange(2, 10).reshape(8, 1).chunk(parts),
     )
     micro = [
-        SimpleNamespace(tokens=t, labels=y, k=k)
-        for k, (t, y) in enumerate(zip(tokens, labels, strict=True))
+        MicroBatch(k, Batch(t, y)) for k, (t, y) in enumerate(zip(tokens, labels, strict=True))
     ]
     return SimpleNamespace(micro=micro, step=step, valid_tokens=8, real_tokens=8)
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from bare_trainer import bare_trainer
+from windlass.data.batch import Batch
+from windlass.data.loader import MicroBatch
 from windlass.model import loss
 from windlass.model.gpt import GPT
 from windlass.parallel.dist import Ranks
@@ -38,7 +40,7 @@ SHAPES: list[dict[str, Any]] = [
 
 def batch(length: int) -> Any:
     rows = torch.zeros(2, length, dtype=torch.int64, device=META)
-    micro = [SimpleNamespace(tokens=rows, labels=rows, k=k) for k in range(2)]
+    micro = [MicroBatch(k, Batch(rows, rows)) for k in range(2)]
     return SimpleNamespace(micro=micro, step=1, valid_tokens=8, real_tokens=8)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from windlass.data.batch import Batch
 from windlass.data.order import Order, step_samples
 from windlass.data.samples import Samples
 from windlass.recipe import BatchPlan
@@ -28,11 +29,10 @@ CLOSE_SECONDS = 0.2  # for the thread, which may be in a slow source; then it is
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward pass of one rank: number `k` in the step, over all ranks; tokens and labels int64 [B, T]."""
+    """The samples of one forward pass of one rank."""
 
-    k: int
-    tokens: Tensor
-    labels: Tensor  # -100 where the token does not count
+    k: int  # its number in the step, over all data ranks
+    batch: Batch[Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Loader(Iterator[StepBatch]):
         self,
         samples: Samples,
         batch: BatchPlan,  # how a step's samples are divided among ranks and micro-batches
-        rank: int,  # whose share is read
+        data_rank: int,  # whose share is read
         seed: int,
         kind: str = "shuffled",  # `data.order`
         device: torch.device
@@ -71,7 +71,8 @@ class Loader(Iterator[StepBatch]):
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.samples, self.batch, self.rank, self.seed, self.kind = samples, batch, rank, seed, kind
+        self.samples, self.batch, self.data_rank = samples, batch, data_rank
+        self.seed, self.kind = seed, kind
         self.skipped, self.length_buckets = (
             tuple(skipped),
             length_buckets and hasattr(samples, "length"),
@@ -115,7 +116,7 @@ class Loader(Iterator[StepBatch]):
             raise batch or ValueError("the loader is closed")
         self._next += 1
         micro = [
-            MicroBatch(m.k, *(t.to(self.device, non_blocking=True) for t in (m.tokens, m.labels)))
+            MicroBatch(m.k, m.batch.map(lambda field: field.to(self.device, non_blocking=True)))
             for m in batch.micro
         ]
         return replace(batch, micro=micro, wait_ms=1e3 * (time.perf_counter() - started))
@@ -146,23 +147,17 @@ class Loader(Iterator[StepBatch]):
             indices = indices[np.argsort(lengths, kind="stable")]
         size, micro, valid, real = self.batch.micro_batch, list[MicroBatch](), 0, 0
         length = getattr(self.samples, "length", None)
-        for k in self.batch.micro_batches(self.rank):
+        for k in self.batch.micro_batches(self.data_rank):
             if self._stop.is_set():
                 return None
-            tokens, labels = self.samples.read(indices[k * size : (k + 1) * size])
-            unmasked = int((labels != IGNORE_INDEX).sum())
+            rows = indices[k * size : (k + 1) * size]
+            batch = Batch(*self.samples.read(rows))
+            unmasked = int((batch.labels != IGNORE_INDEX).sum())
             valid += unmasked
-            real += (
-                sum(map(length, indices[k * size : (k + 1) * size].tolist()))
-                if length
-                else unmasked
-            )
-            pair = [
-                torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)) for a in (tokens, labels)
-            ]
-            micro.append(
-                MicroBatch(k, *(t.pin_memory() if self.device.type == "cuda" else t for t in pair))
-            )
+            real += sum(map(length, rows.tolist())) if length else unmasked
+            batch = batch.map(to_tensor)
+            pinned = self.device.type == "cuda"
+            micro.append(MicroBatch(k, batch.map(Tensor.pin_memory) if pinned else batch))
         return StepBatch(step, int(numbers[0]), micro, valid, real)
 
     def _read_ahead(self, batches: queue.Queue[StepBatch | BaseException], step: int) -> None:
@@ -185,26 +180,29 @@ class Loader(Iterator[StepBatch]):
             put(error)
 
 
+def to_tensor(field: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(field, dtype=np.int64))
+
+
 def eval_batches(
     samples: Samples,
-    rank: int,
-    world: int,
+    data_rank: int,
+    data_world: int,
     micro_batch: int,
     limit_samples: int = 0,
     *,
     first: int = 0,
-    device: torch.device | str = "cpu",
-) -> Iterator[MicroBatch]:
+) -> Iterator[Batch[Tensor]]:
     """The samples from `first` up to `limit_samples` (0: all), each once over all ranks, in equally many micro-batches on
     every rank.
 
     Rows past the last sample are all masked: every rank makes the same forward passes.
     """
     count = min(limit_samples, len(samples)) if limit_samples else len(samples)
-    for turn in range(-(-(count - first) // (micro_batch * world))):
-        k = turn * world + rank
+    for turn in range(-(-(count - first) // (micro_batch * data_world))):
+        k = turn * data_world + data_rank
         wanted = first + np.arange(k * micro_batch, (k + 1) * micro_batch, dtype=np.int64)
         surplus = wanted >= count
-        tokens, labels = samples.read(np.where(surplus, 0, wanted))
-        labels = np.where(surplus[:, None], IGNORE_INDEX, labels)
-        yield MicroBatch(k, *(torch.from_numpy(a).to(device) for a in (tokens, labels)))
+        batch = Batch(*samples.read(np.where(surplus, 0, wanted)))
+        batch = batch._replace(labels=np.where(surplus[:, None], IGNORE_INDEX, batch.labels))
+        yield batch.map(to_tensor)

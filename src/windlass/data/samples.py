@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from windlass.data.batch import Batch
 from windlass.data.order import permute
 from windlass.data.shards import Index, Split, Stream, cut_shards
 from windlass.recipe.settings import IGNORE_INDEX
@@ -28,9 +29,11 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and labels, both int64 [n, T], of samples (int64 [n]). T is the longest of the samples asked for, or a
-        fixed length."""
+    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
+        """The rows of samples (int64 [n]). T is the longest of these samples, or a fixed length.
+
+        A pair of tokens and labels will do as well.
+        """
 
 
 def split_stream(directory: Path, index: Index, split: Split) -> Stream:
@@ -70,7 +73,7 @@ class PackedSamples:
     def __len__(self) -> int:
         return self._count
 
-    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
         rows = np.zeros((len(indices), self.context + 1), dtype=np.int64)
         counts = np.minimum(self.context, self.valid_tokens - indices * self.context)
         if (counts < 1).any():
@@ -80,7 +83,7 @@ class PackedSamples:
         tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
         for at in np.flatnonzero(counts < self.context):  # the last row of a ragged set
             tokens[at, counts[at] :], labels[at, counts[at] :] = 0, IGNORE_INDEX
-        return tokens, labels
+        return Batch(tokens, labels)
 
 
 class DocumentSamples:
@@ -104,7 +107,7 @@ class DocumentSamples:
     def length(self, i: int) -> int:
         return min(int(self._sizes[i]), self.context)
 
-    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
         tokens = np.zeros((len(indices), self.context), dtype=np.int64)
         labels = np.full((len(indices), self.context), IGNORE_INDEX, dtype=np.int64)
         for at, i in enumerate(indices.tolist()):
@@ -115,7 +118,7 @@ class DocumentSamples:
                 int(self._starts[i]), document[: min(count + 1, int(self._sizes[i]))]
             )
             tokens[at, :count], labels[at, :count] = document[:-1], document[1:]
-        return tokens, labels
+        return Batch(tokens, labels)
 
 
 class Subset:
@@ -128,7 +131,7 @@ class Subset:
     def __len__(self) -> int:
         return len(self._indices)
 
-    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
         return self.samples.read(self._indices[indices])
 
 
@@ -213,7 +216,7 @@ class Rows:
         parts = (self._tokens.astype("<i4"), self._marks.astype("u1"), self._ends.astype("<i8"))
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
-    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
         width = max((self.length(int(i)) for i in indices), default=1)
         tokens = np.full((len(indices), width), self.pad, dtype=np.int64)
         labels = np.full((len(indices), width), IGNORE_INDEX, dtype=np.int64)
@@ -223,7 +226,7 @@ class Rows:
             )
             tokens[at, : len(row) - 1] = row[:-1]
             labels[at, : len(row) - 1] = np.where(marks[1:], row[1:], IGNORE_INDEX)
-        return tokens, labels
+        return Batch(tokens, labels)
 
 
 def choose_places(keys: Iterable[str], size: int, seed: int, purpose: str) -> list[int]:

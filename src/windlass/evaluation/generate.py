@@ -30,7 +30,7 @@ from windlass.evaluation.source import (
     open_model,
     stop_tokens,
 )
-from windlass.parallel.collectives import sum_async
+from windlass.parallel.collectives import max_async
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast as recipe_autocast
 from windlass.parallel.parallelize import unwrap, varying_shapes
@@ -160,9 +160,10 @@ def generate_divided(
     **how: Any,
 ) -> dict[int, str] | None:
     """A text for each of the numbers, each generated on one rank; the same result on every rank."""
-    own, count = numbers[ranks.rank :: ranks.world], len(numbers)
+    mesh = ranks.mesh
+    own, count = numbers[mesh.data_rank :: mesh.data_world], len(numbers)
     if progress is not None:  # the other ranks are about as far as this one
-        how["progress"] = lambda done, _: progress(min(done * ranks.world, count), count)
+        how["progress"] = lambda done, _: progress(min(done * mesh.data_world, count), count)
     prompts = [prompt_of(number) for number in own]
     texts = generate(model, prompts, sampling, ranks, indices=own, vocab=tokenizer.vocab, **how)
     if texts is None:
@@ -213,9 +214,8 @@ def generate_events(
                 group = _Batch(model, members, sampling) if members else None
             # Ranks have different work, and sharded parameters are gathered in every pass: so a rank without work takes
             # part with one token, until no rank has any left, and all stop before the same pass.
-            active, stops = sum_async(
-                [group is not None, poll is not None and poll()], ranks
-            ).wait()
+            flags = [group is not None, poll is not None and poll()]
+            active, stops = max_async(flags, ranks).wait()
             if stops or not active:
                 return not stops
             tokens, cache = group.next_pass() if group else ([[0]], model.new_cache(1, 1))

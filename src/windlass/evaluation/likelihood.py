@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from windlass import hub
+from windlass.data.batch import Batch
 from windlass.data.files import read_json_items
-from windlass.data.loader import MicroBatch, eval_batches
+from windlass.data.loader import eval_batches
 from windlass.data.samples import Samples
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import evaluating
-from windlass.parallel.collectives import sum_async
+from windlass.parallel.collectives import max_async, sum_async
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe.settings import IGNORE_INDEX
@@ -56,7 +57,7 @@ def evaluate_loss(
     `model(tokens, labels)`, both [B, T], gives the summed loss; `batch` is sequences in one pass of one rank. Losses and tokens
     are added over ranks before the one division, and surplus rows are masked: neither world size nor padding has an effect.
     """
-    started, model = time.perf_counter(), unwrap(model)
+    started, model, mesh = time.perf_counter(), unwrap(model), ranks.mesh
     count = min(limit, len(samples)) if limit else len(samples)
     ends = [count, len(samples)] if whole and count < len(samples) else [count]
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -67,21 +68,20 @@ def evaluate_loss(
             [0, *ends]
         ):  # the rest begins a pass: the sum is as without it
             batches = eval_batches(
-                samples, ranks.rank, ranks.world, batch, limit_samples=end, first=first
+                samples, mesh.data_rank, mesh.data_world, batch, limit_samples=end, first=first
             )
-            for micro in read_ahead(batches, ranks.device):
-                unmasked = micro.labels[micro.labels != IGNORE_INDEX]
+            for rows in read_ahead(batches, ranks.device):
+                unmasked = rows.labels[rows.labels != IGNORE_INDEX]
                 tokens += unmasked.numel()
                 if token_bytes is not None:
                     text_bytes += int(token_bytes[unmasked.numpy()].sum())
+                here = rows.map(lambda field: to_device(field, ranks))
                 with autocast():
-                    total += model(
-                        to_device(micro.tokens, ranks), to_device(micro.labels, ranks)
-                    ).detach()
-                if poll is not None and sum_async([poll()], ranks).wait()[0]:
+                    total += model(here.tokens, here.labels).detach()
+                if poll is not None and max_async([poll()], ranks).wait()[0]:
                     return None
                 if progress is not None:
-                    done = min(done + batch * ranks.world, end)
+                    done = min(done + batch * mesh.data_world, end)
                     progress(done, ends[-1])
             sums = sum_async([float(total), float(tokens), float(text_bytes)], ranks).wait()
             results.append(_mean_loss(*sums[:3], samples=end))
@@ -90,17 +90,13 @@ def evaluate_loss(
     return results[0] | {"runtime_s": runtime_s, "samples_per_s": ends[-1] / runtime_s} | full
 
 
-def read_ahead(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
+def read_ahead(batches: Iterator[Batch[Tensor]], device: torch.device) -> Iterator[Batch[Tensor]]:
     """The same batches; a thread reads the next ones meanwhile and, for CUDA, into pinned memory."""
     cuda = device.type == "cuda"
 
-    def read() -> MicroBatch | None:
+    def read() -> Batch[Tensor] | None:
         batch = next(batches, None)
-        return (
-            replace(batch, tokens=batch.tokens.pin_memory(), labels=batch.labels.pin_memory())
-            if batch and cuda
-            else batch
-        )
+        return batch.map(Tensor.pin_memory) if batch and cuda else batch
 
     # A thread starts on device 0, and pinning would open a context there.
     with ThreadPoolExecutor(
@@ -157,7 +153,7 @@ def log_likelihoods(
     A row longer than the model's context loses its beginning. Rows in a pass are of similar length; padding is at their
     end, where a causal model does not see it. `model(tokens)` gives logits [B, T, V].
     """
-    model = unwrap(model)
+    model, mesh = unwrap(model), ranks.mesh
     texts = [[*row.context, *row.ending][-(model.context + 1) :] for row in rows]
     counts = [min(len(row.ending), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
     passes = plan_passes([len(text) - 1 for text in texts], model.vocab, ranks.device.type)
@@ -166,8 +162,9 @@ def log_likelihoods(
         list[Tensor](),
     )  # rows of this rank, and for each pass their sums and whether greedy
     with evaluating(model), torch.no_grad():
-        for first in range(0, len(passes), ranks.world):
-            own = passes[first + ranks.rank] if first + ranks.rank < len(passes) else []
+        for first in range(0, len(passes), mesh.data_world):
+            at = first + mesh.data_rank
+            own = passes[at] if at < len(passes) else []
             # A rank without work in the last round takes part with one token.
             padded = pad_sequence(
                 [torch.tensor(texts[i]) for i in own] or [torch.tensor([0, 0])], batch_first=True
@@ -189,10 +186,10 @@ def log_likelihoods(
                     )
                 )
             scored += own
-            if poll is not None and sum_async([poll()], ranks).wait()[0]:
+            if poll is not None and max_async([poll()], ranks).wait()[0]:
                 return None
             if progress is not None:
-                progress(min(first + ranks.world, len(passes)), len(passes))
+                progress(min(first + mesh.data_world, len(passes)), len(passes))
     sums, greedy = [0.0] * len(rows), [0.0] * len(rows)
     for i, (total, likeliest) in zip(
         scored, torch.stack(found).tolist() if found else [], strict=True

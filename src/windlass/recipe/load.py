@@ -169,10 +169,10 @@ class Recipe(BaseModel):
             )
         return STRATEGIES[name]
 
-    def batch(self, world: int, device: str = "cpu") -> BatchPlan:
-        """How `world` ranks divide a step's samples; UserError names the sizes that would work."""
+    def batch(self, data_world: int, device: str = "cpu") -> BatchPlan:
+        """How the data ranks divide a step's samples; UserError names the sizes that would work."""
         t = self.train
-        return plan_batch(t.global_batch, t.micro_batch, world, self.model.context, device)
+        return plan_batch(t.global_batch, t.micro_batch, data_world, self.model.context, device)
 
     def check_packages(self) -> None:
         """Raise UserError if training this recipe needs an optional package that is not

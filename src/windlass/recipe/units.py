@@ -84,45 +84,46 @@ class BatchPlan:
     """How the samples of one optimizer step are divided.
 
     Micro-batch *k* of a step is the contiguous slice `[k * micro_batch, (k + 1) * micro_batch)` of
-    the step's samples; rank `r` of `world` takes the micro-batches `r, r + world, r + 2 * world,
-    ...`.
+    the step's samples; data rank `r` of `n` takes the micro-batches `r, r + n, r + 2 * n, ...`.
     """
 
     global_batch: int
     micro_batch: int
-    world: int
+    data_world: int  # ranks that read different samples
     context: int
 
     @property
     def accumulation(self) -> int:
         """Micro-batches that one rank works through in a step."""
-        return self.global_batch // (self.micro_batch * self.world)
+        return self.global_batch // (self.micro_batch * self.data_world)
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens in one optimizer step over all ranks, padding included."""
         return self.global_batch * self.context
 
-    def micro_batches(self, rank: int) -> range:
-        """The numbers of the micro-batches that `rank` works through, in order."""
-        return range(rank, self.global_batch // self.micro_batch, self.world)
+    def micro_batches(self, data_rank: int) -> range:
+        """The numbers of the micro-batches that a data rank works through, in order."""
+        return range(data_rank, self.global_batch // self.micro_batch, self.data_world)
 
 
 def plan_batch(
-    global_batch: int, micro_batch: int, world: int, context: int, device: str = "cpu"
+    global_batch: int, micro_batch: int, data_world: int, context: int, device: str = "cpu"
 ) -> BatchPlan:
-    """Divide a global batch among `world` ranks.
+    """Divide a global batch among `data_world` ranks that read different samples.
 
     `micro_batch = 0` takes the largest divisor of each rank's share that holds at most
     TOKENS_PER_MICRO_BATCH tokens (but at least one sample). UserError if the division leaves a
     remainder, with the nearest sizes that work.
     """
     batch = f"train.global_batch = {global_batch}"
-    share, remainder = divmod(global_batch, world)
+    share, remainder = divmod(global_batch, data_world)
     if remainder:
-        sizes = " or ".join(str(size) for size in (share * world, (share + 1) * world) if size)
+        near = (share * data_world, (share + 1) * data_world)
+        sizes = " or ".join(str(size) for size in near if size)
         advice = f"write {sizes}, or use a number of ranks that divides it"
-        raise UserError(f"{batch} sequences is not divisible by world size {world}; {advice}")
+        problem = f"{batch} sequences is not divisible by world size {data_world}"
+        raise UserError(f"{problem}; {advice}")
     divisors = [d for d in range(1, share + 1) if share % d == 0]
     if micro_batch == 0:
         most = max(1, TOKENS_PER_MICRO_BATCH[device] // context)
@@ -131,7 +132,7 @@ def plan_batch(
         below = [d for d in divisors if d < micro_batch]
         above = [d for d in divisors if d > micro_batch]
         sizes = " or ".join(map(str, [*below[-1:], *above[:1]]))
-        per_rank = f"the {share} sequences that each of {world} ranks has in a step ({batch})"
-        each = batch if world == 1 else per_rank
+        per_rank = f"the {share} sequences that each of {data_world} ranks has in a step ({batch})"
+        each = batch if data_world == 1 else per_rank
         raise UserError(f"train.micro_batch = {micro_batch} does not divide {each}; write {sizes}")
-    return BatchPlan(global_batch, micro_batch, world, context)
+    return BatchPlan(global_batch, micro_batch, data_world, context)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from windlass.data.batch import Batch
 from windlass.data.samples import Samples
 from windlass.errors import RunFailed, UserError, first_line
 from windlass.evaluation.source import evaluating
@@ -123,8 +124,8 @@ def check_loss_is_a_sum(
 
     A sum over all positions is that over the first half of them and that over the rest; a mean is not.
     """
-    two = samples.read(np.arange(min(2, len(samples))))
-    tokens, labels = (torch.from_numpy(np.array(part, dtype=np.int64)) for part in two)
+    two = Batch(*samples.read(np.arange(min(2, len(samples)))))
+    tokens, labels, *_ = two.map(lambda part: torch.from_numpy(np.array(part, dtype=np.int64)))
     first = (torch.arange(labels.numel()) < labels.numel() // 2).view_as(labels)
     masked = (labels, labels.where(first, IGNORE_INDEX), labels.where(~first, IGNORE_INDEX))
     try:

@@ -24,7 +24,11 @@ def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
     wait for each other in the collectives of that step), the step is not the first of a start (those before it were done with
     this micro-batch), or its update may have begun.
     """
-    recipe, ranks, share = recorder.plan.recipe, recorder.ranks, batch.global_batch // batch.world
+    recipe, ranks, share = (
+        recorder.plan.recipe,
+        recorder.ranks,
+        batch.global_batch // batch.data_world,
+    )
     less = max(
         (size for size in range(1, batch.micro_batch // 2 + 1) if share % size == 0), default=0
     )
@@ -62,7 +66,7 @@ def micro_batch_of(run: Run, batch: BatchPlan) -> BatchPlan:
     fits = (
         sizes
         and sizes[-1] < batch.micro_batch
-        and batch.global_batch // batch.world % sizes[-1] == 0
+        and batch.global_batch // batch.data_world % sizes[-1] == 0
     )
     return replace(batch, micro_batch=sizes[-1]) if fits else batch
 

@@ -217,7 +217,7 @@ class Trainer:
         """One optimizer step on this rank's micro-batches: forward, backward, clip, update."""
         ranks, timer, precision = self.ranks, self.recorder.timer, self.facts.precision
         scale = self.scaler.scale if self.scaler is not None else None
-        positions = sum(micro.tokens.numel() for micro in batch.micro)
+        positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
         counts = collectives.sum_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
         loss = torch.zeros(
@@ -230,7 +230,7 @@ class Trainer:
             with sync_gradients(self.model, micro is batch.micro[-1]):
                 ranks.mark(batch.step, "forward")
                 with timer.phase("forward"), autocast(self.recipe, ranks.device):
-                    loss_sum = self.model(micro.tokens, micro.labels)  # tokens, labels [B, T]
+                    loss_sum = self.model(micro.batch.tokens, micro.batch.labels)  # [B, T]
                 share = loss_sum / max(1, counts.wait()[0])
                 ranks.mark(batch.step, "backward")
                 with timer.phase("backward"):
