@@ -224,9 +224,7 @@ def test_runs_of_several_tokenizers_are_drawn_in_bits_per_byte_and_others_have_n
     )
     other = view(build_run(tmp_path / "c", "data.source=elsewhere", steps=100))
     text = page([a, other], charts([a, other]))
-    assert (
-        "no best is named" in text and "data.source" in text and "Best validation loss" not in text
-    )
+    assert "no best run" in text and "data.source" in text and "Best validation loss" not in text
 
 
 def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tmp_path):

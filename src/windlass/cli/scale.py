@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
@@ -32,6 +32,15 @@ Modes, and what they keep as the ranks grow:
                    activation checkpointing, --precisions
 The smallest of --worlds is the baseline.
 """
+GpusPerNode = Annotated[
+    int, Option(min=-1, metavar="G", help="GPUs and ranks of a host; default: the site's.")
+]
+MinBusbw = Annotated[
+    float, Option(min=0, metavar="GB/S", help="Least bus bandwidth of a cell's hosts.")
+]
+SiteFile = Annotated[
+    Path | None, Option(metavar="FILE", help="Default: ~/.config/windlass/site.toml.")
+]
 
 
 def scale(
@@ -41,31 +50,19 @@ def scale(
     worlds: str = Option("", metavar="N,N,...", help="Numbers of ranks, as 1,2,4,8."),
     grow: str = Option("", help="With --mode weak: batch (default) or model."),
     repeats: int | None = Option(None, min=1, metavar="R", help="Runs of each setup; default 1."),
-    warmup: int | None = Option(
-        None, min=0, metavar="STEPS", help="First steps that do not count; default 5."
-    ),
+    warmup: int | None = Option(None, min=0, metavar="STEPS", help="Left out; default 5."),
     precisions: str = Option("", metavar="P,P", help="With strategies: as fp32,bf16."),
     project: str = Option("", metavar="N,N,...", help="More ranks, to predict."),
-    no_probe: bool = Option(
-        False, "--no-probe", help="Do not measure machine and steps without communication."
-    ),
-    dir_: Path | None = Option(
-        None, "--dir", help="The study; default: studies/<preset>-<mode>-<hash>."
-    ),
+    no_probe: bool = Option(False, "--no-probe", help="Only train; measure nothing beside it."),
+    dir_: Path | None = Option(None, "--dir", help="Default: studies/<preset>-<mode>-<hash>."),
     retry_failed: bool = Option(False, help="Train failed cells again, and their probes."),
     nodes: str = Option("", metavar="N,N,...", help="Numbers of hosts: submits array jobs."),
-    gpus_per_node: int = Option(
-        -1, min=-1, metavar="G", help="GPUs and ranks of a host; default: the site's."
-    ),
+    gpus_per_node: GpusPerNode = -1,
     scheduler: str = Option("", metavar="slurm|pbs", help="Default: the installed one."),
     time: str = Option("", metavar="HH:MM:SS", help="Limit of a cell; default: the site's."),
-    min_busbw: float = Option(
-        0.0, min=0, metavar="GB/S", help="Least bus bandwidth of a cell's hosts."
-    ),
+    min_busbw: MinBusbw = 0.0,
     max_size: str = Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),
-    site: Path | None = Option(
-        None, metavar="FILE", help="Site file; default: ~/.config/windlass/site.toml."
-    ),
+    site: SiteFile = None,
     dry_run: bool = Option(False, "--dry-run", help="Print the scripts and write nothing."),
     json_: Json = False,
 ) -> int:
@@ -79,36 +76,25 @@ def scale(
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything
     saved.
     """
-    from windlass.launch.submit import Resources, read_site
     from windlass.study import scale as studies
     from windlass.study.progress import Progress
     from windlass.study.study import Study
 
     if Study.is_study(recipe) and overrides and not worlds:
-        given = " ".join(overrides)
         problem = f"{recipe} is a study, whose cells have their settings"
-        raise UserError(f"{problem}: leave {given} out, or add --worlds")
-    options: dict[str, Any] = {
-        "mode": mode,
-        "grow": grow,
-        "repeats": repeats,
-        "warmup": warmup,
-        "project": whole_numbers("project", project),
-        "precisions": [word for word in precisions.split(",") if word],
-        "path": dir_,
-    }
+        raise UserError(f"{problem}: leave {' '.join(overrides)} out, or add --worlds")
+    options: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup}
+    options |= {"project": whole_numbers("project", project), "path": dir_}
+    options["precisions"] = [word for word in precisions.split(",") if word]
+    if nodes and worlds:
+        ranks = "with hosts the ranks are nodes x gpus-per-node"
+        raise UserError(f"--worlds and --nodes: {ranks}; leave --worlds out")
     if nodes:
-        if worlds:
-            ranks = "with hosts the ranks are nodes x gpus-per-node"
-            raise UserError(f"--worlds and --nodes: {ranks}; leave --worlds out")
-        largest = valid_size(max_size)
-        asked = Resources(
-            gpus_per_node=gpus_per_node, time=time, min_busbw=min_busbw, max_size=largest
-        )
-        hosts = whole_numbers("nodes", nodes)
-        how = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
-        how["retry_failed"] = retry_failed
-        return _submit(recipe, overrides, hosts, options, how, dry_run)
+        how: dict[str, Any] = {"scheduler": scheduler, "site": site, "retry_failed": retry_failed}
+        how |= {"gpus_per_node": gpus_per_node, "time": time, "min_busbw": min_busbw}
+        how["max_size"] = valid_size(max_size)
+        options["nodes"] = whole_numbers("nodes", nodes)
+        return _submit(recipe, overrides, options, how, dry_run)
     progress = Progress(sys.stderr if json_ else sys.stdout)
     options |= {"probes": not no_probe, "retry_failed": retry_failed, "progress": progress}
     study = studies.scale(recipe, whole_numbers("worlds", worlds), overrides, **options)
@@ -140,22 +126,22 @@ def _show(study: Study, progress: Progress, json_: bool) -> None:
 
 
 def _submit(
-    recipe: str,
-    overrides: list[str],
-    nodes: list[int],
-    options: dict[str, Any],
-    how: dict[str, Any],
-    dry_run: bool,
+    recipe: str, overrides: list[str], options: dict[str, Any], how: dict[str, Any], dry_run: bool
 ) -> int:
     """Create a study over hosts and submit its open cells, a job for each number of hosts."""
+    from windlass.launch.submit import Resources, read_site
     from windlass.study.scale import create_study, merge_preset
     from windlass.study.submit import submit_study
 
-    base, given = merge_preset(recipe, overrides, nodes=nodes, **options)
-    on_cpu, site, asked = base.parallel.device == "cpu", how["site"], how["asked"]
+    base, given = merge_preset(recipe, overrides, **options)
+    job = {name: how.pop(name) for name in ("gpus_per_node", "time", "min_busbw", "max_size")}
+    asked, site = Resources(**job), read_site(how["site"])
+    on_cpu = base.parallel.device == "cpu"
     gpus = asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
     ranks = 1 if on_cpu else max(1, gpus)
-    given |= {"worlds": [n * ranks for n in nodes], "threads": site.cores(0) if on_cpu else 0}
+    given["worlds"] = [n * ranks for n in given["nodes"]]
+    given["threads"] = site.cores(0) if on_cpu else 0
+    how |= {"site": site, "asked": asked}
     # Check everything before anything is written.
     scripts = submit_study(create_study(base, write=False, **given), **how, dry_run=True)
     if dry_run:
@@ -163,9 +149,9 @@ def _submit(
         return DONE
     study = create_study(base, **given)
     jobs = submit_study(study, **how, notify=typer.echo)
-    for directory, _, job in jobs:
-        cancel = f"`windlass submit --cancel {directory}` ends it"
-        typer.echo(f"submitted job {job}: its log is in {directory}; {cancel}")
+    for one in jobs:
+        cancel = f"`windlass submit --cancel {one.directory}` ends it"
+        typer.echo(f"submitted job {one.job}: its log is in {one.directory}; {cancel}")
     if not jobs:
         typer.echo("nothing to submit: no cell is open")
     typer.echo(f"`windlass scale {study.path}` shows the table")

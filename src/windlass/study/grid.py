@@ -1,4 +1,4 @@
-"""From typed axes (`windlass sweep --help` lists the forms) to the cells of a grid. Pure, no torch."""
+"""From typed axes (see `windlass sweep --help`) to the cells of a grid. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from windlass.variables import scrub
 SEED = "run.seed"
 WORLD, NODES, REPEAT = "parallel.world", "parallel.nodes", "repeat"
 AXES_ONLY = (WORLD, NODES, REPEAT)
-"""Axes that are not settings of a recipe: a cell's ranks, its hosts, and its number among equals."""
+"""Axes that are not settings: a cell's ranks, its hosts, and its number among equal cells."""
 ONE = {NODES: 1, REPEAT: 1}  # the values of a cell that does not set them
 MODES = ("strong", "fixed-data", "weak", "strategies")  # of a scaling study
 Assignment = dict[str, Any]  # dotted keys and the values of one cell
@@ -50,7 +50,7 @@ class Cell:
 
     assignment: Assignment
     recipe: Recipe
-    # The recipe's hash, with settings outside that hash (strategy, ranks) that differ from the base.
+    # The recipe's hash, with other settings (strategy, ranks) that differ from the base.
     key: str
     directory: str  # relative to the study: readable, unique, safe as a file name
 
@@ -130,7 +130,7 @@ def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
 
 
 def cells_of(base: Recipe, assignments: Iterable[Assignment]) -> list[Cell]:
-    """A cell for each assignment; UserError if two are equal, and for all invalid recipes together."""
+    """A cell for each assignment; UserError if two are equal, or if recipes are invalid."""
     cells, problems = list[Cell](), list[str]()
     for assignment in assignments:
         world = assignment.get(WORLD, 1)

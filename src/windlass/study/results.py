@@ -35,20 +35,10 @@ NO_CHOICE = (
     *NON_SEMANTIC,
     *AXES_ONLY,
     SEED,
-    "model.layers",
-    "model.heads",
-    "model.kv_heads",
-    "model.width",
-    "model.ff_width",
-    "model.context",
-    "train.steps",
-    "train.tokens_per_parameter",
-    "train.global_batch",
-    "train.precision",
-    "train.tf32",
-    "data.max_documents",
-    "data.max_tokens",
-    "data.train_size",
+    *(f"model.{name}" for name in ("layers", "heads", "kv_heads", "width", "ff_width", "context")),
+    *("train.steps", "train.tokens_per_parameter", "train.global_batch"),
+    *("train.precision", "train.tf32"),
+    *("data.max_documents", "data.max_tokens", "data.train_size"),
 )
 
 
@@ -217,7 +207,7 @@ class SeedGroup:
 
     @property
     def seeds(self) -> str:
-        """`2 seeds`, or `1 of 2 seeds` while some are unfinished; empty if the seed is not an axis."""
+        """`2 seeds`, `1 of 2 seeds` while one is unfinished, empty if the seed is not an axis."""
         if SEED not in self.results[0].cell.assignment:
             return ""
         total, finished = len(self.results), len(self.scores)

@@ -51,45 +51,26 @@ def scale(
 
     A study over hosts is only created: jobs train its cells (`windlass scale --nodes`).
 
-    Modes, and what they keep as the ranks grow:
-
-    - `strong` (the default): the global batch (`train.global_batch`) and the steps
-    - `fixed-data`: the batch of a rank (here `train.global_batch`) and the data; steps shrink
-    - `weak`: the batch of a rank and the steps; or, with `grow="model"`, the global batch, while
-      `model.layers` grows
-    - `strategies`: everything; at one number of ranks, strategies, offload, activation
-      checkpointing and `precisions` differ
-
     Args:
         recipe: the settings to start from; or a preset of studies, with options of its own; or a
             study, to continue it.
         worlds: numbers of ranks; the smallest is the baseline. Without them, `path` is continued.
         overrides: changes to the recipe.
+        mode, grow: what stays as the ranks grow (`windlass scale --help`); default `strong`.
         nodes: hosts of each of the `worlds`; all ranks of a job train a cell.
         repeats: runs of each setup; default 1.
         warmup: first steps of each start that do not count; default 5.
         project: larger numbers of ranks, to predict.
+        precisions: with `strategies`, values of `train.precision`.
         path: the study's directory; None: `studies/<preset>-<mode>-<hash>`.
         probes: measure the machine, and steps without communication.
         retry_failed, progress: see `sweep`.
 
-    Raises:
-        UserError: A cell is impossible.
-        Stopped: A signal stopped the study, and everything is saved.
+    Raises UserError if a cell is impossible, Stopped after a signal, with everything saved.
     """
-    base, options = merge_preset(
-        recipe,
-        overrides,
-        worlds=worlds,
-        nodes=nodes,
-        mode=mode,
-        grow=grow,
-        repeats=repeats,
-        warmup=warmup,
-        project=project,
-        precisions=precisions,
-        path=path,
-    )
+    given: dict[str, Any] = {"worlds": worlds, "nodes": nodes, "mode": mode, "grow": grow}
+    given |= {"repeats": repeats, "warmup": warmup, "project": project, "path": path}
+    base, options = merge_preset(recipe, overrides, precisions=precisions, **given)
     if options.get("worlds") and not nodes:
         prepare(base)  # the first cell would pay for it
     study = create_study(base, **options)
@@ -313,7 +294,7 @@ def fewest_steps(recipe: Recipe, listed: Sequence[Assignment]) -> int:
 
 
 def too_few_cores(study: Study) -> str:
-    """A warning if the ranks' threads exceed this machine's cores; empty if cells train elsewhere."""
+    """A warning if the ranks' threads exceed this machine's cores, on which the cells train."""
     threads, cores = study.recipe.train.threads, usable_cores()
     on_cpu = study.recipe.parallel.device == "cpu" or not visible_gpus()
     worlds = [n for n in study.values[WORLD] if n * threads > cores]

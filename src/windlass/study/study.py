@@ -83,7 +83,7 @@ class Study:
     ) -> Study:
         """Create the study of a recipe and a grid, or add the grid's cells to the study at `path`.
 
-        The recipe's `run.dir` and `run.name` are ignored. Without axes the existing study is opened.
+        The recipe's `run.dir` and `run.name` do not count. Without axes it opens the study.
 
         Args:
             path: None: `studies/<preset>-<hash of the recipe>`.
@@ -149,8 +149,8 @@ class Study:
     def _grown(self, base: Recipe, grid: Sequence[Cell], scaling: Scaling | None) -> Study:
         """This study with the grid's new cells; existing cells keep their order and directories.
 
-        New cells also set every difference between the grid's recipe and the study's. Settings that
-        change no result (how often to save or log) apply to all cells instead, unless they are axes.
+        New cells also set every difference between the grid's recipe and the study's. But settings
+        that change no result (how often to save or log) apply to all cells, unless they are axes.
         """
         old, new = self.recipe.flat(), base.flat()
         elsewhere = f"give another {argument('path', 'DIR')}"
@@ -193,7 +193,7 @@ class Study:
 
     @property
     def measure(self) -> str:
-        """The measure that ranks cells: `checkpoint.best`, or bits per byte if tokenizers differ."""
+        """The measure that ranks cells: `checkpoint.best`; bits per byte for several tokenizers."""
         measure = self.recipe.checkpoint.best
         several = any(len(self.values.get(key, ())) > 1 for key in TOKENIZER)
         return BITS if several and measure == LOSS else measure

@@ -1,4 +1,4 @@
-"""The open cells of a study as array jobs, whose tasks call `windlass sweep STUDY --only N`. No torch."""
+"""Array jobs for a study's open cells; a task calls `windlass sweep STUDY --only N`. No torch."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def submit_study(
 ) -> list[Submitted]:
     """Submit the open cells of a study as array jobs; the list is empty if no cell is open.
 
-    - A sweep is one job. Each cell has `asked.nodes` hosts and a rank for each of their GPUs; if the
-      grid sets `parallel.world`, one host and these ranks.
+    - A sweep is one job. Each cell has `asked.nodes` hosts and a rank for each of their GPUs. If
+      the grid sets `parallel.world`, each cell has one host and these ranks.
     - A scaling study over hosts is a job for each number of hosts, except for numbers whose last
       job is not over.
 

@@ -192,7 +192,7 @@ class Sweep:
                 run_probe(self.study, cell, notify, self.retry_failed)
 
     def run(self, cells: list[Cell]) -> None:
-        """Train these cells until none is open; raises Stopped when they have saved after a signal."""
+        """Train these cells until none is open; raises Stopped after a signal and their saves."""
         with catch_signals(STOP_SIGNALS, self._on_signal):
             try:
                 self._work(cells)
@@ -220,7 +220,7 @@ class Sweep:
                 self.study.set_status(cell, "")
         queue = [cell for cell in cells if self.study.result(cell).state in self.open_states]
         ranks = self.workers * self._largest_world(cells)
-        # A cell alone measures its best number of threads; ranks of a launch have their hosts' cores.
+        # A cell alone measures its best number of threads; a launch shares its hosts' cores.
         threads = thread_share(ranks) if ranks > 1 and not self.launch else 0
         while queue or self.running:
             self._start_cells(queue, threads)
