@@ -1,6 +1,7 @@
 """A run directory and its effective ledger, read without torch.
 
-All that draws, counts or compares runs reads them through here: a run that was killed and resumed looks the same to all.
+All that draws, counts or compares runs reads them through here: a run that was killed and resumed
+looks the same to all.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Line = dict[
 ALIVE_SECONDS = (
     60.0  # a run whose heartbeat file is younger counts as running, where its lock cannot tell
 )
-LOCK = ".lock"  # locked by the process that trains in the directory, from its start to its end, however it ends
+# locked by the process that trains in the directory, from its start to its end, however it ends
+LOCK = ".lock"
 OCCUPIED = (
     "another process trains in"  # how the error of a training begins whose directory is locked
 )
@@ -45,9 +47,12 @@ STARTS = ("started", "resumed", "branched")
 ENDINGS = ("finished", "stopped", "preempted", "failed")
 
 
-def number(value: Any) -> Any:
-    """A field of the ledger; the words that stand for non-finite numbers become those numbers."""
-    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
+def decode(line: Line) -> Line:
+    """A line of numbers with floats for the words NaN, Infinity and -Infinity, which JSON lacks."""
+    if line.get("kind") in ("event", "sample"):  # lines of text
+        return line
+    words = ("NaN", "Infinity", "-Infinity")
+    return {key: float(value) if value in words else value for key, value in line.items()}
 
 
 def timestamp(line: Line) -> float:
@@ -56,17 +61,17 @@ def timestamp(line: Line) -> float:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a ledger as they were written, without torn ones."""
-    return (
-        line for line in read_jsonl(path) if "kind" in line and isinstance(line.get("step"), int)
-    )
+    """All whole lines of a ledger, in the order of writing; see `decode`."""
+    lines = read_jsonl(path)
+    return (decode(x) for x in lines if "kind" in x and isinstance(x.get("step"), int))
 
 
 def effective(lines: Iterable[Line]) -> list[Line]:
     """The ledger as if no kill had happened, in the order of the steps.
 
-    An attempt that starts at step *s* makes void what earlier attempts wrote of steps past *s*: those steps are done
-    again. Of two lines for one step (same kind, suite and index) the last one counts. Events of starting and ending stay.
+    An attempt that starts at step *s* makes void what earlier attempts wrote of steps past *s*:
+    those steps are done again. Of two lines for one step (same kind, suite and index) the last one
+    counts. Events of starting and ending stay.
     """
     valid, attempt = list[Line](), 0
     for line in lines:
@@ -96,9 +101,11 @@ def effective(lines: Iterable[Line]) -> list[Line]:
 
 
 def last_start(ledger: Iterable[Line]) -> Line:
-    """The event of a run's last start, with what it lacks from the starts before it; empty before the first.
+    """The event of a run's last start, with what it lacks from the starts before it; empty before
+    the first.
 
-    The ledger is in the order of the steps, and the last start may have gone back behind those of another one.
+    The ledger is in the order of the steps, and the last start may have gone back behind those of
+    another one.
     """
     starts = [x for x in ledger if x["kind"] == "event" and x.get("event") in (*STARTS, "rewound")]
     merged: Line = {}
@@ -175,17 +182,16 @@ class Run:
         ]
 
     def to_pandas(self, kind: str = "") -> Any:
-        """The ledger as a `pandas.DataFrame`, a row a step: the `train` lines, and beside them `eval_loss`, the measures of
-        other suites (`squad.f1`) and what callbacks have logged (`log.NAME`). With a kind (`train`, `eval`, `sample`,
-        `event`, `summary`, `log`) all its lines and fields.
+        """The ledger as a `pandas.DataFrame`, a row a step: the `train` lines, and beside them
+        `eval_loss`, the measures of other suites (`squad.f1`) and what callbacks have logged
+        (`log.NAME`). With a kind (`train`, `eval`, `sample`, `event`, `summary`, `log`) all its
+        lines and fields.
         """
         require("pandas", "Run.to_pandas")
         import pandas
 
         if kind:
-            frame = pandas.json_normalize(
-                [{k: number(v) for k, v in line.items()} for line in self.lines(kind)]
-            )
+            frame = pandas.json_normalize(self.lines(kind))
             return frame.set_index("step") if len(frame) else frame
         rows: dict[int, Line] = {}
         for line in sorted(
@@ -194,11 +200,7 @@ class Run:
             if line["kind"] in ("train", "eval", "log"):
                 suite = line.get("suite", "")
                 prefix = "eval_" if suite == "loss" else f"{suite}." if suite else ""
-                own = {
-                    k: number(v)
-                    for k, v in line.items()
-                    if k not in PLACE and not isinstance(v, dict)
-                }
+                own = {k: v for k, v in line.items() if k not in PLACE and not isinstance(v, dict)}
                 rows.setdefault(line["step"], {}).update(
                     {f"{prefix}{k}": v for k, v in own.items()}
                 )
@@ -234,15 +236,16 @@ class Run:
         """Whether a process trains in the directory now."""
         locked = lock_held(self.lock_path)
         if locked is not None:
-            return locked  # right at once after a kill; else (another host, no locks) a fresh heartbeat tells
+            # right at once after a kill; else (another host, no locks) a fresh heartbeat tells
+            return locked
         with contextlib.suppress(OSError):
             return time.time() - self.heartbeat_path.stat().st_mtime < ALIVE_SECONDS
         return False
 
     @property
     def state(self) -> str:
-        """`new`, `running`, `finished`, `stopped` (as asked), `preempted` (by a signal), both with everything saved, or `failed`
-        (also: killed)."""
+        """`new`, `running`, `finished`, `stopped` (as asked), `preempted` (by a signal), both with
+        everything saved, or `failed` (also: killed)."""
         return self.state_by(read_lines(self.metrics_path))
 
     def state_by(self, lines: Iterable[Line]) -> str:
@@ -257,7 +260,8 @@ class Run:
 
 
 def lock_held(path: Path) -> bool | None:
-    """Whether a process holds a run's lock; None where this host cannot know (no lock file, no locks, another host's)."""
+    """Whether a process holds a run's lock; None where this host cannot know (no lock file, no
+    locks, another host's)."""
     try:
         with path.open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file closes

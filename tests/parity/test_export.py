@@ -560,7 +560,7 @@ def test_an_export_is_pushed_where_a_token_is_set_and_refused_before_anything_is
         (sorted(p.name for p in out.iterdir()), "me/model"),
     ]
     assert 'from_pretrained("me/model")' in (out / "README.md").read_text()
-    with refused("403 Forbidden", "HF_TOKEN", "whole"):
+    with refused("403 Forbidden", "HF_TOKEN", "complete"):
         export(run, tmp_path / "out2", push="other/model")
     assert (tmp_path / "out2" / "config.json").is_file()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

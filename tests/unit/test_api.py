@@ -223,7 +223,7 @@ def test_a_plan_is_shown_as_the_verb_prints_it(capsys: pytest.CaptureFixture[str
     shown = repr(windlass.plan("gpt2-124m", {"train.steps": 1000}, device="A100-40GB"))
     assert (
         "gpt2-124m" in shown
-        and "Memory of a rank" in shown
+        and "memory of a rank" in shown
         and "to the end" in shown
         and max(map(len, shown.split("\n"))) <= 100
     )

@@ -48,7 +48,7 @@ def test_names_are_grouped_and_kinds_have_streams_of_their_own():
         "attempt": 1,
         "loss": 0.1,
         "lr": 1e-3,
-        "grad_norm": "NaN",
+        "grad_norm": math.nan,
         "tokens_per_s": 5,
         "samples_per_s": 2,
         "mfu": 0.4,

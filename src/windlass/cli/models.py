@@ -15,8 +15,6 @@ from typer import Argument, Option
 from windlass.cli import Json, Model, Overrides, RunPath, print_json
 from windlass.processes import WINDLASS
 
-UNITS = {"loss": "nats/token", "exact_match": "%", "f1": "%", "runtime_s": "s"}
-
 
 def evaluate(
     run: Model,
@@ -43,6 +41,7 @@ def evaluate(
     from windlass import evaluate as evaluate_model
     from windlass.data.progress import Progress
     from windlass.evaluation.source import find_source
+    from windlass.telemetry.measures import of_eval
     from windlass.telemetry.terminal import print_table
 
     bar = Progress("eval")
@@ -57,7 +56,7 @@ def evaluate(
             rows = []
             for key, value in numbers.items():
                 form = "" if isinstance(value, str) else ",.4f" if isinstance(value, float) else ","
-                rows.append((key, format(value, form), UNITS.get(key, "")))
+                rows.append((key, format(value, form), of_eval(key).unit))
             print_table((name, "value", "unit"), rows, text=(name, "unit"))
 
     source = find_source(run, overrides)

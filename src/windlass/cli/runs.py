@@ -43,7 +43,7 @@ def runs(
 
     from windlass.reports.overview import SORTS, overview
     from windlass.reports.text import show
-    from windlass.telemetry.console import duration, short
+    from windlass.telemetry.measures import duration, short
     from windlass.telemetry.terminal import print_table
 
     if sort not in SORTS:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.estimate.memory import PARTS
 from windlass.model.size import describe_network, trainable
 from windlass.recipe import typed
-from windlass.telemetry.console import duration, short
+from windlass.telemetry.measures import duration, short
 from windlass.telemetry.terminal import pairs, table
 
 if TYPE_CHECKING:

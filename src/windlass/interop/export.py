@@ -30,25 +30,15 @@ from windlass.evaluation.source import Source, alone, find_source, open_model, s
 from windlass.fileio import make_dir, read_json
 from windlass.model import convert, hf_files
 from windlass.model.quantised import Linear4bit
-from windlass.run import Run, number
+from windlass.run import Run, decode
 from windlass.telemetry.ledger import plain
+from windlass.telemetry.measures import of_eval
 from windlass.variables import scrub
 
 CODE = Path(__file__).with_name(
     "modeling_windlass.py"
 )  # our GPT for `transformers`, copied beside its weights
 FILE_BYTES = 4 * 10**9  # weights in one file, at most
-# What the card takes from a suite's results; of lm-eval's tasks it is every `TASK/METRIC`.
-MEASURES = (
-    "loss",
-    "perplexity",
-    "bits_per_byte",
-    "acc",
-    "acc_norm",
-    "acc_per_token",
-    "exact_match",
-    "f1",
-)
 
 
 def export(
@@ -270,15 +260,11 @@ def card(source: Source, name: str, adapter: bool = False) -> str:
         str(line["suite"]): line for line in run.lines("eval", step=step)
     }
     lines |= read_json(run.path / "eval" / f"step-{step:08d}.json").get("results", {})
-    scores = {
-        suite: {name: number(value) for name, value in line.items()}
-        for suite, line in lines.items()
-    }
     rows = "".join(
-        f"| {suite} | {name} | {_shown(line[name])} |\n"
-        for suite, line in scores.items()
-        for name in [*MEASURES, *(key for key in line if "/" in key)]
-        if isinstance(line.get(name), float)
+        f"| {suite} | {name} | {_shown(value)} |\n"
+        for suite, line in lines.items()
+        for name, value in decode(line).items()
+        if isinstance(value, float) and of_eval(name).role in ("score", "derived")
     )
     results = (
         f"## Results at this step\n\n| suite | measure | value |\n|---|---|---|\n{rows}\n"
@@ -287,7 +273,7 @@ def card(source: Source, name: str, adapter: bool = False) -> str:
     )
     base, origin = _origin(source)
     loss = next(
-        (number(line["loss"]) for line in reversed(run.lines("train")) if line["step"] <= step),
+        (line["loss"] for line in reversed(run.lines("train")) if line["step"] <= step),
         None,
     )
     shown = (

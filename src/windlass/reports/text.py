@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from windlass.reports.view import RunView
-from windlass.telemetry.console import duration
+from windlass.telemetry.measures import duration
 from windlass.telemetry.terminal import printable
 from windlass.variables import scrub
 

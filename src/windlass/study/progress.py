@@ -11,7 +11,7 @@ from windlass.study.grid import short_names
 from windlass.study.results import CellResult
 from windlass.study.study import Study
 from windlass.telemetry import terminal
-from windlass.telemetry.console import duration, short
+from windlass.telemetry.measures import duration, short
 
 if TYPE_CHECKING:
     from rich.console import Group

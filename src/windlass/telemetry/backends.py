@@ -1,8 +1,10 @@
-"""TensorBoard, MLflow and W&B, each as a class that connects to a run in the tracker when it is constructed.
+"""TensorBoard, MLflow and W&B, each as a class that connects to a run in the tracker when it is
+constructed.
 
-A back-end has `hint`, where to look at the run, and `marks`, the last step of each stream that the tracker has;
-`write(points)`, in the order of their steps, after which the tracker has everything up to `marks`; `close(state, ended)`,
-which returns when all is delivered. An error means: not delivered.
+A back-end has `hint`, where to look at the run, and `marks`, the last step of each stream that the
+tracker has; `write(points)`, in the order of their steps, after which the tracker has everything up
+to `marks`; `close(state, ended)`, which returns when all is delivered. An error means: not
+delivered.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class Point(NamedTuple):
 
 
 class TensorBoard:
-    """Writes the whole effective ledger into a new file at each start and replay, for events cannot be removed."""
+    """Writes the whole effective ledger into a new file at each start and replay, for events cannot
+    be removed."""
 
     def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
         from tensorboard.compat.proto import event_pb2
@@ -108,9 +111,11 @@ class TensorBoard:
 
 
 class MLflow:
-    """One MLflow run, identified by a tag, in `MLFLOW_TRACKING_URI` or a SQLite store beside the runs.
+    """One MLflow run, identified by a tag, in `MLFLOW_TRACKING_URI` or a SQLite store beside the
+    runs.
 
-    Points of steps that a resume does again cannot be removed: those of the first attempt stay, none comes twice.
+    Points of steps that a resume does again cannot be removed: those of the first attempt stay,
+    none comes twice.
     """
 
     def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
@@ -158,8 +163,8 @@ class MLflow:
         )
 
     def write(self, points: Iterator[Point]) -> None:
-        # Metrics first, then the marks: after a kill in between, the store gets equal rows again, with the ledger's own
-        # times, and keeps one
+        # Metrics first, then the marks: after a kill in between, the store gets equal rows again,
+        # with the ledger's own times, and keeps one
         from mlflow.entities import Metric
 
         self._client.update_run(self._id, status="RUNNING")
@@ -187,10 +192,12 @@ class MLflow:
 
 
 class WandB:
-    """One W&B run under a stable id: online where the library gets in, else a complete directory to be synced later.
+    """One W&B run under a stable id: online where the library gets in, else a complete directory to
+    be synced later.
 
-    Online, a resume continues the same run; which steps the server has is in its summary, as `marks/*`. An offline start
-    writes the whole effective ledger into a new directory and removes those before it. The key is `WANDB_API_KEY`.
+    Online, a resume continues the same run; which steps the server has is in its summary, as
+    `marks/*`. An offline start writes the whole effective ledger into a new directory and removes
+    those before it. The key is `WANDB_API_KEY`.
     """
 
     def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
@@ -261,7 +268,8 @@ class WandB:
                 tag: wandb.Html(f"<pre>{html.escape(x)}</pre>", inject=False)
                 for tag, x in point.texts.items()
             }
-            # the server would refuse a row before its last one; under the next free number it still has its own `step`
+            # the server would refuse a row before its last one; under the next free number it still
+            # has its own `step`
             self._run.log(row, step=point.step if point.step >= self._run.step else None)
 
     def close(self, state: str, ended: float) -> None:

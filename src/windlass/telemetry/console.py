@@ -1,4 +1,5 @@
-"""What a run shows: a header, a live line in a terminal and plain lines elsewhere, and all of it in `log.txt`.
+"""What a run shows: a header, a live line in a terminal and plain lines elsewhere, and all of it in
+`log.txt`.
 
 A terminal that goes away, or a full disk under the log, ends the output and never the run.
 """
@@ -11,55 +12,14 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from windlass.run import PLACE, Line
-from windlass.telemetry import terminal
+from windlass.run import Line
+from windlass.telemetry import measures, terminal
 from windlass.telemetry.ledger import now
-
-FIELDS: dict[str, tuple[Callable[[Any], str], str]] = {
-    "loss": (lambda x: f"loss {float(x):.4f}", "loss: of this step, nats per token"),
-    "left_s": (lambda x: f"{duration(x)} left", "left: to the end, with evaluations and saves"),
-    "tokens_per_s": (lambda x: f"{short(x)} tok/s", "tok/s: tokens trained per second, all ranks"),
-    "lr": (lambda x: f"lr {x:.2e}", "lr: learning rate"),
-    "epoch": (
-        lambda x: f"epoch {x:.2f}" if x >= 0.1 else f"epoch {x:.2g}",
-        "epoch: of the training data",
-    ),
-    "grad_norm": (lambda x: f"grad norm {float(x):.2f}", "grad norm: before clipping"),
-    "mfu": (lambda x: f"MFU {100 * x:.1f}%", "MFU: model FLOPs of the device's peak"),
-    "gpu_mem_mb": (lambda x: f"GPU mem {x / 1e3:.2f} GB", "GPU mem: allocated by rank 0"),
-    "rss_mb": (lambda x: f"RAM {x / 1e3:.2f} GB", "RAM: of rank 0"),
-    # in log.txt and where the output is no live line, under the names that nanoGPT's descendants print
-    "step_ms": (lambda x: f"dt {x:.1f}", "dt: ms of a step"),
-    "forward_ms": (lambda x: f"dtf {x:.1f}", "dtf: ms of its forward pass"),
-    "backward_ms": (lambda x: f"dtb {x:.1f}", "dtb: ms of its backward pass"),
-    "samples_per_s": (lambda x: f"sps {x:.4g}", "sps: samples per second, all ranks"),
-    "mtps": (lambda x: f"mtps {x:.3g}", "mtps: million tokens per second, all ranks"),
-}
-"""Fields of a `train` line by priority, the first ones stay in a narrow terminal: how each is shown, and its legend."""
-
-DETAILS = {
-    "step_ms",
-    "forward_ms",
-    "backward_ms",
-    "samples_per_s",
-    "mtps",
-}  # leave the live line room for its bar
-
-SCORES = {
-    "train_loss": "train loss",
-    "loss": "val loss",
-    "full_loss": "of all data",
-    "perplexity": "perplexity",
-    "acc": "acc",
-    "acc_norm": "acc norm",
-    "exact_match": "exact match",
-    "f1": "f1",
-}
-"""Fields of an `eval` line that are shown, with their words."""
+from windlass.telemetry.measures import short
 
 NOTEBOOK = 100  # columns of a line there
 BAR = 20  # columns; where there is no room for half of it, there is no bar
@@ -73,8 +33,9 @@ DRAW_SECONDS, LINE_SECONDS = (
 class Console:
     """Shows a run of `steps` steps on the terminal and writes `log.txt`.
 
-    In a terminal there is a live line, and evaluations and saves are lines above it; elsewhere every logged step is a
-    line. Ranks other than 0 show warnings alone. `stream`: by default the process's standard output.
+    In a terminal there is a live line, and evaluations and saves are lines above it; elsewhere
+    every logged step is a line. Ranks other than 0 show warnings alone. `stream`: by default the
+    process's standard output.
     """
 
     def __init__(
@@ -165,7 +126,8 @@ class Console:
                 self._live.start(refresh=True)
 
     def begin(self, doing: str) -> None:
-        """A phase of the start begins, and the one before it has ended: if it lasts, a line says what it does."""
+        """A phase of the start begins, and the one before it has ended: if it lasts, a line says
+        what it does."""
         self.done()
         self._timer = threading.Timer(LASTS_SECONDS, self._print, [f"{doing} ..."])
         self._timer.daemon = True
@@ -182,13 +144,15 @@ class Console:
             self._write_log(line)
 
     def tick(self, step: int) -> None:
-        """Move the live line, at most four times a second; for every step, at no cost where there is none."""
+        """Move the live line, at most four times a second; for every step, at no cost where there
+        is none."""
         self._step = step
         if self._live is not None and time.monotonic() - self._drawn > DRAW_SECONDS:
             self._draw()
 
     def progress(self, doing: str, done: int, total: int) -> None:
-        """How far something long is that happens between two steps, as `evaluating loss`; called as often as you like."""
+        """How far something long is that happens between two steps, as `evaluating loss`; called as
+        often as you like."""
         self._doing = f"{doing} {done:,}/{total:,}"
         if time.monotonic() - self._drawn > (LINE_SECONDS if self._live is None else DRAW_SECONDS):
             self._draw()
@@ -196,9 +160,10 @@ class Console:
                 self._print(f"at {self._step}/{self.steps} | {self._doing}")
 
     def step(self, line: Line) -> None:
-        """A logged step: a `train` line of the ledger, with `gpu_mem_mb` or `rss_mb` where the memory is measured."""
-        # the time left is by the time from the first logged step on, evaluations and saves in it: what came before
-        # (imports, compiling, the evaluation at step 0) does not come again
+        """A logged step: a `train` line of the ledger, with `gpu_mem_mb` or `rss_mb` where the
+        memory is measured."""
+        # the time left is by the time from the first logged step on, evaluations and saves in it:
+        # what came before (imports, compiling, the evaluation at step 0) does not come again
         begins, self._step = self._first is None, line["step"]
         self._first = self._first or (time.monotonic(), self._step)
         done = self._step - self._first[1]
@@ -207,40 +172,39 @@ class Console:
         )
         shown = line | {"left_s": (self.steps - self._step) * seconds_per_step}
         shown |= {"mtps": line["tokens_per_s"] / 1e6} if "tokens_per_s" in line else {}
-        present = [key for key in FIELDS if key in shown]
-        texts = [FIELDS[key][0](shown[key]) for key in present]
-        hidden = sum(key in DETAILS for key in present) if self._live is not None else 0
+        present = [m for m in measures.TRAIN.values() if m.terminal and m.name in shown]
+        texts = [m.terminal(float(shown[m.name])) for m in present if m.terminal]
+        hidden = sum(m.detail for m in present) if self._live is not None else 0
         self._numbers = texts[: len(texts) - hidden]
         # A notebook wraps a long line, and the next one could not take its place.
         width = NOTEBOOK if "ipykernel" in sys.modules else terminal.size(self._stream).columns
         if begins:
-            legends = [FIELDS[key][1] for key in present]
+            legends = [m.legend for m in present]
             fitting = self._fitting(width).count(" | ") - bool(self._doing)
             self._write_log(f"{'legend':<8}{'; '.join(legends)}")
             self._show(f"{'legend':<8}{'; '.join(legends[:fitting])}", indent=" " * 8)
         self._draw()
         self._write_log(" | ".join([f"step {self._step}/{self.steps}", *texts]))
         if self._live is None:
-            # In a notebook the next line takes the place of this one, which the last step leaves standing.
+            # In a notebook the next line takes the place of this one, which the last step leaves
+            # standing.
             end = "" if "ipykernel" in sys.modules and self._step < self.steps else "\n"
             self._show(self._fitting(width), end=end)
 
     def eval(self, line: Line) -> None:
         suite, self._doing = line.get("suite", "loss"), ""
         shown = [] if suite == "loss" else [suite]
-        shown += [f"{word} {float(line[key]):.4f}" for key, word in SCORES.items() if key in line]
+        known = [m for m in measures.EVAL.values() if m.short and m.name in line]
+        shown += [f"{m.short} {float(line[m.name]):.4f}" for m in known]
         if suite.startswith("own:"):
-            own = {
-                key: value
-                for key, value in line.items()
-                if isinstance(value, float) and key not in PLACE
-            }
-            shown += [f"{key} {value:.4f}" for key, value in own.items() if key != "runtime_s"]
+            new = {k: v for k, v in line.items() if k not in measures.EVAL and isinstance(v, float)}
+            shown += [f"{key} {value:.4f}" for key, value in new.items()]
         shown += [f"{line['runtime_s']:.1f} s"] if "runtime_s" in line else []
         self._print(f"eval {line['step']}/{self.steps} | {' | '.join(shown)}", "green")
 
     def saved(self, path: Path, seconds: float, step: int) -> None:
-        """A checkpoint is committed; in the background, so that it may be of an earlier step than the last line."""
+        """A checkpoint is committed; in the background, so that it may be of an earlier step than
+        the last line."""
         self._print(f"saved {step}/{self.steps} | {path} | {seconds:.2f} s", "cyan")
 
     def event(self, text: str, step: int | None = None) -> None:
@@ -253,7 +217,8 @@ class Console:
             self._print(f"  | {line}", style="italic", indent="  | ")
 
     def warning(self, text: str, own: bool = False) -> None:
-        """A warning; ranks other than 0 show only those of their own, which rank 0 does not have."""
+        """A warning; ranks other than 0 show only those of their own, which rank 0 does not
+        have."""
         if self.rank == 0:
             self._print(f"warning: {text}", style="yellow")
         elif own:
@@ -270,7 +235,8 @@ class Console:
                 self._log.close()
 
     def _print(self, text: str, style: str = "", indent: str = "    ") -> None:
-        """A line of the output and of the log; in a terminal it is wrapped, with `indent` in front of what follows."""
+        """A line of the output and of the log; in a terminal it is wrapped, with `indent` in front
+        of what follows."""
         text = terminal.printable(text)
         self._write_log(text)
         self._show(text, style, indent)
@@ -346,24 +312,3 @@ class Console:
             yield
         except (OSError, ValueError):
             self._terminal = self._live = self._stream = None
-
-
-def short(number: float) -> str:
-    """A count in three or four digits: 950, 15.2k, 3.41M, 10.0B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(number) >= 0.9995 * size:
-            return f"{number / size:#.3g}".rstrip(".") + unit
-    return f"{number:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """A time in two units: 42s, 3m 05s, 2h 10m, 4d 03h."""
-    whole = round(seconds)
-    for size, unit, part, smaller in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "m"),
-        (60, "m", 1, "s"),
-    ):
-        if whole >= size:
-            return f"{whole // size}{unit} {whole % size // part:02d}{smaller}"
-    return f"{whole}s"

@@ -1,7 +1,9 @@
-"""Utilisation and memory of each rank's device: sampled by a background thread, summed up at the run's end.
+"""Utilisation and memory of each rank's device: sampled by a background thread, summed up at the
+run's end.
 
-The thread takes part in no step and no collective. Each sample has the phase of the run (train, eval, save …) that took
-most of its interval, so that an evaluation does not look like an idle device. MB are 10^6 bytes.
+The thread takes part in no step and no collective. Each sample has the phase of the run (train,
+eval, save …) that took most of its interval, so that an evaluation does not look like an idle
+device. MB are 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ NAMES = {
 
 
 class HostProbe:
-    """This process: `rss_mb` resident memory, `util_pct` CPU time since the last call as a share of torch's threads."""
+    """This process: `rss_mb` resident memory, `util_pct` CPU time since the last call as a share of
+    torch's threads."""
 
     def __init__(self) -> None:
         import psutil
@@ -54,7 +57,8 @@ class HostProbe:
 
 
 class CudaProbe:
-    """A GPU: NVML for what the device does (absent where NVML is), torch for what the allocator holds."""
+    """A GPU: NVML for what the device does (absent where NVML is), torch for what the allocator
+    holds."""
 
     def __init__(self, index: int):
         import torch
@@ -103,10 +107,12 @@ class CudaProbe:
 
 
 class DeviceSampler:
-    """A daemon thread that samples this rank's device into `<directory>/rank-00000.jsonl`, from now to `stop`.
+    """A daemon thread that samples this rank's device into `<directory>/rank-00000.jsonl`, from now
+    to `stop`.
 
-    Any error is noted in `warning` and ends the sampling, never the run. `every` is in seconds, `phases` gives the process's
-    seconds by phase. A `probe` has `about`, written once a start, and `read()`; None: what fits the device.
+    Any error is noted in `warning` and ends the sampling, never the run. `every` is in seconds,
+    `phases` gives the process's seconds by phase. A `probe` has `about`, written once a start, and
+    `read()`; None: what fits the device.
     """
 
     def __init__(
@@ -181,8 +187,9 @@ class DeviceSampler:
 def summarise_devices(run: Run) -> dict[str, float]:
     """Utilisation and memory over all ranks, for the `summary` line.
 
-    Means (`avg_gpu_util_pct`, `avg_rss_mb` …) are over the last samples of the phase `train`; `peak_mem_mb`, the peak of the
-    allocator or of the resident memory on the fullest rank, is over all. Starts on other numbers of ranks are left out.
+    Means (`avg_gpu_util_pct`, `avg_rss_mb` …) are over the last samples of the phase `train`;
+    `peak_mem_mb`, the peak of the allocator or of the resident memory on the fullest rank, is over
+    all. Starts on other numbers of ranks are left out.
     """
     worlds, world = {}, None
     for line in read_lines(run.metrics_path):

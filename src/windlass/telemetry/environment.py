@@ -1,4 +1,5 @@
-"""What a run ran on and with: versions, commit, hosts, devices, command; from lists of what is reported, never a dump.
+"""What a run ran on and with: versions, commit, hosts, devices, command; from lists of what is
+reported, never a dump.
 
 `scrub` and `scrub_command` remove secrets before anything is written or sent to a tracker.
 """
@@ -84,7 +85,8 @@ SCHEDULERS = {
 
 
 def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
-    """A command line without secrets: also the values of `--api-key X`, `--token=X`, `some.password=X`."""
+    """A command line without secrets: also the values of `--api-key X`, `--token=X`,
+    `some.password=X`."""
     shown, hidden = [], False  # hidden: the argument is the value of an option before it
     for argument in arguments:
         name, equals, _ = argument.partition("=")
@@ -96,7 +98,8 @@ def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = 
 
 
 def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any) -> None:
-    """Write the environment of this start, with what each rank reports of itself (`describe_rank`), as JSON."""
+    """Write the environment of this start, with what each rank reports of itself (`describe_rank`),
+    as JSON."""
     packages = {"windlass": __version__}
     for name in PACKAGES:  # versions without importing them
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -157,7 +160,8 @@ def versions(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def describe_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """The scheduler, the job's id and the machine's name as the scheduler has it; empty outside of a job."""
+    """The scheduler, the job's id and the machine's name as the scheduler has it; empty outside of
+    a job."""
     for scheduler, (job, name) in SCHEDULERS.items():
         if job in environ:
             named = {"machine": environ[name]} if environ.get(name) else {}
@@ -182,7 +186,8 @@ def describe_hosts(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
 def describe_launch(
     launch: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[str]]:
-    """What is shown where several ranks train, or a job: name and lines; `launch` is that of environment.json."""
+    """What is shown where several ranks train, or a job: name and lines; `launch` is that of
+    environment.json."""
     hosts = f"{launch['nodes']} host{'s' * (launch['nodes'] != 1)}"
     backend = f"{launch['backend']} between ranks" if launch["backend"] else "no process group"
     by = "as one process" if launch["launcher"] == "none" else f"by {launch['launcher']}"
@@ -206,7 +211,8 @@ def describe_launch(
 
 
 def describe_places(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each rank's device and numbers, with the last number of each: `[cuda:1][rank=5/7][local_rank=1/3][node=1/1] n2`."""
+    """Each rank's device and numbers, with the last number of each:
+    `[cuda:1][rank=5/7][local_rank=1/3][node=1/1] n2`."""
     nodes = [rank["node"] for rank in ranks]
     place = "[{device}][rank={rank}/{ranks}][local_rank={local_rank}/{here}][node={node}/{nodes}] {host}"
     last = {"ranks": len(ranks) - 1, "nodes": max(nodes)}
@@ -232,7 +238,8 @@ def machine() -> dict[str, Any]:
 
 
 def commit(directory: Path) -> dict[str, Any] | None:
-    """The git commit that holds `directory`, and whether its tracked files were changed; None outside of a checkout."""
+    """The git commit that holds `directory`, and whether its tracked files were changed; None
+    outside of a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]

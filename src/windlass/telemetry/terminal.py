@@ -1,4 +1,5 @@
-"""Text and tables for a terminal of any width and encoding; whole where the output goes elsewhere."""
+"""Text and tables for a terminal of any width and encoding; whole where the output goes
+elsewhere."""
 
 from __future__ import annotations
 
@@ -45,14 +46,16 @@ SUBSTITUTES = {
 
 
 def printable(text: Any) -> str:
-    r"""Text with control characters as escapes (`\x1b`): no generated text steers a terminal or a report's reader."""
+    r"""Text with control characters as escapes (`\x1b`): no generated text steers a terminal or a
+    report's reader."""
     return CONTROL.sub(
         lambda match: match[0].encode("unicode_escape").decode(), str(text).replace("\r\n", "\n")
     )
 
 
 def fallback() -> str:
-    """The name of the handler for characters that an encoding lacks: ASCII that looks alike, else an escape."""
+    """The name of the handler for characters that an encoding lacks: ASCII that looks alike, else
+    an escape."""
 
     def substitute(error: UnicodeError) -> tuple[str, int]:
         if not isinstance(error, UnicodeEncodeError):
@@ -71,7 +74,8 @@ def fallback() -> str:
 
 
 class Output:
-    """A standard stream that takes every character. If its reader goes away, as `head` or a terminal does, `gone` is set and the verb continues."""
+    """A standard stream that takes every character. If its reader goes away, as `head` or a
+    terminal does, `gone` is set and the verb continues."""
 
     buffer = None  # click would write UTF-8 to it, also where the stream has another encoding
 
@@ -116,7 +120,8 @@ def size(stream: IO[str] | None) -> os.terminal_size:
 
 
 def rich_console(stream: IO[str]) -> Console:
-    """A console of `rich` that prints text as it is, as wide as the stream's terminal; elsewhere without spaces at line ends."""
+    """A console of `rich` that prints text as it is, as wide as the stream's terminal; elsewhere
+    without spaces at line ends."""
     from rich.console import Console
 
     width, height = size(stream)
@@ -156,10 +161,11 @@ def table(
     title: str = "",
     keys: int = 1,
 ) -> Group:
-    """A table no wider than `width`. The columns of `text` wrap, a number is never cut, a column without values is left out.
+    """A table no wider than `width`. The columns of `text` wrap, a number is never cut, a column
+    without values is left out.
 
-    Where the numbers alone are wider, the last columns follow under the others, with the first `keys` again in front.
-    `styles`: of each row, in the style language of `rich`.
+    Where the numbers alone are wider, the last columns follow under the others, with the first
+    `keys` again in front. `styles`: of each row, in the style language of `rich`.
     """
     from rich.cells import cell_len
     from rich.console import Group

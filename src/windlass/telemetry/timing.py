@@ -1,8 +1,10 @@
-"""How fast a run is and where its time goes: throughput, wall time, device hours, MFU, each computed here alone.
+"""How fast a run is and where its time goes: throughput, wall time, device hours, MFU, each
+computed here alone.
 
-`StepTimer` (milliseconds of a step by phase) and `Goodput` (seconds of the process by phase) measure inside the training
-process. What they measure is written into the ledger, and the functions below compute from its lines, so that a killed
-and resumed run has right numbers too. No torch: plans and reports use this file.
+`StepTimer` (milliseconds of a step by phase) and `Goodput` (seconds of the process by phase)
+measure inside the training process. What they measure is written into the ledger, and the functions
+below compute from its lines, so that a killed and resumed run has right numbers too. No torch:
+plans and reports use this file.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ Seconds = dict[str, float]
 class StepTimer:
     """Milliseconds of a step by phase, averaged from one `read` to the next.
 
-    On CUDA the phases are measured with events and nothing waits for the device before `read`, which the loop calls
-    when it logs and has to wait for the loss anyway. Waiting for data is host time on every device. `new_event` makes
-    what is recorded on the device; None: a CUDA event on CUDA, the host's clock elsewhere.
+    On CUDA the phases are measured with events and nothing waits for the device before `read`,
+    which the loop calls when it logs and has to wait for the loss anyway. Waiting for data is host
+    time on every device. `new_event` makes what is recorded on the device; None: a CUDA event on
+    CUDA, the host's clock elsewhere.
     """
 
     def __init__(
@@ -55,7 +58,8 @@ class StepTimer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time one of STEP_PHASES, of which the last ends the step, or `outside` (an evaluation, a save), which counts in none."""
+        """Time one of STEP_PHASES, of which the last ends the step, or `outside` (an evaluation, a
+        save), which counts in none."""
         data = name == "data"
         first = self._mark(host=data)
         try:
@@ -68,7 +72,8 @@ class StepTimer:
             self._marks.append((name, first, self._mark(host=data)))
 
     def read(self) -> dict[str, float]:
-        """`step_ms` and `<phase>_ms` of a step, averaged since the last `read`, which this resets. Waits for the device."""
+        """`step_ms` and `<phase>_ms` of a step, averaged since the last `read`, which this resets.
+        Waits for the device."""
         end = self._mark()
         if self._new_event:
             end.synchronize()  # and so everything recorded before it
@@ -85,7 +90,8 @@ class StepTimer:
         }
 
     def _mark(self, host: bool = False) -> Any:
-        """Now, on the host's clock in seconds, or as an event at the present end of the current stream."""
+        """Now, on the host's clock in seconds, or as an event at the present end of the current
+        stream."""
         if host or self._new_event is None:
             return time.perf_counter()
         event = self._new_event()
@@ -94,9 +100,11 @@ class StepTimer:
 
 
 class Goodput:
-    """Wall time of one process by phase, of which there is always one; the parts sum to the whole, to the nanosecond.
+    """Wall time of one process by phase, of which there is always one; the parts sum to the whole,
+    to the nanosecond.
 
-    The clock starts with the process (or `before` seconds before the constructor): imports count as `startup`.
+    The clock starts with the process (or `before` seconds before the constructor): imports count as
+    `startup`.
     """
 
     def __init__(self, before: float | None = None):
@@ -144,8 +152,8 @@ class Throughput(NamedTuple):
 def throughput(ledger: Iterable[Line]) -> Throughput | None:
     """The speed over a run from its effective ledger; None where nothing was timed.
 
-    A `train` line holds means over the steps since the line or start before it, and counts by their time. The first line of
-    each start is left out (caches, compilation) where there are others.
+    A `train` line holds means over the steps since the line or start before it, and counts by their
+    time. The first line of each start is left out (caches, compilation) where there are others.
     """
     windows = [
         (line, line["step_ms"] / 1e3 * steps)
@@ -194,7 +202,8 @@ def step_times(ledger: Iterable[Line]) -> dict[str, float]:
 
 
 def evaluation_speed(ledger: Iterable[Line]) -> dict[str, float]:
-    """Seconds of all evaluations of the loss, and their samples divided by them; empty without one."""
+    """Seconds of all evaluations of the loss, and their samples divided by them; empty without
+    one."""
     seconds = samples = 0.0
     for line in ledger:
         if line["kind"] == "eval" and line.get("suite", "loss") == "loss" and line.get("runtime_s"):
@@ -210,7 +219,8 @@ def evaluation_speed(ledger: Iterable[Line]) -> dict[str, float]:
 
 
 def averages(ledger: Sequence[Line]) -> dict[str, float]:
-    """What the `summary` line has of speeds: `throughput`, `step_times`, `evaluation_speed`, and `startup_s`."""
+    """What the `summary` line has of speeds: `throughput`, `step_times`, `evaluation_speed`, and
+    `startup_s`."""
     speed = throughput(ledger)
     means = (
         {f"{name}_mean": value for name, value in speed._asdict().items() if value is not None}
@@ -223,10 +233,12 @@ def averages(ledger: Sequence[Line]) -> dict[str, float]:
 
 
 def wall_time(lines: Iterable[Line]) -> Seconds:
-    """Seconds by phase over all starts of a run, from the raw ledger (`run.read_lines`): with `lost`, and `total`.
+    """Seconds by phase over all starts of a run, from the raw ledger (`run.read_lines`): with
+    `lost`, and `total`.
 
-    Each line's `seconds` are those of its process so far. Where an attempt resumes from step *s*, what those before it did
-    after step *s* counts as `lost`. The parts sum to `total`. Time between an attempt's last line and its death is in no line.
+    Each line's `seconds` are those of its process so far. Where an attempt resumes from step *s*,
+    what those before it did after step *s* counts as `lost`. The parts sum to `total`. Time between
+    an attempt's last line and its death is in no line.
     """
     attempts = _attempts(lines)
     totals = dict.fromkeys((*RUN_PHASES, "lost"), 0.0)
@@ -235,8 +247,8 @@ def wall_time(lines: Iterable[Line]) -> Seconds:
             (later[0][0] for other, later in attempts.items() if other > number),
             default=float("inf"),
         )
-        # up to the first line beyond that step: the event of a checkpoint that is written in the background may come
-        # later, and does not count
+        # up to the first line beyond that step: the event of a checkpoint that is written in the
+        # background may come later, and does not count
         before = [
             seconds
             for _, seconds in takewhile(lambda line, last=resumed_at: line[0] <= last, own)  # type: ignore[misc]
@@ -252,7 +264,8 @@ def wall_time(lines: Iterable[Line]) -> Seconds:
 def device_hours(lines: Iterable[Line]) -> float:
     """Hours of wall time times ranks, over all starts of a run, from the raw ledger.
 
-    `world` is in the events of starting, and holds until an event names another: a rewind names none.
+    `world` is in the events of starting, and holds until an event names another: a rewind names
+    none.
     """
     lines = list(lines)
     worlds = {
@@ -277,8 +290,8 @@ def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
             continue
         number = int(line.get("attempt", 0))
         if number not in attempts:
-            # a rewind begins a new attempt in the same process, whose clock runs on: what it shows by then belongs to
-            # the attempt before, at a step beyond every step that stays
+            # a rewind begins a new attempt in the same process, whose clock runs on: what it shows
+            # by then belongs to the attempt before, at a step beyond every step that stays
             rewound = line.get("event") == "rewound" and bool(attempts)
             if rewound:
                 attempts[max(attempts)].append(
@@ -295,15 +308,18 @@ def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
 def mfu(
     tokens_per_s: float, flops_per_token: float, peak_flops: float | None, devices: int
 ) -> float | None:
-    """Model FLOPs utilisation, a fraction (arXiv 2204.02311): model FLOPs a second over the devices' peak.
+    """Model FLOPs utilisation, a fraction (arXiv 2204.02311): model FLOPs a second over the
+    devices' peak.
 
-    `flops_per_token`: forward and backward by the 6N convention plus attention, no recomputation. None without a peak.
+    `flops_per_token`: forward and backward by the 6N convention plus attention, no recomputation.
+    None without a peak.
     """
     return tokens_per_s * flops_per_token / (peak_flops * devices) if peak_flops else None
 
 
 def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
-    """FLOP/s that one device can do at most, by its name as torch or NVML gives it; None for others.
+    """FLOP/s that one device can do at most, by its name as torch or NVML gives it; None for
+    others.
 
     `tf32`: fp32 products may be done in TF32 (`torch.backends.cuda.matmul.allow_tf32`).
     """
@@ -315,9 +331,10 @@ def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
 
 
 PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
-    # The first pattern that matches in the device's name holds. TFLOP/s, dense (never the doubled "with sparsity"),
-    # for products that accumulate in fp32, at boost clock: datasheets and architecture whitepapers of NVIDIA and AMD.
-    # A precision that is not listed has no published peak, or is not done in hardware.
+    # The first pattern that matches in the device's name holds. TFLOP/s, dense (never the doubled
+    # "with sparsity"), for products that accumulate in fp32, at boost clock: datasheets and
+    # architecture whitepapers of NVIDIA and AMD. A precision that is not listed has no published
+    # peak, or is not done in hardware.
     (r"\bMIG\b", {}),  # a slice of a GPU has a share of its peak that its name does not tell
     (r"GB200", {"bf16": 2500, "fp16": 2500, "tf32": 1250, "fp32": 80}),
     (r"\bB200\b", {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),

@@ -1,8 +1,10 @@
-"""Trackers (TensorBoard, MLflow, W&B) beside a training: one exporter process for each, which follows the ledger.
+"""Trackers (TensorBoard, MLflow, W&B) beside a training: one exporter process for each, which
+follows the ledger.
 
-`Trackers` is the training's side of two pipes: an exporter's standard input closes when the training ends, its standard
-output brings at most two lines of JSON (where the run is shown, and the first error). The exporter, `python -m` of this
-file, is all that a hanging import, a dead address or a full disk can hurt. Exit code 0: all is delivered.
+`Trackers` is the training's side of two pipes: an exporter's standard input closes when the
+training ends, its standard output brings at most two lines of JSON (where the run is shown, and the
+first error). The exporter, `python -m` of this file, is all that a hanging import, a dead address
+or a full disk can hurt. Exit code 0: all is delivered.
 """
 
 from __future__ import annotations
@@ -26,55 +28,18 @@ from filelock import FileLock
 
 from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.recipe import flatten
-from windlass.run import PLACE, STARTS, Line, Run, effective, last_start, timestamp
+from windlass.run import STARTS, Line, Run, decode, effective, last_start, timestamp
+from windlass.telemetry import measures
 from windlass.telemetry.backends import BACKENDS, Point
-from windlass.telemetry.timing import STEP_PHASES
 from windlass.variables import scrub
 
 POLL_SECONDS, RETRY_SECONDS = 1.0, 10.0
 WATCH_SECONDS = (
-    5.0  # how often to see whether the training lives; that it closed the pipe is noticed at once
+    5.0  # between two looks at whether the training lives; a closed pipe ends it at once
 )
-TRAIN = {
-    "loss": "train/loss",
-    "lr": "train/lr",
-    "grad_norm": "train/grad_norm",
-    "tokens": "train/tokens",
-    "epoch": "train/epoch",
-    "loss_scale": "train/loss_scale",
-    "tokens_per_s": "throughput/tokens_per_s",
-    "samples_per_s": "throughput/samples_per_s",
-    "mfu": "throughput/mfu",
-    "attempt": "run/attempt",
-    **{f"{phase}_ms": f"time/{phase}_ms" for phase in ("step", *STEP_PHASES)},
-}
-"""What a tracker gets of a `train` line; the ledger has the rest."""
-SUMMARY = {
-    "final_loss": "final_train_loss",
-    "final_eval_loss": "final_val_loss",
-    "best_eval_loss": "best_val_loss",
-    "tokens_per_s_mean": "tokens_per_s",
-    "mfu_mean": "mfu",
-    "runtime_s": "duration_s",
-    "samples": "samples_trained",
-}
-"""Other names for numbers of the `summary` line, all of which it gets: what a table of runs shows."""
-COUNTS = {
-    *PLACE,
-    "samples",
-    "tokens",
-    "items",
-    "train_tokens",
-    "train_samples",
-    "full_tokens",
-    "full_samples",
-}
-"""Fields of an `eval` line that are neither a score nor a speed."""
 STARTED = ("parameters", "trained", "steps", "precision", "device")
-"""What it gets of the event of starting, as hyper-parameters beside the recipe's."""
-DEVICE = ("util_pct", "mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "rss_mb", "power_w")
-"""What it gets of the samples of devices: with a `train` line their means since the line before."""
-EACH_RANK = 8  # ranks that have curves of their own; of more there are mean, lowest and highest
+"""Fields of the event of starting that a tracker gets as hyper-parameters beside the recipe's."""
+EACH_RANK = 8  # most ranks with curves of their own; more ranks have mean, lowest and highest
 
 
 class Note(NamedTuple):
@@ -136,7 +101,8 @@ class Trackers:
         return notes
 
     def finish(self, timeout: float) -> list[Note]:
-        """Give the trackers `timeout` seconds in all to take the rest of the ledger, then end their processes."""
+        """Give the trackers `timeout` seconds in all to take the rest of the ledger, then end their
+        processes."""
         deadline = time.monotonic() + timeout
         for process in self.processes.values():
             process.stdin.close()
@@ -154,7 +120,8 @@ class Trackers:
         return notes + self.poll()
 
     def close(self) -> None:
-        """Close the pipes without waiting, as where the run failed: the exporters send the rest and end."""
+        """Close the pipes without waiting, as where the run failed: the exporters send the rest and
+        end."""
         for process in self.processes.values():
             process.stdin.close()
             process.stdout.close()
@@ -172,10 +139,11 @@ class Trackers:
 
 
 def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]:
-    """Send a run's ledger to a tracker, as far as the tracker does not have it; returns what there is to show.
+    """Send a run's ledger to a tracker, as far as the tracker does not have it; returns what there
+    is to show.
 
-    Gives up after `timeout` seconds; 0: waits as long as it takes. Raises UserError where there is nothing to send or no
-    such library, RunFailed where the tracker did not take all of it.
+    Gives up after `timeout` seconds; 0: waits as long as it takes. Raises UserError where there is
+    nothing to send or no such library, RunFailed where the tracker did not take all of it.
     """
     if name not in BACKENDS:
         raise UserError(f"there is no tracker {name}; there are {', '.join(BACKENDS)}")
@@ -194,52 +162,37 @@ def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]
 
 
 def stream(line: Line) -> str:
-    """The sequence of steps that a line belongs to, with one line a step: its kind, with the suite or the index."""
+    """The sequence of steps that a line belongs to, with one line a step: its kind, with the suite
+    or the index."""
     return "/".join([line["kind"], *(str(line[key]) for key in ("suite", "index") if key in line)])
 
 
 def point(line: Line) -> Point:
     """What a line gives a tracker."""
     sequence, texts = stream(line), {}
-    if line["kind"] == "train":
-        scalars = {TRAIN[key]: value for key, value in numbers(line).items() if key in TRAIN}
-    elif line["kind"] == "sample":
-        scalars, texts = {}, {f"samples/{line.get('index', 0)}": scrub(str(line.get("text", "")))}
-    elif line["kind"] == "summary":
-        left_out = PLACE if line.get("best_measure", "loss") != "loss" else (*PLACE, "best_score")
-        fields = {
-            key: value for key, value in numbers(flatten(line)).items() if key not in left_out
-        }
-        shown = {
-            key: value for key, value in fields.items() if not key.startswith("seconds.")
-        }  # as wall_time
-        scalars = {
-            f"summary/{SUMMARY.get(key, key.replace('.', '/'))}": value
-            for key, value in shown.items()
-        }
-    elif line["kind"] == "log":  # its names begin with `log.`
-        scalars = {
-            key.replace(".", "/"): value for key, value in numbers(line).items() if key not in PLACE
-        }
-    else:
-        prefix, fields = "eval" if sequence == "eval/loss" else sequence, flatten(line)
-        scores = {
-            key: value
-            for key, value in numbers(fields).items()
-            if key not in COUNTS and key[:8] != "seconds."
-        }
-        scalars = {f"{prefix}/{key.replace('.', '/')}": value for key, value in scores.items()}
+    scalars = dict[str, float]()
+    if line["kind"] == "sample":
+        texts = {f"samples/{line.get('index', 0)}": scrub(str(line.get("text", "")))}
+    for key, value in numbers(flatten(line)).items():
+        path, measure = key.replace(".", "/"), measures.of_eval(key)
+        if line["kind"] == "train":
+            if key in measures.TRAIN and (name := measures.TRAIN[key].tracker):
+                scalars[name] = value
+        elif measure.role == "place" or key.startswith("seconds."):  # wall_time has the seconds
+            continue
+        elif line["kind"] == "log":  # its names begin with `log.`
+            scalars[path] = value
+        elif line["kind"] == "summary":
+            if key != "best_score" or line.get("best_measure", "loss") != "loss":
+                scalars[f"summary/{measures.SUMMARY.get(key, path)}"] = value
+        elif line["kind"] == "eval" and measure.role != "count":
+            scalars[f"{'eval' if sequence == 'eval/loss' else sequence}/{path}"] = value
     return Point(line["step"], timestamp(line), sequence, scalars, texts)
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numeric fields of a line; the words that stand for non-finite numbers become floats again."""
-    numeric = {
-        k: v
-        for k, v in line.items()
-        if isinstance(v, int | float) or v in ("NaN", "Infinity", "-Infinity")
-    }
-    return {key: float(v) for key, v in numeric.items() if not isinstance(v, bool)}
+    """The numeric fields of a line."""
+    return {key: float(v) for key, v in line.items() if type(v) in (int, float)}
 
 
 class DeviceReader:
@@ -276,7 +229,8 @@ class DeviceReader:
             yield self._next.pop(path)
 
     def read(self, line: Line) -> dict[str, float]:
-        """Means by name for a `train` line; those of utilisation over the samples of training steps."""
+        """Means by name for a `train` line; those of utilisation over the samples of training
+        steps."""
         means, many = dict[str, list[float]](), len(self._files) > EACH_RANK
         for path in self._files:
             new = [
@@ -284,7 +238,7 @@ class DeviceReader:
                 for x in self._until(path, line["time"])
                 if x.get("attempt") == line.get("attempt")
             ]
-            for field in DEVICE:
+            for field in measures.DEVICE:
                 samples = [
                     x
                     for x in new
@@ -308,7 +262,8 @@ class DeviceReader:
 
 
 class Follower:
-    """Sends what is new in a run's ledger to a backend, each step once; `connect` is called again after a failure."""
+    """Sends what is new in a run's ledger to a backend, each step once; `connect` is called again
+    after a failure."""
 
     def __init__(self, run: Run, connect: Callable[..., Any]):
         self.run, self.connect = run, connect
@@ -326,10 +281,9 @@ class Follower:
                     break
                 self._offset += len(text)
                 with contextlib.suppress(ValueError):  # torn by a kill
-                    self._raw.append(json.loads(text))
-        begun = any(
-            x["kind"] == "event" and x.get("event") in STARTS for x in self._raw
-        )  # a warning may come before
+                    self._raw.append(decode(json.loads(text)))
+        # A warning may come before the start.
+        begun = any(x["kind"] == "event" and x.get("event") in STARTS for x in self._raw)
         if not self._raw or not (begun or self.backend or last):
             return
         first, newest = self._raw[0], self._raw[-1]
@@ -354,7 +308,8 @@ class Follower:
                 "config_hash": recipe.config_hash,
             }
             settings |= {name: start[name] for name in STARTED if start.get(name) is not None}
-            # the run's id in every tracker is a hash of its ledger's very first line, which no resume changes
+            # the run's id in every tracker is a hash of its ledger's very first line, which no
+            # resume changes
             run_id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
             self.backend = self.connect(self.run, run_id, settings, began)
         self._sent, self._attempt = len(self._raw), newest["attempt"]
@@ -372,9 +327,11 @@ class Follower:
 
 
 def watch_parent(ending: threading.Event, flush_seconds: float) -> None:
-    """Set `ending` when the training process is gone, and end this one `flush_seconds` later with all it started.
+    """Set `ending` when the training process is gone, and end this one `flush_seconds` later with
+    all it started.
 
-    No Python thread runs while a library holds the interpreter (a hung import of compiled code): the alarm ends it then.
+    No Python thread runs while a library holds the interpreter (a hung import of compiled code):
+    the alarm ends it then.
     """
     parent, closed = os.getppid(), list[Any]()
     while (
@@ -389,7 +346,8 @@ def watch_parent(ending: threading.Event, flush_seconds: float) -> None:
 
 
 def main(run: str, name: str, flush_seconds: str) -> int:
-    """Send lines as they come until the parent pipe closes, through any failure; 0 where the tracker has everything."""
+    """Send lines as they come until the parent pipe closes, through any failure; 0 where the
+    tracker has everything."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(
             number, signal.SIG_IGN
