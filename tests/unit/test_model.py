@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from pathlib import Path
@@ -337,3 +338,25 @@ def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_p
             lora.flops_per_token() == 4 * (total + adapters) + 2 * adapters
         )  # a frozen matrix has no gradient
         assert lora.checkpoint_bytes() == 4 * (total + adapters) + 8 * adapters
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_attention_cut_by_heads_adds_up_to_the_whole(kv_heads: int) -> None:
+    settings = {"qk_norm": True, "attn_bias": False, "kv_heads": kv_heads}
+    model = GPT(ModelSettings(**SMALL, **settings), VOCAB).double()
+    initialise(model, 1)
+    x = torch.randn(2, 6, 32, dtype=torch.float64)
+    [name] = [n for n, _ in model.named_parameters() if n == "blocks.0.attn.qkv.weight"]
+    whole, pieces, parts, seen = model.blocks[0].attn, 2, [], []
+    for piece in range(pieces):
+        ranges = model.rows_by_heads(name, piece, pieces)
+        rows = [row for part in ranges for row in part]
+        columns = slice(piece * 16, (piece + 1) * 16)  # of the output projection: heads in order
+        part = copy.deepcopy(whole)
+        part.heads, part.kv_heads = whole.heads // pieces, whole.kv_heads // pieces
+        part.qkv.weight = nn.Parameter(whole.qkv.weight[rows])
+        part.out.weight = nn.Parameter(whole.out.weight[:, columns])
+        parts.append(part(x))
+        seen += rows
+    assert sorted(seen) == list(range(whole.qkv.weight.shape[0]))
+    torch.testing.assert_close(sum(parts), whole(x))

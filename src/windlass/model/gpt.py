@@ -265,10 +265,25 @@ class GPT(nn.Module):
         return [LayerCache(batch, length) for _ in self.blocks]
 
     def matrix_parts(self, name: str) -> tuple[int, ...]:
-        """The rows of each of the matrices that lie on top of one another in a parameter; empty where it is one matrix."""
+        """The rows of each of the matrices that lie on top of one another in a parameter; empty if
+        it is one matrix."""
         m = self.settings
         keys = m.width // m.heads * m.kv_heads_
         return (m.width, keys, keys) if name.endswith("attn.qkv.weight") else ()
+
+    def rows_by_heads(self, name: str, piece: int, pieces: int) -> list[range]:
+        """The rows of a parameter with `matrix_parts` that one of equal `pieces` holds.
+
+        Each of the matrices is cut by heads. Attention over the piece is then `Attention` with
+        fewer heads: its queries, keys and values lie on top of one another as in the whole.
+        `pieces` divides the heads of keys and values.
+        """
+        ranges, start = [], 0
+        for rows in self.matrix_parts(name):
+            size = rows // pieces
+            ranges.append(range(start + piece * size, start + (piece + 1) * size))
+            start += rows
+        return ranges
 
     def initial_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """What a parameter is before the first step, in float32 on the CPU: a function of its name and the generator.

@@ -8,12 +8,14 @@ Legend: N tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Shard
 
 from windlass.recipe.settings import IGNORE_INDEX
 
@@ -22,6 +24,7 @@ CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}  # of logits that are held at a time
 
 def head_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, cap: float = 0.0) -> Tensor:
     """Logits [..., V] of hidden states [..., D], in the arithmetic of the pass; `cap` as in `model.logit_cap`."""
+    weight, bias = (t.full_tensor() if isinstance(t, DTensor) else t for t in (weight, bias))  # type: ignore[assignment]
     logits = F.linear(x.to(weight.dtype), weight, bias)
     return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -39,27 +42,58 @@ def cross_entropy_sum(
 
     Args:
         x: Hidden states [..., D].
-        weight: The head's matrix [V, D].
+        weight: The head's matrix [V, D]. It may be a DTensor whose rows are divided over a mesh of
+            one dimension: its ranks have equal hidden states, and none holds all logits of a token.
         labels: The tokens that follow [...], int64; IGNORE_INDEX where they are masked.
-        bias: The head's bias [V].
+        bias: The head's bias [V], divided like the matrix.
         cap: Soft bound of the logits, 0 for none.
         chunk: Tokens whose logits are held at a time; None: chosen by the size of the logits; 0: all, through autograd.
     """
     x, labels = x.flatten(0, -2), labels.flatten()
+    weight, bias, piece = local_piece(weight, bias)
     if (
         chunk is None
     ):  # chunks as even as possible, each of at most CHUNK_BYTES; none where one would do
         most = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * len(weight)))
         chunks = -(-len(labels) // most)
         chunk = 0 if chunks <= 1 else -(-len(labels) // chunks)
-    if chunk:
+    if chunk or piece:
         return _ChunkedCrossEntropy.apply(
-            x, weight, bias, labels, cap, chunk, torch.is_grad_enabled()
+            x, weight, bias, labels, cap, chunk or len(labels), torch.is_grad_enabled(), piece
         )
     logits = head_logits(x, weight, bias, cap)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+class Piece(NamedTuple):
+    """The rows of the vocabulary that this rank holds."""
+
+    group: dist.ProcessGroup  # the ranks that hold all of it together
+    first: int  # the number of this rank's first row
+
+
+def local_piece(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Piece | None]:
+    """This rank's rows of the head, and which they are; None if it has all of them."""
+    if not isinstance(weight, DTensor):
+        return weight, bias, None
+    mesh = weight.device_mesh
+    assert weight.placements == (Shard(0),), weight.placements
+    rows = -(-len(weight) // mesh.size())  # as torch.chunk divides them
+    piece = Piece(mesh.get_group(), mesh.get_local_rank() * rows)
+    return weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias, piece
+
+
+def log_softmax(logits: Tensor, piece: Piece | None) -> Tensor:
+    """Log-probabilities of this rank's rows of the vocabulary; overwrites the logits of a piece."""
+    if piece is None:
+        return logits.log_softmax(1)
+    peak = logits.amax(1, keepdim=True)
+    dist.all_reduce(peak, dist.ReduceOp.MAX, piece.group)
+    total = logits.sub_(peak).exp().sum(1, keepdim=True)
+    dist.all_reduce(total, group=piece.group)
+    return logits.sub_(total.log_())
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -75,6 +109,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         cap: float,
         chunk: int,
         grad: bool,
+        piece: Piece | None,
     ) -> Tensor:
         dtype, device = weight.dtype, x.device.type
         if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
@@ -99,14 +134,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     logits.div_(cap).tanh_()
                     slope = 1 - logits.square()
                     logits.mul_(cap)
-                log_p = logits.log_softmax(1)
+                log_p = log_softmax(logits, piece)
                 del logits  # a chunk of logits is large: freed as soon as possible
                 target = labels[part].clamp(min=0).unsqueeze(1)
-                loss -= log_p.gather(1, target).mul_(unmasked).sum()
+                here: Any = 1  # whether this rank holds the target's row
+                if piece:
+                    row = target - piece.first
+                    target = row.clamp(0, log_p.shape[1] - 1)
+                    here = (row == target).to(total)
+                loss -= log_p.gather(1, target).mul_(unmasked).mul_(here).sum()
                 if not any(wants):
                     continue
                 d = log_p.exp_()  # the gradient: the probabilities, less 1 at the target
-                d.scatter_(1, target, d.gather(1, target) - 1)
+                d.scatter_(1, target, d.gather(1, target) - here)
                 d = (d if slope is None else d.mul_(slope)).to(dtype)
                 if dx is not None:
                     dx[part] = (d @ head).masked_fill_(~unmasked, 0.0)
@@ -115,6 +155,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if db is not None:
                     db += unmasked.squeeze(1).to(dtype) @ d
                 del d, log_p, slope
+        if piece:
+            for part_of_sum in (loss,) if dx is None else (loss, dx):
+                dist.all_reduce(part_of_sum, group=piece.group)
         ctx.grads = tuple(
             None if g is None or t is None else g.to(t.dtype)
             for g, t in ((dx, x), (dw, weight), (db, bias))
@@ -126,4 +169,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> Any:
         assert ctx.grads is not None, "a chunked loss has one backward pass"
         grads, ctx.grads = ctx.grads, None
-        return (*(None if g is None else g.mul_(factor) for g in grads), None, None, None, None)
+        return (*(None if g is None else g.mul_(factor) for g in grads), *[None] * 5)

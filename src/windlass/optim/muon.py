@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim.adamw import adamw
 
 COEFFICIENTS = (
@@ -28,9 +28,9 @@ COEFFICIENTS = (
     2.0315,
 )  # from Jordan's post: steepest at 0, and [0, 1] goes to about [0.7, 1.2]
 NEWTON_SCHULZ_STEPS = 5
-Matrix = tuple[
-    Tensor, tuple[int, ...]
-]  # a parameter, and the rows of each of the matrices stacked in it
+Matrix = tuple[Any, tuple[int, ...]]
+"""A parameter, and the rows of each of the matrices stacked in it."""
+Placements = tuple[Placement, ...]
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int] = ()) -> Tensor:
@@ -176,24 +176,29 @@ class Muon(torch.optim.Optimizer):
     def _sharded(
         self, matrices: list[Matrix], ahead: Iterator[Tensor], dtype: torch.dtype
     ) -> Iterator[Tensor]:
-        """Rows over ranks: each rank collects its own matrices, orthogonalises them and sends the rows back."""
+        """Each rank collects its own matrices, orthogonalises them and sends the rows back.
+
+        The ranks of the first mesh dimension that cuts a matrix share the work. Matrices that are
+        cut otherwise than by rows along that dimension are cut so for the exchange.
+        """
         like: Any = matrices[0][0]
-        # One mesh dimension shards rows; every other one holds replicas.
-        [dim] = [i for i, placement in enumerate(like.placements) if not placement.is_replicate()]
-        assert like.placements[dim] == Shard(0), like.placements
+        dim = next(i for i, placement in enumerate(like.placements) if not placement.is_replicate())
         mesh = like.device_mesh
         group, world, rank = mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim)
+        rows = tuple(Shard(0) if i == dim else Replicate() for i in range(mesh.ndim))
         for start in range(0, len(matrices), world):
             batch = matrices[start : start + world]
-            local = [x.to(self.device_type, dtype) for x in islice(ahead, world)]
+            updates = (x.to(self.device_type, dtype) for x in islice(ahead, world))
+            local = [
+                _recut(x, p, p.placements, rows) for x, (p, _) in zip(updates, batch, strict=True)
+            ]
             out, into = [x.numel() for x in local] + [0] * (world - len(batch)), [0] * world
             if rank < len(batch):
                 mine, parts = batch[rank]
-                rows, columns = mine.shape
-                each = -(
-                    -rows // world
-                )  # torch.chunk's division: the last ranks perhaps with fewer rows or none
-                into = [max(0, min(each, rows - r * each)) * columns for r in range(world)]
+                height, width = mine.shape
+                # As torch.chunk divides: the last ranks may have fewer rows, or none.
+                each = -(-height // world)
+                into = [max(0, min(each, height - r * each)) * width for r in range(world)]
             flat = local[0].new_empty(sum(into))
             dist.all_to_all_single(
                 flat, torch.cat([x.reshape(-1) for x in local]), into, out, group=group
@@ -202,10 +207,8 @@ class Muon(torch.optim.Optimizer):
                 flat = orthogonalise(flat.view(mine.shape), dtype, parts).reshape(-1)
             back = flat.new_empty(sum(out))
             dist.all_to_all_single(back, flat, out, into, group=group)
-            yield from (
-                x.view(like.shape)
-                for x, like in zip(back.split(out[: len(batch)]), local, strict=True)
-            )
+            for x, own, (p, _) in zip(back.split(out[: len(batch)]), local, batch, strict=True):
+                yield _recut(x.view(own.shape), p, rows, p.placements)
 
 
 def new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -237,6 +240,18 @@ def _replicated(
             assert wait is not None
             wait.wait()
             yield update
+
+
+def _recut(local: Tensor, like: Any, cut: Placements, wanted: Placements) -> Tensor:
+    """This rank's part of a matrix shaped `like` another, cut as `wanted`; `local` is the part cut
+    as `cut`."""
+    if cut == wanted:
+        return local
+    shape, stride = like.shape, like.stride()
+    whole = DTensor.from_local(
+        local, like.device_mesh, cut, run_check=False, shape=shape, stride=stride
+    )
+    return whole.redistribute(placements=wanted).to_local()
 
 
 def _local(tensor: Tensor | None) -> Tensor:
