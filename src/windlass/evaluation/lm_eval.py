@@ -1,6 +1,6 @@
-"""Hands a model to EleutherAI's evaluation harness (`lm-eval`), which has some thousand tasks.
+"""A model for EleutherAI's evaluation harness (`lm-eval`), which has some thousand tasks.
 
-Every rank walks through the same requests, and the model's passes and texts behind them are divided over the ranks.
+Every rank gets the same requests, and the ranks divide the forward passes and texts behind them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
 
-MAX_TOKENS = 256  # to generate where a task does not say
+MAX_TOKENS = 256  # to generate if a task does not say
 
 
 class Interrupted(Exception):
-    """Passes through the harness, which has no way to stop, where `poll` asked for one."""
+    """`poll` asked to stop; the harness itself has no way to stop."""
 
 
 def run_harness(
@@ -37,16 +37,16 @@ def run_harness(
     task_manager: Any = None,
     **how: Any,
 ) -> dict[str, Any] | None:
-    """Measure tasks of the harness, their names joined by `+`: `TASK/METRIC` → number, and `runtime_s`.
+    """Scores of tasks of the harness, their names joined by `+`: `TASK/METRIC` → number, and `runtime_s`.
 
-    `how` are `autocast` and `poll`. Raises UserError where the harness is not installed, or there is no such task.
+    `how` is `autocast` and `poll`. Raises UserError if the harness is not installed or has no such task.
     """
     hub.prepare()
     require("lm_eval", f"the suite lm-eval:{tasks}")
     from lm_eval import simple_evaluate
 
     started = time.perf_counter()
-    # The harness seeds the random generators: afterwards they are as before, so that measuring changes no training.
+    # The harness seeds the random generators. They are restored, so that an evaluation does not change the training.
     python, numpy = random.getstate(), np.random.get_state()
     devices = [ranks.device] if ranks.device.type == "cuda" else []
     try:
@@ -59,7 +59,7 @@ def run_harness(
             )
     except Interrupted:
         return None
-    except KeyError as error:  # how the harness says that there is no such task
+    except KeyError as error:  # the harness's error for an unknown task
         raise UserError(f"the suite lm-eval:{tasks}: the harness has no task {error}") from None
     finally:
         random.setstate(python)
@@ -70,16 +70,16 @@ def run_harness(
         for metric, value in metrics.items()
         if isinstance(value, int | float) and "stderr" not in metric and metric != "sample_len"
     }
-    # Under a launcher the harness gives its results to each node's first process alone.
+    # Under a launcher the harness returns results to each node's first process only.
     numbers = ranks.broadcast_object("lm-eval results", numbers)
     return {**numbers, "runtime_s": time.perf_counter() - started}
 
 
 def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
-    """The model as the harness calls it (`lm_eval.api.model.LM`); its methods raise `Interrupted` where `poll` asks to stop."""
+    """The model as an `lm_eval.api.model.LM`; its methods raise `Interrupted` if `poll` asks to stop."""
     from lm_eval.api.model import LM
 
-    start = prompt_ids(model, tokenizer, "")  # what stands before a text that nothing precedes
+    start = prompt_ids(model, tokenizer, "")  # before a text without a context
 
     def score(rows: list[Continuation]) -> list[tuple[float, bool]]:
         if not rows:
@@ -87,7 +87,7 @@ def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
         scores = log_likelihoods(model, rows, ranks, **how)
         if scores is None:
             raise Interrupted
-        return [(one.sum, one.greedy) for one in scores]
+        return [(score.sum, score.greedy) for score in scores]
 
     class Adapter(LM):  # type: ignore[misc]
         """Texts in, log-likelihoods and texts out."""
@@ -99,17 +99,17 @@ def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
             context, sums = unwrap(model).context, []
             for request in requests:
                 ids = tokenizer.encode(request.args[0]).tolist()
-                starts = range(
-                    0, len(ids), context
-                )  # each token once, after those before it in its stretch
-                rows = [Continuation(ids[i - 1 : i] or start, ids[i : i + context]) for i in starts]
+                # each token once, after the tokens before it in its stretch
+                rows = [
+                    Continuation(ids[i - 1 : i] or start, ids[i : i + context])
+                    for i in range(0, len(ids), context)
+                ]
                 sums.append(sum(value for value, _greedy in score(rows)))
             return sums
 
         def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-            return generate_until(
-                model, tokenizer, ranks, [request.args for request in requests], **how
-            )
+            arguments = [request.args for request in requests]
+            return generate_until(model, tokenizer, ranks, arguments, **how)
 
     return Adapter()
 
@@ -117,7 +117,10 @@ def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
 def encode_request(
     tokenizer: Tokenizer, start: list[int], context: str, ending: str
 ) -> Continuation:
-    """Context and ending tokenized together, cut where the context's own tokens end; its trailing spaces go to the ending."""
+    """Context and ending tokenized together and cut after the context's own tokens.
+
+    The context's trailing spaces go to the ending.
+    """
     stripped = context.rstrip()
     ending = context[len(stripped) :] + ending
     before = tokenizer.encode(stripped).tolist() if stripped else []
@@ -131,47 +134,40 @@ def generate_until(
     model: Any,
     tokenizer: Tokenizer,
     ranks: Ranks,
-    asked: Sequence[tuple[str, dict[str, Any]]],
+    requests: Sequence[tuple[str, dict[str, Any]]],
     **how: Any,
 ) -> list[str]:
-    """A text for each request (a context and the harness's settings), the same on every rank; all ranks call it together.
+    """A text for each request (a context and the harness's settings), the same on every rank.
 
-    Requests of equal settings are generated together. Raises Interrupted where `poll` cut it short.
+    Requests of equal settings are generated together. Raises Interrupted if `poll` asks to stop.
     """
-    samplings = []
-    for _, settings in asked:
-        given = (
-            settings if settings.get("do_sample") else {"temperature": 0.0}
-        )  # without it the likeliest tokens
+    samplings, stop = list[Sampling](), frozenset() if tokenizer.eot is None else {tokenizer.eot}
+    for _, settings in requests:
+        # the likeliest tokens unless `do_sample` is set
+        options = settings if settings.get("do_sample") else {"temperature": 0.0}
         samplings.append(
             Sampling(
                 int(settings.get("max_gen_toks", MAX_TOKENS)),
-                float(given.get("temperature", 1.0)),
-                int(given.get("top_k", 0)),
-                float(given.get("top_p", 1.0)),
-                stop=frozenset() if tokenizer.eot is None else frozenset({tokenizer.eot}),
+                float(options.get("temperature", 1.0)),
+                int(options.get("top_k", 0)),
+                float(options.get("top_p", 1.0)),
+                stop=frozenset(stop),
             )
         )
-    ids = [
-        tokenizer.encode(context).tolist() or prompt_ids(model, tokenizer, "")
-        for context, _ in asked
-    ]
+    empty = prompt_ids(model, tokenizer, "")
+    ids = [tokenizer.encode(context).tolist() or empty for context, _ in requests]
     texts: dict[int, str] = {}
     for sampling in dict.fromkeys(samplings):
         room = max(1, window(unwrap(model)) - sampling.max_tokens)
-        prompts = {n: ids[n][-room:] for n, one in enumerate(samplings) if one == sampling}
-        group = generate_divided(
-            model, tokenizer, ranks, sampling, list(prompts), prompts.__getitem__, **how
-        )
-        if group is None:
+        prompts = {n: ids[n][-room:] for n, other in enumerate(samplings) if other == sampling}
+        numbers, prompt_of = list(prompts), prompts.__getitem__
+        part = generate_divided(model, tokenizer, ranks, sampling, numbers, prompt_of, **how)
+        if part is None:
             raise Interrupted
-        texts |= group
-    for number, (_, settings) in enumerate(asked):  # a text ends before the first of the stop texts
+        texts |= part
+    for number, (_, settings) in enumerate(requests):  # a text ends before its first stop text
         text, until = texts[number], settings.get("until") or []
-        places = [
-            text.find(stop)
-            for stop in ([until] if isinstance(until, str) else until)
-            if stop and stop in text
-        ]
+        stops = [until] if isinstance(until, str) else until
+        places = [text.find(stop) for stop in stops if stop and stop in text]
         texts[number] = text[: min(places, default=len(text))]
-    return [texts[number] for number in range(len(asked))]
+    return [texts[number] for number in range(len(requests))]

@@ -1,4 +1,4 @@
-"""What a user names (a run, a checkpoint, a directory of `transformers`, `hf:NAME`), opened as a model and its tokenizer."""
+"""A saved model and its tokenizer, from a run, a checkpoint, a directory of `transformers`, or `hf:NAME`."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from windlass.run import Run
 
 @dataclass(frozen=True)
 class Source:
-    """What a user named, before any weight is read."""
+    """A saved model, before its weights are read."""
 
     name: str
     recipe: Recipe
-    tokenizer: Tokenizer  # None of a run on data of a user's own that has none
+    tokenizer: Tokenizer  # None for a run on a user's own data without a tokenizer
     template: Template
-    checkpoint: Path | None = None  # None: the weights are those of a directory of `transformers`
+    checkpoint: Path | None = None  # None: the weights are in a directory of `transformers`
     step: int | None = None
     run: Run | None = None
-    module: nn.Module | None = None  # of a user's own, into which the weights are loaded
-    adapter: Path | None = None  # a directory with the weights of the adapters alone
+    module: nn.Module | None = None  # the user's own, into which the weights are loaded
+    adapter: Path | None = None  # a directory with the weights of an adapter only
 
     @property
     def own_model(self) -> str:
-        """The class of the run's model where that is of the user's own code; else empty."""
+        """The class of the run's model if it is the user's own; else empty."""
         return str(self.run.environment.get("own_model", "")) if self.run else ""
 
     @property
@@ -57,7 +57,7 @@ class Source:
 
 
 def alone(device: str | torch.device | None = None) -> Ranks:
-    """A group of this process only, on CUDA where there is one."""
+    """A group of this process only, on CUDA if available."""
     here = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return Ranks(DistEnv(), torch.device(here))
 
@@ -65,10 +65,13 @@ def alone(device: str | torch.device | None = None) -> Ranks:
 def find_source(
     name: str | Path | Run, overrides: Changes = (), module: nn.Module | None = None
 ) -> Source:
-    """Look at what `name` says: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best`, a checkpoint's path, a directory of
-    `transformers` or of an adapter, or `hf:NAME` of the Hub; raises UserError if there is no such thing, or it is damaged.
+    """The saved model `name`; UserError if it does not exist or is damaged.
 
-    `overrides` change settings of its recipe, for example where to evaluate on; `module` is a user's own model.
+    Args:
+        name: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best`, a checkpoint's path, a directory of `transformers` or of
+            an adapter, or `hf:NAME` of the Hub.
+        overrides: Settings of its recipe to change, for example the validation data.
+        module: A user's own model.
     """
     name = str(name.path if isinstance(name, Run) else name)
     path = Path(name).expanduser()
@@ -78,9 +81,8 @@ def find_source(
         choice = load.find_checkpoint(path if path.exists() else name)
         run = Run(choice.path.parent.parent)
         if not run.recipe_path.is_file():
-            raise UserError(
-                f"{choice.path} does not lie in a run directory: there is no {run.recipe_path}"
-            )
+            problem = f"{choice.path} is not in a run directory"
+            raise UserError(f"{problem}: there is no {run.recipe_path}")
         home = run.path if (run.path / FOLDER).is_dir() else data_dir(run.recipe)
         has_none = home != run.path and "own_model" in run.environment
         tokenizer: Any = None if has_none else load_tokenizer(run.recipe, home)
@@ -96,7 +98,7 @@ def find_source(
     recipe = Recipe.from_dict({"preset": "hf", "model": settings})
     model = recipe.replace(overrides).model
     directory = hub.directory(model.name, model.revision, key=name)
-    # The context and tokenizer of the directory, unless they are overridden.
+    # The context and the tokenizer of the directory, unless overridden.
     home = adapter if adapter and (adapter / "tokenizer.json").is_file() else directory
     own = {"model.context": open_hf(directory, model).context, "data.tokenizer": f"hf:{home}"}
     recipe = recipe.replace(own).replace(overrides)
@@ -106,21 +108,20 @@ def find_source(
 
 
 def open_model(source: Source, ranks: Ranks) -> nn.Module:
-    """The model with its weights, wrapped for `ranks` as the recipe's strategy says, in evaluation mode.
+    """The model with its weights, parallelized for `ranks` by the recipe's strategy, in evaluation mode.
 
-    Each rank reads only the rows that it holds.
+    Each rank reads only its own part of the weights.
     """
     recipe = source.recipe.replace("train.compile=false")  # lengths vary from pass to pass here
     model = source.module and own_module(source.module, recipe.model.context)
     if source.own_model and model is None:
-        problem = f"{source.name} is the run of a model of your own code ({source.own_model}), which it cannot be opened without"
         raise UserError(
-            f"{problem}: give the model from Python, as evaluate(run, model={source.own_model}(...))"
+            f"{source.name} is the run of your own model class ({source.own_model}): "
+            f"pass the model from Python, as evaluate(run, model={source.own_model}(...))"
         )
     if model is None:
-        model = build_model(
-            recipe, source.tokenizer.vocab, run=source.run.path if source.run else None
-        )
+        run_path = source.run.path if source.run else None
+        model = build_model(recipe, source.tokenizer.vocab, run=run_path)
     if recipe.train.precision == "fp64":
         model = model.double()
     wrapped = parallelize(model, ranks, recipe)
@@ -135,9 +136,9 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Dropout off inside the context; afterwards each module is as it was, and sharded parameters are shards again.
+    """Dropout off inside the context; afterwards each module's mode is restored, and parameters are sharded again.
 
-    Without a backward pass FSDP2 leaves the root's parameters gathered: an optimizer made then would train the wrong ones.
+    Without a backward pass FSDP2 leaves the root's parameters gathered, and an optimizer made then would train the wrong ones.
     """
     modules = [module for module in model.modules() if module.training]
     model.eval()
@@ -152,16 +153,16 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def same_tokenizer(source: Source, directory: Path) -> bool:
-    """Whether the tokenizer in a directory of `transformers` is the one that the source's tokens are of."""
+    """Whether the tokenizer in a directory of `transformers` is the source's tokenizer."""
     recipe = source.recipe
     if not (directory / "tokenizer.json").is_file():
         return recipe.tokenizer.partition("@")[0] in (f"hf:{recipe.model.name}", f"hf:{directory}")
-    there, ours = named_tokenizer(f"hf:{directory}"), source.tokenizer
-    return there.fingerprint == ours.fingerprint and there.bos == ours.bos
+    other, ours = named_tokenizer(f"hf:{directory}"), source.tokenizer
+    return other.fingerprint == ours.fingerprint and other.bos == ours.bos
 
 
 def stop_tokens(source: Source, model: nn.Module) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's, the end of a turn, and those in the model's `generation_config.json`."""
+    """The tokens that end a text: the tokenizer's, the end of a turn, and the model's in `generation_config.json`."""
     tokens = chat.stop_tokens(source.tokenizer, source.template)
     directory: Path | None = getattr(unwrap(model), "directory", None)
     if directory is None:

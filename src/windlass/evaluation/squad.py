@@ -1,7 +1,7 @@
-"""SQuAD v1.1: Exact Match and F1 as the official script computes them, and the answers a model gives.
+"""SQuAD v1.1: a model's answers, and Exact Match and F1 as the official script computes them.
 
-Source: `evaluate-v1.1.py` of Rajpurkar et al. (arXiv 1606.05250). In one case it differs from later ones and from common
-libraries: where a normalised text is empty, F1 is 0 even if both are.
+Source: `evaluate-v1.1.py` of Rajpurkar et al. (arXiv 1606.05250). Unlike later scripts and common libraries, it gives F1 = 0
+if a normalised text is empty, even if both are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from windlass.evaluation.generate import Sampling, generate_divided, window
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
 
-MAX_ANSWER_CHARACTERS = 160  # of a thousand of SQuAD's answers one is longer
+MAX_ANSWER_CHARACTERS = 160  # one of a thousand answers in SQuAD is longer
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -36,7 +36,7 @@ def exact_match(prediction: str, reference: str) -> float:
 
 
 def f1(prediction: str, reference: str) -> float:
-    """Harmonic mean of precision and recall over the normalised words, counted as a bag; 0 where none is shared."""
+    """Harmonic mean of precision and recall over the bags of normalised words; 0 without a shared word."""
     predicted, wanted = normalise(prediction).split(), normalise(reference).split()
     shared = sum((Counter(predicted) & Counter(wanted)).values())
     if not shared:
@@ -50,17 +50,18 @@ def score(
 ) -> dict[str, float]:
     """`exact_match` and `f1` in percent over all questions, and `items`.
 
-    Each question counts its best reference; one without a prediction counts 0, as in the official script. Predictions and
-    references are question id → text, and → texts. Raises UserError where there is no question.
+    Each question counts its best reference. A question without a prediction counts 0, as in the official script. Predictions
+    and references are question id → text, and → texts. Raises UserError without questions.
     """
     if not references:
         raise UserError("there is no question to score")
 
     def percent(metric: Callable[[str, str], float]) -> float:
-        answered = (
-            (predictions[key], answers) for key, answers in references.items() if key in predictions
+        total = sum(
+            max(metric(predictions[key], answer) for answer in answers)
+            for key, answers in references.items()
+            if key in predictions
         )
-        total = sum(max(metric(text, answer) for answer in answers) for text, answers in answered)
         return 100.0 * total / len(references)
 
     return {"exact_match": percent(exact_match), "f1": percent(f1), "items": len(references)}
@@ -77,26 +78,24 @@ def evaluate_squad(
 ) -> tuple[dict[str, float], dict[str, str]] | None:
     """Exact Match and F1 in percent, `items`, `runtime_s`, `samples_per_s`; and the predictions, question id → answer.
 
-    An answer is generated greedily on one of the ranks, up to the end-of-text token or `max_tokens` (0: about 160 characters).
-    A prompt that is longer than the context, or leaves no space for an answer, loses the end of its paragraph.
+    One of the ranks generates an answer greedily, up to the end-of-text token or `max_tokens` (0: about 160 characters). A
+    prompt that leaves no space for an answer in the context loses the end of its paragraph.
     """
     started, model = time.perf_counter(), unwrap(model)
     if not max_tokens:
         texts = [question.question + " " + question.context for question in questions[:64]]
-        tokens_per_character = sum(len(tokenizer.encode(text)) for text in texts) / max(
-            1, sum(map(len, texts))
-        )
-        max_tokens = max(
-            1, min(math.ceil(tokens_per_character * MAX_ANSWER_CHARACTERS), model.context // 2)
-        )
+        tokens = sum(len(tokenizer.encode(text)) for text in texts)
+        longest_answer = math.ceil(tokens / max(1, sum(map(len, texts))) * MAX_ANSWER_CHARACTERS)
+        max_tokens = max(1, min(longest_answer, model.context // 2))
     longest = min(model.context, window(model) - max_tokens)
     sampling = Sampling(max_tokens=max_tokens, temperature=0, stop=stop_tokens(tokenizer))
+    numbers = range(len(questions))
     answers = generate_divided(
         model,
         tokenizer,
         ranks,
         sampling,
-        range(len(questions)),
+        numbers,
         lambda i: prompt(questions[i], tokenizer, longest),
         **how,
     )
@@ -105,7 +104,5 @@ def evaluate_squad(
     predictions = {question.id: answers[i].strip() for i, question in enumerate(questions)}
     result = score(predictions, {question.id: question.answers for question in questions})
     runtime_s = time.perf_counter() - started
-    return result | {
-        "runtime_s": runtime_s,
-        "samples_per_s": len(questions) / runtime_s,
-    }, predictions
+    speed = {"runtime_s": runtime_s, "samples_per_s": len(questions) / runtime_s}
+    return result | speed, predictions
