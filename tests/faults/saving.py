@@ -20,7 +20,7 @@ from windlass.checkpoint import load
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.save import SaveOutcome, Saver
-from windlass.checkpoint.state_dict import Slice, State, divide_rows
+from windlass.checkpoint.state_dict import State, state_of
 from windlass.fileio import Files
 
 SHAPES = {"model/a": (6, 4), "model/b": (3,), "optim/a/step": (), "optim/a/exp_avg": (6, 4)}
@@ -41,16 +41,7 @@ def numbers(step: int) -> dict[str, torch.Tensor]:
 
 def state(step: int, rank: int = 0, world: int = 1) -> State:
     """A rank's share of the numbers of a step."""
-    whole = numbers(step)
-    sizes = [
-        (n, t.shape[0] if t.dim() else 1, t[0].nbytes if t.dim() else 4) for n, t in whole.items()
-    ]
-    mine = divide_rows(sizes, rank, world)
-    slices = {
-        n: Slice(whole[n][a:b] if whole[n].dim() else whole[n], SHAPES[n], a)
-        for n, (a, b) in mine.items()
-    }
-    return State(slices, {"model/tied": "model/a"}, sum(t.nbytes for t in whole.values()))
+    return state_of(numbers(step), {"model/tied": "model/a"}, rank, world)
 
 
 def prepared(run: Path, *steps: int, **options: Any) -> Path:

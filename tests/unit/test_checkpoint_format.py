@@ -20,7 +20,7 @@ from windlass.checkpoint import load
 from windlass.checkpoint.format import Damaged
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import Slice, State
+from windlass.checkpoint.state_dict import state_of
 from windlass.errors import UserError
 
 Change = Callable[[Any], Any]
@@ -29,7 +29,7 @@ Change = Callable[[Any], Any]
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     saver = Saver(tmp_path / "run" / "checkpoints", background=False)
-    state = State({"model/x": Slice(torch.arange(12.0).reshape(4, 3), (4, 3))}, {}, 48)
+    state = state_of({"model/x": torch.arange(12.0).reshape(4, 3)})
     saver.save(4, state, {"step": 4}, {"loss": float("nan")})
     return saver.poll()[0].path
 
@@ -61,10 +61,16 @@ def chunk(place: int, value: Any) -> Change:
     return put("tensors", "model/x", "chunks", 0, place, value)
 
 
+def boxes(*corners: list[int]) -> Change:
+    """The tensor in these boxes: offsets and sizes, in turn."""
+    chunks = [["rank-00000.safetensors", 0, *box] for box in zip(*[iter(corners)] * 2, strict=True)]
+    return put("tensors", "model/x", "chunks", chunks)
+
+
 FILE = {"size": 1, "sha256": "0" * 64}
 BAD: dict[str, tuple[Change, str]] = {
     "another format": (put("format", "other"), "format"),
-    "a newer version": (put("version", 3), "version"),
+    "a newer version": (put("version", 4), "version"),
     "no step": (lambda t: t.pop("step"), "step"),
     "a negative step": (put("step", -1), "step"),
     "a true step": (put("step", True), "step"),
@@ -75,10 +81,16 @@ BAD: dict[str, tuple[Change, str]] = {
     "a chunk of no file": (chunk(0, "rank-00007.safetensors"), "rank-00007"),
     "an offset past the end": (chunk(1, 10**9), "outside"),
     "a negative offset": (chunk(1, -8), "chunks"),
-    "rows missing": (chunk(3, 3), "missing"),
-    "rows twice": (chunk(2, 1), "twice"),
+    "rows missing": (chunk(3, [3, 3]), "missing"),
+    "columns missing": (boxes([0, 0], [4, 2]), "missing"),
+    "columns twice": (boxes([0, 0], [4, 2], [0, 1], [4, 1]), "twice"),
+    "a box in the wrong place": (boxes([0, 0], [2, 3], [0, 0], [2, 3]), "twice"),
+    "a box twice": (boxes([0, 0], [4, 3], [0, 0], [4, 3]), "twice"),
+    "a box past the end": (chunk(2, [1, 0]), "outside"),
+    "a box of one dimension": (boxes([0], [12]), "dimensions"),
     "a huge shape": (put("tensors", "model/x", "shape", [2**60, 3]), "missing"),
-    "wide rows": (put("tensors", "model/x", "shape", [4, 2**60]), "outside"),
+    "a huge box": (chunk(3, [2**60, 2**60]), "outside"),
+    "wide rows": (put("tensors", "model/x", "shape", [4, 2**60]), "missing"),
     "a strange dtype": (put("tensors", "model/x", "dtype", "O"), "'O'"),
     "a short digest": (put("files", "state.json", "sha256", "abc"), "sha256"),
     "no state": (lambda t: t["files"].pop("state.json"), "state.json"),

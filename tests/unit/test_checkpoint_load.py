@@ -15,7 +15,7 @@ from windlass import cli
 from windlass.checkpoint.load import choose_checkpoint, find_checkpoint, list_checkpoints
 from windlass.checkpoint.retention import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
 from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import Slice, State
+from windlass.checkpoint.state_dict import state_of
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Recipe
@@ -24,7 +24,7 @@ from windlass.recipe import Recipe
 def saved(run: Path, *steps: int) -> Path:
     saver = Saver(run / "checkpoints", background=False)
     for step in steps:
-        saver.save(step, State({"model/x": Slice(torch.ones(50), (50,))}, {}, 200), {"step": step})
+        saver.save(step, state_of({"model/x": torch.ones(50)}), {"step": step})
         assert not saver.poll()[0].error
     return run
 

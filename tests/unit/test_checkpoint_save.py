@@ -22,7 +22,7 @@ from windlass.checkpoint.commit import RESERVE_BYTES, shortage
 from windlass.checkpoint.format import DTYPES, names_in, read_manifest
 from windlass.checkpoint.load import Checkpoint, open_checkpoint
 from windlass.checkpoint.save import HostBuffer, Saver
-from windlass.checkpoint.state_dict import Slice, State, gather_state, restore
+from windlass.checkpoint.state_dict import State, gather_state, restore, state_of
 from windlass.errors import UserError
 from windlass.fileio import O_DIRECT, PAGE, Files
 
@@ -67,14 +67,6 @@ def save(run: Path, model: nn.Module, optimizer: Any = None) -> Checkpoint:
     return open_checkpoint(commit(Saver(run / "checkpoints"), 3, gather_state(model, optimizer)))
 
 
-def plain(tensors: dict[str, torch.Tensor]) -> State:
-    return State(
-        {n: Slice(t, tuple(t.shape)) for n, t in tensors.items()},
-        {},
-        sum(t.nbytes for t in tensors.values()),
-    )
-
-
 # -- what is written and read -----------------------------------------------------------------------------------------
 
 
@@ -107,7 +99,7 @@ def test_every_dtype_bit_for_bit(tmp_path: Path, key: str) -> None:
         0, 2 if dtype == torch.bool else 255, (5, 3, dtype.itemsize), dtype=torch.uint8
     )
     tensor = raw.view(dtype).reshape(5, 3)
-    state = plain({"x": tensor.t(), "s": tensor[0, 0], "odd": raw[:1, 0, 0]})
+    state = state_of({"x": tensor.t(), "s": tensor[0, 0], "odd": raw[:1, 0, 0]})
     checkpoint = open_checkpoint(commit(Saver(tmp_path / "checkpoints"), 1, state))
     assert torch.equal(
         checkpoint.tensor("x").view(torch.uint8), tensor.t().contiguous().view(torch.uint8)
@@ -273,7 +265,7 @@ def test_the_writer_uses_the_device_of_the_state(
     assert calls == [("checkpoint-writer", torch.device("cuda", 3))]
 
 
-@pytest.mark.parametrize("where", ["format.parse", "save.HostBuffer.fill"])
+@pytest.mark.parametrize("where", ["commit.parse", "save.HostBuffer.fill"])
 def test_an_error_in_the_writer_or_the_copy_is_an_outcome(
     tmp_path: Path, monkeypatch: Any, where: str
 ) -> None:
@@ -293,7 +285,7 @@ def test_written_past_the_page_cache(
     """With an end that is no whole page."""
     monkeypatch.setattr("windlass.checkpoint.commit.DIRECT_BYTES", 0)
     numbers = torch.randint(0, 255, (size + 3,), dtype=torch.uint8)
-    path = commit(Saver(tmp_path / "checkpoints", piece_bytes=8192), 1, plain({"x": numbers}))
+    path = commit(Saver(tmp_path / "checkpoints", piece_bytes=8192), 1, state_of({"x": numbers}))
     assert torch.equal(open_checkpoint(path).tensor("x"), numbers)
 
 

@@ -1,9 +1,10 @@
-"""How the ranks of one save come to one checkpoint, or to none, through the file system alone. No torch.
+"""How the ranks of one save agree on one checkpoint, or on none, through the file system. No torch.
 
-Every rank writes its file and then a part, a small JSON file, into a temporary directory. Rank 0 waits for all parts,
-writes counters, manifest and digest, makes every byte durable, and renames the directory: that one rename is the
-commit. The other ranks watch for it. Rank 0 alone decides: it gives up when a part reports an error or is not there in
-time, and renames the directory to `.failed-...`, where the others find the reason.
+Every rank writes its file and then a part, a small JSON file, into a temporary directory. Rank 0
+waits for all parts, writes counters, manifest and digest, makes every byte durable, and renames the
+directory: this one rename is the commit. The other ranks watch for it. Only rank 0 decides. It gives
+up if a part reports an error or comes too late, and renames the directory to `.failed-...`, where
+the other ranks find the reason.
 """
 
 from __future__ import annotations
@@ -16,12 +17,23 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from windlass.checkpoint import format as format_
+from windlass.checkpoint.format import (
+    DIGEST,
+    MANIFEST,
+    STATE,
+    Damaged,
+    digest_line,
+    is_whole,
+    names_in,
+    parse,
+    read_manifest,
+    step_dir,
+)
 from windlass.checkpoint.load import discard
 from windlass.errors import first_line
 from windlass.fileio import PAGE, Files, to_json
@@ -33,41 +45,55 @@ RESERVE_BYTES = 16 * 2**20  # left free beside a checkpoint, for the ledger, log
 
 
 class GivenUp(OSError):
-    """A save that cannot be completed: no room, another rank failed, or one did not deliver in time."""
+    """A save that cannot be completed: a full disk, a failed rank, or a part that came too late."""
+
+
+class Writer(Protocol):
+    """A rank that saves, and how: see `Saver`."""
+
+    directory: Path
+    rank: int
+    world: int
+    files: Files
+    deadline: float
+    piece_bytes: int
+
+
+@dataclass(frozen=True)
+class Image:
+    """A rank's file, in memory."""
+
+    data: memoryview | bytes = b""  # 8 bytes of header length, the header, the numbers
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    """By name `dtype`, `shape` of the whole tensor, and `chunks`: place in the file, offsets, sizes."""
 
 
 @dataclass
 class Commit:
     """One save, on one rank."""
 
-    directory: Path  # the run's `checkpoints`
-    rank: int
-    world: int
-    files: Files
-    deadline: float  # seconds that rank 0 waits for the others' parts
-    piece_bytes: int  # in one write
+    writer: Writer
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
-    image: memoryview  # this rank's whole file: 8 bytes of header length, the header, the data
-    tensors: Mapping[
-        str, Mapping[str, Any]
-    ]  # `dtype`, `shape` of the whole, `chunk` (offset in the file, row, rows)
+    image: Image
     aliases: Mapping[str, str]
     counters: bytes
     meta: Mapping[str, Any]
     total_bytes: int  # of all ranks together
-    failed: str  # why this rank has nothing to write, and all ranks give the save up; empty: it has
-    warning: str = ""  # what went wrong after the rename (rank 0)
+    failed: str  # why this rank has no image, so that all ranks give up; empty if it has one
+    warning: str = ""  # a problem after the rename (rank 0)
 
     def __post_init__(self) -> None:
-        self.target = format_.step_dir(self.directory, self.step)
+        self.directory, self.rank = self.writer.directory, self.writer.rank
+        self.files, self.world = self.writer.files, self.writer.world
+        self.target = step_dir(self.directory, self.step)
         self.temporary = self.directory / f".saving-{self.save_id}"
         self.tombstone = self.directory / f".failed-{self.save_id}"
 
     def run(self, serial: int) -> None:
-        """Write, agree, commit as the run's commit number `serial` (rank 0's counts); durable when rank 0 returns.
+        """Write, agree, and commit as number `serial` of the run (rank 0's counts).
 
-        Raises OSError, and then nothing of the save counts or stays.
+        The checkpoint is durable when rank 0 returns. Raises OSError: nothing of the save remains.
         """
         try:
             self._write_part()
@@ -77,13 +103,11 @@ class Commit:
                 self._await_commit()
         except Exception as error:
             self._give_up(error)
-            if self.rank != 0 and self.tombstone.name in format_.names_in(self.directory):
+            if self.rank != 0 and self.tombstone.name in names_in(self.directory):
                 reason = "rank 0 gave the save up"
                 with contextlib.suppress(OSError):  # a full disk may have no reason on it
                     reason = (self.tombstone / REASON).read_text(encoding="utf-8", errors="replace")
-                raise GivenUp(
-                    reason
-                ) from error  # rank 0 gave up first; the error here is a consequence
+                raise GivenUp(reason) from error  # the error here is a consequence
             raise
 
     def _write_part(self) -> None:
@@ -91,66 +115,58 @@ class Commit:
         files = self.files
         for folder in (self.directory.parent, self.directory, self.temporary):
             files.make_dir(folder)
-        if self.rank == 0 and (
-            short := shortage(self.directory, self.total_bytes, f"checkpoint {self.target.name}")
-        ):
-            raise GivenUp(f"no room on the disk: {short}")
+        if self.rank == 0:
+            short = shortage(self.directory, self.total_bytes, f"checkpoint {self.target.name}")
+            if short:
+                raise GivenUp(f"no room on the disk: {short}")
         if self.failed:
             raise GivenUp(self.failed)
-        part: dict[str, Any] = {
-            "rank": self.rank,
-            "host": socket.gethostname(),
-            "files": {},
-            "tensors": self.tensors,
-        }
-        if self.tensors:
+        part: dict[str, Any] = {"host": socket.gethostname(), "files": {}}
+        part["tensors"] = self.image.tensors
+        if self.image.tensors:
             name, digest = FILE.format(self.rank), hashlib.sha256()
-            direct = len(self.image) >= DIRECT_BYTES and self.piece_bytes % PAGE == 0
+            data, piece_bytes = self.image.data, self.writer.piece_bytes
+            direct = len(data) >= DIRECT_BYTES and piece_bytes % PAGE == 0
             with files.create(self.temporary / name, direct) as output:
-                for at in range(0, len(self.image), self.piece_bytes):
-                    piece = self.image[at : at + self.piece_bytes]
-                    digest.update(piece)
-                    output.write(piece)
+                for at in range(0, len(data), piece_bytes):
+                    digest.update(data[at : at + piece_bytes])
+                    output.write(data[at : at + piece_bytes])
                 output.sync()
-            part["files"] = {name: {"size": len(self.image), "sha256": digest.hexdigest()}}
+            part["files"] = {name: {"size": len(data), "sha256": digest.hexdigest()}}
         files.replace(self.temporary / PART.format(self.rank), to_json(part), durable=False)
 
     def _collect_parts(self) -> list[dict[str, Any]]:
-        """Rank 0: every rank's part, once all are there; GivenUp where one reports an error or the time is over."""
+        """Rank 0: every rank's part. GivenUp if one reports an error, or at the deadline."""
         parts: dict[int, dict[str, Any]] = {}
-        for _ in _polls(self.deadline):
-            names = set(format_.names_in(self.temporary))
+        for _ in _polls(self.writer.deadline):
+            names = set(names_in(self.temporary))
             for rank in range(self.world):
                 if rank not in parts and PART.format(rank) in names:
                     part = json.loads((self.temporary / PART.format(rank)).read_bytes())
-                    if "error" in part:
-                        raise GivenUp(
-                            f"rank {rank} on {part['host']} could not write its part: {part['error']}"
-                        )
+                    if error := part.get("error"):
+                        raise GivenUp(f"rank {rank} on {part['host']} failed to write: {error}")
                     parts[rank] = part
             if len(parts) == self.world:
                 return [parts[rank] for rank in range(self.world)]
         late = ", ".join(str(r) for r in range(self.world) if r not in parts)
-        shared = f"is {self.directory} on a file system that all ranks share?"
-        raise GivenUp(f"no part came from rank {late} within {self.deadline:g} s; {shared}")
+        raise GivenUp(
+            f"no part came from rank {late} within {self.writer.deadline:g} s; is "
+            f"{self.directory} on a file system that all ranks share?"
+        )
 
     def _commit(self, parts: list[dict[str, Any]], serial: int) -> None:
         """Rank 0: counters, manifest and digest, then the name."""
         files = self.files
         manifest = self._manifest(parts, serial)
-        format_.parse(
-            manifest
-        )  # what was put together from other ranks' parts is checked like a stranger's
-        files.write_bytes(self.temporary / format_.STATE, self.counters)
-        files.write_bytes(self.temporary / format_.MANIFEST, manifest)
+        parse(manifest)  # the parts of other ranks are checked like any manifest
+        files.write_bytes(self.temporary / STATE, self.counters)
+        files.write_bytes(self.temporary / MANIFEST, manifest)
         for rank in range(self.world):
             files.unlink(self.temporary / PART.format(rank))
-        files.write_bytes(self.temporary / format_.DIGEST, format_.digest_line(manifest))
+        files.write_bytes(self.temporary / DIGEST, digest_line(manifest))
         files.sync_dir(self.temporary)
         replaced = self.target.with_name(f"{self.target.name}.replaced")
-        if format_.is_whole(
-            self.target
-        ):  # a directory cannot be replaced in one step: for a moment there are two
+        if is_whole(self.target):  # a directory cannot be replaced in one step
             if replaced.exists():
                 files.remove_tree(replaced)
             files.rename(self.target, replaced)
@@ -163,72 +179,68 @@ class Commit:
                 if replaced.exists():
                     files.rename(replaced, self.target)
             raise
-        # From here on other ranks and readers may have seen it: no error takes it back.
+        # Other ranks and readers may have seen it, so no error can undo it.
         try:
             files.sync_dir(self.directory)
             files.sync_dir(self.directory.parent)  # `checkpoints` itself may be new
             if replaced.exists():
                 discard(replaced, files)
-        except OSError as error:  # what stays of the replaced one goes at the next start
-            self.warning = (
-                f"the checkpoint is committed, but the disk did not confirm it: {explain(error)}"
-            )
+        except OSError as error:  # the next start removes the rest of a replaced one
+            problem = f"the disk did not confirm it: {explain(error)}"
+            self.warning = f"the checkpoint is committed, but {problem}"
 
     def _manifest(self, parts: list[dict[str, Any]], serial: int) -> bytes:
-        """What all ranks wrote, as the bytes of one manifest."""
+        """The manifest of the parts of all ranks."""
         counters = {"size": len(self.counters), "sha256": hashlib.sha256(self.counters).hexdigest()}
-        written, tensors = {format_.STATE: counters}, dict[str, dict[str, Any]]()
+        written, tensors = {STATE: counters}, dict[str, dict[str, Any]]()
         for part in parts:
             written |= part["files"]  # one, or none
             for file in part["files"]:
                 for name, entry in part["tensors"].items():
-                    tensor = tensors.setdefault(
-                        name, {"dtype": entry["dtype"], "shape": entry["shape"], "chunks": []}
-                    )
-                    tensor["chunks"].append([file, *entry["chunk"]])
+                    about = {"dtype": entry["dtype"], "shape": entry["shape"], "chunks": []}
+                    chunks = tensors.setdefault(name, about)["chunks"]
+                    chunks += [[file, *chunk] for chunk in entry["chunks"]]
         for tensor in tensors.values():
-            tensor["chunks"].sort(key=lambda chunk: chunk[2])  # by their first row
-        return to_json(
-            {
-                "format": "windlass-checkpoint",
-                "version": 2,
-                "step": self.step,
-                "serial": serial,
-                "save_id": self.save_id,
-                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-                "world": self.world,
-                "meta": self.meta,
-                "aliases": self.aliases,
-                "tensors": dict(sorted(tensors.items())),
-                "files": written,
-            }
-        )
+            tensor["chunks"].sort(key=lambda chunk: chunk[2])  # by their offsets
+        manifest = {
+            "format": "windlass-checkpoint",
+            "version": 3,
+            "step": self.step,
+            "serial": serial,
+            "save_id": self.save_id,
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "world": self.world,
+            "meta": self.meta,
+            "aliases": self.aliases,
+            "tensors": dict(sorted(tensors.items())),
+            "files": written,
+        }
+        return to_json(manifest)
 
     def _await_commit(self) -> None:
-        """Other ranks: until rank 0 has committed or given up. They wait longer than rank 0, so that it decides."""
-        for _ in _polls(2 * self.deadline + 60.0):
-            names = format_.names_in(self.directory)
+        """Other ranks: wait until rank 0 has committed or given up; longer than rank 0 waits."""
+        for _ in _polls(2 * self.writer.deadline + 60.0):
+            names = names_in(self.directory)
             if self.tombstone.name in names:
                 raise GivenUp("rank 0 gave the save up")
             if self.temporary.name not in names and self.target.name in names:
-                with contextlib.suppress(format_.Damaged):
-                    if format_.read_manifest(self.target).save_id == self.save_id:
+                with contextlib.suppress(Damaged):
+                    if read_manifest(self.target).save_id == self.save_id:
                         return
         raise GivenUp("rank 0 neither committed the save nor gave it up")
 
     def _give_up(self, error: Exception) -> None:
-        """Leave nothing of a save that failed, and tell the other ranks; on a broken disk, as far as that goes."""
+        """Remove a failed save and tell the other ranks, as far as a broken disk allows it."""
         files = self.files
-        with contextlib.suppress(OSError):  # first: on a full disk this makes room for the message
+        with contextlib.suppress(OSError):  # first, to make room for the message on a full disk
             files.unlink(self.temporary / FILE.format(self.rank))
         if self.rank != 0:
-            note = {"rank": self.rank, "host": socket.gethostname(), "error": explain(error)}
+            note = {"host": socket.gethostname(), "error": explain(error)}
             with contextlib.suppress(OSError):
-                if self.tombstone.name not in format_.names_in(self.directory):
+                if self.tombstone.name not in names_in(self.directory):
                     files.make_dir(self.temporary)
-                    files.replace(
-                        self.temporary / PART.format(self.rank), to_json(note), durable=False
-                    )
+                    part = self.temporary / PART.format(self.rank)
+                    files.replace(part, to_json(note), durable=False)
                 else:  # rank 0 has left: the last rank removes the directory
                     files.unlink(self.temporary / PART.format(self.rank))
                     files.remove_dir(self.temporary)
@@ -237,20 +249,18 @@ class Commit:
                 files.remove_tree(self.temporary)
         else:
             with contextlib.suppress(OSError):
-                files.make_dir(
-                    self.temporary
-                )  # there must be something to rename, also where this failed before
+                files.make_dir(self.temporary)  # may be missing, and is renamed below
             with contextlib.suppress(OSError):
                 files.write_bytes(self.temporary / REASON, explain(error).encode())
             with contextlib.suppress(OSError):
                 files.rename(self.temporary, self.tombstone)
-            for name in set(format_.names_in(self.tombstone)) - {REASON}:
+            for name in set(names_in(self.tombstone)) - {REASON}:
                 with contextlib.suppress(OSError):
                     files.unlink(self.tombstone / name)
 
 
 def _polls(seconds: float) -> Iterator[None]:
-    """One turn at once, and more at growing intervals until the time is over."""
+    """One turn at once, and more at growing intervals until `seconds` have passed."""
     end, pause = time.monotonic() + seconds, 0.005
     yield
     while time.monotonic() <= end:
@@ -260,7 +270,7 @@ def _polls(seconds: float) -> Iterator[None]:
 
 
 def shortage(path: Path, needed: int, what: str) -> str:
-    """Empty if `needed` bytes and a reserve are free under `path`, else the message that says what is missing."""
+    """Empty if `needed` bytes and a reserve are free under `path`; otherwise a message."""
     free = shutil.disk_usage(path).free
     if free >= needed + RESERVE_BYTES:
         return ""
@@ -272,18 +282,14 @@ def format_bytes(count: int) -> str:
     """Bytes for people (1 GB = 10^9 bytes)."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
-            return (
-                f"{count / size:.3g} {unit}"
-                if count < 1000 * size
-                else f"{count / size:,.0f} {unit}"
-            )
+            return f"{count / size:{'.3g' if count < 1000 * size else ',.0f'}} {unit}"
     return f"{count} bytes"
 
 
 def explain(error: BaseException) -> str:
-    """What went wrong in one line, without a traceback."""
+    """An error in one line, without a traceback."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({os.fspath(error.filename)})' if error.filename else ''}"
-    return (
-        str(error) if isinstance(error, GivenUp) else f"{type(error).__name__}: {first_line(error)}"
-    )
+    if isinstance(error, GivenUp):
+        return str(error)
+    return f"{type(error).__name__}: {first_line(error)}"

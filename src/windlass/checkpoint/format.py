@@ -1,20 +1,24 @@
-"""What a checkpoint is on the disk: its names, its manifest, and whether its files are what the manifest says. No torch.
+"""A checkpoint on disk: its names, its manifest, and whether its files match it. No torch.
 
-A checkpoint is a directory `step-00000250` with
+A checkpoint is a directory `step-00000250` with these files:
 
-- `rank-00000.safetensors` ...: rows of the weights and of the optimizer's state, in the safetensors layout;
+- `rank-00000.safetensors` and so on: parts of the weights and of the optimizer state;
 - `state.json`: the counters;
-- `manifest.json`: step, world, digests of recipe and data; which rows of each tensor lie where; size and SHA-256 of the
-  files above;
+- `manifest.json`: step, world size, digests of recipe and data; the place of each part of each
+  tensor; size and SHA-256 of the files above;
 - `manifest.sha256`: the SHA-256 of manifest.json, as the tool `sha256sum` writes it.
 
-A directory is *whole* when `manifest.sha256` is there: every byte was on the disk before the directory got its name, in
-one rename. Else it is *temporary* (being written, being removed, or left by a kill): no reader looks at it, and recovery
-removes it. Whole is not undamaged: every byte is hashed before it is used.
+A part of a tensor is a box: consecutive indices in every dimension. Its numbers lie in one file, in
+row-major order. The boxes of a tensor hold each of its elements exactly once.
 
-Two names besides: `step-00000250.replaced` is a whole checkpoint while a new one of the same step takes its name;
-`bad-step-00000250` was damaged and set aside, and nothing reads, counts or deletes it. Nothing in a checkpoint is code,
-and nothing that a manifest names is opened unless it is a plain name inside the directory.
+A directory is *whole* if it has `manifest.sha256`: every byte was on the disk before one rename
+gave the directory its name. Otherwise it is *temporary*: a save or a removal is in progress, or a
+kill has interrupted it. Readers ignore it, and recovery removes it. A whole checkpoint can still
+be damaged, so every byte is hashed before it is used.
+
+Two other names exist. `step-00000250.replaced` is a whole checkpoint while a new one of the same
+step takes its name. `bad-step-00000250` was damaged; nothing reads, counts or deletes it. No part
+of a checkpoint is code, and a manifest can only name plain files inside the directory.
 """
 
 from __future__ import annotations
@@ -24,12 +28,15 @@ import math
 import os
 import re
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from windlass.fileio import PIECE_BYTES
 
 MANIFEST, DIGEST, STATE = "manifest.json", "manifest.sha256", "state.json"
 DTYPES = {
@@ -46,30 +53,33 @@ DTYPES = {
     "F8_E4M3": ("float8_e4m3fn", 1),
     "F8_E5M2": ("float8_e5m2", 1),
 }
-"""The types of safetensors that can be saved: their names in torch, and bytes of a number."""
+"""By the name of a type in safetensors: its name in torch, and bytes per number."""
 STEP_DIR = re.compile(r"^step-(\d{8,})(\.replaced)?$")
-READ_BYTES = 8 * 2**20
-THREADS = 4  # files that are hashed at once: one core hashes slower than many disks read
+THREADS = 4  # that hash files: one core hashes slower than many disks read
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 FileName = Annotated[str, Field(pattern=r"^(rank-\d{5,}\.safetensors|state\.json)$")]
 
 
 class Damaged(ValueError):
-    """A checkpoint that is not as it was written; the message says which file, and how."""
+    """A checkpoint differs from what was written; the message names the file and the difference."""
 
 
 class Chunk(NamedTuple):
-    """Consecutive rows of a tensor (along its first dimension; a scalar is one row) and where their bytes lie."""
+    """A box of a tensor and the place of its bytes; `offsets` and `sizes` of a scalar are empty."""
 
     file: FileName
-    offset: Count
-    start: Count
-    rows: Count
+    at: Count  # of its first byte in the file
+    offsets: tuple[Count, ...]
+    sizes: tuple[Count, ...]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
 class TensorInfo(BaseModel):
-    """A tensor's type (a key of DTYPES), whole shape, and its rows in the order of `start`; a scalar is one row."""
+    """Type (a key of DTYPES) and shape of a whole tensor, and the boxes that hold it."""
 
     model_config = ConfigDict(frozen=True)
     dtype: str
@@ -77,8 +87,39 @@ class TensorInfo(BaseModel):
     chunks: tuple[Chunk, ...]
 
     @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * DTYPES[self.dtype][1]
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype][1]
+
+    def problem(self) -> str:
+        """Why the boxes do not hold every element exactly once; empty if they do."""
+        for chunk in self.chunks:
+            if len(chunk.offsets) != len(self.shape) or len(chunk.sizes) != len(self.shape):
+                return "a chunk has another number of dimensions"
+            if any(end > size for end, size in zip(chunk.ends, self.shape, strict=True)):
+                return "a chunk lies outside of the shape"
+        held, elements = sum(math.prod(c.sizes) for c in self.chunks), math.prod(self.shape)
+        if held > elements or overlap(self.chunks):
+            return "elements are written twice"
+        return "elements are missing" if held < elements else ""
+
+
+def overlap(chunks: Sequence[Chunk]) -> bool:
+    """Whether two of the boxes, which have the same number of dimensions, share an element."""
+    chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    if len(chunks) < 2 or not chunks[0].sizes:
+        return len(chunks) > 1  # scalars
+    # A sweep along the dimension with the most cuts: few boxes are open at any point of it.
+    dim = max(range(len(chunks[0].sizes)), key=lambda d: len({c.offsets[d] for c in chunks}))
+    opened: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
+        opened = [other for other in opened if other.ends[dim] > chunk.offsets[dim]]
+        for other in opened:
+            starts = map(max, chunk.offsets, other.offsets)
+            ends = map(min, chunk.ends, other.ends)
+            if all(start < end for start, end in zip(starts, ends, strict=True)):
+                return True
+        opened.append(chunk)
+    return False
 
 
 class FileInfo(BaseModel):
@@ -90,19 +131,20 @@ class FileInfo(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Everything about a checkpoint but the numbers themselves; checked when it is read."""
+    """Everything about a checkpoint except its numbers; validated when it is read."""
 
     model_config = ConfigDict(frozen=True)
     format: Literal["windlass-checkpoint"] = "windlass-checkpoint"
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     step: Count
-    serial: Count  # of its commit in the run: higher is newer, also after the run went back to an earlier step
+    # The number of its commit in the run: higher is newer, even after a return to an earlier step.
+    serial: Count
     save_id: str
     time: str
     world: Count
-    meta: dict[str, Any]  # the trainer's: `reason` (see retention), hashes of recipe and data, ...
+    meta: dict[str, Any]  # the trainer's: `reason` (see retention), digests of recipe and data, ...
     tensors: dict[str, TensorInfo]
-    aliases: dict[str, str]  # names of tied weights, and the name under which each is written
+    aliases: dict[str, str]  # of tied weights: a name, and the name under which it is saved
     files: dict[FileName, FileInfo]
 
     @property
@@ -111,36 +153,27 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Manifest:
-        """Each tensor's rows are there exactly once, inside files that the manifest names."""
+        """Each element of each tensor is there exactly once, in a file that the manifest names."""
         if STATE not in self.files:
-            raise ValueError(f"no {STATE} among the files")
+            raise ValueError(f"{STATE} is not among the files")
         for name, tensor in self.tensors.items():
             if tensor.dtype not in DTYPES:
-                raise ValueError(f"{tensor.dtype!r} is no type of a tensor")
-            row = 0
+                raise ValueError(f"{name} has the unknown type {tensor.dtype!r}")
+            if problem := tensor.problem():
+                raise ValueError(f"{name}: {problem}")
             for chunk in tensor.chunks:
-                if chunk.start != row:
-                    raise ValueError(
-                        f"rows {row} to {chunk.start} of {name} are missing or written twice"
-                    )
-                row += chunk.rows
-                info = self.files.get(chunk.file)
-                if info is None or chunk.offset + chunk.rows * tensor.row_bytes > info.size:
-                    raise ValueError(f"rows of {name} lie outside of {chunk.file}")
-            rows = tensor.shape[0] if tensor.shape else 1
-            if row != (rows if tensor.row_bytes else 0):
-                raise ValueError(f"rows {row} to {rows} of {name} are missing")
+                info, size = self.files.get(chunk.file), math.prod(chunk.sizes) * tensor.itemsize
+                if info is None or chunk.at + size > info.size:
+                    raise ValueError(f"a chunk of {name} lies outside of {chunk.file}")
         for alias, name in self.aliases.items():
             if name not in self.tensors or alias in self.tensors:
-                raise ValueError(
-                    f"{alias} is an alias of {name}, which is not there, or is there itself"
-                )
+                raise ValueError(f"{alias} cannot be an alias of {name}")
         return self
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole checkpoint in a run. `manifest` is None where it is damaged, and `problem` says how."""
+    """A whole checkpoint of a run. `manifest` is None if it is damaged, and `problem` says how."""
 
     path: Path
     step: int
@@ -149,14 +182,14 @@ class Entry:
 
     @property
     def serial(self) -> int:
-        """The number of its commit in the run; 0 where that cannot be read."""
+        """The number of its commit in the run; 0 if the manifest is damaged."""
         return self.manifest.serial if self.manifest else 0
 
     def verify(self, rank: int = 0, world: int = 1) -> str:
-        """What is damaged once the files that fall to `rank` of `world` are hashed; empty: nothing."""
+        """Hash this rank's share of the files, of `world` ranks; the damage, or an empty string."""
         try:
             if self.manifest is not None:
-                verify(self.path, self.manifest, rank, world)
+                verify_files(self.path, self.manifest, rank, world)
         except Damaged as error:
             return str(error)
         return self.problem
@@ -168,14 +201,13 @@ def parse(data: bytes) -> Manifest:
         return Manifest.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise Damaged(
-            f"{MANIFEST} is malformed: {where + ': ' if where else ''}{first['msg']}"
-        ) from None
+        place = "".join(f"{key}." for key in first["loc"]).removesuffix(".")
+        message = f"{place}: {first['msg']}" if place else first["msg"]
+        raise Damaged(f"{MANIFEST} is malformed: {message}") from None
 
 
 def digest_line(manifest: bytes) -> bytes:
-    """What `manifest.sha256` holds for a manifest's bytes."""
+    """The content of `manifest.sha256` for a manifest."""
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
@@ -184,28 +216,28 @@ def is_whole(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a whole checkpoint, unchanged since the commit, and its files of the right size; or Damaged."""
+    """The manifest of a whole checkpoint. No other file is read, but their sizes are compared.
+
+    Raises Damaged: a file is missing, has another size, or the manifest changed after the commit.
+    """
     try:
         digest, data = (path / DIGEST).read_bytes(), (path / MANIFEST).read_bytes()
         if digest != digest_line(data):
-            raise Damaged(
-                f"{MANIFEST} was changed after the commit: its SHA-256 is not the one in {DIGEST}"
-            )
+            raise Damaged(f"{MANIFEST} changed after the commit: {DIGEST} has another SHA-256")
         manifest = parse(data)
         for name, info in manifest.files.items():
             if (size := (path / name).stat().st_size) != info.size:
                 raise Damaged(f"{name} has {size:,} bytes instead of {info.size:,}")
     except OSError as error:
-        raise Damaged(
-            f"{Path(error.filename or MANIFEST).name} cannot be read: {error.strerror}"
-        ) from None
+        name = Path(error.filename or MANIFEST).name
+        raise Damaged(f"{name} cannot be read: {error.strerror}") from None
     return manifest
 
 
-def verify(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> None:
-    """Hash every byte of the files that fall to `rank` of `world`; raises Damaged with the first not as written.
+def verify_files(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> None:
+    """Hash every byte of the files that fall to `rank` of `world`; raises Damaged at a difference.
 
-    They are divided by size: all ranks hash about as much. With `read_manifest` on every rank all bytes are verified.
+    The files are divided by size, so that all ranks hash about the same number of bytes.
     """
     load, mine = [0] * world, []
     for name, info in sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0])):
@@ -216,7 +248,7 @@ def verify(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> Non
     stop = threading.Event()  # an exception here (Ctrl-C) ends the threads at their next piece
 
     def sha256(name: str) -> str:
-        digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
         with open(path / name, "rb", buffering=0) as file:
             while (count := file.readinto(buffer)) and not stop.is_set():
                 digest.update(buffer[:count])
@@ -226,9 +258,7 @@ def verify(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> Non
         try:
             for name, digest in zip(mine, pool.map(sha256, mine), strict=True):
                 if digest != (expected := manifest.files[name].sha256):
-                    raise Damaged(
-                        f"{name} is not what was written: its SHA-256 is not {expected[:12]}…"
-                    )
+                    raise Damaged(f"{name} was changed: its SHA-256 is not {expected[:12]}…")
         except OSError as error:
             raise Damaged(f"{error.filename or path} cannot be read: {error.strerror}") from None
         finally:
@@ -240,10 +270,9 @@ def step_dir(directory: Path, step: int) -> Path:
 
 
 def names_in(directory: Path) -> list[str]:
-    """The names in a directory, sorted; empty where there is none.
+    """The names in a directory, sorted; none if it does not exist.
 
-    A whole listing, even to ask for one name: on NFS a listing is fresh, while a name that was once missing may stay so
-    for a minute.
+    A listing answers even for one name, because NFS may report a new name as missing for a minute.
     """
     try:
         return sorted(os.listdir(directory))
@@ -252,7 +281,7 @@ def names_in(directory: Path) -> list[str]:
 
 
 def read_entry(path: Path) -> Entry:
-    """One whole checkpoint, judged by its manifest and the sizes of its files; no byte of the files is read."""
+    """One whole checkpoint, checked by its manifest and the sizes of its files."""
     match = STEP_DIR.match(path.name)
     step = int(match[1]) if match else 0
     try:
@@ -260,14 +289,13 @@ def read_entry(path: Path) -> Entry:
     except Damaged as error:
         return Entry(path, step, None, str(error))
     if match and manifest.step != step:
-        return Entry(
-            path, step, None, f"it is the checkpoint of step {manifest.step} under another name"
-        )
+        renamed = f"it is the checkpoint of step {manifest.step} under another name"
+        return Entry(path, step, None, renamed)
     return Entry(path, manifest.step, manifest)
 
 
 def list_entries(directory: Path) -> list[Entry]:
-    """Every whole checkpoint in a run's `checkpoints`: damaged ones first, then the newest commit first."""
+    """Every whole checkpoint of a run: damaged ones first, then by commit, newest first."""
     paths = [directory / name for name in names_in(directory) if STEP_DIR.match(name)]
     entries = [read_entry(path) for path in paths if is_whole(path)]
     return sorted(entries, key=lambda e: (-e.serial if e.manifest else -math.inf, -e.step))

@@ -1,22 +1,42 @@
-"""From a run to a checkpoint that is whole and undamaged, and from a checkpoint to tensors. No file is run as code.
+"""From a run to a checkpoint without damage, and from a checkpoint to tensors. No file is run as code.
 
-Choosing has two parts, so that ranks can share the hashing: `candidates` lists what may be used, in order of
-preference, from manifests alone (one rank does this); `first_undamaged` hashes one after the other until one is good.
-Nothing here changes the disk but `recover`, `discard` and `rename_damaged`.
+A choice has two parts, so that ranks can share the hashing. One rank calls `candidates`, which reads
+manifests and lists the possible checkpoints in order of preference. All ranks call
+`first_undamaged`, which hashes one after the other until one is good. Only `recover`, `discard` and
+`rename_damaged` change the disk.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.checkpoint import format as format_
-from windlass.checkpoint.format import DTYPES, STATE, STEP_DIR, Damaged, Entry, Manifest, TensorInfo
+from windlass.checkpoint.format import (
+    DIGEST,
+    DTYPES,
+    MANIFEST,
+    STATE,
+    STEP_DIR,
+    Chunk,
+    Damaged,
+    Entry,
+    Manifest,
+    TensorInfo,
+    is_whole,
+    list_entries,
+    names_in,
+    read_entry,
+    read_manifest,
+    verify_files,
+)
 from windlass.checkpoint.retention import (
     Lineage,
     committed,
@@ -27,7 +47,7 @@ from windlass.checkpoint.retention import (
     scores_by_step,
 )
 from windlass.errors import UserError, argument
-from windlass.fileio import Files
+from windlass.fileio import PIECE_BYTES, Files
 from windlass.recipe import Horizon
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import Run, last_start
@@ -37,11 +57,11 @@ if TYPE_CHECKING:
 
     from windlass.parallel.dist import Ranks
 
-PIECE_BYTES = 2**26  # read of a tensor at a time
+SHORT_BYTES = 2**16  # it is quicker to read more than to read pieces shorter than this
 
 
 class Checkpoint:
-    """A whole checkpoint, read a tensor or some rows at a time; `step` and `meta` are the manifest's."""
+    """A whole checkpoint, read a tensor or a box at a time; `step` and `meta` are the manifest's."""
 
     def __init__(self, path: Path, manifest: Manifest):
         self.path, self.manifest = path, manifest
@@ -49,7 +69,7 @@ class Checkpoint:
 
     @cached_property
     def counters(self) -> dict[str, Any]:
-        """What a resume needs besides tensors."""
+        """The numbers that a resume needs in addition to the tensors."""
         counters: dict[str, Any] = json.loads((self.path / STATE).read_bytes())
         return counters
 
@@ -58,7 +78,7 @@ class Checkpoint:
         return [n for n in self.manifest.tensors if n.startswith(prefix)]
 
     def info(self, name: str) -> TensorInfo:
-        """Type, shape and chunks of a tensor; KeyError where there is none."""
+        """Type, shape and chunks of a tensor or alias; KeyError if it does not exist."""
         return self.manifest.tensors[self.manifest.aliases.get(name, name)]
 
     def dtype(self, name: str) -> torch.dtype:
@@ -72,45 +92,94 @@ class Checkpoint:
         import torch
 
         tensor = torch.empty(self.info(name).shape, dtype=self.dtype(name))
-        self.read_into(name, 0, tensor)
+        self.read_into(name, (0,) * tensor.dim(), tensor)
         return tensor
 
-    def read_into(self, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill a tensor, on any device, with the rows from `start` on; raises Damaged where a file is cut off."""
+    def read_into(self, name: str, offsets: Sequence[int], target: torch.Tensor) -> None:
+        """Fill a tensor, on any device, with the box that begins at `offsets` and has its shape.
+
+        Raises Damaged: a file is shorter than the manifest says, or cannot be read.
+        """
         import torch
 
-        info = self.info(name)
-        stop = start + (target.shape[0] if info.shape else 1)
+        if not target.numel():
+            return
         in_place = target.device.type == "cpu" and target.is_contiguous()
         host = target.detach() if in_place else torch.empty(target.shape, dtype=target.dtype)
-        if not host.numel():
-            return
-        raw = memoryview(host.reshape(-1).view(torch.uint8).numpy())
-        for chunk in info.chunks:
-            first, last = max(start, chunk.start), min(stop, chunk.start + chunk.rows)
-            if last > first:
-                path = self.path / chunk.file
-                rows = raw[(first - start) * info.row_bytes : (last - start) * info.row_bytes]
-                try:
-                    with open(path, "rb", buffering=0) as source:
-                        source.seek(chunk.offset + (first - chunk.start) * info.row_bytes)
-                        while rows:
-                            if not (count := source.readinto(rows[:PIECE_BYTES])):
-                                raise Damaged(f"{path} ends too early")
-                            rows = rows[count:]
-                except OSError as error:
-                    raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+        stops = [offset + size for offset, size in zip(offsets, host.shape, strict=True)]
+        for chunk in self.info(name).chunks:
+            # The shared box, in indices of the whole tensor.
+            low, high = [*map(max, offsets, chunk.offsets)], [*map(min, stops, chunk.ends)]
+            if all(map(operator.lt, low, high)):
+                shared = host[_window(low, high, offsets)]
+                self._read_shared(chunk, [*map(operator.sub, low, chunk.offsets)], shared)
         if not in_place:
             target.copy_(host)
 
+    def _read_shared(self, chunk: Chunk, low: Sequence[int], target: torch.Tensor) -> None:
+        """Fill `target`, a view on the CPU, with the box of a chunk that begins at its index `low`."""
+        import torch
+
+        high, item = [*map(operator.add, low, target.shape)], target.element_size()
+        path = self.path / chunk.file
+        try:
+            with open(path, "rb", buffering=0) as source:
+                for skipped, first, sizes in strips(chunk.sizes, low, high, item):
+                    last = [*map(operator.add, first, sizes)]
+                    begin, end = [*map(max, low, first)], [*map(min, high, last)]
+                    wanted = target[_window(begin, end, low)]
+                    in_place = wanted.is_contiguous() and tuple(wanted.shape) == sizes
+                    strip = wanted if in_place else target.new_empty(sizes)
+                    source.seek(chunk.at + skipped * item)
+                    flat = strip.as_strided((strip.numel(),), (1,))
+                    rest = memoryview(flat.view(torch.uint8).numpy())
+                    while rest:
+                        if not (count := source.readinto(rest)):
+                            raise Damaged(f"{path} ends too early")
+                        rest = rest[count:]
+                    if not in_place:
+                        wanted.copy_(strip[_window(begin, end, first)])
+        except OSError as error:
+            raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _window(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    """A box as an index of a tensor that begins at `origin`."""
+    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+
+
+def strips(
+    sizes: Sequence[int], low: Sequence[int], high: Sequence[int], itemsize: int
+) -> Iterator[tuple[int, list[int], tuple[int, ...]]]:
+    """Consecutive numbers of an array of `sizes` that together hold the box from `low` up to `high`.
+
+    Each is a box itself: the numbers before it, its first index, its sizes. A strip is wider than
+    necessary if the exact one would be short. Rows of the array need one strip, up to PIECE_BYTES.
+    """
+    if not sizes:
+        yield 0, [], ()
+        return
+    low, high = list(low), list(high)
+    inner = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]  # numbers per index
+    cut = max((d for d in range(len(sizes)) if high[d] - low[d] < sizes[d]), default=0)
+    while cut and (high[cut] - low[cut]) * inner[cut] * itemsize < SHORT_BYTES:
+        low[cut], high[cut] = 0, sizes[cut]
+        cut -= 1
+    step = max(1, PIECE_BYTES // (inner[cut] * itemsize))
+    for outer in itertools.product(*map(range, low[:cut], high[:cut])):
+        for at in range(low[cut], high[cut], step):
+            first = [*outer, at, *[0] * (len(sizes) - cut - 1)]
+            shape = (*[1] * cut, min(step, high[cut] - at), *sizes[cut + 1 :])
+            yield sum(map(operator.mul, first, inner)), first, shape
+
 
 def open_checkpoint(path: str | Path, deep: bool = True) -> Checkpoint:
-    """The checkpoint in a directory, every byte of it hashed (`deep`), or else its manifest and sizes; UserError."""
+    """The checkpoint in a directory; with `deep` every byte is hashed. Raises UserError if damaged."""
     path = Path(path)
     try:
-        manifest = format_.read_manifest(path)
+        manifest = read_manifest(path)
         if deep:
-            format_.verify(path, manifest)
+            verify_files(path, manifest)
     except Damaged as error:
         raise UserError(f"checkpoint {path} cannot be used: {error}") from None
     return Checkpoint(path, manifest)
@@ -118,36 +187,35 @@ def open_checkpoint(path: str | Path, deep: bool = True) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to resume from or to read, and what to tell the user about it."""
+    """The checkpoint to resume from or to read, and the damaged ones that were preferred to it."""
 
     path: Path
     step: int
-    notes: list[str] = field(
-        default_factory=list
-    )  # newer or better ones that were passed over, and why
-    damaged: list[Path] = field(default_factory=list)  # where those lie
+    notes: list[str] = field(default_factory=list)  # for the user, one per damaged checkpoint
+    damaged: list[Path] = field(default_factory=list)
 
 
 def candidates(
     run_dir: str | Path, resume: str = "latest", *, measure: str = "", up_to: int | None = None
 ) -> list[Path]:
-    """The checkpoints that `checkpoint.resume` means, in the order in which they are tried; empty: there is none.
+    """The checkpoints to which `checkpoint.resume` refers, in order of preference.
 
-    `latest` is the newest commit of the run's current lineage (see retention.py), then the next older ones, then the
-    checkpoint that the lineage started from. `best` is the one with the best score in the ledger, then the next best.
-    Both pass over damaged checkpoints; of a step or a path that is damaged nothing else is tried.
+    - `latest`: the newest commit of the run's current lineage (see retention.py), then older ones,
+      then the checkpoint that the lineage started from; with `up_to`, only up to this step.
+    - `best`: the one with the best score of `measure` (by default `checkpoint.best`) in the ledger,
+      then the next best.
+    - a step or a path: this checkpoint alone.
 
-    `measure` is that of `best`, by default the recipe's `checkpoint.best`; with `up_to` `latest` means only checkpoints up
-    to this step. UserError: the checkpoint that was asked for is not there, or there is one and `resume` is `never`.
+    Raises UserError: the checkpoint does not exist, or one exists and `resume` is `never`.
     """
     run = Run(run_dir)
-    entries = format_.list_entries(run.checkpoints_dir)
+    entries = list_entries(run.checkpoints_dir)
     if resume == "never":
         if not entries:
             return []
-        problem = f"{run.path} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is never"
         raise UserError(
-            f"{problem}; use {argument('fresh')} to set the run aside, or resume from it"
+            f"{run.path} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is "
+            f"never; use {argument('fresh')} to set the run aside, or resume from it"
         )
     if resume == "latest":
         return _latest(run, entries, up_to)
@@ -160,25 +228,25 @@ def candidates(
         raise UserError(f"{run.path} has no checkpoint of step {int(resume)}; there are: {steps}")
     path = Path(resume)
     if not path.is_dir():
-        write = "write latest, best, a step, a checkpoint's path, or never"
-        raise UserError(f"checkpoint.resume is {resume!r}: there is no such checkpoint; {write}")
+        raise UserError(
+            f"checkpoint.resume is {resume!r}: there is no such checkpoint; write latest, best, a "
+            "step, a checkpoint's path, or never"
+        )
     return candidates(path) if (path / "recipe.toml").is_file() else [path]
 
 
 def _latest(run: Run, entries: list[Entry], up_to: int | None) -> list[Path]:
     lineage, limit = read_lineage(run.path) or Lineage(), float("inf") if up_to is None else up_to
     origin = run.path / lineage.checkpoint if lineage.checkpoint else None
-    # Damaged ones, whose serial cannot be read, may belong to the lineage: they are tried, and reported.
+    # A damaged one without a readable serial may belong to the lineage: it is tried and reported.
     ours = (e for e in entries if e.manifest is None or e.serial > lineage.serial)
     paths = [e.path for e in ours if e.step <= limit and e.path != origin]
     if origin is None or lineage.step > limit:
         return paths
     if not paths and not origin.is_dir():
-        gone = (
-            f"{run.path} has no checkpoint yet since it started from {origin}, and that one is gone"
-        )
         raise UserError(
-            f"{gone}: restore it, or name another one to resume from (checkpoint.resume=STEP)"
+            f"{run.path} has no checkpoint since it started from {origin}, which is gone: restore "
+            "it, or name another one to resume from (checkpoint.resume=STEP)"
         )
     return [*paths, *([origin] if origin.is_dir() else [])]
 
@@ -187,50 +255,49 @@ def _best(run: Run, entries: list[Entry], measure: str) -> list[Path]:
     if not measure:
         measure = run.recipe.checkpoint.best if run.recipe_path.is_file() else LOSS_SUITE
     lineage, scores = read_lineage(run.path), scores_by_step(run.ledger(), measure)
-    if (
-        lineage is not None
-    ):  # abandoned steps have no score: the ledger may have that of another model there
-        entries = [
-            e
-            for e in entries
-            if e.manifest is None or e.serial > lineage.serial or e.step <= lineage.step
-        ]
+    if lineage is not None:  # the ledger's scores of abandoned steps may be of other weights
+        oldest, last = lineage.serial, lineage.step
+        entries = [e for e in entries if not e.manifest or e.serial > oldest or e.step <= last]
     scored = [e for step in ranked(scores, measure) for e in entries if e.step == step]
     return [e.path for e in (*scored, *(e for e in entries if e.step not in scores))]
 
 
 def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Choice | None:
-    """The first checkpoint of which every byte is as it was written; None where `paths` is empty.
+    """The first checkpoint without damage; None if `paths` is empty.
 
-    Collective over `ranks`, each of which gives the same paths, reads every manifest and hashes its share of the files.
-    Raises UserError where all are damaged.
+    Collective over `ranks`, which pass the same paths: each reads every manifest and hashes its
+    share of the files. Raises UserError: all checkpoints are damaged.
     """
     notes: list[str] = []
     for number, path in enumerate(paths):
-        entry = format_.read_entry(path)
+        entry = read_entry(path)
         problem = entry.verify(*((ranks.rank, ranks.world) if ranks else (0, 1)))
         problems = ranks.all_gather_object("verified", problem) if ranks else [problem]
         problem = next(filter(None, problems), "")
         if not problem:
             return Choice(path, entry.step, notes, list(paths[:number]))
-        notes.append(f"the checkpoint of step {entry.step} is damaged and passed over: {problem}")
+        notes.append(f"the checkpoint of step {entry.step} is damaged and not used: {problem}")
     if not notes:
         return None
-    advice = f"use {argument('fresh')} to set the run aside and start over, or name another checkpoint (checkpoint.resume=STEP)"
-    raise UserError("\n  ".join(["no checkpoint can be used:", *notes]) + f"\n{advice}")
+    raise UserError(
+        "\n  ".join(["no checkpoint can be used:", *notes])
+        + f"\nuse {argument('fresh')} to set the run aside and start over, or name another "
+        "checkpoint (checkpoint.resume=STEP)"
+    )
 
 
 def choose_checkpoint(
     run_dir: str | Path, resume: str = "latest", *, measure: str = "", up_to: int | None = None
 ) -> Choice | None:
-    """`candidates`, and the `first_undamaged` of them; None where there is none to resume from."""
+    """The `first_undamaged` of the `candidates`; None if the run has no checkpoint."""
     return first_undamaged(candidates(run_dir, resume, measure=measure, up_to=up_to))
 
 
 def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Choice:
-    """The checkpoint that a user names: `RUN` (its newest), `RUN@STEP`, `RUN@best`, or a path; every byte verified.
+    """The checkpoint that a user names: `RUN` (its newest), `RUN@STEP`, `RUN@best`, or a path.
 
-    Collective over `ranks`, which share the hashing. Raises UserError where there is none, or it is damaged.
+    Every byte is verified. Collective over `ranks`, which share the hashing. Raises UserError: it
+    does not exist, or is damaged.
     """
     text, at, which = os.fspath(source).rpartition("@")
     run, which = (text, which) if at and Path(text).is_dir() else (os.fspath(source), "latest")
@@ -238,57 +305,57 @@ def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Choice:
         raise UserError(
             f"there is no run and no checkpoint at {source}; by default the runs lie in runs/"
         )
-    paths = [Path(run)] if (Path(run) / format_.MANIFEST).is_file() else candidates(run, which)
+    paths = [Path(run)] if (Path(run) / MANIFEST).is_file() else candidates(run, which)
     if choice := first_undamaged(paths, ranks):
         return choice
     raise UserError(f"{run} has no checkpoint yet")
 
 
 def recover(directory: Path, files: Files | None = None) -> list[str]:
-    """Remove every temporary directory from a run's `checkpoints`, before anything is saved; returns a note on each.
+    """Remove temporary directories from a run's `checkpoints`, at a start; returns a note on each.
 
-    A checkpoint whose replacement was cut off gets its name back.
+    A checkpoint gets its name back if the save that was to replace it was interrupted.
     """
     files, notes = files or Files(), list[str]()
-    for name in format_.names_in(directory):
+    for name in names_in(directory):
         path = directory / name
         if name.startswith("."):
             files.remove_tree(path)
             if name.startswith(".saving-"):
-                notes.append(
-                    f"removed what an interrupted save of step {int(name.split('-')[1])} had left"
-                )
-        elif STEP_DIR.match(name) and path.is_dir() and not format_.is_whole(path):
+                step = int(name.split("-")[1])
+                notes.append(f"removed the files of an interrupted save of step {step}")
+        elif STEP_DIR.match(name) and path.is_dir() and not is_whole(path):
             files.remove_tree(path)
-            notes.append(f"removed {name}, whose removal had been interrupted")
-    for name in format_.names_in(directory):
+            notes.append(f"removed the rest of {name}: its removal had been interrupted")
+    for name in names_in(directory):
         if name.endswith(".replaced") and STEP_DIR.match(name):
             successor = directory / name.removesuffix(".replaced")
-            if format_.is_whole(successor) and not format_.read_entry(successor).problem:
+            if is_whole(successor) and not read_entry(successor).problem:
                 discard(directory / name, files)
             else:
                 discard(successor, files)
                 files.rename(directory / name, successor)
                 files.sync_dir(directory)
-                notes.append(
-                    f"{successor.name} is back: the save that was to replace it was interrupted"
-                )
+                notes.append(f"restored {successor.name}: a save in its place was interrupted")
     return notes
 
 
 def discard(path: Path, files: Files) -> None:
-    """Remove a checkpoint. Its digest goes first, durably: a kill or power cut leaves a temporary directory."""
-    if format_.is_whole(path):
-        files.unlink(path / format_.DIGEST)
+    """Remove a checkpoint. After a kill or power cut it is temporary: its digest goes first, durably."""
+    if is_whole(path):
+        files.unlink(path / DIGEST)
         files.sync_dir(path)
     files.remove_tree(path)
 
 
 def rename_damaged(choice: Choice, run: Path) -> None:
-    """Rename the damaged checkpoints of a run that a choice passed over to `bad-...`, which nothing reads."""
+    """Rename the damaged checkpoints of a choice to `bad-...`, which nothing reads.
+
+    Checkpoints of other runs keep their names.
+    """
     for path in choice.damaged:
         if not path.resolve().is_relative_to(run.resolve()):
-            continue  # another run's, which is not ours to change
+            continue
         files, number = Files(), 0
         while (
             target := path.with_name(f"bad-{path.name}" + (f".{number}" if number else ""))
@@ -304,65 +371,52 @@ class CheckpointStatus:
 
     step: int
     path: Path
-    time: (
-        str | None
-    )  # when it was committed (UTC, ISO 8601); None, as the next two, where it is damaged
+    time: str | None  # of the commit (UTC, ISO 8601); None, like the next two, if it is damaged
     bytes: int | None
     world: int | None
-    scores: dict[
-        str, float | None
-    ]  # of its step, by the ledger: `loss`, and the recipe's `checkpoint.best`
+    scores: dict[str, float | None]  # of its step in the ledger: `loss`, and `checkpoint.best`
     kept: list[str]  # why retention keeps it: `last`, `best`, `final`, `every`, `start`
-    problem: str  # what is damaged; empty: it is good, as far as it was read
+    problem: str  # the damage; empty if none was found
 
 
 @dataclass(frozen=True)
 class CheckpointList:
-    """What is in a run's `checkpoints`."""
+    """The content of a run's `checkpoints`."""
 
     run: Path
-    verified: bool  # every byte was hashed, not just sizes compared
+    verified: bool  # every byte was hashed; otherwise sizes were compared
     measure: str  # the recipe's `checkpoint.best`
     checkpoints: list[CheckpointStatus]
-    temporary: list[str]  # directories that are being written or removed, or were left by a kill
+    temporary: list[str]  # directories of a save or removal that is in progress or interrupted
     bad: list[str]  # damaged ones, renamed to `bad-...`
 
 
 def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointList:
-    """The checkpoints of a run by step: sizes compared, or with `verify` every byte hashed. UserError: there is no run."""
+    """The checkpoints of a run by step; with `verify` every byte is hashed. UserError: no such run."""
     run = Run.open(run_dir)
     recipe, ledger, directory = run.recipe, run.ledger(), run.checkpoints_dir
-    entries, names = format_.list_entries(directory), format_.names_in(directory)
-    began = last_start(ledger)
-    horizons = (
-        [Horizon(began["steps"], began["samples_per_epoch"], recipe.train.global_batch)]
-        if began
-        else []
-    )
+    names, horizons = names_in(directory), list[Horizon]()
+    if began := last_start(ledger):
+        batch = recipe.train.global_batch
+        horizons = [Horizon(began["steps"], began["samples_per_epoch"], batch)]
     policy = policy_of(recipe.checkpoint, horizons, read_lineage(run.path))
     scores = {measure: scores_by_step(ledger, measure) for measure in (LOSS_SUITE, policy.measure)}
     why = retain(committed(directory).values(), policy, scores[policy.measure])
     rows = []
-    for e in sorted(entries, key=lambda e: e.step):
-        measured = {measure: values.get(e.step) for measure, values in scores.items()}
-        time, size, world = (
-            (e.manifest.time, e.manifest.bytes, e.manifest.world)
-            if e.manifest
-            else (None, None, None)
+    for e in sorted(list_entries(directory), key=lambda e: e.step):
+        manifest, kept = e.manifest, why.get(e.serial, [])
+        row = CheckpointStatus(
+            e.step,
+            e.path,
+            time=manifest.time if manifest else None,
+            bytes=manifest.bytes if manifest else None,
+            world=manifest.world if manifest else None,
+            scores={measure: values.get(e.step) for measure, values in scores.items()},
+            kept=kept,
+            problem=e.verify() if verify else e.problem,
         )
-        problem = e.verify() if verify else e.problem
-        rows.append(
-            CheckpointStatus(
-                e.step, e.path, time, size, world, measured, why.get(e.serial, []), problem
-            )
-        )
-    cut_off = {n for n in names if STEP_DIR.match(n) and not format_.is_whole(directory / n)}
+        rows.append(row)
+    cut_off = {n for n in names if STEP_DIR.match(n) and not is_whole(directory / n)}
     temporary = [n for n in names if n.startswith(".saving-") or n in cut_off]
-    return CheckpointList(
-        run.path,
-        verify,
-        policy.measure,
-        rows,
-        temporary,
-        [n for n in names if n.startswith("bad-")],
-    )
+    bad = [n for n in names if n.startswith("bad-")]
+    return CheckpointList(run.path, verify, policy.measure, rows, temporary, bad)

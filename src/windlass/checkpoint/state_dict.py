@@ -1,25 +1,27 @@
-"""The state of a training as named tensors, cut so that each rank writes its share and any other world can read it.
+"""The state of a training as named tensors, cut into boxes that any other layout can read.
 
-Names do not depend on how the model is wrapped: `model/<parameter or buffer>` and `optim/<parameter>/<key>`. Weights
-that are tied have one name, the others are aliases.
+Names do not depend on how the model is wrapped: `model/<parameter or buffer>` and
+`optim/<parameter>/<key>`. Weights that are tied have one name; their other names are aliases.
 
-A tensor that is whole on every rank (one process, DDP, scalars, buffers) is written by all of them together: its rows
-are divided so that every rank writes about as many bytes. Rows that FSDP2 gave to a rank are written by it, and where a
-mesh holds them several times, by its replicas together. Reading needs none of this: each rank asks for its rows by
-their numbers.
+Each rank holds a box of each tensor, or the whole tensor. The ranks that hold the same box divide
+its rows, so that all of them write about the same number of bytes. A reader asks for boxes of its
+own layout, whatever the layout of the writers was.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from windlass.checkpoint.format import Damaged
 from windlass.checkpoint.load import Checkpoint
@@ -28,103 +30,230 @@ from windlass.optim.shard import ShardedOptimizer
 from windlass.parallel.parallelize import unwrap
 
 MODEL, OPTIM = "model/", "optim/"
+Run = tuple[int, int]  # consecutive indices of a dimension: the first, and their number
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows `start`, `start + 1`, ... (along the first dimension) of a tensor of `global_shape`, for one rank."""
+    """A box of a tensor, for one rank to write."""
 
-    tensor: Tensor  # the rows, as they lie on the device; a scalar is one row
+    name: str
+    tensor: Tensor  # the box, a view of the tensor on its device
     global_shape: tuple[int, ...]
-    start: int = 0
+    offsets: tuple[int, ...]  # of the box in the whole tensor
 
 
 @dataclass(frozen=True)
 class State:
-    """This rank's share of the state, and what all ranks together have."""
+    """The part of the state that this rank writes, and what all ranks have in common."""
 
-    slices: dict[str, Slice]
-    aliases: dict[str, str]  # names of tied weights, and the name under which they are written
-    total_bytes: int  # of the whole state, over all ranks, each tensor once
+    slices: list[Slice]
+    aliases: dict[str, str]  # of tied weights: a name, and the name under which it is saved
+    total_bytes: int  # of the whole state, each tensor once
 
 
 def gather_state(model: nn.Module, optimizer: Any = None, rank: int = 0, world: int = 1) -> State:
-    """The share of model and optimizer that this rank writes. No communication; the tensors are views, not copies.
+    """The part of model and optimizer that this rank writes. The tensors are views, not copies.
 
-    Every rank must call it with the same model and optimizer, and replicas must be equal. Under FSDP2 parameters that
-    are gathered are resharded first.
+    Every rank calls it with the same model and optimizer, and replicas must be equal; the ranks do
+    not communicate. Under FSDP2 it reshards parameters that are gathered.
     """
-    tensors, aliases = named_state(model, optimizer)
-    starts: dict[str, int] = {}
-    groups: dict[
-        tuple[int, int], list[tuple[str, int, int]]
-    ] = {}  # what the same ranks hold is divided together
+    return state_of(*named_state(model, optimizer), rank, world)
+
+
+def state_of(
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str] | None = None,
+    rank: int = 0,
+    world: int = 1,
+) -> State:
+    """The part of named tensors that `rank` of `world` writes."""
+    return State(divide(tensors, rank, world), dict(aliases or {}), state_bytes(tensors))
+
+
+def state_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of whole tensors, over all ranks."""
+    return sum(math.prod(t.shape) * t.element_size() for t in tensors.values())
+
+
+def divide(tensors: Mapping[str, Tensor], rank: int, world: int) -> list[Slice]:
+    """The boxes that `rank` of `world` writes, so that each element is written by one rank."""
+    groups: dict[tuple[int, ...], dict[str, Tensor]] = {}
+    known: dict[Any, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
-        starts[name], stop, replica, replicas = _row_range(tensor, rank, world)
-        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
-        groups.setdefault((replica, replicas), []).append((name, stop - starts[name], row_bytes))
-    slices: dict[str, Slice] = {}
-    for (replica, replicas), sizes in groups.items():
-        for name, (first, last) in divide_rows(sizes, replica, replicas).items():
-            local = _local(tensors[name])
-            rows = local[first:last] if local.dim() else local
-            slices[name] = Slice(rows, tuple(tensors[name].shape), starts[name] + first)
-    total = sum(math.prod(t.shape) * t.element_size() for t in tensors.values())
-    return State(slices, aliases, total)
+        key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        if key not in known:
+            known[key] = replica_group(tensor, world)
+        groups.setdefault(known[key], {})[name] = tensor
+    slices = []
+    for ranks, held in groups.items():
+        local = {name: _local(tensor) for name, tensor in held.items()}
+        for name, tensor in held.items():
+            if not tensor.numel() and rank == ranks[0]:  # its type and shape are saved all the same
+                offsets = (0,) * tensor.dim()
+                slices.append(Slice(name, local[name], tuple(tensor.shape), offsets))
+        for name, (first, last) in divide_rows(local, ranks.index(rank), len(ranks)).items():
+            rows = local[name][first:last] if local[name].dim() else local[name]
+            for offsets, box in boxes(rows, held_runs(held[name]), first):
+                slices.append(Slice(name, box, tuple(held[name].shape), offsets))
+    return slices
 
 
 def divide_rows(
-    tensors: Sequence[tuple[str, int, int]], index: int, count: int
+    tensors: Mapping[str, Tensor], index: int, count: int
 ) -> dict[str, tuple[int, int]]:
-    """Divide tensors (name, rows, bytes of a row) among `count` ranks: the rows [first, last) of rank `index`, by name.
+    """Divide tensors among `count` ranks by rows: for each name, the rows [first, last) of `index`.
 
-    The tensors are taken as laid end to end and cut into `count` pieces of equal size, each row going to the piece in
-    which it begins: every rank writes about as much, and few tensors are cut.
+    The tensors, laid end to end, are cut into `count` pieces of equal size. A row belongs to the
+    piece in which it begins, so few tensors are cut. A scalar is one row.
     """
-    total = sum(rows * row_bytes for _, rows, row_bytes in tensors)
-    low, high, at = total * index // count, total * (index + 1) // count, 0
-    mine: dict[str, tuple[int, int]] = {}
-    for name, rows, row_bytes in tensors:
-        if rows and row_bytes:
-            first, last = (min(max(-(-(edge - at) // row_bytes), 0), rows) for edge in (low, high))
+    low, high = (sum(t.nbytes for t in tensors.values()) * i // count for i in (index, index + 1))
+    at, result = 0, dict[str, tuple[int, int]]()
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            rows = tensor.shape[0] if tensor.dim() else 1
+            row_bytes = tensor.nbytes // rows
+            first, last = (min(max(-(-(end - at) // row_bytes), 0), rows) for end in (low, high))
             if last > first:
-                mine[name] = (first, last)
-            at += rows * row_bytes
-    return mine
+                result[name] = (first, last)
+            at += tensor.nbytes
+    return result
+
+
+def replica_group(tensor: Tensor, world: int) -> tuple[int, ...]:
+    """The ranks that hold the same box of a tensor as this rank, in order; all, unless it is cut.
+
+    A mesh may be a part of the world, which then consists of copies of this mesh.
+    """
+    if not isinstance(tensor, DTensor):
+        return tuple(range(world))
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the tensor's mesh"
+    own = tuple(
+        index if _cuts(placement) else slice(None)
+        for index, placement in zip(coordinate, tensor.placements, strict=True)
+    )
+    ranks: list[int] = mesh.mesh[own].reshape(-1).tolist()
+    return tuple(sorted(rank + shift for rank in ranks for shift in _copies(mesh, world)))
+
+
+def _copies(mesh: DeviceMesh, world: int) -> list[int]:
+    """The distances from this mesh's ranks to the same places in each copy of the mesh, also 0."""
+    ranks = sorted(mesh.mesh.reshape(-1).tolist())
+    shifts, free = list[int](), set(range(world))
+    while free:  # the lowest rank that is left is the lowest rank of another copy
+        shifts.append(min(free) - ranks[0])
+        copy = {rank + shifts[-1] for rank in ranks}
+        if not copy <= free:
+            raise NotImplementedError(f"a checkpoint of {world} ranks with the mesh {mesh}")
+        free -= copy
+    return shifts
+
+
+def held_runs(tensor: Tensor) -> list[list[Run]]:
+    """For each dimension, the indices of the whole tensor that this rank holds, in local order.
+
+    Uneven pieces are cut as torch.chunk cuts them: the last ranks may have fewer indices, or none.
+    """
+    held = [[(0, size)] for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        assert coordinate is not None, "this rank is not in the tensor's mesh"
+        for dim, placement in enumerate(tensor.placements):
+            if _cuts(placement):
+                runs, parts = held[placement.dim], getattr(placement, "split_factor", 1)
+                strides = (_piece(runs, i, parts) for i in range(parts))
+                pieces = (_piece(stride, coordinate[dim], mesh.size(dim)) for stride in strides)
+                held[placement.dim] = _joined(itertools.chain(*pieces))
+        shape = tuple(sum(size for _, size in runs) for runs in held)
+        assert shape == tensor.to_local().shape, f"{tensor.placements}: {shape}"
+    return held
+
+
+def _cuts(placement: Any) -> bool:
+    if placement.is_replicate():
+        return False
+    if isinstance(placement, Shard | _StridedShard):
+        return True
+    raise NotImplementedError(f"a checkpoint of a tensor with the placement {placement}")
+
+
+def _piece(runs: Sequence[Run], index: int, count: int) -> list[Run]:
+    """Piece `index` of `count` equal ones, of which the last may be shorter or empty."""
+    each = -(-sum(size for _, size in runs) // count)
+    return _window(runs, index * each, (index + 1) * each)
+
+
+def _joined(runs: Iterable[Run]) -> list[Run]:
+    joined: list[Run] = []
+    for start, size in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((start, size))
+    return joined
+
+
+def _window(runs: Sequence[Run], low: int, high: int) -> list[Run]:
+    """The part of some runs from their index number `low` up to number `high`."""
+    window, at = list[Run](), 0
+    for start, size in runs:
+        first, last = max(low - at, 0), min(high - at, size)
+        if last > first:
+            window.append((start + first, last - first))
+        at += size
+    return window
+
+
+def boxes(
+    rows: Tensor, runs: Sequence[Sequence[Run]], first: int = 0
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Local rows from number `first` on as boxes: offsets in the whole tensor, and a view.
+
+    Several boxes exist only if a dimension was cut twice into uneven pieces.
+    """
+    if runs:
+        runs = [_window(runs[0], first, first + rows.shape[0]), *runs[1:]]
+    ends = [list(itertools.accumulate(size for _, size in of_dim)) for of_dim in runs]
+    for places in itertools.product(*(range(len(of_dim)) for of_dim in runs)):
+        box = [of_dim[place] for of_dim, place in zip(runs, places, strict=True)]
+        stops = [of_dim[place] for of_dim, place in zip(ends, places, strict=True)]
+        local = (slice(stop - size, stop) for stop, (_, size) in zip(stops, box, strict=True))
+        yield tuple(start for start, _ in box), rows[tuple(local)]
 
 
 def named_state(
     model: nn.Module, optimizer: Any = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor of model and optimizer by its name (DTensors where they are sharded), and tied weights' aliases."""
+    """Every tensor of model and optimizer by name (a sharded one as a DTensor), and the aliases."""
     tensors, aliases = _model_tensors(model)
     for name, parameter in _trained(model, optimizer):
         state = optimizer.state.get(parameter, {})
-        for key, value in sorted(
-            (key, value) for key, value in state.items() if isinstance(value, Tensor)
-        ):
-            tensors[f"{OPTIM}{name}/{key}"] = _as_sharded(value.detach(), parameter)
+        for key in sorted(key for key, value in state.items() if isinstance(value, Tensor)):
+            tensors[f"{OPTIM}{name}/{key}"] = _as_sharded(state[key].detach(), parameter)
     return tensors, aliases
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> None:
-    """Fill model and optimizer from a checkpoint of any world size and strategy, bit for bit.
+    """Fill model and optimizer from a checkpoint of any layout, bit for bit.
 
-    The model, in its final wrapping, is filled in place; the optimizer's state is created where there is none yet, and dropped
-    where the checkpoint has none. Each rank reads only its rows. UserError, with their names, where tensors are missing, left
-    over, or of another shape or type; or where a file that was whole when the checkpoint was chosen cannot be read now.
+    The model, in its final wrapping, is filled in place. The optimizer gets exactly the state that
+    the checkpoint has. Each rank reads only its boxes.
+
+    Raises UserError: tensors are missing, left over, or of another shape or type (all of them are
+    named), or a file that was whole when the checkpoint was chosen cannot be read.
     """
     try:
         targets, aliases = _model_tensors(model)
         _check_same_model(checkpoint, targets, aliases.keys())
         for name, tensor in targets.items():
-            _fill(checkpoint, name, tensor)
+            fill(checkpoint, name, tensor)
         if optimizer is not None:
             _restore_optimizer(checkpoint, model, optimizer)
     except (Damaged, FileNotFoundError) as error:
-        problem = f"checkpoint {checkpoint.path} was whole when it was chosen, and is not any more: {error}"
         raise UserError(
-            f"{problem}; give the same command again, and the newest one that is whole is taken"
+            f"checkpoint {checkpoint.path} was damaged after it was chosen: {error}; give the same "
+            "command again to use the newest checkpoint that is whole"
         ) from None
 
 
@@ -135,9 +264,11 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
         saved.setdefault(name, []).append(key)
     trained = _trained(model, optimizer)
     if unknown := sorted(set(saved) - {name for name, _ in trained}):
-        extra = f"checkpoint {checkpoint.path} has an optimizer's state for {_some(unknown)}"
-        why = "which the optimizer here does not train: the recipe freezes other weights or names another optimizer"
-        raise UserError(f"{extra}, {why}")
+        raise UserError(
+            f"checkpoint {checkpoint.path} has optimizer state for {_some(unknown)}, which the "
+            "optimizer here does not train: the recipe freezes other weights or names another optimizer"
+        )
+    fused = {id(p): group.get("fused") for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in trained:
         state = optimizer.state[parameter]
         old = dict(state)
@@ -145,32 +276,21 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
         for key in saved.get(name, ()):
             full, tensor = f"{OPTIM}{name}/{key}", old.get(key)
             shape, dtype = checkpoint.info(full).shape, checkpoint.dtype(full)
-            if (
-                tensor is None
-                or tensor.dtype != dtype
-                or _as_sharded(tensor, parameter).shape != shape
-            ):
-                tensor = torch.zeros_like(parameter.detach(), dtype=dtype)
-                if shape and shape != parameter.shape:  # of Adafactor, which is not sharded
+            seen = None if tensor is None else _as_sharded(tensor, parameter)
+            if tensor is None or seen is None or (seen.shape, tensor.dtype) != (shape, dtype):
+                if not shape:  # torch keeps a scalar on the host, except for fused optimizers
+                    device = parameter.device if fused[id(parameter)] else torch.device("cpu")
+                    tensor = torch.zeros((), dtype=dtype, device=device)
+                elif shape == parameter.shape:
+                    tensor = torch.zeros_like(parameter.detach(), dtype=dtype)
+                else:  # Adafactor, which is not sharded
                     tensor = torch.zeros(shape, dtype=dtype, device=parameter.device)
-                if (
-                    not shape
-                ):  # a scalar, which torch keeps on the host, except for fused optimizers
-                    groups = (
-                        g
-                        for g in optimizer.param_groups
-                        if any(p is parameter for p in g["params"])
-                    )
-                    fused = next(groups).get("fused")
-                    tensor = torch.zeros(
-                        (), dtype=dtype, device=parameter.device if fused else "cpu"
-                    )
-            _fill(checkpoint, full, _as_sharded(tensor.detach(), parameter))
+            fill(checkpoint, full, _as_sharded(tensor.detach(), parameter))
             state[key] = tensor
 
 
 def _check_same_model(
-    checkpoint: Checkpoint, targets: dict[str, Tensor], aliases: Set[str]
+    checkpoint: Checkpoint, targets: Mapping[str, Tensor], aliases: Set[str]
 ) -> None:
     saved, problems = set(checkpoint.names(MODEL)), list[str]()
     for name, tensor in targets.items():
@@ -181,18 +301,16 @@ def _check_same_model(
             problems.append(f"{short} is {list(shape)} there and {list(tensor.shape)} here")
         elif (dtype := checkpoint.dtype(name)) != tensor.dtype:
             problems.append(f"{short} is {dtype} there and {tensor.dtype} here")
-    problems += [
-        f"{n.removeprefix(MODEL)} is not in this model"
-        for n in sorted(saved - set(targets) - aliases)
-    ]
+    extra = sorted(saved - set(targets) - aliases)
+    problems += [f"{name.removeprefix(MODEL)} is not in this model" for name in extra]
     if problems:
         raise UserError(f"checkpoint {checkpoint.path} is of another model: {_some(problems)}")
 
 
-def _fill(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
-    start, stop, *_ = _row_range(tensor, 0, 1)
-    if stop > start:
-        checkpoint.read_into(name, start, _local(tensor))
+def fill(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
+    """Read this rank's part of a tensor into it."""
+    for offsets, box in boxes(_local(tensor), held_runs(tensor)):
+        checkpoint.read_into(name, offsets, box)
 
 
 def _some(items: list[str]) -> str:
@@ -200,7 +318,7 @@ def _some(items: list[str]) -> str:
 
 
 def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parameters and persistent buffers, each once, and the other names of those that are tied."""
+    """Parameters and persistent buffers, each once, and the other names of tied ones."""
     model = unwrap(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -224,16 +342,13 @@ def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
 
 
 def _trained(model: nn.Module, optimizer: Any) -> list[tuple[str, Tensor]]:
-    """The parameters that the optimizer trains, in the order of the model's names; with `shard_optim` this rank's rows."""
-    trained = (
-        {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if optimizer is not None
-        else set()
-    )
+    """The parameters that the optimizer trains, in the model's order; this rank's rows, if it has only those."""
+    groups = optimizer.param_groups if optimizer is not None else ()
+    trained = {id(p) for group in groups for p in group["params"]}
     rows = optimizer.rows if isinstance(optimizer, ShardedOptimizer) else {}
     named = [(name, rows.get(p, p)) for name, p in unwrap(model).named_parameters()]
     parameters = [(name, p) for name, p in named if id(p) in trained]
-    assert len(parameters) == len(trained), "the optimizer has parameters that the model has not"
+    assert len(parameters) == len(trained), "the optimizer trains parameters that the model lacks"
     return parameters
 
 
@@ -242,7 +357,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _as_sharded(state: Tensor, parameter: Tensor) -> Tensor:
-    """An optimizer's state that is held as the plain rows of a sharded parameter, seen as sharded like it."""
+    """Optimizer state that is the plain local part of a sharded parameter, as a DTensor like it."""
     if not isinstance(parameter, DTensor) or isinstance(state, DTensor) or not state.dim():
         return state
     if state.shape != parameter.to_local().shape:
@@ -251,30 +366,3 @@ def _as_sharded(state: Tensor, parameter: Tensor) -> Tensor:
     return DTensor.from_local(
         state, parameter.device_mesh, parameter.placements, run_check=False, **whole
     )
-
-
-def _row_range(tensor: Tensor, rank: int, world: int) -> tuple[int, int, int, int]:
-    """What this rank holds of a tensor: rows `start` to `stop`, as number `replica` of `replicas` ranks."""
-    rows = tensor.shape[0] if tensor.dim() else 1
-    if not isinstance(tensor, DTensor):
-        return 0, rows, rank, world
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this rank is not in the tensor's mesh"
-    start, stop, replica, replicas, is_cut = 0, rows, 0, 1, False
-    for dim, placement in enumerate(tensor.placements):
-        index, size = coordinate[dim], mesh.size(dim)
-        if placement.is_replicate():
-            replica, replicas = replica * size + index, replicas * size
-        elif type(placement) is Shard and placement.dim == 0 and not is_cut:
-            each = -(
-                -rows // size
-            )  # FSDP2 cuts as torch.chunk does: the last ranks may get fewer rows, or none
-            start, stop, is_cut = min(index * each, rows), min((index + 1) * each, rows), True
-        else:
-            raise NotImplementedError(
-                f"a checkpoint of tensors with the placement {tensor.placements}"
-            )
-    local = tensor.to_local()
-    assert local.shape[:1] == (stop - start,), f"{tuple(local.shape)} is not rows {start} to {stop}"
-    return start, stop, replica, replicas

@@ -18,7 +18,7 @@ from windlass.checkpoint.commit import shortage
 from windlass.checkpoint.load import Choice, open_checkpoint, recover, rename_damaged
 from windlass.checkpoint.retention import policy_of, read_lineage
 from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import gather_state, restore
+from windlass.checkpoint.state_dict import named_state, restore, state_bytes
 from windlass.data.facts import describe
 from windlass.data.prepare import Data, data_dir, open_data
 from windlass.data.samples import real_tokens
@@ -199,7 +199,7 @@ def set_up(
     if (
         ranks.main
     ):  # an optimizer of torch has no state before its first step: say 8 bytes a parameter
-        size = gather_state(model, optimizer, 0, 1).total_bytes + (
+        size = state_bytes(named_state(model, optimizer)[0]) + (
             0 if optimizer.state else 8 * facts.sizes.trained
         )
         notes += shortages(plan, horizon, state.step, size)

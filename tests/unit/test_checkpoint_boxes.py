@@ -1,0 +1,133 @@
+"""Tensors in boxes: which boxes are valid, and any box read from any others."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.checkpoint import load
+from windlass.checkpoint.format import Chunk, TensorInfo
+from windlass.checkpoint.load import open_checkpoint, strips
+from windlass.checkpoint.save import Saver
+from windlass.checkpoint.state_dict import Slice, State, boxes, divide_rows
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
+
+@st.composite
+def shapes_and_boxes(draw: Any) -> tuple[tuple[int, ...], list[Box]]:
+    shape = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
+    count = draw(st.integers(0, 4))
+    drawn = []
+    for _ in range(count):
+        low = tuple(draw(st.integers(0, n - 1)) for n in shape)
+        drawn.append(
+            (low, tuple(draw(st.integers(1, n - o)) for o, n in zip(low, shape, strict=True)))
+        )
+    return shape, drawn
+
+
+def place(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(*box, strict=True))
+
+
+@given(shapes_and_boxes())
+@settings(max_examples=300, deadline=None)
+def test_boxes_are_valid_if_they_hold_each_element_once(case: tuple[Any, list[Box]]) -> None:
+    shape, drawn = case
+    counts = np.zeros(shape, dtype=int)
+    for box in drawn:
+        counts[place(box)] += 1
+    chunks = tuple(Chunk("state.json", 0, *box) for box in drawn)
+    problem = TensorInfo(dtype="F32", shape=shape, chunks=chunks).problem()
+    if (counts > 1).any():
+        assert "twice" in problem
+    else:
+        assert ("missing" in problem) == (counts == 0).any() and "twice" not in problem
+
+
+def grid(cuts: tuple[list[int], ...]) -> list[Box]:
+    """The boxes between cuts in each dimension, last one first."""
+    spans = [list(itertools.pairwise(ends)) for ends in cuts]
+    cells = [
+        (tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        for cell in itertools.product(*spans)
+    ]
+    return cells[::-1]
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        ([0, 6], [0, 5], [0, 7]),
+        ([0, 2, 6], [0, 5], [0, 7]),
+        ([0, 6], [0, 1, 4, 5], [0, 7]),
+        ([0, 6], [0, 5], [0, 3, 7]),
+        ([0, 1, 6], [0, 2, 5], [0, 6, 7]),
+    ],
+)
+@pytest.mark.parametrize(("short", "piece"), [(0, 8), (0, 10**6), (100, 64), (10**6, 10**6)])
+def test_any_box_is_read_from_any_boxes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: Any, short: int, piece: int
+) -> None:
+    monkeypatch.setattr(load, "SHORT_BYTES", short)
+    monkeypatch.setattr(load, "PIECE_BYTES", piece)
+    shape = tuple(ends[-1] for ends in cuts)
+    whole = torch.randn(shape, dtype=torch.float64)
+    saver = Saver(tmp_path / "checkpoints", background=False)
+    slices = [Slice("x", whole[place(box)], shape, box[0]) for box in grid(cuts)]
+    saver.save(1, State(slices, {}, whole.nbytes), {})
+    [outcome] = saver.poll()
+    assert not outcome.error
+    checkpoint = open_checkpoint(outcome.path)
+    assert torch.equal(checkpoint.tensor("x"), whole)
+    for low in itertools.product((0, 3), (0, 2), (0, 1, 5)):
+        for high in itertools.product((4, 6), (3, 5), (6, 7)):
+            wanted = whole[tuple(map(slice, low, high))]
+            target = torch.full(wanted.shape, torch.nan, dtype=torch.float64)
+            checkpoint.read_into("x", low, target)
+            assert torch.equal(target, wanted)
+            spread = torch.full(wanted.shape[::-1], torch.nan, dtype=torch.float64).permute(2, 1, 0)
+            checkpoint.read_into("x", low, spread)  # into memory in another order
+            assert torch.equal(spread, wanted)
+
+
+def test_rows_are_read_as_they_lie_and_short_columns_with_their_neighbours() -> None:
+    mib = 2**20
+    assert list(strips((100, mib), (10, 0), (20, mib), 4)) == [
+        (mib * at, [at, 0], (4, mib)) for at in (10, 14)
+    ] + [(mib * 18, [18, 0], (2, mib))]
+    columns = list(strips((100, mib), (0, 0), (100, mib // 2), 4))
+    assert len(columns) == 100 and all(shape == (1, mib // 2) for _, _, shape in columns)
+    assert list(strips((100, 64), (0, 0), (100, 8), 4)) == [(0, [0, 0], (100, 64))]
+    assert list(strips((), (), (), 4)) == [(0, [], ())]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 5))
+def test_ranks_divide_rows_without_gaps(rows: list[int], world: int) -> None:
+    tensors = {str(i): torch.zeros(n, 3) for i, n in enumerate(rows)}
+    shares = [divide_rows(tensors, rank, world) for rank in range(world)]
+    for name, tensor in tensors.items():
+        pieces = [share[name] for share in shares if name in share]
+        assert [0, *(end for _, end in pieces)] == [*(first for first, _ in pieces), len(tensor)]
+    sizes = [sum(last - first for first, last in share.values()) for share in shares]
+    assert max(sizes) - min(sizes) <= 2
+
+
+def test_a_local_tensor_of_several_runs_is_several_boxes() -> None:
+    """Rows 2, 3, 8, 9 and columns 1, 5 of a whole tensor; local rows 1 to 3."""
+    local = torch.arange(8).reshape(4, 2)
+    found = list(boxes(local[1:4], [[(2, 2), (8, 2)], [(1, 1), (5, 1)]], first=1))
+    assert [(offsets, box.tolist()) for offsets, box in found] == [
+        ((3, 1), [[2]]),
+        ((3, 5), [[3]]),
+        ((8, 1), [[4], [6]]),
+        ((8, 5), [[5], [7]]),
+    ]
