@@ -107,16 +107,17 @@ def divide_rows(
     The tensors, laid end to end, are cut into `count` pieces of equal size. A row belongs to the
     piece in which it begins, so few tensors are cut. A scalar is one row.
     """
-    low, high = (sum(t.nbytes for t in tensors.values()) * i // count for i in (index, index + 1))
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    low, high = (sum(sizes.values()) * i // count for i in (index, index + 1))
     at, result = 0, dict[str, tuple[int, int]]()
     for name, tensor in tensors.items():
-        if tensor.numel():
+        if sizes[name]:
             rows = tensor.shape[0] if tensor.dim() else 1
-            row_bytes = tensor.nbytes // rows
+            row_bytes = sizes[name] // rows
             first, last = (min(max(-(-(end - at) // row_bytes), 0), rows) for end in (low, high))
             if last > first:
                 result[name] = (first, last)
-            at += tensor.nbytes
+            at += sizes[name]
     return result
 
 
@@ -214,6 +215,9 @@ def boxes(
     """
     if runs:
         runs = [_window(runs[0], first, first + rows.shape[0]), *runs[1:]]
+    if all(len(of_dim) == 1 for of_dim in runs):
+        yield tuple(of_dim[0][0] for of_dim in runs), rows
+        return
     ends = [list(itertools.accumulate(size for _, size in of_dim)) for of_dim in runs]
     for places in itertools.product(*(range(len(of_dim)) for of_dim in runs)):
         box = [of_dim[place] for of_dim, place in zip(runs, places, strict=True)]
