@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.full]
 
 @pytest.mark.timeout(600)
 def test_strong_scaling_over_two_hosts(cluster: Cluster, settings, tmp_path):
-    """Each cell after its check, whose rates the study has; the probe on the first host; a second call submits nothing."""
+    """A cell measures the rates; the probe runs on the first host; a second call submits nothing."""
     path, words = (
         tmp_path / "study",
         [*settings(None, **DDP), "parallel.device=cpu", "--nodes", "1,2"],

@@ -61,9 +61,7 @@ def test_killed_in_the_middle_of_a_probe_it_is_measured_anew(words, tmp_path):
     )
     done = windlass(*given, timeout=300)
     (probe,) = (path / "probes").iterdir()
-    assert (
-        probe.name.startswith("world=2-") and read_json(probe / "probe.json")["state"] == "finished"
-    )
+    assert read_json(probe / "probe.json")["state"] == "finished"
     for run in ("0", "1"):
         (start,) = [event for event in Run(probe / run).events if event["event"] == "started"]
         assert (start["world"], start["strategy"], start["global_batch"]) == (

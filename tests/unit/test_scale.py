@@ -7,7 +7,7 @@ import pytest
 from scaling_fixtures import SETTINGS, phases, write_run
 
 from helpers import refused, windlass
-from windlass import scale
+from windlass import scale, sweep
 from windlass.fileio import read_json
 from windlass.processes import thread_share
 from windlass.recipe import Recipe, study_presets
@@ -231,11 +231,12 @@ def test_a_study_is_continued_and_grows(tmp_path):
 
 
 def test_a_study_over_hosts_is_shown_and_not_trained_here(tmp_path):
-    study = study_of(tmp_path / "study", nodes=(1, 2))
-    assert (
-        scale(study.path) == study
-        and [result.state for result in study.results()] == ["waiting"] * 2
-    )
+    path = tmp_path / "study"
+    study = scale("quickstart", (1, 2), {"train.steps": 7}, nodes=(1, 2), path=path)
+    assert study.recipe.train.steps == 7 and scale(path) == scale(study) == study
+    assert [result.state for result in study.results()] == ["waiting"] * 2
+    with refused("windlass submit"):
+        sweep(path)
     assert not (study.path / "runs").exists() and not (study.path / "machine.json").exists()
 
 
@@ -353,6 +354,9 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
     assert "--array=3" in one and "--retry-failed" not in one
     one, two = windlass(*words, "--retry-failed").stdout.split("#!/bin/bash")[1:]
     assert "--array=0,3" in one and '--only "$task" --launch --retry-failed &' in one
+    submitted = ["submit", "study", "--gpus-per-node", "2", "--scheduler", "slurm", "--dry-run"]
+    for script in windlass(*submitted).stdout.split("#!/bin/bash")[1:]:
+        assert "jobs/1-nodes" in script or "jobs/2-nodes" in script
     cpu = [
         "scale",
         "quickstart",

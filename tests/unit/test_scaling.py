@@ -25,6 +25,21 @@ from windlass.study.projection import projections
 from windlass.study.setups import SETUP_MEASURES, STEP_TIMES, read_setups, windows
 from windlass.study.study import Study
 
+
+@pytest.fixture
+def build(tmp_path):
+    """Builds a study in a new directory; a step takes a number of ms, by ranks, or as computed."""
+
+    def make(scaling, cells, took, **rest):
+        def step(assignment):
+            return phases(took[assignment[WORLD]] if isinstance(took, dict) else took)
+
+        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        return build_scaling(path, scaling, cells, took if callable(took) else step, **rest)
+
+    return make
+
+
 PARAMETERS = count(Recipe.load("quickstart", SETTINGS).model, VOCAB).total
 
 
@@ -51,14 +66,8 @@ def stamp_after(line, seconds):
     return datetime.fromtimestamp(timestamp(line) + seconds, UTC).isoformat()
 
 
-def test_a_probe_counts_from_where_all_its_ranks_were_running(tmp_path):
-    study = build_scaling(
-        tmp_path / "s",
-        Scaling("strong"),
-        worlds(1, 2),
-        lambda a: phases(60.0),
-        probe=lambda a: phases(50.0),
-    )
+def test_a_probe_counts_from_where_all_its_ranks_were_running(build):
+    study = build(Scaling("strong"), worlds(1, 2), 60.0, probe=lambda a: phases(50.0))
     [directory] = (study.path / "probes").iterdir()
     first, late = (Run(directory / str(rank)) for rank in range(2))
     delay = 1.5 * (timestamp(first.lines("train")[1]) - timestamp(first.lines("train")[0]))
@@ -71,11 +80,9 @@ def test_a_probe_counts_from_where_all_its_ranks_were_running(tmp_path):
     assert read_setups(study)[1].values["exposed_ms"] == pytest.approx(60 - 50)
 
 
-def test_strong_speed_up_efficiency_and_karp_flatt_against_the_smallest_world(tmp_path):
+def test_strong_speed_up_efficiency_and_karp_flatt_against_the_smallest_world(build):
     took = {2: 100.0, 4: 60.0, 8: 50.0}
-    study = build_scaling(
-        tmp_path / "s", Scaling("strong"), worlds(4, 2, 8), lambda a: phases(took[a[WORLD]])
-    )
+    study = build(Scaling("strong"), worlds(4, 2, 8), took)
     two, four, eight = read_setups(study)
     assert [row.name for row in (two, four, eight)] == [
         "1 host, 2 ranks",
@@ -103,12 +110,10 @@ def test_strong_speed_up_efficiency_and_karp_flatt_against_the_smallest_world(tm
     assert any("low efficiency, 50 %" in text for text in eight.remarks) and not four.remarks
 
 
-def test_fixed_data_compares_times_of_a_sample(tmp_path):
+def test_fixed_data_compares_times_of_a_sample(build):
     cells = worlds(1, 2, 4, train__global_batch=lambda n: 2 * n)
     took = {1: 100.0, 2: 110.0, 4: 125.0}
-    study = build_scaling(
-        tmp_path / "s", Scaling("fixed-data"), cells, lambda a: phases(took[a[WORLD]])
-    )
+    study = build(Scaling("fixed-data"), cells, took)
     one, two, four = read_setups(study)
     assert [row.values["global_batch"] for row in (one, two, four)] == [2, 4, 8]
     assert [row.values["efficiency"] for row in (one, two, four)] == pytest.approx(
@@ -119,19 +124,14 @@ def test_fixed_data_compares_times_of_a_sample(tmp_path):
 
 
 @pytest.mark.parametrize("grow", ["batch", "model"])
-def test_weak_efficiency_is_baseline_over_current_time_of_a_step(tmp_path, grow):
+def test_weak_efficiency_is_baseline_over_current_time_of_a_step(build, grow):
     more = (
         {"train__global_batch": lambda n: 2 * n}
         if grow == "batch"
         else {"model__layers": lambda n: 2 * n}
     )
     took = {1: 100.0, 2: 125.0}
-    study = build_scaling(
-        tmp_path / "s",
-        Scaling("weak", grow),
-        worlds(1, 2, **more),
-        lambda a: phases(took[a[WORLD]]),
-    )
+    study = build(Scaling("weak", grow), worlds(1, 2, **more), took)
     one, two = read_setups(study)
     assert two.values["efficiency"] == pytest.approx(0.8) and two.values[
         "speedup"
@@ -147,10 +147,9 @@ def test_weak_efficiency_is_baseline_over_current_time_of_a_step(tmp_path, grow)
         ), "as an exercise prints it"
 
 
-def test_medians_over_repeats_with_their_spread(tmp_path):
+def test_medians_over_repeats_with_their_spread(build):
     took = {1: 10.0, 2: 30.0, 3: 20.0}
-    study = build_scaling(
-        tmp_path / "s",
+    study = build(
         Scaling("strong", repeats=3),
         worlds(1, 2, repeats=3),
         lambda a: phases(took[a[REPEAT]]),
@@ -168,14 +167,14 @@ def test_medians_over_repeats_with_their_spread(tmp_path):
     )
 
 
-def test_the_parts_of_a_step_sum_to_it_and_a_negative_difference_is_said_to_be_noise(tmp_path):
+def test_the_parts_of_a_step_sum_to_it_and_a_negative_difference_is_said_to_be_noise(build):
     def step(a):
         return phases({1: 100.0, 2: 60.0, 4: 20.0}[a[WORLD]], data=3.0)
 
     def probe(a):
         return phases({2: 50.0, 4: 25.0}[a[WORLD]], data=1.0)
 
-    study = build_scaling(tmp_path / "s", Scaling("strong"), worlds(1, 2, 4), step, probe=probe)
+    study = build(Scaling("strong"), worlds(1, 2, 4), step, probe=probe)
     for row in read_setups(study):
         assert sum(row.values.get(name, 0.0) for name in STEP_TIMES) == pytest.approx(
             row.values["step_ms"]
@@ -186,12 +185,11 @@ def test_the_parts_of_a_step_sum_to_it_and_a_negative_difference_is_said_to_be_n
     got = [two.values[name] for name in ("compute_ms", "exposed_ms", "data_ms", "host_ms")]
     assert got == pytest.approx([45, 57 - 49, 3, 4])
     assert four.values["exposed_ms"] == 0 and any("noise" in text for text in four.remarks)
-    assert "communication grew most" in " ".join(build_low(tmp_path).remarks)
+    assert "communication grew most" in " ".join(build_low(build).remarks)
 
 
-def build_low(tmp_path):
-    study = build_scaling(
-        tmp_path / "low",
+def build_low(build):
+    study = build(
         Scaling("strong"),
         worlds(1, 2),
         lambda a: phases({1: 100.0, 2: 90.0}[a[WORLD]]),
@@ -200,15 +198,9 @@ def build_low(tmp_path):
     return read_setups(study)[1]
 
 
-def test_without_a_probe_communication_has_a_reason_and_no_number(tmp_path):
-    study = build_scaling(
-        tmp_path / "s",
-        Scaling("strong"),
-        worlds(1, 2),
-        lambda a: phases(50.0),
-        probe=lambda a: phases(25.0),
-    )
-    probe = next((tmp_path / "s" / "probes").glob("*/probe.json"))
+def test_without_a_probe_communication_has_a_reason_and_no_number(build):
+    study = build(Scaling("strong"), worlds(1, 2), 50.0, probe=lambda a: phases(25.0))
+    probe = next((study.path / "probes").glob("*/probe.json"))
     probe.write_text('{"state": "failed", "reason": "exit code 1: out of memory"}')
     row = read_setups(study)[1]
     assert (
@@ -218,15 +210,8 @@ def test_without_a_probe_communication_has_a_reason_and_no_number(tmp_path):
     assert row.missing["predicted_ms"] == "the rates of these hosts and ranks were not measured"
 
 
-def test_every_number_is_there_or_has_a_reason_and_cells_that_wait_or_failed_are_rows(tmp_path):
-    study = build_scaling(
-        tmp_path / "s",
-        Scaling("strong"),
-        worlds(1, 2, 4),
-        lambda a: phases(50.0),
-        waiting=[2],
-        failed=[1],
-    )
+def test_every_number_is_there_or_has_a_reason_and_cells_that_wait_or_failed_are_rows(build):
+    study = build(Scaling("strong"), worlds(1, 2, 4), 50.0, waiting=[2], failed=[1])
     for row in read_setups(study):
         assert set(SETUP_MEASURES) == set(row.values) & set(SETUP_MEASURES) | set(row.missing)
         assert all(row.missing.values()) and not set(row.values) & set(row.missing)
@@ -240,39 +225,34 @@ def test_every_number_is_there_or_has_a_reason_and_cells_that_wait_or_failed_are
         "not run yet",
         4,
     )
-    alone = build_scaling(
-        tmp_path / "t", Scaling("strong"), worlds(1, 2), lambda a: phases(50.0), waiting=[0]
-    )
+    alone = build(Scaling("strong"), worlds(1, 2), 50.0, waiting=[0])
     assert (
         read_setups(alone)[1].missing["efficiency"]
         == "the baseline, 1 host, 1 rank, has no numbers"
     )
-    short = build_scaling(
-        tmp_path / "u", Scaling("strong", warmup=20), worlds(1), lambda a: phases(50.0)
-    )
+    short = build(Scaling("strong", warmup=20), worlds(1), 50.0)
     assert (
         read_setups(short)[0].missing["step_ms"]
         == "no line of the ledger begins after 20 steps of warm-up"
     )
 
 
-def test_oversubscribed_cores_are_said(tmp_path):
+def test_oversubscribed_cores_are_said(build):
     cells = [{WORLD: 2, NODES: 1}, {WORLD: 4, NODES: 2}, {WORLD: 8, NODES: 2}]
-    study = build_scaling(tmp_path / "s", Scaling("strong"), cells, lambda a: phases(50.0), cores=4)
+    study = build(Scaling("strong"), cells, 50.0, cores=4)
     two, four, eight = read_setups(study)
     assert not [text for text in two.remarks + four.remarks if "oversubscribed" in text]
     assert "4 ranks with 8 threads share the 4 cores of node-0" in " ".join(eight.remarks)
     assert (four.hosts, four.name) == ({"node-0", "node-1"}, "2 hosts, 4 ranks")
 
 
-def test_a_projection_rests_on_ranks_that_do_not_take_turns(tmp_path):
+def test_a_projection_rests_on_ranks_that_do_not_take_turns(build):
     """Of 1, 2 and 4 ranks with two threads each on 4 cores, 2 are projected from."""
     scaling, measured = Scaling("strong", project=(4, 8)), rates("1x1", "1x2", "1x4")
-    study = build_scaling(
-        tmp_path / "s",
+    study = build(
         scaling,
         worlds(1, 2, 4),
-        lambda a: phases(50.0),
+        50.0,
         probe=lambda a: phases(40.0 / a[WORLD]),
         rates=measured,
         cores=4,
@@ -332,7 +312,7 @@ def test_ring_formulas_of_the_collectives():
     )
 
 
-def test_predicted_time_by_measured_rates(tmp_path):
+def test_predicted_time_by_measured_rates(build):
     measured = rates("1x4", tflops=2.0)["1x4"]
     at = [
         bus_bandwidth_at(measured["collectives"], "all_reduce", size)
@@ -351,13 +331,7 @@ def test_predicted_time_by_measured_rates(tmp_path):
     unmeasured = step_time(measured_rates(measured, Layout("ddp", 4, precision="bf16")), 1.0)
     assert unmeasured.compute is None and "in bf16" in unmeasured.reason
 
-    study = build_scaling(
-        tmp_path / "s",
-        Scaling("strong"),
-        worlds(1, 2),
-        lambda a: phases(50.0),
-        rates=rates("1x2", "1x1"),
-    )
+    study = build(Scaling("strong"), worlds(1, 2), 50.0, rates=rates("1x2", "1x1"))
     one, two = read_setups(study)
     flops = flops_per_token(Recipe.load("quickstart", SETTINGS).model, VOCAB) * 8 * 32
     assert one.values["predicted_ms"] == pytest.approx(1e3 * flops / 1e11)
@@ -369,17 +343,10 @@ def test_predicted_time_by_measured_rates(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["strong", "fixed-data"])
-def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(tmp_path, mode):
+def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(build, mode):
     grow = {"train__global_batch": lambda n: 8 * n} if mode == "fixed-data" else {}
     scaling, ranks = Scaling(mode, project=(2, 8, 16)), rates("1x1", "1x2")
-    study = build_scaling(
-        tmp_path / "s",
-        scaling,
-        worlds(1, 2, **grow),
-        lambda a: phases(50.0),
-        probe=lambda a: phases(41.0),
-        rates=ranks,
-    )
+    study = build(scaling, worlds(1, 2, **grow), 50.0, probe=lambda a: phases(41.0), rates=ranks)
     table = read_setups(study)
     (within, eight, sixteen), basis = projections(Study.open(study.path), table)
     assert within.step_ms is None and within.reason.startswith("within")
@@ -399,7 +366,7 @@ def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(tm
     assert ("8 samples are fewer than 16 ranks" in sixteen.reason) is (mode == "strong")
 
 
-def test_a_projection_updates_the_parameters_that_a_rank_would_have(tmp_path):
+def test_a_projection_updates_the_parameters_that_a_rank_would_have(build):
     """A quarter of them among four times the ranks, if the optimizer state is sharded; more, if layers grow."""
     for name, settings, scaling, cells in (
         (
@@ -415,11 +382,10 @@ def test_a_projection_updates_the_parameters_that_a_rank_would_have(tmp_path):
             worlds(1, 2, model__layers=lambda n: 2 * n),
         ),
     ):
-        study = build_scaling(
-            tmp_path / name,
+        study = build(
             scaling,
             cells,
-            lambda a: phases(50.0),
+            50.0,
             probe=lambda a: phases(41.0),
             rates=rates("1x1", "1x2"),
             settings=settings,
@@ -442,26 +408,22 @@ def test_a_projection_updates_the_parameters_that_a_rank_would_have(tmp_path):
             assert eight.compute_ms == pytest.approx(passes * ratio + update * many / few + rest)
 
 
-def test_the_ideal_line_and_the_efficiency_have_one_baseline(tmp_path):
+def test_the_ideal_line_and_the_efficiency_have_one_baseline(build):
     """The smallest number of ranks, though more hosts have it; without its numbers nothing is compared with another."""
     cells = [{WORLD: 4, NODES: 1}, {WORLD: 2, NODES: 2}, {WORLD: 8, NODES: 2}]
     took = {2: 100.0, 4: 60.0, 8: 50.0}
-    study = build_scaling(
-        tmp_path / "s", Scaling("strong"), cells, lambda a: phases(took[a[WORLD]])
-    )
+    study = build(Scaling("strong"), cells, took)
     table = read_setups(study)
     throughput, efficiency = scaling_charts(study.scaling, table)[:2]
     measured, ideal = (one.y for one in throughput.series)
     assert (measured / ideal * 100).tolist() == pytest.approx(efficiency.series[0].y.tolist())
     assert efficiency.series[0].y.tolist() == pytest.approx([100 / 60 / 2 * 100, 100, 50])
-    waits = build_scaling(
-        tmp_path / "t", Scaling("strong"), worlds(1, 2, 4), lambda a: phases(50.0), waiting=[0]
-    )
+    waits = build(Scaling("strong"), worlds(1, 2, 4), 50.0, waiting=[0])
     first, second = scaling_charts(waits.scaling, read_setups(waits))
     assert len(first.series) == 1 and second.id == "scaling-memory"
 
 
-def test_strategies_have_a_pareto_front_and_one_is_recommended(tmp_path):
+def test_strategies_have_a_pareto_front_and_one_is_recommended(build):
     took = {"ddp": (100.0, 900.0), "shard_grad_op": (101.0, 500.0), "full_shard": (150.0, 400.0)}
     took["hybrid_shard"] = (160.0, 450.0)
 
@@ -475,7 +437,7 @@ def test_strategies_have_a_pareto_front_and_one_is_recommended(tmp_path):
         for name in took
     ]
     cells = [{"parallel.shard_size": 0} | one for one in cells]
-    study = build_scaling(tmp_path / "s", Scaling("strategies"), cells, step)
+    study = build(Scaling("strategies"), cells, step)
     table = {row.assignment["parallel.strategy"]: row for row in read_setups(study)}
     assert [name for name, row in table.items() if row.values["pareto"]] == [
         "ddp",
@@ -489,8 +451,8 @@ def test_strategies_have_a_pareto_front_and_one_is_recommended(tmp_path):
     assert table["ddp"].missing["efficiency"] == "all setups have the same number of ranks"
 
 
-def test_blocks_of_our_own_model_are_what_fsdp_sends(tmp_path):
-    study = build_scaling(tmp_path / "s", Scaling("strong"), worlds(1), lambda a: phases(50.0))
+def test_blocks_of_our_own_model_are_what_fsdp_sends(build):
+    study = build(Scaling("strong"), worlds(1), 50.0)
     row = read_setups(study)[0]
     assert row.work.tensors == Tensors(
         PARAMETERS, PARAMETERS, block_parameters(row.recipe.model), 2
@@ -498,10 +460,8 @@ def test_blocks_of_our_own_model_are_what_fsdp_sends(tmp_path):
     assert row.values["flops_per_device"] == row.work.flops_per_token * 8 * 32
 
 
-def test_a_model_of_transformers_is_counted_by_its_parameters(tmp_path):
-    study = build_scaling(
-        tmp_path / "s", Scaling("strong"), worlds(1), lambda a: phases(50.0), device="NVIDIA X1"
-    )
+def test_a_model_of_transformers_is_counted_by_its_parameters(build):
+    study = build(Scaling("strong"), worlds(1), 50.0, device="NVIDIA X1")
 
     def other_model(line):
         network = {"architecture": "bloom", "layers": 2, "heads": 2, "width": 64, "vocab": VOCAB}
@@ -520,25 +480,18 @@ def test_a_model_of_transformers_is_counted_by_its_parameters(tmp_path):
     )
 
 
-def test_from_one_rank_nothing_is_projected(tmp_path):
-    study = build_scaling(
-        tmp_path / "s",
-        Scaling("strong", project=(4,)),
-        worlds(1),
-        lambda a: phases(50.0),
-        rates=rates("1x1"),
-    )
+def test_from_one_rank_nothing_is_projected(build):
+    study = build(Scaling("strong", project=(4,)), worlds(1), 50.0, rates=rates("1x1"))
     [four], basis = projections(study, read_setups(study))
     assert (four.step_ms, basis) == (None, "") and "only one rank was measured" in four.reason
 
 
-def test_a_probe_with_more_padding_counts_by_the_tokens_of_the_step(tmp_path):
+def test_a_probe_with_more_padding_counts_by_the_tokens_of_the_step(build):
     """A rank's step has 4 x 32 tokens, its probe's 160: forward and backward take 128/160 of the probe's, nothing else does."""
-    study = build_scaling(
-        tmp_path / "s",
+    study = build(
         Scaling("strong"),
         worlds(1, 2),
-        lambda a: phases(50.0),
+        50.0,
         probe=lambda a: phases(40.0) | {"padded_tokens_per_s": 160 / 40e-3},
     )
     values = read_setups(study)[1].values

@@ -63,6 +63,8 @@ def test_a_report_of_the_same_ledgers_is_the_same_to_the_byte(strong, tmp_path):
     first, _, drawn = (report(strong.path, tmp_path / name, plots=name == "c") for name in "abc")
     for path in (first.page, first.markdown, *first.tables):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+    again = strong.report(tmp_path / "d", plots=False)
+    assert again.page.read_bytes() == first.page.read_bytes()
     names = {path.name for path in first.tables}
     assert {
         f"{x}.{kind}" for x in ("scaling", "meters", "projected") for kind in ("csv", "tex")

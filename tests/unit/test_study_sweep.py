@@ -178,7 +178,8 @@ def test_data_are_prepared_before_the_first_cell_and_once_for_all(tmp_path, monk
             path=tmp_path / "none",
         )
     assert not begun and not prepared
-    sweeps.sweep(recipe, seeds, path=tmp_path / "seeds")
+    study = sweeps.sweep(recipe, seeds, {"train.steps": 3}, path=tmp_path / "seeds")
+    assert {cell.recipe.train.steps for cell in study.cells} == {3}
     assert prepared == [tmp_path / "data"] and Index.load(prepared[0]) and len(begun) == 1
     own = recipe.replace({"data.dir": ""})
     monkeypatch.chdir(tmp_path)
