@@ -18,11 +18,11 @@ from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Horizon
 from windlass.recipe.settings import CheckpointSettings
+from windlass.telemetry.measures import lower_is_better
 
 # The reason of a checkpoint: due; the best so far, though not due; written because the run had to stop; a run's end.
 PERIODIC, BEST, EMERGENCY, FINAL = "periodic", "best", "signal", "final"
 LOSS = "loss"
-"""The one suite of whose measures (see `checkpoint.best`) less is better."""
 SAME_ITEMS = ("samples", "items", "items_hash")
 """The fields of an `eval` line that say what it was measured on; of the validation set it is the first `samples`."""
 LINEAGE = "lineage.json"
@@ -108,10 +108,6 @@ def comparable(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [
         line for line in lines if all(line.get(key) == lines[-1].get(key) for key in SAME_ITEMS)
     ]
-
-
-def lower_is_better(measure: str) -> bool:
-    return measure.split(".", maxsplit=1)[0] == LOSS  # also of `loss.bits_per_byte`
 
 
 def ranked(scores: Mapping[int, float], measure: str) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from windlass.checkpoint.retention import LOSS, lower_is_better
+from windlass.checkpoint.retention import LOSS
 from windlass.reports.charts import Chart, Series, pattern
 from windlass.reports.tables import Column, Table, label, measures
 from windlass.reports.text import show
@@ -23,6 +23,7 @@ from windlass.study.grid import SEED, short_names
 from windlass.study.grid import label as label_of
 from windlass.study.results import CellResult, SeedGroup
 from windlass.study.study import Study
+from windlass.telemetry.measures import lower_is_better
 from windlass.variables import scrub
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from windlass.checkpoint.retention import lower_is_better
 from windlass.study.results import CellResult, Evaluation
 from windlass.study.study import Study
+from windlass.telemetry.measures import lower_is_better
 
 
 class Halving:

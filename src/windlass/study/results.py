@@ -14,7 +14,6 @@ from windlass.checkpoint.retention import (
     LOSS,
     best_step,
     comparable,
-    lower_is_better,
     scores_by_step,
 )
 from windlass.errors import UserError
@@ -23,6 +22,7 @@ from windlass.recipe import NON_SEMANTIC
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.compare import BITS, Evaluated, common_measure, evaluated
 from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label
+from windlass.telemetry.measures import lower_is_better
 from windlass.telemetry.timing import throughput
 
 RECENT = 10  # logged steps from which the time left is computed

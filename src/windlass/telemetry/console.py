@@ -164,7 +164,7 @@ class Console:
         memory is measured."""
         # the time left is by the time from the first logged step on, evaluations and saves in it:
         # what came before (imports, compiling, the evaluation at step 0) does not come again
-        begins, self._step = self._first is None, line["step"]
+        self._step = line["step"]
         self._first = self._first or (time.monotonic(), self._step)
         done = self._step - self._first[1]
         seconds_per_step = (
@@ -172,19 +172,14 @@ class Console:
         )
         shown = line | {"left_s": (self.steps - self._step) * seconds_per_step}
         shown |= {"mtps": line["tokens_per_s"] / 1e6} if "tokens_per_s" in line else {}
-        present = [m for m in measures.TRAIN.values() if m.terminal and m.name in shown]
-        texts = [m.terminal(float(shown[m.name])) for m in present if m.terminal]
-        hidden = sum(m.detail for m in present) if self._live is not None else 0
-        self._numbers = texts[: len(texts) - hidden]
+        present = [m for m in measures.TRAIN.values() if m.console and m.name in shown]
+        texts = {m: m.on_console(float(shown[m.name])) for m in present}
+        live = self._live is not None
+        self._numbers = [text for m, text in texts.items() if not (live and m.detail)]
         # A notebook wraps a long line, and the next one could not take its place.
         width = NOTEBOOK if "ipykernel" in sys.modules else terminal.size(self._stream).columns
-        if begins:
-            legends = [m.legend for m in present]
-            fitting = self._fitting(width).count(" | ") - bool(self._doing)
-            self._write_log(f"{'legend':<8}{'; '.join(legends)}")
-            self._show(f"{'legend':<8}{'; '.join(legends[:fitting])}", indent=" " * 8)
         self._draw()
-        self._write_log(" | ".join([f"step {self._step}/{self.steps}", *texts]))
+        self._write_log(" | ".join([f"step {self._step}/{self.steps}", *texts.values()]))
         if self._live is None:
             # In a notebook the next line takes the place of this one, which the last step leaves
             # standing.
@@ -194,8 +189,8 @@ class Console:
     def eval(self, line: Line) -> None:
         suite, self._doing = line.get("suite", "loss"), ""
         shown = [] if suite == "loss" else [suite]
-        known = [m for m in measures.EVAL.values() if m.short and m.name in line]
-        shown += [f"{m.short} {float(line[m.name]):.4f}" for m in known]
+        known = [m for m in measures.EVAL.values() if m.words and m.name in line]
+        shown += [f"{m.words} {float(line[m.name]):.4f}" for m in known]
         if suite.startswith("own:"):
             new = {k: v for k, v in line.items() if k not in measures.EVAL and isinstance(v, float)}
             shown += [f"{key} {value:.4f}" for key, value in new.items()]

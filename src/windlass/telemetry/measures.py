@@ -1,17 +1,19 @@
-"""Every number that Windlass shows, declared once.
+"""Every number that Windlass shows, declared once. No torch.
 
-The console, the trackers, tables, charts, the page, scaling studies, model cards and the
-documentation select from here. A number of a ledger line has the line's kind and its field; a
-measure of a whole run has its name in tables and CSV. A suite of one's own and lm-eval's tasks have
-scores that are declared nowhere: `measure` gives them default properties. No torch.
+The console, trackers, tables, charts, the page, scaling studies, published tables, the model card
+and the documentation select their numbers here. A new number is one line of a table below.
+
+A field that a callback, lm-eval or a user's own suite writes is not declared. `of_eval` gives it the
+properties of a score.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
+from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import PLACE
 
 
@@ -20,33 +22,80 @@ class Measure:
     """A number and how it is shown.
 
     Attributes:
-        name: field of its ledger line, or name in tables and CSV.
-        heading: over a column or chart.
-        kind: format of the value in tables (see `reports.text.show`): `loss`, `score`, `count`,
-            `rate`, `share`, `mb`, `hours`, `duration`, `amount`.
-        unit: of the value.
-        role: a `score` says how good a model is, and a `derived` number follows from a score;
-            `count` is an amount of work; `place` locates the line in the run; `other` is everything
-            else, as speeds.
-        better: the better direction of a score.
-        short: heading in narrow places, as the terminal and the top of the page.
-        tracker: name in the trackers; empty: they do not get it.
-        terminal: the value in a step's line on the terminal; None: it is not there.
-        legend: meaning, for the log's legend and the documentation.
-        detail: whether the live line of a terminal leaves it out.
+        name: the field of its ledger line, or the name in tables and CSV.
+        heading: the title of a column or chart; by default the name in words.
+        kind: the format in tables (see `reports.text.show`): `loss`, `score`, `count`, `rate`,
+            `share`, `mb`, `hours`, `duration`, `amount`, `giga`; empty: text.
+        unit: of a chart's axis.
+        role: a `score` says how good the model is; a `derived` number follows from a score.
+            `other` numbers, as speeds, and a `count` of work say nothing about the model. `place` is
+            bookkeeping: it locates the line in the run.
+        better: the better direction of a score, `higher` or `lower`.
+        words: the name in a sentence, in a legend, and in an evaluation's line of the terminal.
+        short: the heading in the terminal; empty: the heading.
+        console: the text in a step's line of the terminal, with a format that `Shown` knows; empty:
+            it is not there. A text that ends in ` *` leaves the live line room for its bar.
+        tracker: the name in the trackers; empty: they do not get it.
+        chart: the chart that draws it. The first measure of a chart gives its title and unit.
+        results: the heading in a run's results, which show the last value; empty: they do not.
+        principal: whether people see it in a table of several runs; the CSV has it anyway.
+        meaning: a definition for the documentation.
     """
 
     name: str
     heading: str = ""
     kind: str = "score"
     unit: str = ""
-    role: Literal["score", "derived", "other", "count", "place"] = "score"
-    better: Literal["higher", "lower", ""] = ""
+    role: str = "score"
+    better: str = ""
+    words: str = ""
     short: str = ""
+    console: str = ""
     tracker: str = ""
-    terminal: Callable[[float], str] | None = None
-    legend: str = ""
-    detail: bool = False
+    chart: str = ""
+    results: str = ""
+    principal: bool = False
+    meaning: str = ""
+
+    @property
+    def title(self) -> str:
+        return self.heading or self.name.replace("_", " ").capitalize()
+
+    @property
+    def text(self) -> str:
+        """The name in a sentence or a legend."""
+        return self.words or self.name.replace("_", " ")
+
+    @property
+    def scale(self) -> float:
+        """The factor of a chart's values: shares are drawn in percent."""
+        return 100.0 if self.kind == "share" else 1.0
+
+    @property
+    def detail(self) -> bool:
+        """Whether only log.txt and outputs without a live line show it."""
+        return self.console.endswith(" *")
+
+    def on_console(self, value: float) -> str:
+        return self.console.removesuffix(" *").format(Shown(value))
+
+
+class Shown(float):
+    """A number with the formats of the console besides Python's own."""
+
+    def __format__(self, spec: str) -> str:
+        match spec:
+            case "short":
+                return short(self)
+            case "duration":
+                return duration(self)
+            case "share":
+                return f"{100 * self:.1f}%"
+            case "gb":  # from MB
+                return f"{self / 1e3:.2f} GB"
+            case "epoch":
+                return f"{self:.2f}" if self >= 0.1 else f"{self:.2g}"
+        return super().__format__(spec)
 
 
 def short(number: float) -> str:
@@ -59,195 +108,311 @@ def short(number: float) -> str:
 
 def duration(seconds: float) -> str:
     """A time in two units: 42s, 3m 05s, 2h 10m, 4d 03h."""
-    whole, parts = (
+    whole, units = (
         round(seconds),
         ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")),
     )
-    for size, unit, part, smaller in parts:
+    for size, unit, part, smaller in units:
         if whole >= size:
             return f"{whole // size}{unit} {whole % size // part:02d}{smaller}"
     return f"{whole}s"
 
 
-def _table(*measures: Measure) -> dict[str, Measure]:
-    return {measure.name: measure for measure in measures}
+def _table(fields: str, text: str, **same: Any) -> dict[str, Measure]:
+    """Measures from a table: a line for each, with the given fields between bars."""
+    names, measures = fields.split(), {}
+    for row in text.strip().splitlines():
+        cells = dict(zip(names, (cell.strip() for cell in row.split("|")), strict=False))
+        if "principal" in cells:
+            cells |= {"principal": bool(cells["principal"])}
+        measures[cells["name"]] = Measure(**(same | cells))
+    return measures
 
 
 TRAIN = _table(
-    Measure(
-        *("loss", "Training loss", "loss", "nats/token"),
-        better="lower",
-        tracker="train/loss",
-        terminal=lambda x: f"loss {x:.4f}",
-        legend="loss: of this step, nats per token",
-    ),
-    Measure(
-        *("left_s", "Time left", "duration", "s", "place"),
-        terminal=lambda x: f"{duration(x)} left",
-        legend="left: to the end, with evaluations and saves",
-    ),
-    Measure(
-        *("tokens_per_s", "Throughput", "rate", "tokens/s, all ranks", "other"),
-        tracker="throughput/tokens_per_s",
-        terminal=lambda x: f"{short(x)} tok/s",
-        legend="tok/s: tokens trained per second, all ranks",
-    ),
-    Measure(
-        *("lr", "Learning rate", "score", "", "other"),
-        tracker="train/lr",
-        terminal=lambda x: f"lr {x:.2e}",
-        legend="lr: learning rate",
-    ),
-    Measure(
-        *("epoch", "Epoch", "amount", "", "place"),
-        tracker="train/epoch",
-        terminal=lambda x: f"epoch {x:.2f}" if x >= 0.1 else f"epoch {x:.2g}",
-        legend="epoch: of the training data",
-    ),
-    Measure(
-        *("grad_norm", "Gradient norm", "score", "before clipping", "other"),
-        tracker="train/grad_norm",
-        terminal=lambda x: f"grad norm {x:.2f}",
-        legend="grad norm: before clipping",
-    ),
-    Measure(
-        *("mfu", "Model FLOPs utilisation", "share", "% of the device's peak", "other"),
-        tracker="throughput/mfu",
-        terminal=lambda x: f"MFU {100 * x:.1f}%",
-        legend="MFU: model FLOPs of the device's peak",
-    ),
-    Measure(
-        *("gpu_mem_mb", "GPU memory of rank 0", "mb", "MB", "other"),
-        terminal=lambda x: f"GPU mem {x / 1e3:.2f} GB",
-        legend="GPU mem: allocated by rank 0",
-    ),
-    Measure(
-        *("rss_mb", "Memory of rank 0's process", "mb", "MB", "other"),
-        terminal=lambda x: f"RAM {x / 1e3:.2f} GB",
-        legend="RAM: of rank 0",
-    ),
-    # The names that nanoGPT's descendants print.
-    Measure(
-        *("step_ms", "Time of a step", "rate", "ms", "other"),
-        tracker="time/step_ms",
-        terminal=lambda x: f"dt {x:.1f}",
-        legend="dt: ms of a step",
-        detail=True,
-    ),
-    Measure(
-        *("forward_ms", "Forward pass", "rate", "ms", "other"),
-        tracker="time/forward_ms",
-        terminal=lambda x: f"dtf {x:.1f}",
-        legend="dtf: ms of its forward pass",
-        detail=True,
-    ),
-    Measure(
-        *("backward_ms", "Backward pass", "rate", "ms", "other"),
-        tracker="time/backward_ms",
-        terminal=lambda x: f"dtb {x:.1f}",
-        legend="dtb: ms of its backward pass",
-        detail=True,
-    ),
-    Measure("optimizer_ms", "Optimizer", "rate", "ms", "other", tracker="time/optimizer_ms"),
-    Measure("data_ms", "Waiting for data", "rate", "ms", "other", tracker="time/data_ms"),
-    Measure(
-        *("samples_per_s", "Samples per second", "rate", "all ranks", "other"),
-        tracker="throughput/samples_per_s",
-        terminal=lambda x: f"sps {x:.4g}",
-        legend="sps: samples per second, all ranks",
-        detail=True,
-    ),
-    Measure(
-        *("mtps", "Million tokens per second", "rate", "all ranks", "other"),
-        terminal=lambda x: f"mtps {x:.3g}",
-        legend="mtps: million tokens per second, all ranks",
-        detail=True,
-    ),
-    Measure("tokens", "Tokens", "count", "", "count", tracker="train/tokens"),
-    Measure("samples", "Samples", "count", "", "count"),
-    Measure("loss_scale", "Loss scale", "score", "fp16", "other", tracker="train/loss_scale"),
-    Measure("attempt", "Attempt", "count", "", "place", tracker="run/attempt"),
+    "name words kind tracker console chart heading unit",
+    """
+loss | | loss | train/loss | loss {:.4f} | | Training loss | nats per token
+left_s | | duration | | {:duration} left
+tokens_per_s | tokens/s | rate | throughput/tokens_per_s | {:short} tok/s | throughput | Throughput |\
+ tokens/s, all ranks
+lr | learning rate | score | train/lr | lr {:.2e} | lr | Learning rate
+epoch | | amount | train/epoch | epoch {:epoch}
+grad_norm | gradient norm | score | train/grad_norm | grad norm {:.2f} | grad_norm | Gradient norm |\
+ before clipping
+mfu | MFU | share | throughput/mfu | MFU {:share} | mfu | Model FLOPs utilisation |\
+ % of the device's peak
+gpu_mem_mb | | mb | | GPU mem {:gb}
+rss_mb | | mb | | RAM {:gb}
+step_ms | whole step | rate | time/step_ms | dt {:.1f} * | step_time | Time of a step | ms
+forward_ms | forward | rate | time/forward_ms | dtf {:.1f} * | step_time
+backward_ms | backward | rate | time/backward_ms | dtb {:.1f} * | step_time
+optimizer_ms | optimizer | rate | time/optimizer_ms | | step_time
+data_ms | waiting for data | rate | time/data_ms | | step_time
+samples_per_s | samples/s | rate | throughput/samples_per_s | sps {:.4g} *
+mtps | | rate | | mtps {:.3g} *
+tokens | | count | train/tokens
+loss_scale | | score | train/loss_scale
+attempt | | count | run/attempt
+""",
+    role="other",
 )
-"""Fields of `train` lines by priority: a narrow terminal shows the first ones."""
+"""Fields of `train` lines in order of priority: a narrow terminal shows the first ones.
 
-EVAL = _table(
-    Measure(
-        "train_loss", "Training loss", "loss", "nats/token", better="lower", short="train loss"
+The terminal's dt, dtf, dtb, sps and mtps are the names that nanoGPT's descendants print.
+"""
+
+EVAL = {
+    **_table(
+        "name role better words heading",
+        """
+train_loss | score | lower | train loss
+loss | score | lower | val loss
+full_loss | score | lower | of all data | Loss, all data
+perplexity | derived | lower | perplexity
+full_perplexity | derived | lower | | Perplexity, all data
+bits_per_byte | score | lower
+full_bits_per_byte | score | lower | | Bits per byte, all data
+word_perplexity | score | lower
+byte_perplexity | score | lower
+""",
+        kind="loss",
     ),
-    Measure("loss", "Validation loss", "loss", "nats/token", better="lower", short="val loss"),
-    Measure(
-        *("full_loss", "Validation loss, all data", "loss", "nats/token"),
-        better="lower",
-        short="of all data",
+    **_table(
+        "name role kind words heading better",
+        """
+acc | score | loss | acc | | higher
+acc_norm | score | loss | acc norm | | higher
+acc_per_token | score | loss | | | higher
+exact_match | score | loss | exact match | | higher
+f1 | score | loss | f1 | F1 | higher
+samples_per_s | other | rate | | Samples/s
+tokens_per_s | other | rate | | Tokens/s
+runtime_s | other | duration | | Time
+items | count | count
+examples | count | count
+""",
     ),
-    Measure(
-        *("perplexity", "Perplexity", "loss", "", "derived"), better="lower", short="perplexity"
+    **_table(
+        "name",
+        "\n".join(
+            (
+                *PLACE,
+                *("samples", "tokens", "label_tokens", "train_samples", "train_tokens"),
+                *("full_samples", "full_tokens", "batches", "first_batch_s", "items_hash"),
+                *("event", "index", "hours", "comparable", "lower"),
+            )
+        ),
+        kind="count",
+        role="place",
     ),
-    Measure("full_perplexity", "Perplexity, all data", "loss", "", "derived", better="lower"),
-    Measure("bits_per_byte", "Bits per byte", "loss", "bits", better="lower"),
-    Measure("full_bits_per_byte", "Bits per byte, all data", "loss", "bits", better="lower"),
-    Measure("acc", "Accuracy", better="higher", short="acc"),
-    Measure("acc_norm", "Accuracy, normalised", better="higher", short="acc norm"),
-    Measure("acc_per_token", "Accuracy per token", better="higher"),
-    Measure("exact_match", "Exact match", unit="%", better="higher", short="exact match"),
-    Measure("f1", "F1", unit="%", better="higher", short="f1"),
-    Measure("runtime_s", "Time", "duration", "s", "other"),
-    Measure("samples_per_s", "Samples/s", "rate", "samples/s", "other"),
-    Measure("tokens_per_s", "Tokens/s", "rate", "tokens/s", "other"),
-    *(
-        Measure(name, heading, "count", "", "count")
-        for name, heading in (
-            ("items", "Items"),
-            ("examples", "Examples"),
-            ("batches", "Batches"),
-            ("samples", "Samples"),
-            ("tokens", "Tokens"),
-            ("label_tokens", "Unmasked labels"),
-            ("train_tokens", "Tokens of training data"),
-            ("train_samples", "Samples of training data"),
-            ("full_tokens", "Tokens of all data"),
-            ("full_samples", "Samples of all data"),
-        )
-    ),
-    *(
-        Measure(name, name.replace("_", " ").capitalize(), "count", "", "place")
-        for name in (*PLACE, "event", "index", "hours", "comparable", "first_batch_s", "items_hash")
-    ),
-)
-"""Fields of `eval` lines."""
+}
+"""Fields of `eval` lines in the order in which the terminal shows the ones with `words`."""
 
 DEVICE = _table(
-    Measure("util_pct", "Utilisation", "rate", "%", "other"),
-    Measure("mem_alloc_mb", "Memory allocated", "mb", "MB", "other"),
-    Measure("mem_reserved_mb", "Memory reserved", "mb", "MB", "other"),
-    Measure("mem_used_mb", "Memory in use by the driver's count", "mb", "MB", "other"),
-    Measure("rss_mb", "Resident memory", "mb", "MB", "other"),
-    Measure("power_w", "Power", "rate", "W", "other"),
+    "name tracker kind chart words heading unit",
+    """
+mem_alloc_mb | mem_alloc_mb | mb | memory | allocated | Device memory of each rank | MB
+mem_reserved_mb | mem_reserved_mb | mb | memory | reserved
+mem_used_mb | mem_used_mb | mb
+peak_alloc_mb | | mb
+rss_mb | rss_mb | mb | resident | resident | Memory of each rank's process | MB resident
+util_pct | util_pct | rate | utilisation | utilisation | Utilisation of each rank |\
+ %, in training steps only
+power_w | power_w | rate | power | power | Power of each device | W
+""",
+    role="other",
 )
-"""Fields of the samples of devices; a tracker gets their means between two `train` lines."""
+"""Fields of the samples of each rank's device; trackers get their means between two `train` lines."""
 
-SUMMARY = {
-    "final_loss": "final_train_loss",
-    "final_eval_loss": "final_val_loss",
-    "best_eval_loss": "best_val_loss",
-    "tokens_per_s_mean": "tokens_per_s",
-    "mfu_mean": "mfu",
-    "runtime_s": "duration_s",
-    "samples": "samples_trained",
-}
-"""The trackers' names of fields of the `summary` line; the other fields keep their own."""
+SUMMARY = _table(
+    "name tracker",
+    """
+final_loss | final_train_loss
+final_eval_loss | final_val_loss
+best_eval_loss | best_val_loss
+tokens_per_s_mean | tokens_per_s
+mfu_mean | mfu
+runtime_s | duration_s
+samples | samples_trained
+""",
+)
+"""Fields of the `summary` line with another name in the trackers, which get all of them."""
+
+RUN = _table(
+    "name kind heading principal",
+    """
+state | | State | yes
+steps | count | Steps | yes
+epochs | amount | Epochs
+tokens | count | Tokens | yes
+label_tokens | count | Tokens that count in the loss
+samples | count | Samples
+parameters | count | Parameters
+trainable | | Trainable parameters
+network | | Network
+world | count | Ranks
+train_loss | loss | Final training loss | yes
+train_loss_mean | loss | Training loss, mean of all steps of the run
+eval_loss | loss | Final evaluation loss | yes
+full_eval_loss | loss | Final evaluation loss, all validation data
+eval_perplexity | loss | Final perplexity
+best_eval_loss | loss | Best evaluation loss | yes
+best_eval_step | count | Step of the best evaluation
+eval_bits_per_byte | loss | Final bits per byte
+best_bits_per_byte | loss | Best bits per byte | yes
+best_measure | | Best checkpoint by | yes
+best_score | score | Best score of that measure | yes
+best_score_step | count | Step of that score
+train_samples_per_s | rate | Training speed (samples/s)
+samples_per_s_whole_run | rate | Training speed of the whole run, evaluations and saves included\
+ (samples/s)
+train_tokens_per_s | rate | Training speed (tokens/s) | yes
+train_steps_per_s | rate | Training speed (steps/s)
+eval_samples_per_s | rate | Evaluation speed (samples/s)
+steps_per_epoch | amount | Steps per epoch
+mem_alloc_mb | mb | Memory allocated per rank, mean (MB)
+mem_reserved_mb | mb | Memory reserved per rank, mean (MB)
+driver_mem_mb | mb | Memory in use by the driver's count, per device, mean (MB)
+peak_mem_mb | mb | Peak memory, fullest rank (MB) | yes
+device_mem_mb | mb | Memory of the device (MB)
+rss_mb | mb | Resident memory per rank, mean (MB)
+util_pct | rate | Device utilisation while training, mean (%) | yes
+util_std_pct | rate | Device utilisation while training, deviation (%)
+mfu | share | Model FLOPs utilisation | yes
+goodput | share | Goodput | yes
+runtime_s | duration | Runtime | yes
+startup_s | rate | Start-up (s): from the process's start to its first evaluation or step
+predicted_s | duration | Time to finish, predicted after 5 % of the steps
+actual_s | duration | Time it took, without repeated steps and restarts
+device_hours | hours | Device-hours | yes
+starts | count | Starts
+ended_early | | Ended early
+changed | | Settings changed
+""",
+)
+"""Numbers of a whole run by the name in CSV; `reports.view` computes them."""
+
+EPOCH_LOSS = "eval_loss_epoch_"  # and the number of the epoch: the loss at its end
+
+SETUP = _table(
+    "name kind short heading meaning words",
+    """
+layers | count | layers | Layers | layers of the model
+batch_per_device | amount | batch/rank | Samples of a rank in a step | samples per rank in a step
+global_batch | count | batch | Samples of a step | samples in a step
+parameters | count | parameters | Parameters | parameters of the model
+flops_per_device | giga | GFLOP/rank | GFLOP of a rank in a step | FLOPs per rank in a step
+step_ms | rate | step ms | Step (ms) | time of a step after the warm-up: the windows' median
+samples_per_s | rate | samples/s | Samples/s | samples in a step over its time
+steps_per_s | hours | steps/s | Steps/s | steps a second, after the warm-up
+util_pct | rate | util. % | Utilisation (%) | mean utilisation of the device in training steps
+exact_match | score | EM | Exact match | SQuAD's exact match at the last evaluation
+f1 | score | F1 | F1 | SQuAD's F1 at the last evaluation
+peak_mem_mb | mb | memory MB | Peak memory, fullest rank (MB) | allocated on a GPU, else resident
+pareto | | pareto | Pareto front | whether no setup is both faster and smaller in memory
+recommended | | best | Recommended | whether it is the recommended setup
+tokens_per_s_per_device | count | tok/s/rank | Tokens/s of a rank | tokens a second per rank
+mfu | share | MFU | MFU | model FLOPs utilisation
+speedup | hours | speed-up | Speed-up | throughput over the baseline's; weak: efficiency times N / N0
+efficiency | share | eff. | Efficiency | strong, fixed-data: T(N0) N0 / (T(N) N); weak: T(N0) / T(N)
+serial_fraction | hours | serial | Serial fraction | Karp-Flatt, with p = N / N0
+ratio | share | runtime÷ | Runtime ÷ baseline's | this runtime over the baseline's
+compute_ms | rate | compute | Computing (ms) | in a step: the probe's passes and update | computing
+exposed_ms | rate | comm. | Communication exposed (ms) | in a step: not hidden | communication
+data_ms | rate | data | Waiting for data (ms) | in a step: waiting for data | waiting for data
+host_ms | rate | host | Host (ms) | in a step: the rest | the host
+predicted_ms | rate | predicted | Predicted step (ms) | from the machine's measured rates
+predicted_error | share | error | Prediction's error | predicted over measured time, less 1
+train_loss_mean | loss | loss | Training loss, mean | mean training loss of the run's steps
+runtime_s | rate | runtime s | Runtime (s) | wall time of the whole run
+startup_s | rate | start-up s | Start-up (s) | from the process's start to its first step
+compile_s | rate | compile s | Compiling (s) | compiling
+world | count | | | ranks
+nodes | count | | | hosts
+tokens_per_s | rate | | | tokens a second, all ranks
+samples_factor | hours | | | samples/s over the baseline's
+runtime_factor | hours | | | the baseline's runtime over this one's
+samples_per_s_whole_run | rate | | | all samples over the run's wall time without its start-up
+train_loss | loss | | | the last training loss
+""",
+)
+"""Numbers of a setup of a scaling study by the name in CSV; people see those with a heading."""
+
+STEP_PARTS = ("compute_ms", "exposed_ms", "data_ms", "host_ms")
+"""The parts of a step in SETUP; they sum to `step_ms`."""
+
+
+def of_run() -> dict[str, Measure]:
+    """The measures of a whole run: RUN, and the last values of `train` fields with `results`."""
+    last = (m for m in TRAIN.values() if m.results)
+    return RUN | {m.name: Measure(m.name, m.results, m.kind, principal=m.principal) for m in last}
+
+
+def of_result(name: str) -> Measure:
+    """A measure of a whole run by its name, also the loss of an epoch or the score of a suite."""
+    if name.startswith(EPOCH_LOSS):
+        epoch = name.removeprefix(EPOCH_LOSS)
+        return Measure(name, f"Evaluation loss, epoch {epoch}", "loss", principal=True)
+    return of_run().get(name) or Measure(name, name.replace("_", " "), principal=True)
+
+
+def of_published(name: str) -> Measure:
+    """A column of a published table, whose own heading has the unit: seconds stay seconds."""
+    for ending, kind in (("_gb", "hours"), ("_hours", "hours"), ("_pct", "rate")):
+        if name.endswith(ending):
+            return Measure(name, kind=kind)
+    if name in ("exact_match", "f1"):
+        return Measure(name, kind="rate")
+    if name in SETUP:
+        return SETUP[name]
+    return (
+        of_result(name)
+        if name in of_run() or name.startswith(EPOCH_LOSS)
+        else Measure(name, kind="")
+    )
 
 
 def of_eval(name: str) -> Measure:
-    """The measure of a field of an `eval` line; a field that is not declared is a score."""
-    return EVAL.get(name) or Measure(name, name.replace("_", " ").capitalize())
+    """The measure of an `eval` line's field, which is `TASK/METRIC` for lm-eval.
+
+    A field that is not declared is a score, of which more is better.
+    """
+    declared = EVAL.get(name.rpartition("/")[2])
+    return declared or Measure(name, better="higher")
 
 
 def is_place(name: str) -> bool:
-    """Whether a field locates its line."""
+    """Whether a field of a ledger line only locates the line in the run."""
     return of_eval(name).role == "place"
 
 
 def is_score(name: str) -> bool:
-    """Whether a field of an `eval` line measures the model by itself."""
+    """Whether a field of an `eval` line says how good the model is."""
     return of_eval(name).role == "score"
+
+
+def lower_is_better(measure: str, lines: Iterable[Mapping[str, Any]] = ()) -> bool:
+    """Whether less is better for a value of `checkpoint.best`: `loss`, or `SUITE.NAME`.
+
+    A user's own suite says so in the field `lower` of its `eval` lines, a list of names.
+    """
+    suite, _, name = measure.partition(".")
+    if any(name in x.get("lower", ()) for x in lines if x.get("suite") == suite):
+        return True
+    return suite == LOSS_SUITE or of_eval(name).better == "lower"
+
+
+def title_of(measure: str) -> str:
+    """A value of `checkpoint.best` in a sentence."""
+    titles = {LOSS_SUITE: "evaluation loss", f"{LOSS_SUITE}.bits_per_byte": "bits per byte"}
+    return titles.get(measure, measure)
+
+
+def by_chart(measures: Mapping[str, Measure]) -> dict[str, list[Measure]]:
+    """The measures that are drawn, by chart; the first one of a chart gives its title and unit."""
+    charts: dict[str, list[Measure]] = {}
+    for measure in measures.values():
+        if measure.chart:
+            charts.setdefault(measure.chart, []).append(measure)
+    return charts

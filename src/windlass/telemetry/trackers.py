@@ -178,14 +178,15 @@ def point(line: Line) -> Point:
         if line["kind"] == "train":
             if key in measures.TRAIN and (name := measures.TRAIN[key].tracker):
                 scalars[name] = value
-        elif measure.role == "place" or key.startswith("seconds."):  # wall_time has the seconds
+        elif key in PLACE or key.startswith("seconds."):  # wall_time has the seconds
             continue
         elif line["kind"] == "log":  # its names begin with `log.`
             scalars[path] = value
         elif line["kind"] == "summary":
             if key != "best_score" or line.get("best_measure", "loss") != "loss":
-                scalars[f"summary/{measures.SUMMARY.get(key, path)}"] = value
-        elif line["kind"] == "eval" and measure.role != "count":
+                summary = measures.SUMMARY.get(key)
+                scalars[f"summary/{summary.tracker if summary else path}"] = value
+        elif line["kind"] == "eval" and measure.role not in ("count", "place"):
             scalars[f"{'eval' if sequence == 'eval/loss' else sequence}/{path}"] = value
     return Point(line["step"], timestamp(line), sequence, scalars, texts)
 
@@ -238,7 +239,7 @@ class DeviceReader:
                 for x in self._until(path, line["time"])
                 if x.get("attempt") == line.get("attempt")
             ]
-            for field in measures.DEVICE:
+            for field in (m.tracker for m in measures.DEVICE.values() if m.tracker):
                 samples = [
                     x
                     for x in new

@@ -1,0 +1,111 @@
+"""The list of all numbers that are shown: formats, roles and directions."""
+
+import io
+import json
+import math
+
+import pytest
+
+from windlass.run import Run, decode, read_lines
+from windlass.telemetry import measures
+from windlass.telemetry.console import Console
+from windlass.telemetry.ledger import Ledger
+from windlass.telemetry.measures import Measure
+from windlass.telemetry.trackers import point
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("loss", 3.14159, "loss 3.1416"),
+        ("loss", float("nan"), "loss nan"),
+        ("left_s", 400, "6m 40s left"),
+        ("tokens_per_s", 15234.0, "15.2k tok/s"),
+        ("epoch", 0.0123, "epoch 0.012"),
+        ("mfu", 0.4321, "MFU 43.2%"),
+        ("rss_mb", 1530.0, "RAM 1.53 GB"),
+        ("step_ms", 12.34, "dt 12.3"),
+    ],
+)
+def test_the_text_of_a_number_on_the_console(name, value, text):
+    assert measures.TRAIN[name].on_console(value) == text
+
+
+def test_every_format_is_known_and_charts_have_a_title():
+    for measure in measures.TRAIN.values():
+        if measure.console:
+            assert measure.on_console(1.5)
+    for chart in (measures.by_chart(measures.TRAIN), measures.by_chart(measures.DEVICE)):
+        assert all(parts[0].heading for parts in chart.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "score", "place"),
+    [
+        ("loss", True, False),
+        ("perplexity", False, False),
+        ("f1", True, False),
+        ("my_score", True, False),
+        ("hellaswag/acc_norm", True, False),
+        ("samples_per_s", False, False),
+        ("items", False, False),
+        ("tokens", False, True),
+        ("attempt", False, True),
+    ],
+)
+def test_the_role_of_a_field_of_an_evaluation(name, score, place):
+    assert measures.is_score(name) == score and measures.is_place(name) == place
+
+
+@pytest.mark.parametrize(
+    ("measure", "lower"),
+    [
+        ("loss", True),
+        ("loss.bits_per_byte", True),
+        ("squad.f1", False),
+        ("hellaswag.acc", False),
+        ("lm-eval:wikitext.wikitext/word_perplexity", True),
+        ("lm-eval:arc_easy.arc_easy/acc", False),
+        ("own:mine.score", False),
+    ],
+)
+def test_the_better_direction_of_a_measure(measure, lower):
+    assert measures.lower_is_better(measure) == lower
+
+
+def test_a_suite_of_ones_own_says_that_less_is_better():
+    lines = [{"kind": "eval", "suite": "own:mine", "error": 0.3, "lower": ["error"]}]
+    assert measures.lower_is_better("own:mine.error", lines)
+    assert not measures.lower_is_better("own:mine.score", lines)
+    assert not measures.lower_is_better("own:other.error", lines)
+
+
+def test_a_new_number_of_a_step_is_one_declaration(tmp_path, monkeypatch):
+    new = Measure("entropy", "Entropy", tracker="train/entropy", console="H {:.1f}")
+    monkeypatch.setitem(measures.TRAIN, "entropy", new)
+    ledger = Ledger(tmp_path / "metrics.jsonl")
+    line = ledger.write("train", 1, loss=2.0, entropy=5.25, step_ms=1.0)
+    ledger.close()
+    shown = io.StringIO()
+    console = Console(10, stream=shown)
+    console.step(line)
+    assert "loss 2.0000" in shown.getvalue() and "H 5.2" in shown.getvalue()
+    assert point(next(read_lines(tmp_path / "metrics.jsonl"))).scalars["train/entropy"] == 5.25
+
+
+def test_every_score_has_a_direction():
+    scores = [m for m in measures.EVAL.values() if m.role in ("score", "derived")]
+    assert scores and all(m.better for m in scores)
+
+
+def test_the_ledger_gives_numbers_for_the_words_that_json_has_for_non_finite_ones(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    ledger = Ledger(path)
+    ledger.write("train", 1, loss=math.nan, grad_norm=math.inf)
+    ledger.write("sample", 1, text="NaN")
+    ledger.close()
+    assert '"NaN"' in path.read_text()
+    train, sample = Run(tmp_path).ledger()
+    assert math.isnan(train["loss"]) and train["grad_norm"] == math.inf
+    assert sample["text"] == "NaN"
+    assert decode(json.loads('{"kind": "eval", "loss": "-Infinity"}'))["loss"] == -math.inf
