@@ -231,7 +231,7 @@ def test_the_time_left_counts_evaluations_at_their_share_and_not_what_came_befor
             1 + (step == 30) * 4
         )  # a tenth of a second a step, and an evaluation of 4 s within these 50
         console.step({"step": step, "loss": 1.0, "step_ms": 100.0})
-    shown = [line.split(" | ")[2] for line in out.getvalue().splitlines()[2:]]
+    shown = [line.split(" | ")[2] for line in out.getvalue().splitlines()[1:]]
     assert shown == [
         f"{left} left" for left in ("1m 39s", "1m 38s", "4m 51s", "3m 44s", "3m 10s")
     ]  # 950 steps of 0.1 s, and 4 s in each 40

@@ -28,7 +28,7 @@ from filelock import FileLock
 
 from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.recipe import flatten
-from windlass.run import STARTS, Line, Run, decode, effective, last_start, timestamp
+from windlass.run import PLACE, STARTS, Line, Run, decode, effective, last_start, timestamp
 from windlass.telemetry import measures
 from windlass.telemetry.backends import BACKENDS, Point
 from windlass.variables import scrub
