@@ -122,9 +122,8 @@ def _table(fields: str, text: str, **same: Any) -> dict[str, Measure]:
     """Measures from a table: a line for each, with the given fields between bars."""
     names, measures = fields.split(), {}
     for row in text.strip().splitlines():
-        cells = dict(zip(names, (cell.strip() for cell in row.split("|")), strict=False))
-        if "principal" in cells:
-            cells |= {"principal": bool(cells["principal"])}
+        cells: dict[str, Any] = dict(zip(names, map(str.strip, row.split("|")), strict=False))
+        cells["principal"] = bool(cells.get("principal"))
         measures[cells["name"]] = Measure(**(same | cells))
     return measures
 
