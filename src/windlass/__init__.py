@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from windlass.evaluation.suites import evaluate
     from windlass.interop.export import export
     from windlass.recipe import Recipe
-    from windlass.reports.page import report
+    from windlass.reports.write import report
     from windlass.run import Run
     from windlass.study.scale import scale
     from windlass.study.study import Study
@@ -52,7 +52,7 @@ _MODULES = {
     "export": "interop.export",
     "plan": "estimate.plan",
     "prepare": "data.prepare",
-    "report": "reports.page",
+    "report": "reports.write",
     "sample": "evaluation.generate",
     "scale": "study.scale",
     "sweep": "study.sweep",

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from report_fixtures import NASTY, add_lines, build_run, build_study
 
 from windlass.reports.charts import smoothed
-from windlass.reports.page import report
+from windlass.reports.write import report
 
 FLAGS = [
     "--no-sandbox",
@@ -99,7 +99,7 @@ class Opened:
         """Steps and values of the first series as the page holds them."""
         data = json.loads(self.page.text_content("#data"))
         series = next(one for one in data["charts"] if one["id"] == chart)["series"][0]
-        return data["axes"][series["at"]]["step"], series["y"]
+        return data["points"][series["at"]]["step"], series["y"]
 
     def domain(self, chart="loss"):
         return [float(x) for x in self.svg(chart, "data-domain").split()]

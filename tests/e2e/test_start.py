@@ -24,7 +24,6 @@ from windlass.fileio import Files
 from windlass.launch.local import launch
 from windlass.optim.schedule import factor
 from windlass.recipe import Horizon, Recipe
-from windlass.reports.tables import measures
 from windlass.reports.view import view
 from windlass.run import Run, read_lines
 from windlass.training import setup
@@ -446,9 +445,9 @@ def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tm
         after.values()
     )
     seen = view(run)
-    assert measures(seen)["best_eval_loss"] == min(after.values())
+    assert seen.values["best_eval_loss"] == min(after.values())
     assert [r.what for r in seen.restarts] == ["settings changed"]
-    assert "eval.batches 1 -> 0 after step 6" in measures(seen)["changed"]
+    assert "eval.batches 1 -> 0 after step 6" in seen.values["changed"]
     assert train(run.recipe).state == "finished" and len(Run(run.path).events) == len(run.events), (
         "the same settings"
     )
@@ -492,7 +491,7 @@ def test_evaluations_are_bounded_and_the_last_one_also_measures_all_data(corpus,
         and last["loss"] != last["full_loss"]
     )
     assert bounded.summary["best_eval_loss"] == min(line["loss"] for line in (first, middle, last))
-    seen = measures(view(bounded))
+    seen = view(bounded).values
     assert (seen["eval_loss"], seen["full_eval_loss"]) == (last["loss"], last["full_loss"])
     text = capsys.readouterr().out
     assert (

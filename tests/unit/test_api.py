@@ -50,7 +50,7 @@ def test_importing_it_imports_no_torch_and_no_submodule_shadows_a_function() -> 
     code = (
         "import sys, windlass; assert 'torch' not in sys.modules; windlass.report, windlass.sweep;"
         "windlass.plan('gpt2-124m', world=8, device='A100-40GB');"
-        "assert 'torch' not in sys.modules; import windlass.training.trainer, windlass.reports.page, windlass.evaluation.likelihood;"
+        "assert 'torch' not in sys.modules; import windlass.training.trainer, windlass.reports.write, windlass.evaluation.likelihood;"
         "assert all(callable(getattr(windlass, n)) for n in windlass.__all__ if n != '__version__')"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

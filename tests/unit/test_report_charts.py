@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run
 
-from windlass.reports.charts import charts, smoothed, thin
+from windlass.reports.charts import looks, smoothed, thin
 from windlass.reports.page import payload
 from windlass.reports.plots import draw
-from windlass.reports.view import Track, view
+from windlass.reports.run_charts import charts
+from windlass.reports.tracks import Track
+from windlass.reports.view import view
 
 
 def described(*views):
@@ -43,10 +45,10 @@ def test_every_series_of_a_long_run_is_thinned_at_its_own_extremes(one):
             {"step": steps, "tokens": steps, "hours": steps, "loss": loss, "grad_norm": norm}
         ),
     )
-    sent = payload([long], charts([long]))
+    sent = payload(looks([long]), charts([long]))
     drawn = {chart["id"]: chart["series"][0] for chart in sent["charts"]}
     shown = dict(
-        zip(sent["axes"][drawn["grad_norm"]["at"]]["step"], drawn["grad_norm"]["y"], strict=True)
+        zip(sent["points"][drawn["grad_norm"]["at"]]["step"], drawn["grad_norm"]["y"], strict=True)
     )
     assert [shown.get(int(steps[i])) for i in spikes] == list(40 + np.arange(20)), "all 20 spikes"
     assert max(drawn["loss"]["y"]) == 9 and 800 < len(drawn["loss"]["y"]) < 4000
@@ -107,10 +109,10 @@ def test_a_logged_measure_is_drawn_whatever_its_name(tmp_path):
             20 / 7,
             30 / 7,
         ]
-        assert series.tokens[-1] == 30 * 2048, "the axes are the run's"
+        assert series.at["tokens"][-1] == 30 * 2048, "the axes are the run's"
 
 
-def looks(figure):
+def styles(figure):
     """Colour and pattern of each line with a name, as matplotlib draws it."""
     lines = figure.axes[0].get_lines()
     return [
@@ -141,12 +143,12 @@ def test_a_suite_of_several_runs_has_a_chart_for_each_measure_and_twenty_lines_t
         run // 4 / 4 for run in range(20)
     ]  # of a study: four runs for each value of the first setting
     for drawn in (
-        draw(described(*seen)["lr"], seen),
-        draw(described(*seen)["lr"], seen, tones),
-        draw(described(seen[0])["suite-lm-eval-many"], seen[:1]),
+        draw(described(*seen)["lr"], looks(seen)),
+        draw(described(*seen)["lr"], looks(seen, tones)),
+        draw(described(seen[0])["suite-lm-eval-many"], looks(seen[:1])),
     ):
-        assert len(looks(drawn)) == 20 == len(set(looks(drawn)))
-    lines = payload(seen, [described(*seen)["lr"]], tones)["runs"]
+        assert len(styles(drawn)) == 20 == len(set(styles(drawn)))
+    lines = payload(looks(seen, tones), [described(*seen)["lr"]])["runs"]
     assert len({(run["tone"], run["dash"]) for run in lines}) == 20, "on the page too"
 
 
@@ -163,8 +165,8 @@ def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_
     names = [f"rank {rank}, {what}" for what in ("allocated", "reserved") for rank in (0, 1)]
     assert [s.name for s in cuda["memory"].series] == names
     first = cuda["utilisation"].series[0]
-    assert np.nanmin(first.y) > 85 and (np.diff(first.step) >= 0).all(), "in training steps only"
-    assert first.tokens[-1] == pytest.approx(400 * 2048, rel=0.01)
+    assert np.nanmin(first.y) > 85 and (np.diff(first.x) >= 0).all(), "in training steps only"
+    assert first.at["tokens"][-1] == pytest.approx(400 * 2048, rel=0.01)
     mean, *ranks = described(view(build_run(tmp_path / "many", ranks=12, steps=30)))[
         "utilisation"
     ].series
@@ -190,9 +192,9 @@ def test_a_run_has_diverged_by_the_rule_of_the_sweep(one, last, diverged):
 
 
 def test_what_is_drawn_are_the_numbers_of_the_run(one):
-    figure = draw(described(one)["loss"], [one])
+    figure = draw(described(one)["loss"], looks([one]))
     axes = figure.axes[0]
     assert list(axes.lines[0].get_ydata()) == list(one.train["loss"])
     assert axes.get_legend_handles_labels()[1] == ["training", "validation", "resumed"]
-    late = draw(described(one)["loss"], [one], first_step=100).axes[0]
+    late = draw(described(one)["loss"], looks([one]), first_step=100).axes[0]
     assert all(min(line.get_xdata()) >= 100 for line in late.lines)

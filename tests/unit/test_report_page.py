@@ -12,9 +12,11 @@ import pytest
 from report_fixtures import NASTY, add_lines, build_run, build_study, edit, stamp
 
 from windlass.cli import main
-from windlass.reports.charts import charts
-from windlass.reports.page import page, report
+from windlass.reports.contents import contents
+from windlass.reports.page import page
+from windlass.reports.run_charts import charts
 from windlass.reports.view import view, views
+from windlass.reports.write import report
 
 
 class Page(HTMLParser):
@@ -43,7 +45,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def text(one):
-    return page([one], charts([one]))
+    return page(contents([one]))
 
 
 def test_what_a_model_a_recipe_or_a_name_says_is_text_and_nothing_else(text, tmp_path, one):
@@ -53,7 +55,7 @@ def test_what_a_model_a_recipe_or_a_name_says_is_text_and_nothing_else(text, tmp
     assert "</script><script>document.title=" in "".join(parsed.texts["pre"])
     assert NASTY.replace("\x1b", r"\x1b") in "".join(parsed.texts["p"]) and "\x1b" not in text
     other = view(build_run(tmp_path / "two", steps=50), label=f"two {NASTY}")
-    parsed = Page(page([one, other], charts([one, other])))
+    parsed = Page(page(contents([one, other])))
     assert len(parsed.all("script")) == 2
     assert json.loads("".join(parsed.texts["script"][:1]))["runs"][1]["label"] == f"two {NASTY}"
 
@@ -81,7 +83,7 @@ def test_the_data_are_the_runs_numbers(text, one):
     data = json.loads(Page(text).texts["script"][0])
     loss, validation = next(chart for chart in data["charts"] if chart["id"] == "loss")["series"]
     assert loss["y"] == [pytest.approx(x, rel=1e-5) for x in one.train["loss"]]
-    assert data["axes"][validation["at"]]["step"] == list(range(0, 401, 50))
+    assert data["points"][validation["at"]]["step"] == list(range(0, 401, 50))
     assert [r["step"] for r in data["runs"][0]["restarts"]] == [200]
     assert {chart["id"] for chart in data["charts"]} == {
         a["data-chart"] for a in Page(text).all("figure")
@@ -131,20 +133,12 @@ def test_a_report_has_a_page_tables_and_plots(written, one):
         width, height = struct.unpack(">II", raw[16:24])
         assert raw.startswith(b"\x89PNG") and width == 1280 and height >= 250 and len(raw) < 300_000
         assert not [kind for kind in (b"tEXt", b"iTXt", b"zTXt", b"tIME") if kind in raw]
-        pdf = path.with_suffix(".pdf").read_bytes()
-        assert (
-            pdf.startswith(b"%PDF")
-            and pdf.rstrip().endswith(b"%%EOF")
-            and b"CreationDate" not in pdf
-        )
 
 
 def test_the_same_run_gives_the_same_bytes_whatever_the_users_style(written, one, tmp_path):
     def contents(made):
-        plots = [
-            path.with_suffix(kind) for path in made.plots.values() for kind in (".png", ".pdf")
-        ]
-        return {p.name: p.read_bytes() for p in (made.page, made.markdown, *made.tables, *plots)}
+        files = (made.page, made.markdown, *made.tables, *made.plots.values())
+        return {path.name: path.read_bytes() for path in files}
 
     with matplotlib.rc_context(
         {"figure.facecolor": "red", "lines.linewidth": 9, "savefig.dpi": 30}
@@ -152,6 +146,16 @@ def test_the_same_run_gives_the_same_bytes_whatever_the_users_style(written, one
         again = report(one.run.path, tmp_path / "elsewhere")
         assert matplotlib.rcParams["lines.linewidth"] == 9
     assert contents(again) == contents(written)
+
+
+def test_a_pdf_of_each_plot_is_drawn_on_request(tmp_path):
+    run = build_run(tmp_path / "run", steps=20, device="cpu", ranks=1)
+    made = report(run, plots=False, pdf=True)
+    assert made.plots
+    for path in made.plots.values():
+        pdf = path.with_suffix(".pdf").read_bytes()
+        assert pdf.startswith(b"%PDF") and b"CreationDate" not in pdf
+    assert not list(report(run, tmp_path / "plain").page.parent.glob("plots/*.pdf"))
 
 
 def test_several_runs_are_stacked_under_their_names(one, tmp_path):
@@ -182,7 +186,7 @@ def test_an_extension_is_no_interruption_and_changed_settings_are_named(tmp_path
     assert [restart.what for restart in seen.restarts] == [
         "extended"
     ] and seen.outcome.predicted_seconds is None
-    text = page([seen], charts([seen]))
+    text = page(contents([seen]))
     assert "120 of 120 steps, 813,568 parameters, extended from 100 to 120 steps" in text
     assert "eval.batches = 4 from here on, not 2" in text and "started 2 times" not in text
 
@@ -216,14 +220,14 @@ def test_runs_of_several_tokenizers_are_drawn_in_bits_per_byte_and_others_have_n
     assert loss.unit == "bits per byte"
     assert loss.series[0].y == pytest.approx(a.train["loss"] / math.log(2))
     assert loss.series[2].y == pytest.approx(b.train["loss"] / 4 / math.log(2))
-    text = page([a, b], charts([a, b]))
+    text = page(contents([a, b]))
     assert (
         "Best bits per byte" in text
         and "The tokenizers differ" in text
         and "Best validation loss" not in text
     )
     other = view(build_run(tmp_path / "c", "data.source=elsewhere", steps=100))
-    text = page([a, other], charts([a, other]))
+    text = page(contents([a, other]))
     assert "no best run" in text and "data.source" in text and "Best validation loss" not in text
 
 
@@ -247,7 +251,7 @@ def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tm
     assert [a.get("id") for a in parsed.all("section")][:3] == ["winner", "swept", "cells"]
     assert command in parsed.texts["pre"]
     data = json.loads(parsed.texts["script"][0])
-    assert next(chart for chart in data["charts"] if chart["id"] == "loss-against-lr")["x_log"]
+    assert next(chart for chart in data["charts"] if chart["id"] == "loss-against-lr")["x"]["log"]
     assert [run["tone"] for run in data["runs"]][:5] == [1, 1, 1, 1, 0.5]
     assert "heat" in [a.get("class") for a in parsed.all("table")]
     assert len([a for a in parsed.all("tr") if a.get("class") == "winner"]) == 2

@@ -13,8 +13,8 @@ from windlass.cli import main
 from windlass.recipe import Recipe, settings
 from windlass.reports.published import kind, of_study, published, specifications, with_units
 from windlass.reports.study import read_study
-from windlass.reports.tables import EPOCH_LOSS, MEASURES
-from windlass.reports.view import view, views
+from windlass.reports.tables import MEASURES
+from windlass.reports.view import EPOCH_LOSS, view, views
 from windlass.study.grid import WORLD, Scaling
 from windlass.study.setups import SETUP_MEASURES
 
@@ -77,7 +77,7 @@ SETUP_VALUES = {
 
 
 def rows(table):
-    return [dict(zip(table.headings, row, strict=True)) for row in table.shown()]
+    return [dict(zip(table.headings, row, strict=True)) for row in table.texts()]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_every_column_of_a_table_has_a_value_that_exists():
 
 def test_a_run_fills_the_table_of_its_preset(baseline):
     filled = published([view(baseline[0])])
-    (row,) = rows(filled.table)
+    (row,) = rows(filled)
     assert filled.name == "bloom-squad-baseline" and list(row) == BASELINE
     losses = [
         f"{loss_at(step, 1) + 0.06:.4f}" for step in (250, 500)
@@ -132,7 +132,7 @@ def test_a_run_fills_the_table_of_its_preset(baseline):
 
 
 def test_what_is_not_there_has_a_reason_and_is_never_empty(baseline):
-    first, second = rows(published(views(baseline)).table)
+    first, second = rows(published(views(baseline)))
     assert (first["Run"], second["Run"]) == ("gpus", "cpu")
     assert second["Memory Allocated (MB)"] == second["GPU Utilization (%)"] == "no GPU"
     assert second["Train Loss (Final)"] == second["Eval Loss (Epoch 1)"] == "not run yet"
@@ -144,8 +144,8 @@ def test_one_training_of_the_gpt_fills_a_row_of_its_table(tmp_path):
     more = {"train_loss_mean": 2.5, "samples_per_s_whole_run": 11.97, "avg_mem_used_mb": 2750.0}
     edit(run, lambda line: line | more if line["kind"] == "summary" else line)
     filled = published([view(run)])
-    assert filled.name == "gpt-squad" and filled.table.headings == GPT
-    (row,) = rows(filled.table)
+    assert filled.name == "gpt-squad" and filled.headings == GPT
+    (row,) = rows(filled)
     assert list(row.values())[:3] == ["1 host, 2 ranks", "2", "12.0"]
     assert (row["GPU Memory (GB, Default)"], row["GPU Memory (GB, Callback)"], row["Loss"]) == (
         "2.750",
@@ -159,7 +159,7 @@ def test_a_sweep_of_the_learning_rate_alone_has_a_row_a_cell(tmp_path):
     path = build_study(tmp_path / "study", seeds=(1,), overrides=("preset=c4-29m",))
     seen = read_study(path)
     assert published(seen.views, seen) is None, "the schedule is varied too, and has no column"
-    found = rows(published(seen.views, seen, "c4-29m").table)
+    found = rows(published(seen.views, seen, "c4-29m"))
     assert [row["Learning Rate"] for row in found] == [
         "0.01",
         "0.01",
@@ -204,7 +204,7 @@ SETUP = {
 def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_path):
     on_gpus, on_cpu = map(view, baseline)
     seen = read_study(build_study(tmp_path / "study", rates=(1e-3,), seeds=(1,)))
-    (row,) = rows(published([on_gpus], seen, "gpt-squad-scaling", [SETUP]).table)
+    (row,) = rows(published([on_gpus], seen, "gpt-squad-scaling", [SETUP]))
     assert list(row.items()) == list(
         zip(
             GPT,
@@ -212,7 +212,7 @@ def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_p
             strict=True,
         )
     )
-    (row,) = rows(published([on_gpus], seen, "gpt-squad-weak", [SETUP]).table)
+    (row,) = rows(published([on_gpus], seen, "gpt-squad-weak", [SETUP]))
     assert [*row.values()] == [
         "4",
         "6",
@@ -226,7 +226,7 @@ def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_p
         "87.5",
         "114.3",
     ]
-    (row,) = rows(published([on_cpu], seen, "gpt-squad-scaling", [SETUP]).table)
+    (row,) = rows(published([on_cpu], seen, "gpt-squad-scaling", [SETUP]))
     assert [*row.values()] == [
         "1 x 4",
         "4 CPU ranks",
@@ -242,7 +242,7 @@ def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_p
         "state": "waiting",
         "reasons": {"samples_factor": "the baseline has no numbers"},
     }
-    (row,) = rows(published([on_gpus], seen, "bloom-squad-scaling", [waiting]).table)
+    (row,) = rows(published([on_gpus], seen, "bloom-squad-scaling", [waiting]))
     assert [*row.values()] == [
         "1 x 8",
         "8",
@@ -251,7 +251,7 @@ def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_p
         *["not run yet"] * 4,
     ]
     waiting |= {"state": "failed", "reasons": {"efficiency": "no communication on one rank"}}
-    (row,) = rows(published([on_gpus], seen, "gpt-squad-weak", [waiting]).table)
+    (row,) = rows(published([on_gpus], seen, "gpt-squad-weak", [waiting]))
     assert row["Loss"] == "failed" and row["Efficiency (%)"] == "no communication on one rank"
     assert with_units({"world": 1}, gpus=False)["gpus"] == "1 CPU rank"
 
@@ -300,7 +300,7 @@ def test_a_scaling_study_of_a_preset_fills_its_table_from_the_ledgers(tmp_path):
         lambda c: phases(100 if c[WORLD] == 1 else 60),
         waiting=[2],
     )
-    one, two, four = rows(of_study(study).table)
+    one, two, four = rows(of_study(study))
     assert (
         list(one) == SCALING
         and one["Samples/s Scale Factor"] == one["Runtime Scale Factor"] == "1.000"

@@ -6,16 +6,17 @@ import pytest
 from report_fixtures import build_run, build_study, edit, loss_at
 
 from windlass.recipe import Recipe
-from windlass.reports.charts import charts
+from windlass.reports.charts import looks
+from windlass.reports.contents import contents
 from windlass.reports.page import page
-from windlass.reports.plots import draw, heat_figure, write_plots
+from windlass.reports.plots import draw, write_plots
+from windlass.reports.run_charts import charts
 from windlass.reports.study import (
     cell_table,
     heat_map,
     read_study,
     seed_table,
     sweep_charts,
-    winner_text,
 )
 from windlass.run import Run
 from windlass.study.progress import cells_table
@@ -55,20 +56,15 @@ def test_medians_and_spread_over_the_seeds_that_finished(study):
         1,
     )
     assert alone["spread"] is None, "one seed has no spread"
-    assert "median of the best evaluation loss over 2 seeds: " in winner_text(
-        study, study.winners[0]
-    )
+    assert "median of the best evaluation loss over 2 seeds: " in study.winners[0].text
 
 
 def test_the_loss_against_each_swept_setting_and_the_heat_map_of_two(study):
-    (lr, kind), heat, median = (
-        sweep_charts(study),
-        heat_map(study),
-        (best(1e-3, 1) + best(1e-3, 2)) / 2,
-    )
-    assert (lr.id, lr.x_log) == ("loss-against-lr", True)
-    assert (lr.x_values, lr.x_names) == ([1e-4, 1e-3, 1e-2], ["0.0001", "0.001", "0.01"])
-    assert (kind.x_log, kind.x_values, kind.x_names) == (False, [0, 1], ["cosine", "wsd"])
+    lr, kind, heat = sweep_charts(study)
+    median = (best(1e-3, 1) + best(1e-3, 2)) / 2
+    assert (lr.id, lr.x.log) == ("loss-against-lr", True)
+    assert (lr.x.values, lr.x.names) == ([1e-4, 1e-3, 1e-2], ["0.0001", "0.001", "0.01"])
+    assert (kind.x.log, kind.x.values, kind.x.names) == (False, [0, 1], ["cosine", "wsd"])
     cosine, wsd = [series for series in lr.series if series.name]
     assert (cosine.name, wsd.name, cosine.y[1]) == (
         "kind=cosine",
@@ -78,18 +74,17 @@ def test_the_loss_against_each_swept_setting_and_the_heat_map_of_two(study):
     assert [len(series.y) for series in lr.series if series.points == "only"] == [5, 5], (
         "a circle for each seed"
     )
-    medians, seeds = [
-        line for line in draw(lr, study.views).axes[0].get_lines() if len(line.get_xdata()) > 1
-    ][:2]
+    medians, seeds = [line for line in draw(lr).axes[0].get_lines() if len(line.get_xdata()) > 1][
+        :2
+    ]
     assert (medians.get_marker(), seeds.get_marker()) == ("D", "o") and "diamonds" in lr.note
     assert study.tones[:5] == [1, 1, 1, 1, 0.5], "colour by rate"
-    assert (heat.row_key, heat.rows) == ("optim.schedule.kind", ["cosine", "wsd"])
-    assert (heat.column_key, heat.columns, heat.cells[0][1]) == (
-        "optim.lr",
-        [1e-4, 1e-3, 1e-2],
-        pytest.approx(median),
-    )
-    assert heat.shares[0][1] == 1 == np.nanmax(heat.shares) and np.nanmin(heat.shares) == 0
+    assert (heat.y.label, heat.y.names) == ("kind", ["cosine", "wsd"])
+    assert (heat.x.label, heat.x.names) == ("lr", ["0.0001", "0.001", "0.01"])
+    assert heat.series[0].y[1] == pytest.approx(median)
+    assert "columns: optim.lr, rows: optim.schedule.kind" in heat.note
+    shades = [row.shades for row in heat.series]
+    assert shades[0][1] == 1 == np.nanmax(shades) and np.nanmin(shades) == 0
 
 
 def test_settings_with_the_same_last_part_have_names_and_charts_of_their_own(tmp_path):
@@ -106,8 +101,8 @@ def test_settings_with_the_same_last_part_have_names_and_charts_of_their_own(tmp
     assert study.cells[1].label == "optim.kind=adamw schedule.kind=cosine seed=2"
     assert len({cell.directory.rpartition("-")[0] for cell in study.cells}) == len(study.cells)
     seen = read_study(study.path)
-    of_optimizers, of_schedules = sweep_charts(seen)
-    assert (of_optimizers.x_label, of_schedules.x_label) == ("optim.kind", "schedule.kind")
+    of_optimizers, of_schedules, heat = charts_of = sweep_charts(seen)
+    assert (of_optimizers.x.label, of_schedules.x.label) == ("optim.kind", "schedule.kind")
     assert (
         of_optimizers.id == "loss-against-optim-kind"
         and of_schedules.id == "loss-against-schedule-kind"
@@ -117,10 +112,8 @@ def test_settings_with_the_same_last_part_have_names_and_charts_of_their_own(tmp
         "schedule.kind=wsd",
     ]
     assert not np.array_equal(of_optimizers.series[0].y, of_schedules.series[0].y)
-    assert heat_map(seen).names == ("optim.kind", "schedule.kind")
-    drawn = write_plots(
-        seen.views, [of_optimizers, of_schedules], tmp_path / "plots", heat=heat_map(seen)
-    )
+    assert (heat.y.label, heat.x.label) == ("optim.kind", "schedule.kind")
+    drawn = write_plots(charts_of, [], tmp_path / "plots", 0, False)
     assert len({path.read_bytes() for path in drawn.values()}) == len(drawn) == 3
     assert "optim.kind" in (table := "".join(cells_table_text(study))) and "schedule.kind" in table
 
@@ -145,13 +138,13 @@ def test_a_study_is_compared_by_its_own_measure(tmp_path):
     for run in path.glob("runs/*lr=0.0001*"):
         edit(Run(run), raise_score)
     seen = read_study(path)
-    assert seen.winners[0].assignment["optim.lr"] == 1e-4 and seen.title == "hellaswag.acc_norm"
+    assert seen.best[0].assignment["optim.lr"] == 1e-4 and seen.title == "hellaswag.acc_norm"
     lr = sweep_charts(seen)[0]
     assert (lr.id, lr.unit) == ("hellaswag-acc_norm-against-lr", "")
     assert lr.series[0].y == pytest.approx([0.485, 0.285, 0.285])
-    assert heat_map(seen).shares[0] == pytest.approx([1, 0, 0]), "more is better"
+    assert heat_map(seen).series[0].shades == pytest.approx([1, 0, 0]), "more is better"
     assert rows(cell_table(seen))[0]["score"] == pytest.approx(0.285)
-    assert "hellaswag.acc_norm" in page(seen.views, charts(seen.views), seen)
+    assert "hellaswag.acc_norm" in page(contents(seen.views, seen))
 
 
 def test_what_diverged_leaves_a_hole_and_does_not_squeeze_the_curves_of_the_others(tmp_path):
@@ -173,12 +166,12 @@ def test_what_diverged_leaves_a_hole_and_does_not_squeeze_the_curves_of_the_othe
     seen = read_study(path)
     assert [r.state for r in seen.results].count("diverged") == 2
     lr, heat, loss = sweep_charts(seen)[0], heat_map(seen), charts(seen.views)[0]
-    assert list(lr.series[2].step) == [1e-4, 1e-3], "no cell of 1e-2 with wsd finished"
-    assert draw(lr, seen.views).axes[0].get_xscale() == "log"
-    assert heat.cells[1][2] is None and heat_figure(heat).axes[0].texts[5].get_text() == "–"
-    assert "<td>–</td>" in page(seen.views, [], seen)
+    assert list(lr.series[2].x) == [1e-4, 1e-3], "no cell of 1e-2 with wsd finished"
+    assert draw(lr).axes[0].get_xscale() == "log"
+    assert np.isnan(heat.series[1].y[2]) and draw(heat).axes[0].texts[5].get_text() == "–"
+    assert "<td>–</td>" in page(contents(seen.views, seen))
     assert 3 < loss.ceiling() < 40 and loss.ceiling(60) < loss.ceiling()
     calm = [view for view in seen.views if np.isfinite(view.train["loss"]).all()]
     assert len(calm) == 9 and charts(calm)[0].ceiling() is None
-    axes = draw(loss, seen.views, seen.tones).axes[0]
+    axes = draw(loss, looks(seen.views, seen.tones)).axes[0]
     assert axes.get_ylim()[1] < 40 and "cut off" in axes.get_title(loc="right")

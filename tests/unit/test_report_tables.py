@@ -12,24 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, edit, loss_at
 
+from windlass.reports.curve import curve, last_sample
+from windlass.reports.table import Column, Table
 from windlass.reports.tables import (
     all_settings,
     comparison,
     curves,
-    evaluation_names,
     evaluations,
-    measures,
     results,
 )
-from windlass.reports.text import (
-    csv_text,
-    curve,
-    last_sample,
-    latex_table,
-    markdown_cell,
-    printable,
-)
-from windlass.reports.view import Track, view, views
+from windlass.reports.text import markdown_cell
+from windlass.reports.tracks import Track
+from windlass.reports.view import evaluation_names, view, views
+from windlass.telemetry.terminal import printable
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +44,11 @@ def read(table):
 
 
 def shown(view):
-    return dict(results(view, for_people=True).rows)
+    return dict(results(view).texts())
 
 
 def test_the_results_of_a_run_by_hand(one):
-    values = measures(one)
+    values = one.values
     best = min(range(0, 401, 50), key=lambda s: loss_at(s, 1))
     expected = {
         "train_loss": loss_at(400, 1),
@@ -101,7 +96,7 @@ def test_speed_is_work_divided_by_time(tmp_path):
         }
         add_lines(run, line | {"samples_per_s": samples / seconds})
     add_lines(run, {"kind": "summary", "step": 30, "tokens_per_s_mean": 5555.0})
-    values = measures(view(run))
+    values = view(run).values
     assert [
         values[f"train_{what}_per_s"] for what in ("tokens", "samples", "steps")
     ] == pytest.approx([2000, 20, 2])
@@ -116,7 +111,7 @@ def test_the_table_has_the_loss_of_each_evaluation_and_full_precision_in_csv(one
     assert rows["Final evaluation loss, step 250"] == f"{loss_at(250, 1) + 0.06:.4f}"
     exact = {row["name"]: row for row in read(results(one))}
     assert float(exact["train_loss"]["one"]) == loss_at(400, 1)
-    assert [float(row["loss"]) for row in read(curves(one))] == list(one.train["loss"])
+    assert [float(row["loss"]) for row in read(curves(one.train))] == list(one.train["loss"])
     bad = build_run(tmp_path / "bad", steps=50, finished=False)
     add_lines(bad, {"kind": "train", "step": 60, "loss": "NaN"})
     assert shown(view(bad))["Final training loss"] == "NaN"
@@ -152,14 +147,14 @@ def test_settings_that_differ_come_first_then_those_changed(three):
     assert settings[2 : 2 + len(changed)] == changed and settings[1].meaning.startswith(
         "Peak learning rate."
     )
-    rows = read(comparison(three))
+    rows = read(comparison(three, all_settings(three)))
     assert list(rows[0])[:4] == ["run", "run.seed", "optim.lr", "state"]
     assert [(row["run"], float(row["optim.lr"])) for row in rows] == [
         ("a", 1e-2),
         ("b", 1e-3),
         ("c", 1e-4),
     ]
-    cpu = measures(three[2])  # no summary: the samples in training steps count
+    cpu = three[2].values  # no summary: the samples in training steps count
     assert (
         cpu["util_pct"] == pytest.approx(93, abs=0.6)
         and cpu["state"] == "failed"
@@ -181,7 +176,9 @@ def test_control_characters_pipes_and_tags_are_made_safe():
     )
 )
 def test_csv_reads_back_exactly(rows):
-    lines = list(csv.reader(io.StringIO(csv_text(["x", "y"], rows), newline="")))
+    lines = list(
+        csv.reader(io.StringIO(Table("t", [Column("x"), Column("y")], rows).csv(), newline=""))
+    )
     assert lines[0] == ["x", "y"] and [(float(x), y) for x, y in lines[1:]] == rows
 
 
@@ -189,7 +186,8 @@ def test_csv_reads_back_exactly(rows):
 def test_latex_is_escaped_as_by_pandas(cells):
     pandas = pytest.importorskip("pandas")
     expected = pandas.DataFrame([cells], columns=["x_1", "50%"]).to_latex(index=False, escape=True)
-    assert latex_table(["x_1", "50%"], [cells]) == re.sub(r"(\\text[a-z]+) ", r"\1{}", expected)
+    table = Table("t", [Column("x_1"), Column("50%")], [cells])
+    assert table.latex() == re.sub(r"(\\text[a-z]+) ", r"\1{}", expected)
 
 
 def test_the_curve_and_the_last_sample_of_a_run(one):

@@ -417,7 +417,8 @@ def test_the_ideal_line_and_the_efficiency_have_one_baseline(build):
     throughput, efficiency = scaling_charts(study.scaling, table)[:2]
     measured, ideal = (one.y for one in throughput.series)
     assert (measured / ideal * 100).tolist() == pytest.approx(efficiency.series[0].y.tolist())
-    assert efficiency.series[0].y.tolist() == pytest.approx([100 / 60 / 2 * 100, 100, 50])
+    assert efficiency.series[0].y.tolist() == pytest.approx([100, 100 / 60 / 2 * 100, 50])
+    assert measured[0] == 80, "by rising ranks, whatever the order of the table"
     waits = build(Scaling("strong"), worlds(1, 2, 4), 50.0, waiting=[0])
     first, second = scaling_charts(waits.scaling, read_setups(waits))
     assert len(first.series) == 1 and second.id == "scaling-memory"

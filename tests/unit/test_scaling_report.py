@@ -6,10 +6,12 @@ import io
 import pytest
 from scaling_fixtures import build_scaling, phases, rates, worlds
 
-from windlass.reports.page import page, report
+from windlass.reports.contents import contents
+from windlass.reports.page import page
 from windlass.reports.plots import draw
-from windlass.reports.scaling import endings, read_scaling, scaling_table, sentences, setup_values
+from windlass.reports.scaling import read_scaling, sentences, setup_values, terminal
 from windlass.reports.study import read_study
+from windlass.reports.write import report
 from windlass.study.grid import WORLD, Scaling
 from windlass.study.setups import SETUP_MEASURES, read_setups
 
@@ -114,16 +116,18 @@ def test_the_tables_have_every_setup_with_its_state_and_reasons(strong, tmp_path
 
 
 def test_charts_have_the_ideal_line_and_the_spread(strong):
-    throughput, efficiency, memory = read_scaling(read_study(strong.path)).charts
+    throughput, efficiency, memory, _ = read_scaling(read_study(strong.path)).charts
     measured, ideal = throughput.series
     assert list(ideal.y) == pytest.approx(
         [64 / 0.084 * n for n in (1, 2, 4)]
-    ) and throughput.x_names == ["1", "2", "4"]
+    ) and throughput.x.names == ["1", "2", "4"]
     assert (measured.low[1], measured.y[1], measured.high[1]) == pytest.approx(
         (64 / 0.058, 64 / 0.056, 64 / 0.054)
     )
     assert efficiency.series[0].y[0] == 100 and list(memory.series[0].y) == [500, 450, 425]
-    assert draw(throughput, []).axes[0].get_legend_handles_labels()[1] == ["measured", "ideal"]
+    # a proportional line is straight, without a kink, if both scales are logarithmic
+    assert throughput.x.log and throughput.y.log and draw(throughput).axes[0].get_yscale() == "log"
+    assert draw(throughput).axes[0].get_legend_handles_labels()[1] == ["measured", "ideal"]
 
 
 def test_values_of_setups_for_published_tables(strong):
@@ -153,7 +157,7 @@ def test_the_terminals_table_leaves_no_setup_out(strong):
     table = read_setups(strong)
     for width in (60, 200):
         console = Console(width=width, file=io.StringIO())
-        console.print(scaling_table(table, width))
+        console.print(*terminal(strong, table, width), sep="\n")
         text = console.file.getvalue()
         assert (
             "1 host, 8 ranks" in text
@@ -161,9 +165,7 @@ def test_the_terminals_table_leaves_no_setup_out(strong):
             and max(map(len, text.splitlines())) <= width
         )
     assert sentences(strong, table)[0].startswith("Step: the median")
-    projected, basis = endings(strong, table, 200)
-    console.print(projected)
-    assert "projected" in console.file.getvalue() and basis.startswith("Projected, not measured")
+    assert "16  projected" in text and "Projected, not measured" in text
 
 
 def test_layers_that_double_are_said_to_be_no_doubled_parameters(tmp_path):
@@ -188,34 +190,31 @@ def test_the_recommended_strategy_has_the_command_that_trains_it(strategies, tmp
     html, scaled = written.page.read_text(), read_scaling(read_study(strategies.path))
     [best] = scaled.winners
     assert (
-        best["text"].startswith("shard_grad_op: 79.2 samples/s, 500 MB")
-        and "44 % less memory" in best["text"]
+        best.text.startswith("shard_grad_op: 79.2 samples/s, 500 MB")
+        and "44 % less memory" in best.text
     )
-    assert "parallel.strategy=shard_grad_op" in best["command"] and best["command"].endswith(
-        "--world 4"
-    )
-    assert "Recommended" in html and best["command"].split()[-4] in html
-    assert best["command"] in "".join(str(part) for part in endings(strategies, scaled.rows, 120))
+    assert "parallel.strategy=shard_grad_op" in best.command and best.command.endswith("--world 4")
+    assert "Recommended" in html and best.command.split()[-4] in html
+    assert best.command in "".join(str(part) for part in terminal(strategies, scaled.rows, 120))
     [pareto] = scaled.charts
     front = next(one for one in pareto.series if one.name == "Pareto front")
-    assert list(front.step) == [280, 350, 500, 900] and pareto.x_values == sorted(
+    assert list(front.x) == [280, 350, 500, 900] and pareto.x.values == sorted(
         {280, 350, 400, 500, 630, 900}
     )
-    drawn = draw(pareto, read_study(strategies.path).views)
+    drawn = draw(pareto)
     names = drawn.axes[0].get_legend_handles_labels()[1]
     assert "shard_grad_op, recommended" in names and "full_shard, checkpointing full" in names
     assert (
-        list(pareto.series[-1].step) == [400, 630]
+        list(pareto.series[-1].x) == [400, 630]
         and pareto.series[-1].name == names[-1] == "not on the front"
     )
 
 
 def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategies, tmp_path):
     def shown(study):
-        _, table, notes = read_scaling(read_study(study.path)).tables["scaling"]
-        return [dict(zip(table.headings, row, strict=True)) for row in table.shown()], " ".join(
-            notes
-        )
+        table = read_scaling(read_study(study.path)).tables[0]
+        rows = [dict(zip(table.headings, row, strict=True)) for row in table.texts()]
+        return rows, " ".join(table.notes)
 
     (first, *_), notes = shown(strategies)
     assert (first["Steps/s"], first["Utilisation (%)"]) == ("10.000", "87.5") and "F1" not in first
@@ -250,8 +249,8 @@ def test_a_study_whose_cells_all_wait_is_still_a_table(tmp_path):
     )
     seen = read_study(study.path)
     scaled = read_scaling(seen)
-    assert [row.state for row in scaled.rows] == ["finished", "waiting"] and scaled.charts == []
-    assert "not run yet" in scaled.csv.csv() and "waiting" in page(
-        seen.views, [], seen, None, scaled
-    )
+    assert [row.state for row in scaled.rows] == ["finished", "waiting"]
+    assert [chart.id for chart in scaled.charts] == ["step-parts"]
+    assert "not run yet" in scaled.tables[0].csv()
+    assert "waiting" in page(contents(seen.views, seen, scaled))
     assert sentences(study, read_setups(study))

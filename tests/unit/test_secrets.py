@@ -8,9 +8,9 @@ import pytest
 from report_fixtures import add_lines, build_run
 
 from windlass.recipe import Recipe
-from windlass.reports.charts import charts
-from windlass.reports.page import report
+from windlass.reports.run_charts import charts
 from windlass.reports.study import read_study, sweep_charts
+from windlass.reports.write import report
 from windlass.study.study import Study
 from windlass.telemetry.environment import describe_rank, write_environment
 
@@ -125,7 +125,12 @@ def test_no_file_of_a_studys_report_and_no_name_has_a_secret(tmp_path):
     texts = [
         text
         for chart in drawn
-        for text in (chart.title, *chart.x_names, *(one.name for one in chart.series))
+        for text in (
+            chart.title,
+            *chart.x.names,
+            *chart.y.names,
+            *(one.name for one in chart.series),
+        )
     ]
     assert texts and not [text for text in texts for secret in SECRETS if secret in text]
 

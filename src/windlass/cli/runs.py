@@ -13,7 +13,7 @@ from windlass.cli import Json, RunOrStudy, RunPath, RunsOrStudy, print_json
 from windlass.errors import FAILED, UserError, installed, needs
 
 if TYPE_CHECKING:
-    from windlass.reports.published import Published
+    from windlass.reports.table import Table
     from windlass.study.study import Study
 
 STYLES = {"running": "green", "failed": "red", "damaged": "red"}
@@ -125,6 +125,7 @@ def report(
     skip: int = Option(-1, min=-1, metavar="N", help="Steps to omit in the second loss plot."),
     plots: bool | None = Option(None, help="Draw plot files; default: if matplotlib is there."),
     table: str = Option("", metavar="NAME", help="A published table; default: the preset's."),
+    pdf: bool = Option(False, "--pdf", help="Draw every plot as PDF too."),
     text: bool = Option(False, "--text", help="Also print loss curve, last sample and results."),
 ) -> None:
     """Write a report: index.html, report.md, tables (CSV, LaTeX) and plots; print the page's path.
@@ -133,33 +134,28 @@ def report(
     study's measure against the swept settings. The page opens from disk in any browser and needs no
     network. The same runs give the same bytes.
     """
-    from windlass.reports.page import report as write_report
+    from windlass.reports.curve import curve, last_sample
     from windlass.reports.tables import results
-    from windlass.reports.text import curve, last_sample
-    from windlass.telemetry.terminal import print_table
+    from windlass.reports.write import report as write_report
 
     if plots is None and not installed("matplotlib"):
         typer.echo(f"page and tables alone: a PNG plot {needs('matplotlib')}")
     steps = None if skip < 0 else skip
-    written = write_report(paths, out or None, skip=steps, plots=plots, table=table)
+    written = write_report(paths, out or None, skip=steps, plots=plots, pdf=pdf, table=table)
     for view in written.views if text else ():
         parts = (view.label, curve(view), last_sample(view))
         typer.echo("\n\n".join(part for part in parts if part) + "\n")
-        print_table(("measure", ""), results(view, for_people=True).rows, text=("measure",))
+        results(view).print()
         typer.echo()
     show_published(written.published)
     typer.echo(f"report: {written.page}")
 
 
-def show_published(filled: Published | None) -> None:
+def show_published(table: Table | None) -> None:
     """Print a published table with its note."""
-    from windlass.telemetry.terminal import print_table
-
-    if filled:
-        head, numeric = filled.table.headings, filled.table.numeric
-        text = [heading for place, heading in enumerate(head) if place not in numeric]
-        print_table(head, filled.table.shown(), text=text, title=filled.title)
-        typer.echo(f"{filled.note}\n".lstrip("\n"), nl=False)
+    if table:
+        table.print(table.title)
+        typer.echo("".join(f"{note}\n" for note in table.notes), nl=False)
 
 
 def show_study(study: Study) -> None:

@@ -106,7 +106,7 @@ def scale(
 
 def _show(study: Study, progress: Progress, json_: bool) -> None:
     """Show the study's numbers."""
-    from windlass.reports.scaling import endings, scaling_table, sentences
+    from windlass.reports.scaling import terminal
     from windlass.study.setups import read_setups
 
     table, console = read_setups(study), progress.console
@@ -115,10 +115,7 @@ def _show(study: Study, progress: Progress, json_: bool) -> None:
         own = [{name: getattr(setup, name) for name in names} for setup in table]
         head = [{"setup": setup.name, **setup.assignment, **setup.values} for setup in table]
         print_json([one | more for one, more in zip(head, own, strict=True)])
-    console.print(scaling_table(table, console.width, str(study.path)))
-    for sentence in sentences(study, table):
-        console.print(sentence, highlight=False)
-    for part in endings(study, table, console.width):
+    for part in terminal(study, table, console.width):
         console.print(part)
     if not json_:
         show_study(study)

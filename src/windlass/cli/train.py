@@ -113,9 +113,9 @@ def show_end(run: Run, sample: bool = False) -> int:
         return DONE
     try:
         from windlass.cli.runs import show_published
-        from windlass.reports.page import report as write_report
-        from windlass.reports.text import curve, last_sample
+        from windlass.reports.curve import curve, last_sample
         from windlass.reports.view import view
+        from windlass.reports.write import report as write_report
 
         run_view = view(run)
         parts = (curve(run_view), last_sample(run_view) if sample else "")

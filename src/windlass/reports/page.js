@@ -29,6 +29,13 @@ function runColor(i) {
   return `color-mix(in oklab, var(--ramp-${to}) ${Math.round(share * 100)}%, var(--ramp-${from}))`;
 }
 
+/** Colour and pattern of a line: its own, or its run's. */
+function look(one) {
+  const own = one.colour !== null;
+  const dash = DASHES[(one.dash + (own ? 0 : data.runs[one.run].dash)) % DASHES.length];
+  return { color: own ? `var(--c${one.colour})` : runColor(one.run), dash };
+}
+
 const TIMES = [[3 / 60, 3600, "seconds"], [3, 60, "minutes"], [96, 1, "hours"], [Infinity, 1 / 24, "days"]];
 const timeUnit = (high) => TIMES.find(([limit]) => high < limit);
 
@@ -41,13 +48,17 @@ const AXES = {
   },
 };
 
+/** Whether the chart is over its own axis, as of a study, and not over the axis that all runs share. */
+const ownAxis = (chart) => chart.x.values.length > 0;
+
 function xAxis(chart) {
-  if (chart.x_label) {
-    const ticks = () => chart.x_values.map((value, i) => ({ value, text: chart.x_names[i] }));
-    const text = (v) => `${chart.x_label} ${chart.x_names[nearest(chart.x_values, v)]}`;
-    const [low, high] = [chart.x_values[0], chart.x_values.at(-1)];
-    const extent = chart.x_log ? [low / (high / low) ** 0.06, high * (high / low) ** 0.06] : [1.08 * low - 0.08 * high, 1.08 * high - 0.08 * low];
-    return { log: chart.x_log, label: () => "", text, ticks, extent };
+  const { label, values, names, log } = chart.x;
+  if (ownAxis(chart)) {
+    const ticks = () => values.map((value, i) => ({ value, text: names[i] }));
+    const text = (v) => `${label} ${names[nearest(values, v)]}`;
+    const [low, high] = [values[0], values.at(-1)];
+    const extent = log ? [low / (high / low) ** 0.06, high * (high / low) ** 0.06] : [1.08 * low - 0.08 * high, 1.08 * high - 0.08 * low];
+    return { log, label: () => "", text, ticks, extent };
   }
   const ticks = (low, high, count) => {
     const factor = state.axis === "hours" ? timeUnit(high)[1] : 1;
@@ -59,9 +70,9 @@ function xAxis(chart) {
 /** From the first to the last point that any chart shows: all share one axis, so that one lies under the other. */
 function extent() {
   let [low, high] = [Infinity, -Infinity];
-  for (const one of data.charts.filter((chart) => !chart.x_label).flatMap((chart) => chart.series)) {
+  for (const one of data.charts.filter((chart) => !ownAxis(chart)).flatMap((chart) => chart.series)) {
     if (state.hidden.has(one.run)) continue;
-    const track = data.axes[one.at];
+    const track = data.points[one.at];
     track[state.axis].forEach((x, place) => {
       if (x === null || track.step[place] < state.skip || (state.logX && x <= 0)) return;
       [low, high] = [Math.min(low, x), Math.max(high, x)];
@@ -91,13 +102,13 @@ function smooth(values, weight) {
 /** What is drawn of a chart now: without hidden runs, from the first step that is not left out, smoothed where it is noisy. */
 function seriesOf(chart) {
   return chart.series.filter((one) => !state.hidden.has(one.run)).flatMap((one) => {
-    const track = data.axes[one.at];
-    const xs = track[chart.x_label ? "step" : state.axis];
-    const places = xs.flatMap((x, i) => (x !== null && (chart.x_label || track.step[i] >= state.skip) ? [i] : []));
+    const track = data.points[one.at];
+    const xs = ownAxis(chart) ? track.x : track[state.axis];
+    const places = xs.flatMap((x, i) => (x !== null && (ownAxis(chart) || track.step[i] >= state.skip) ? [i] : []));
     const [x, y] = [xs, one.y].map((values) => places.map((i) => values[i]));
     const drawn = {
       x, y, name: one.name, quiet: !one.name, diverged: one.diverged, points: one.points, pointsOnly: one.points === "only",
-      color: one.colour === null ? runColor(one.run) : `var(--c${one.colour})`, dash: DASHES[(one.dash + (one.colour === null ? data.runs[one.run].dash : 0)) % DASHES.length], width: one.minor ? 1.3 : null,
+      ...look(one), width: one.minor ? 1.3 : null,
       band: one.band && one.band.map((values) => places.map((i) => values[i])), bad: one.bad ? x.filter((_, i) => y[i] === null) : [],
     };
     if (!one.smooth || state.smoothing === 0 || !x.length) return x.length ? [drawn] : [];
@@ -106,7 +117,7 @@ function seriesOf(chart) {
 }
 
 function restartsOf(chart) {
-  if (chart.x_label) return [];
+  if (ownAxis(chart)) return [];
   return data.runs.flatMap((run, i) => (state.hidden.has(i) ? [] : run.restarts.map((restart) => ({
     x: restart[state.axis], text: restart.text, what: restart.what, color: several ? runColor(i) : null,
   })))).filter((restart) => restart.x !== null);
@@ -118,7 +129,7 @@ const tip = html("div", "tip", null, document.body);
 tip.hidden = true;
 
 function hover(x, source) {
-  for (const { chart, spec } of drawn) if (chart !== source && !spec.x_label && !source.spec.x_label) chart.point(x);
+  for (const { chart, spec } of drawn) if (chart !== source && !ownAxis(spec) && !ownAxis(source.spec)) chart.point(x);
   const read = source.point(x);
   tip.hidden = !read;
   if (!read) return;
@@ -147,7 +158,7 @@ function legend(figure, series, spec) {
   const names = series.filter((s) => !s.quiet);
   const host = find(".legend", figure);
   host.replaceChildren();
-  if ((several && !spec.x_label) || names.length < 2) return; // several runs have the buttons above
+  if ((several && !ownAxis(spec)) || names.length < 2) return; // several runs have the buttons above
   for (const one of names) {
     const item = html("span", "key", null, host);
     const mark = html("i", one.points === "only" ? "ring" : one.points, null, item);
@@ -159,7 +170,7 @@ function legend(figure, series, spec) {
 
 const drawn = all("figure[data-chart]").map((figure) => {
   const spec = data.charts.find((chart) => chart.id === figure.dataset.chart);
-  const chart = new Chart(find(".plot", figure), { hover, zoom: spec.x_label ? () => {} : zoom });
+  const chart = new Chart(find(".plot", figure), { hover, zoom: ownAxis(spec) ? () => {} : zoom });
   chart.spec = spec;
   return { figure, spec, chart };
 });
@@ -170,7 +181,7 @@ function update() {
     const series = seriesOf(spec);
     const tall = spec.id === "loss";
     const height = tall ? (narrow ? 270 : 390) : narrow ? 180 : 210;
-    chart.draw({ series, restarts: restartsOf(spec), x: xAxis(spec), y: { log: tall && state.logY, zero: spec.zero }, height });
+    chart.draw({ series, restarts: restartsOf(spec), x: xAxis(spec), y: { log: tall ? state.logY : spec.y.log, zero: spec.y.zero }, height });
     legend(figure, series, spec);
   }
   if (!find("#skip")) return; // a run without a step has no controls

@@ -1,6 +1,6 @@
-"""The tables of published pieces of work, with their columns, filled from a run or a study by the name of its preset.
+"""The tables of published pieces of work, filled from a run or a study by the name of its preset.
 
-A value that is not there is a reason in words: on a CPU what the driver of a GPU reports is "no GPU".
+A reason in words stands for each missing value: the driver's numbers are "no GPU" on a CPU.
 """
 
 from __future__ import annotations
@@ -9,21 +9,19 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from windlass.errors import UserError, argument
 from windlass.reports.scaling import setup_values
 from windlass.reports.study import StudyView, read_study
-from windlass.reports.tables import EPOCH_LOSS, MEASURES, Column, Table, label, measures
-from windlass.reports.view import RunView
+from windlass.reports.table import Column, Table
+from windlass.reports.tables import MEASURES, label
+from windlass.reports.text import plural
+from windlass.reports.view import EPOCH_LOSS, RunView
 from windlass.study.study import Study
 
-GPU_ONLY = (
-    "mem_alloc_mb",
-    "mem_reserved_mb",
-    "driver_mem_mb",
-    "peak_mem_mb",
-)  # the last is resident memory on a CPU
+# the last one is resident memory on a CPU
+GPU_ONLY = ("mem_alloc_mb", "mem_reserved_mb", "driver_mem_mb", "peak_mem_mb")
 KINDS = {
     "runtime_s": "rate",
     "samples_per_s": "rate",
@@ -34,25 +32,16 @@ KINDS = {
     "exact_match": "rate",
     "f1": "rate",
 }
+WAITING = {"waiting": "not run yet", "running": "not finished", "interrupted": "not finished"}
 Values = Mapping[str, Any]
-Reason = Callable[[str], str]  # why there is no value of a name
+Reason = Callable[[str], str]  # why a name has no value
 Row = tuple[Values, Reason]
 
 
-class Published(NamedTuple):
-    """A table under the name of its preset."""
-
-    name: str
-    title: str
-    note: str  # what its columns mean
-    table: Table
-
-
 def specifications() -> dict[str, dict[str, Any]]:
-    """The tables as published.toml has them, by the name of the preset."""
-    return tomllib.loads(
-        (resources.files("windlass.reports") / "published.toml").read_text("utf-8")
-    )
+    """The tables in published.toml, by the name of the preset."""
+    file = resources.files("windlass.reports") / "published.toml"
+    return tomllib.loads(file.read_text("utf-8"))
 
 
 def published(
@@ -60,18 +49,20 @@ def published(
     study: StudyView | None = None,
     name: str = "",
     setups: Sequence[Values] = (),
-) -> Published | None:
-    """The published table of the preset that a study or all runs have, or the one called `name`; None where there is none.
+) -> Table | None:
+    """The published table of a study's or all runs' preset, or the table called `name`.
 
-    `setups`: of a scaling study what `scaling.setup_values` gives. Raises UserError where there is no table `name`, or it is one of
-    studies and these are runs.
+    None if the preset has no table, or if the study's cells have nothing in common with its rows.
+    `setups`: for a scaling study the result of `scaling.setup_values`.
+
+    Raises:
+        UserError: no table is called `name`, or it is a table of something else than these sources.
     """
     specs, wanted = specifications(), name or preset_of(views, study.study if study else None)
     if wanted not in specs:
         if name:
-            raise UserError(
-                f"{argument('table', name)}: there is no such table; there are {', '.join(specs)}"
-            )
+            listed = ", ".join(specs)
+            raise UserError(f"{argument('table', name)}: no such table; the tables are {listed}")
         return None
     spec = specs[wanted]
     columns: dict[str, str] = spec["columns"]
@@ -81,32 +72,29 @@ def published(
         columns = {"Run": "run", **columns} if len(views) > 1 else columns
     elif spec["rows"] == "cell" and study:
         varied = {key for key, values in study.study.values.items() if len(values) > 1}
-        # a study that varies something else has rows that the table cannot tell apart
+        # the table cannot tell the cells apart if the study varies another setting
         rows = cell_rows(study) if name or varied <= {*columns.values()} else []
     elif spec["rows"] == "setup":
         gpus = any(map(on_gpus, views)) if views else None
-        rows = [
-            (with_units(x, bool(gpus)), why_not(x["state"], gpus, x["reasons"])) for x in setups
-        ]
+        for values in setups:
+            why = why_not(values["state"], gpus, values["reasons"])
+            rows.append((with_units(values, bool(gpus)), why))
     if not rows:
         if name:
             what = {"run": "runs", "cell": "a sweep", "setup": "a scaling study"}[spec["rows"]]
-            raise UserError(
-                f"{argument('table', name)}: that is a table of {what}, and this is none"
-            )
+            raise UserError(f"{argument('table', name)} is a table of {what}; give it {what}")
         return None
     absent = {x for x in spec.get("optional", ()) if all(row.get(x) is None for row, _ in rows)}
     columns = {heading: x for heading, x in columns.items() if x not in absent}
     cells = [
-        tuple(why(x) if row.get(x) is None else row[x] for x in columns.values())
-        for row, why in rows
+        [why(x) if row.get(x) is None else row[x] for x in columns.values()] for row, why in rows
     ]
-    table = Table([Column(heading, heading, kind(x)) for heading, x in columns.items()], cells)
-    return Published(wanted, spec["title"], spec.get("note", ""), table)
+    heads = [Column(heading, heading, kind(x)) for heading, x in columns.items()]
+    return Table(wanted, heads, cells, spec["title"], [spec["note"]] if "note" in spec else [])
 
 
-def of_study(study: Study) -> Published | None:
-    """The published table of a study's preset, with the study as it is on disk; None where there is none."""
+def of_study(study: Study) -> Table | None:
+    """The published table of a study's preset, from the study on disk; None if there is none."""
     if preset_of((), study) not in specifications():
         return None  # without reading the runs
     seen = read_study(study.path)
@@ -114,7 +102,7 @@ def of_study(study: Study) -> Published | None:
 
 
 def preset_of(views: Sequence[RunView], study: Study | None) -> str:
-    """The preset's name that a study was made by, or that all runs have; else empty."""
+    """The preset of a study, or of all runs; empty if they have several."""
     if study:
         return (study.scaling.preset if study.scaling else "") or study.recipe.preset
     names = {str(view.settings["preset"]) for view in views}
@@ -122,7 +110,7 @@ def preset_of(views: Sequence[RunView], study: Study | None) -> str:
 
 
 def kind(name: str) -> str:
-    """The kind of number of a value, for `text.show`: seconds stay seconds, for the heading names the unit."""
+    """The kind of number of a value; seconds stay seconds, because the heading has the unit."""
     if name.endswith("_gb"):
         return "hours"
     measure = label(name)[1] if name in MEASURES or name.startswith(EPOCH_LOSS) else ""
@@ -135,32 +123,27 @@ def on_gpus(view: RunView) -> bool:
 
 def run_values(view: RunView) -> dict[str, Any]:
     """The settings and measures of a run, also in the units of tables."""
-    return with_units({**view.settings, **measures(view)}, on_gpus(view))
+    return with_units({**view.settings, **view.values}, on_gpus(view))
 
 
 def with_units(values: Values, gpus: bool) -> dict[str, Any]:
-    """Measures, also in the units of tables (`x_gb`, `x_pct`), and those of GPUs alone only where there are some."""
+    """Measures, also in the units of tables (`x_gb`, `x_pct`); without GPUs no GPU's measures."""
     more, world = dict(values), values.get("world")
     if gpus:
-        more |= {
-            "gpus": world,
-            "gpu_util_pct": more.get("util_pct"),
-            "gpu_hours": more.get("device_hours"),
-        }
+        more["gpus"], more["gpu_hours"] = world, more.get("device_hours")
+        more["gpu_util_pct"] = more.get("util_pct")
     else:
-        more |= dict.fromkeys(GPU_ONLY) | {
-            "gpus": f"{world} CPU rank{'s' * (world != 1)}" if world else None
-        }
+        more |= dict.fromkeys(GPU_ONLY)
+        more["gpus"] = plural(world, "CPU rank") if world else None
     more |= {f"{name[:-3]}_gb": more[name] / 1e3 for name in GPU_ONLY if more.get(name) is not None}
-    return more | {
-        f"{name}_pct": 100 * more[name] for name in ("efficiency", "ratio") if name in more
-    }
+    shares = ("efficiency", "ratio")
+    return more | {f"{name}_pct": 100 * more[name] for name in shares if name in more}
 
 
 def why_not(
     state: str, gpus: bool | None, reasons: Mapping[str, str] = MappingProxyType({})
 ) -> Reason:
-    """Why there is no value of a name; `state`: of a run, cell or setup, `gpus`: None where that is not known yet."""
+    """Why a name has no value; `state`: of a run, cell or setup, `gpus`: None if not known yet."""
 
     def why(name: str) -> str:
         if gpus is False and (name.startswith("gpu_") or name.replace("_gb", "_mb") in GPU_ONLY):
@@ -168,12 +151,7 @@ def why_not(
         if reason := reasons.get(name.removesuffix("_pct")):
             return reason
         if state != "finished":
-            words = {
-                "waiting": "not run yet",
-                "running": "not finished",
-                "interrupted": "not finished",
-            }
-            return words.get(state, state)
+            return WAITING.get(state, state)
         if name.startswith(EPOCH_LOSS):
             return f"no evaluation at epoch {name.removeprefix(EPOCH_LOSS)}"
         return "not measured"
@@ -183,12 +161,10 @@ def why_not(
 
 def run_row(view: RunView) -> Row:
     state = "waiting" if not view.step else "finished" if view.state == "finished" else "running"
-    nodes, world = (
-        (view.run.environment.get("launch") or {}).get("nodes", 1),
-        int(measures(view).get("world") or 1),
-    )
-    setup = f"{nodes} host{'s' * (nodes > 1)}, {world} rank{'s' * (world > 1)}"
-    return run_values(view) | {"run": view.label, "setup": setup}, why_not(state, on_gpus(view))
+    nodes = (view.run.environment.get("launch") or {}).get("nodes", 1)
+    setup = f"{plural(nodes, 'host')}, {plural(int(view.values.get('world') or 1), 'rank')}"
+    values = run_values(view) | {"run": view.label, "setup": setup}
+    return values, why_not(state, on_gpus(view))
 
 
 def cell_rows(study: StudyView) -> list[Row]:

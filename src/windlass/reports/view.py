@@ -1,26 +1,35 @@
-"""What a report reads of a run: columns of numbers along the run, restarts, devices, samples. No torch.
+"""A run as a report sees it: its curves, restarts and samples, and its measures by name. No torch.
 
-A run that was killed and resumed is one curve: the ledger is the effective one, and `hours` are hours of training,
-without the pauses between attempts, their start-up, and the steps that were done twice.
+A run that was killed and resumed is one curve, because the ledger is the effective one. `hours` are
+hours of training: without pauses between attempts, their start-up, and steps that were done twice.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from windlass.checkpoint.retention import comparable
+from windlass.checkpoint.retention import LOSS, comparable
 from windlass.estimate.time import PredictedAndActual, predicted_and_actual
+from windlass.model.size import describe_network, trainable
 from windlass.recipe import typed
-from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
+from windlass.recipe.units import epochs_in
+from windlass.reports.text import show
+from windlass.reports.tracks import (
+    STARTS,
+    Clock,
+    Numbers,
+    Track,
+    interpolate,
+    rank_tracks,
+    track_of,
+)
+from windlass.run import Line, Run, effective, last_start, read_lines
 from windlass.study.compare import Evaluated, evaluated
 from windlass.telemetry.timing import (
     Throughput,
@@ -31,99 +40,20 @@ from windlass.telemetry.timing import (
 )
 from windlass.variables import scrub
 
-Numbers = NDArray[np.float64]
+Value = float | int | str | None
 
-BOOKKEEPING = (
-    "kind",
-    "step",
-    "time",
-    "attempt",
-    "epoch",
-    "samples",
-    "samples_trained",
-    "tokens",
-    "label_tokens",
-    "suite",
-    "event",
-    "index",
-    "runtime_s",
-    "hours",
-    "batches",
-    "first_batch_s",
-    "comparable",
-    "full_tokens",
-    "full_samples",
-    "train_tokens",
-    "train_samples",
-)
-"""Fields that place a line in the run and measure nothing."""
-
-# events that begin an attempt, and what a chart calls the restart
-STARTS = {
-    "started": "started again",
-    "resumed": "resumed",
-    "branched": "branched",
-    "rewound": "rewound",
-}
-
-DEVICE_FIELDS = (
-    "util_pct",
-    "mem_alloc_mb",
-    "mem_reserved_mb",
-    "mem_used_mb",
-    "peak_alloc_mb",
-    "rss_mb",
-    "power_w",
-)
-MAX_DEVICE_BYTES = (
-    8_000_000  # of all ranks' samples together are parsed whole; of larger files every n-th line
-)
-
-
-def number(value: Any) -> float:
-    """A field of the ledger as a float; NaN where it is missing or no number. The ledger has non-finite ones as text."""
-    try:
-        return math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
-@dataclass(frozen=True)
-class Track:
-    """Columns of equal length: `step`, `tokens`, `hours` along the run, and what was measured there.
-
-    A rank's device samples have `hours`, `training` (1 in the phase `train`) and some of DEVICE_FIELDS.
-    """
-
-    columns: Mapping[str, Numbers]
-    rank: int = 0
-
-    def __getitem__(self, name: str) -> Numbers:
-        """The column, all NaN where nothing of that name was written."""
-        column = self.columns.get(name)
-        return np.full(len(self), math.nan) if column is None else column
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    def has(self, name: str) -> bool:
-        """Whether the column holds a finite number."""
-        return bool(np.isfinite(self[name]).any())
-
-    def measures(self) -> list[str]:
-        """The columns that measure something, in the order they were first written."""
-        return [name for name in self.columns if name not in BOOKKEEPING and self.has(name)]
+EPOCH_LOSS = "eval_loss_epoch_"  # and the number of the epoch: see `losses_by_epoch`
 
 
 class Restart(NamedTuple):
-    """Where an attempt after the first one starts."""
+    """The start of an attempt after the first one."""
 
     what: str  # one of the words in STARTS, `extended`, or `settings changed`
     step: float
     tokens: float
     hours: float
     time: str  # of day, as in the ledger
-    text: str  # what happened, for people
+    text: str  # the same for people, with the settings that changed
 
 
 @dataclass(frozen=True)
@@ -134,154 +64,77 @@ class RunView:
     label: str
     state: str
     settings: Mapping[str, Any]
+    ledger: Sequence[Line]  # effective, without secrets
     train: Track
     evals: Mapping[str, Track]  # by suite
-    logged: Track  # what a user's callbacks have logged
+    logged: Track  # the values that callbacks logged
     ranks: Sequence[Track]
     restarts: Sequence[Restart]
-    samples: Sequence[Line]
-    events: Sequence[Line]
-    changed: Sequence[
-        Line
-    ]  # events of settings that a resume changed: `settings`, by key the old and the new value
-    start: Line  # the last event of starting, with what it lacks from those before
-    evaluated: Evaluated | None  # what its validation loss was measured on
-    summary: Line
+    evaluated: Evaluated | None  # the data that its validation loss was measured on
     speed: Throughput | None
-    evaluation: Mapping[
-        str, float
-    ]  # how long the evaluations of the loss took, and their samples a second
     wall: Mapping[str, float]  # seconds by phase over all starts, and their `total`
     device_hours: float | None
     outcome: PredictedAndActual
 
     @property
+    def events(self) -> list[Line]:
+        return [line for line in self.ledger if line["kind"] == "event"]
+
+    @property
+    def samples(self) -> list[Line]:
+        """The generated texts."""
+        lines = (line for line in self.ledger if line["kind"] == "sample")
+        return [line for line in lines if line.get("text") is not None]
+
+    @cached_property
+    def start(self) -> Line:
+        """The last event of starting, with the fields of earlier ones that it lacks."""
+        return last_start(self.ledger)
+
+    @cached_property
+    def summary(self) -> Line:
+        return next((line for line in reversed(self.ledger) if line["kind"] == "summary"), {})
+
+    @property
     def step(self) -> int:
         """Steps done."""
-        steps = [
-            int(line["step"])
-            for line in self.events
-            if line.get("event") in ("finished", "checkpoint")
-        ]
-        return max([*steps, *(int(s) for s in self.train["step"][-1:]), 0])
+        ends = (x for x in self.events if x.get("event") in ("finished", "checkpoint"))
+        return max([0, *(int(x["step"]) for x in ends), *(int(s) for s in self.train["step"][-1:])])
 
+    @cached_property
+    def values(self) -> dict[str, Value]:
+        """The run's measures by name, without missing ones."""
+        return _values(self)
 
-class Attempt(NamedTuple):
-    """One start of the run: its clock in seconds since 1970, and the seconds of training before it."""
-
-    number: int
-    start: float
-    end: float
-    before: float
-
-
-class Clock:
-    """Converts times of day into hours of training."""
-
-    def __init__(self, ledger: Sequence[Line]):
-        lines: dict[int, list[Line]] = {}
-        for line in ledger:
-            # other events may come from steps that were done again
-            if line["kind"] != "event" or line.get("event") in (*STARTS, "checkpoint", "finished"):
-                lines.setdefault(int(line.get("attempt", 0)), []).append(line)
-        self.attempts: list[Attempt] = []
-        before = 0.0
-        for attempt, own in sorted(lines.items()):
-            times = [timestamp(line) for line in own]
-            start = next(
-                (at for line, at in zip(own, times, strict=True) if line.get("event") in STARTS),
-                min(times),
-            )
-            self.attempts.append(Attempt(attempt, start, max(times), before))
-            before += max(times) - start
-
-    def hours(self, at: float, attempt: int | None = None) -> float:
-        """Hours of training at a time of day; NaN in a pause or in work that was done again.
-
-        Without `attempt` (device samples do not have one) it is the attempt that ran at that time.
-        """
-        begun = [
-            a for a in self.attempts if (a.start <= at if attempt is None else a.number == attempt)
-        ]
-        if not begun or (
-            attempt is None and at > begun[-1].end and begun[-1] is not self.attempts[-1]
-        ):
-            return math.nan
-        return (begun[-1].before + max(0.0, at - begun[-1].start)) / 3600
-
-
-def interpolate(train: Track, axis: str, places: Numbers, column: str) -> Numbers:
-    """A column of the `train` lines at some places of another one, from 0 at 0 on, constant beyond the last line."""
-    x, y = np.append(0.0, train[axis]), np.append(0.0, train[column])
-    good = np.isfinite(x) & np.isfinite(y)
-    return np.where(np.isfinite(places), np.interp(places, x[good], y[good]), math.nan)
+    @property
+    def changed_settings(self) -> list[tuple[int, str, Any, Any]]:
+        """Step, key, old and new value of each setting that a resume changed."""
+        changes = (x for x in self.events if x.get("event") == "settings_changed")
+        return [(x["step"], key, *pair) for x in changes for key, pair in x["settings"].items()]
 
 
 def view(run: Run, label: str | None = None) -> RunView:
-    """Read a run; a run without any step is a view without lines. Raises UserError where its recipe cannot be read."""
+    """Read a run; a run without a step has no lines. Raises UserError if its recipe is unreadable."""
     raw = list(read_lines(run.metrics_path))
-    # only texts can hold a secret, and the many lines of numbers have none
-    ledger = [
-        scrub(line) if line["kind"] in ("event", "sample") else line for line in effective(raw)
-    ]
+    # only texts can hold a secret, and most lines have numbers alone
+    texts = ("event", "sample")
+    ledger = [scrub(line) if line["kind"] in texts else line for line in effective(raw)]
     clock = Clock(ledger)
-    train = _track([line for line in ledger if line["kind"] == "train"], clock)
-    logged, evals = _track([line for line in ledger if line["kind"] == "log"], clock).columns, {}
-    for suite in dict.fromkeys(
-        line.get("suite", "loss") for line in ledger if line["kind"] == "eval"
-    ):
-        own = [
-            line for line in ledger if line["kind"] == "eval" and line.get("suite", "loss") == suite
-        ]
-        same = [float(line in comparable(own)) for line in own]
-        columns = {**_track(own, clock).columns, "comparable": np.array(same)}
-        # `tokens` of an `eval` line are those evaluated on; a chart's axis needs those trained on
-        evals[suite] = Track(
-            {**columns, "tokens": interpolate(train, "step", columns["step"], "tokens")}
-        )
-    events = [line for line in ledger if line["kind"] == "event"]
-    starts = {int(x.get("attempt", 0)): x for x in reversed(events) if x.get("event") in STARTS}
-    changed = [line for line in events if line.get("event") == "settings_changed"]
-    restarts = []
-    for attempt in clock.attempts[1:]:
-        if begun := starts.get(attempt.number):
-            step = float(begun["step"])
-            tokens = float(interpolate(train, "step", np.array([step]), "tokens")[0])
-            before = begun.get("extended_from")
-            own = [x["settings"] for x in changed if x.get("attempt") == attempt.number]
-            what = "extended" if before else "settings changed" if own else STARTS[begun["event"]]
-            text = (
-                f"extended from {before:,} to {begun['steps']:,} steps"
-                if before
-                else STARTS[begun["event"]]
-            )
-            pairs = [(key, *pair) for x in own for key, pair in x.items()]
-            text += "".join(
-                f"; {key} = {typed(new)} from here on, not {typed(old)}" for key, old, new in pairs
-            )
-            restarts.append(Restart(what, step, tokens, attempt.before / 3600, begun["time"], text))
-    files = sorted(run.devices_dir.glob("rank-*.jsonl"))
-    ranks = [_rank(path, MAX_DEVICE_BYTES // len(files), clock) for path in files]
+    train = track_of([line for line in ledger if line["kind"] == "train"], clock)
+    logged = track_of([line for line in ledger if line["kind"] == "log"], clock)
     return RunView(
         run=run,
         label=scrub(label or run.name),
         state=run.state_by(raw),
         settings=scrub(run.recipe.flat()),
+        ledger=ledger,
         train=train,
-        evals=evals,
-        logged=Track({**logged, "tokens": interpolate(train, "step", logged["step"], "tokens")}),
-        ranks=[rank for rank in ranks if len(rank)],
-        restarts=restarts,
-        samples=[
-            line for line in ledger if line["kind"] == "sample" and line.get("text") is not None
-        ],
-        events=events,
-        changed=changed,
-        start=last_start(ledger),
+        evals=_evals(ledger, train, clock),
+        logged=_with_tokens(logged, train),
+        ranks=rank_tracks(run.devices_dir, clock),
+        restarts=_restarts(ledger, train, clock),
         evaluated=evaluated(run, run.recipe, ledger),
-        summary=next((line for line in reversed(ledger) if line["kind"] == "summary"), {}),
         speed=throughput(ledger),
-        evaluation=evaluation_speed(ledger),
         wall=wall_time(raw),
         device_hours=device_hours(raw) or None,
         outcome=predicted_and_actual(run),
@@ -289,50 +142,197 @@ def view(run: Run, label: str | None = None) -> RunView:
 
 
 def views(runs: Sequence[Run]) -> list[RunView]:
-    """Read several runs, each under a label of its own: the name, or the path where names repeat."""
+    """Read several runs, each labelled by its name, or by its path if another run has that name."""
     names = [run.name for run in runs]
     return [view(run, run.name if names.count(run.name) == 1 else str(run.path)) for run in runs]
 
 
-def _track(lines: Sequence[Line], clock: Clock) -> Track:
-    """Every field that is a number somewhere, and `loss` also where it never is: a run of NaN has a loss to show."""
-    fields = (field for line in lines for field in line.items())
-    keys = dict.fromkeys(
-        key for key, value in fields if key == "loss" or not math.isnan(number(value))
-    )
-    columns = {
-        key: np.array([number(line.get(key)) for line in lines], dtype=np.float64) for key in keys
-    }
-    hours = [clock.hours(timestamp(line), int(line.get("attempt", 0))) for line in lines]
-    columns |= {
-        "step": np.array([line["step"] for line in lines], dtype=np.float64),
-        "hours": np.array(hours),
-    }
-    columns.setdefault("tokens", np.full(len(lines), math.nan))
-    return Track(columns)
+def _with_tokens(track: Track, train: Track, **more: Numbers) -> Track:
+    """A track whose `tokens` are the trained ones; an `eval` line's own count what it evaluated."""
+    tokens = interpolate(train, "step", track["step"], "tokens")
+    return Track({**track.columns, **more, "tokens": tokens})
 
 
-def _rank(path: Path, limit: int, clock: Clock) -> Track:
-    """A rank's samples, without those in a pause or in work that was done again."""
-    rows = []
-    for text in path.read_bytes().split(b"\n")[
-        :: 1 + path.stat().st_size // limit
-    ]:  # parsing is what takes time
-        with suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict) and line.get("kind", "sample") == "sample":
-                rows.append((clock.hours(timestamp(line)), line))
-    rows = sorted((row for row in rows if not math.isnan(row[0])), key=lambda row: row[0])
-    names = [name for name in DEVICE_FIELDS if any(name in line for _, line in rows)]
-    columns = {
-        name: np.array([number(line.get(name)) for _, line in rows], dtype=np.float64)
-        for name in names
+def _evals(ledger: Sequence[Line], train: Track, clock: Clock) -> dict[str, Track]:
+    """The evaluations by suite; `comparable` is 1 if a line has the items of the last one."""
+    suites: dict[str, list[Line]] = {}
+    for line in ledger:
+        if line["kind"] == "eval":
+            suites.setdefault(line.get("suite", LOSS), []).append(line)
+    tracks = {}
+    for suite, lines in suites.items():
+        alike = comparable(lines)
+        same = np.array([float(line in alike) for line in lines])
+        tracks[suite] = _with_tokens(track_of(lines, clock), train, comparable=same)
+    return tracks
+
+
+def _restarts(ledger: Sequence[Line], train: Track, clock: Clock) -> list[Restart]:
+    events = [line for line in ledger if line["kind"] == "event"]
+    starts = {int(x.get("attempt", 0)): x for x in reversed(events) if x.get("event") in STARTS}
+    restarts = []
+    for attempt in clock.attempts[1:]:
+        if attempt.number not in starts:
+            continue
+        begun = starts[attempt.number]
+        step, before = float(begun["step"]), begun.get("extended_from")
+        tokens = float(interpolate(train, "step", np.array([step]), "tokens")[0])
+        changes = [
+            pair
+            for x in events
+            if x["event"] == "settings_changed" and x.get("attempt") == attempt.number
+            for pair in x["settings"].items()
+        ]
+        what = text = STARTS[begun["event"]]
+        if before:
+            what = "extended"
+            text = f"extended from {before:,} to {begun['steps']:,} steps"
+        elif changes:
+            what = "settings changed"
+        for key, (old, new) in changes:
+            text += f"; {key} = {typed(new)} from here on, not {typed(old)}"
+        restarts.append(Restart(what, step, tokens, attempt.before / 3600, begun["time"], text))
+    return restarts
+
+
+def _values(v: RunView) -> dict[str, Value]:
+    """Every measure of a run; `SUITE_SCORE` for the scores of other suites than the loss.
+
+    Speeds are work divided by time, over the whole run. Device measurements come from the `summary`
+    line, or else from the samples in `devices/`.
+    """
+    summary, start, train, loss = v.summary, v.start, v.train, v.evals.get(LOSS)
+    measure = str(v.settings["checkpoint.best"])
+    suite, _, field = measure.partition(".")
+    score, score_step = best(v, suite, field)
+    best_loss, best_step = best(v, LOSS, LOSS)
+    peaks = (float(np.nanmax(t["peak_alloc_mb"])) for t in v.ranks if t.has("peak_alloc_mb"))
+    changes = (f"{k} {show(a)} -> {show(b)} after step {s:,}" for s, k, a, b in v.changed_settings)
+    total, trained = start.get("parameters"), start.get("trained")
+    epoch = start.get("samples_per_epoch")
+    per_epoch = epoch / start["global_batch"] if epoch is not None else None
+    values: dict[str, Value] = {
+        "state": v.state,
+        "steps": v.step,
+        "epochs": first(last_value(train, "epoch")),
+        "tokens": first(summary.get("tokens"), last_value(train, "tokens")),
+        "label_tokens": first(summary.get("label_tokens"), last_value(train, "label_tokens")),
+        "samples": first(summary.get("samples"), last_value(train, "samples")),
+        "parameters": first(summary.get("parameters"), total),
+        "trainable": trainable(trained, total) if total and trained not in (None, total) else None,
+        "network": describe_network(start["network"]) if start.get("network") else None,
+        "world": first(summary.get("world"), start.get("world"), len(v.ranks) or None),
+        "train_loss": last_value(train, "loss"),
+        "train_loss_mean": first(summary.get("train_loss_mean")),
+        "eval_loss": last_value(loss, "loss"),
+        "full_eval_loss": last_value(loss, "full_loss"),
+        "eval_perplexity": last_value(loss, "perplexity"),
+        "best_eval_loss": best_loss,
+        "best_eval_step": best_step,
+        "eval_bits_per_byte": last_value(loss, "bits_per_byte"),
+        "best_bits_per_byte": best(v, LOSS, "bits_per_byte")[0],
+        "best_measure": measure if score is not None else None,
+        "best_score": score,
+        "best_score_step": score_step,
+        "train_samples_per_s": (v.speed and v.speed.samples_per_s) or None,
+        "samples_per_s_whole_run": first(summary.get("samples_per_s_whole_run")),
+        "train_tokens_per_s": v.speed and v.speed.tokens_per_s,
+        "train_steps_per_s": v.speed and v.speed.steps_per_s,
+        "eval_samples_per_s": evaluation_speed(v.ledger).get("eval_samples_per_s"),
+        "steps_per_epoch": per_epoch,
+        "mem_alloc_mb": on_ranks(v, "mem_alloc_mb"),
+        "mem_reserved_mb": on_ranks(v, "mem_reserved_mb"),
+        "driver_mem_mb": on_ranks(v, "mem_used_mb"),
+        "peak_mem_mb": first(summary.get("peak_mem_mb"), max(peaks, default=None)),
+        "device_mem_mb": first((v.outcome.device_bytes or math.nan) / 1e6),
+        "rss_mb": on_ranks(v, "rss_mb"),
+        "util_pct": on_ranks(v, "util_pct"),
+        "util_std_pct": on_ranks(v, "util_pct", "std"),
+        "mfu": v.speed and v.speed.mfu,
+        "goodput": v.wall["train"] / v.wall["total"] if v.wall["total"] else None,
+        "runtime_s": v.wall["total"] or None,
+        "startup_s": next((x["startup_s"] for x in v.events if x["event"] == "first_step"), None),
+        "predicted_s": v.outcome.predicted_seconds,
+        "actual_s": v.outcome.actual_seconds,
+        "device_hours": v.device_hours,
+        "starts": 1 + len(v.restarts),
+        "ended_early": next(
+            (x.get("reason") for x in reversed(v.events) if x["event"] == "finished"), None
+        ),
+        "changed": "; ".join(changes) or None,
     }
-    training = np.array([line.get("phase", "train") == "train" for _, line in rows], dtype=bool)
-    if "util_pct" in columns and training.any():  # utilisation is that of the steps
-        columns["util_pct"] = np.where(training, columns["util_pct"], math.nan)
-    columns |= {
-        "hours": np.array([hours for hours, _ in rows]),
-        "training": training.astype(np.float64),
-    }
-    return Track(columns, int(path.stem.removeprefix("rank-")))
+    values |= {f"{EPOCH_LOSS}{n}": x for n, x in losses_by_epoch(loss, per_epoch).items()}
+    for suite, track in v.evals.items():
+        if suite != LOSS:
+            values |= {f"{suite}_{name}": last_value(track, name) for name in track.scores()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def losses_by_epoch(track: Track | None, steps_per_epoch: float | None) -> dict[int, float]:
+    """The evaluation loss at the end of each whole epoch.
+
+    It is the loss of the first step at or past the end, or of the run's last step if that is less
+    than a step before the end.
+    """
+    losses = dict[int, float]()
+    if track is None or steps_per_epoch is None:
+        return losses
+    epoch = math.nan
+    for epoch, loss in zip(track["epoch"].tolist(), track["loss"].tolist(), strict=True):
+        if epoch >= 1 and epoch % 1 < 1 / steps_per_epoch:
+            losses.setdefault(int(epoch), loss)
+    if -epoch % 1 < 1 / steps_per_epoch:
+        losses.setdefault(math.ceil(epoch), loss)
+    return losses
+
+
+def best(view: RunView, suite: str, column: str) -> tuple[float | None, int | None]:
+    """The best value of an evaluation, and its step: the lowest loss, or the highest other score.
+
+    If a resume changed the evaluated items, only the evaluations since then compare.
+    """
+    track = view.evals.get(suite)
+    if track is None:
+        return None, None
+    finite = np.where(np.isfinite(track[column]) & (track["comparable"] > 0), track[column], np.nan)
+    if np.isnan(finite).all():
+        return None, None
+    place = int(np.nanargmin(finite) if suite == LOSS else np.nanargmax(finite))
+    return float(finite[place]), int(track["step"][place])
+
+
+def first(*values: Any) -> float | None:
+    """The first finite number."""
+    return next((x for x in values if isinstance(x, (int, float)) and math.isfinite(x)), None)
+
+
+def last_value(track: Track | None, name: str) -> float | None:
+    """The value in the last line, also if it is NaN: an earlier good value hides no bad end."""
+    if track is None or not len(track) or name not in track.columns:
+        return None
+    return float(track[name][-1])
+
+
+def on_ranks(view: RunView, name: str, statistic: str = "avg") -> float | None:
+    """Mean or deviation (`std`) of a device field over all ranks' samples in training steps."""
+    names = ("gpu_util_pct", "cpu_util_pct") if name == "util_pct" else (name,)
+    parts = [t[name][np.isfinite(t[name]) & (t["training"] > 0)] for t in view.ranks]
+    values = np.concatenate([[], *parts])
+    measured = (values.mean() if statistic == "avg" else values.std()) if len(values) else None
+    return first(*(view.summary.get(f"{statistic}_{name}") for name in names), measured)
+
+
+def evaluation_names(track: Track, every: Any) -> list[str]:
+    """A name for each evaluation: `epoch 2` if `eval.every` is in epochs, else `step 250`."""
+    period = float(epochs_in(every)) if isinstance(every, str) else 0.0
+    names = []
+    for step, epoch in zip(track["step"], track["epoch"], strict=True):
+        nearest = round(epoch / period) * period if period and math.isfinite(epoch) else 0.0
+        if step == 0:
+            names.append("before training")
+        # the first step at or past the epoch
+        elif nearest and 0 <= epoch - nearest <= epoch / step * (1 + 1e-6):
+            names.append(f"epoch {nearest:g}")
+        else:
+            names.append(f"step {step:,.0f}")
+    return names

@@ -1,0 +1,255 @@
+"""The charts of runs: losses, scores, the optimizer, speed, and what each rank's device did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from windlass.checkpoint.retention import LOSS
+from windlass.reports.charts import COLOURS, Axis, Chart, Series, pattern, thin
+from windlass.reports.text import plural, show, slug
+from windlass.reports.tracks import Numbers, Track, interpolate
+from windlass.reports.view import RunView
+from windlass.study.compare import BITS, common_measure
+from windlass.study.results import diverged
+
+POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels
+RANK_POINTS = 400
+FEW_RANKS = 8  # have a line each; more are a mean and a range, with the two extreme ranks
+FEW_LINES = 24  # of the ranks of several runs; more are a mean and a range for each run
+AXES = ("step", "tokens", "hours")
+
+TRAIN: tuple[tuple[str, str, str, dict[str, str], float], ...] = (
+    ("lr", "Learning rate", "", {"lr": "learning rate"}, 1),
+    ("grad_norm", "Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, 1),
+    ("throughput", "Throughput", "tokens/s, all ranks", {"tokens_per_s": "tokens/s"}, 1),
+    (
+        "step_time",
+        "Time of a step",
+        "ms",
+        {
+            "step_ms": "whole step",
+            "forward_ms": "forward",
+            "backward_ms": "backward",
+            "optimizer_ms": "optimizer",
+            "data_ms": "waiting for data",
+        },
+        1,
+    ),
+    ("mfu", "Model FLOPs utilisation", "% of the device's peak", {"mfu": "MFU"}, 100),
+)
+"""Charts of the `train` lines: id, title, unit, columns and their names, factor."""
+
+RANKS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
+    (
+        "memory",
+        "Device memory of each rank",
+        "MB",
+        {"mem_alloc_mb": "allocated", "mem_reserved_mb": "reserved"},
+    ),
+    ("resident", "Memory of each rank's process", "MB resident", {"rss_mb": "resident"}),
+    (
+        "utilisation",
+        "Utilisation of each rank",
+        "%, in training steps only",
+        {"util_pct": "utilisation"},
+    ),
+    ("power", "Power of each device", "W", {"power_w": "power"}),
+)
+
+PARTS = {
+    "train": ("training steps", 0),
+    "data": ("waiting for data", 5),
+    "eval": ("evaluation", 1),
+    "save": ("saving", 2),
+    "sample": ("generating samples", 7),
+    "compile": ("compiling", 3),
+    "startup": ("start-up", 4),
+    "lost": ("steps done again after a failure", 6),
+}
+"""The parts of wall time in their order, each with a name and a place in the palette."""
+
+
+def charts(views: Sequence[RunView]) -> list[Chart]:
+    """The charts for which a run has numbers, the loss first; of several runs one column each."""
+    drawn = [_loss_chart(views), *_suite_charts(views)]
+    logged = [view.logged for view in views]
+    for name in dict.fromkeys(name for track in logged for name in track.measures()):
+        drawn.append(Chart(slug(name), name, "", _columns(views, logged, {name: name})))
+    for key, title, unit, columns, factor in TRAIN:
+        lines = _columns(views, [v.train for v in views], columns, factor, smooth=key != "lr")
+        drawn.append(Chart(key, title, unit, lines, y=Axis(zero=True)))
+    for key, title, unit, columns in RANKS:
+        # several runs have a chart for each column
+        parts = [{name: text} for name, text in columns.items()] if len(views) > 1 else [columns]
+        for number, part in enumerate(parts):
+            what = ", ".join(part.values()) if len(parts) > 1 else ""
+            series = [one for run in range(len(views)) for one in _ranks(views, run, part)]
+            own = f"{key}-{slug(what)}" if number else key
+            heading = f"{title}, {what}" if what else title
+            drawn.append(Chart(own, heading, unit, series, y=Axis(zero=True)))
+    return [chart for chart in drawn if chart.series]
+
+
+def time_chart(views: Sequence[RunView]) -> Chart | None:
+    """The share of wall time in each phase, a bar for each run; None if no run has times."""
+    timed = [view for view in views if any(view.wall.get(part, 0) > 0 for part in PARTS)]
+    if not timed:
+        return None
+    spent = np.array([[view.wall.get(part, 0.0) for view in timed] for part in PARTS])
+    shares = 100 * spent / spent.sum(axis=0)
+    series = [
+        Series(name, shares[i], colour=colour, texts=[show(x, "duration") for x in spent[i]])
+        for i, (name, colour) in enumerate(PARTS.values())
+        if spent[i].any()
+    ]
+    notes = [f"{share:.1f} %" for share in shares[0]] if len(views) > 1 else [""]
+    axis = Axis(names=[view.label for view in timed], notes=notes)
+    return Chart("time", "Where the time went", "% of wall time", series, "bars", y=axis)
+
+
+def bits_factor(view: RunView) -> float:
+    """Bits per byte of a loss of 1 nat per token, on the validation data; NaN if not known."""
+    data = view.evaluated
+    return data.tokens / (data.bytes * math.log(2)) if data and data.bytes else math.nan
+
+
+def _loss_chart(views: Sequence[RunView]) -> Chart:
+    in_bits = common_measure([view.evaluated for view in views])[0] == BITS
+    series = [
+        replace(one, y=one.y * (bits_factor(view) if in_bits else 1.0))
+        for run, view in enumerate(views)
+        for one in _losses(views, run)
+    ]
+    chart = Chart("loss", "Loss", "bits per byte" if in_bits else "nats per token", series)
+    notes = ["lines: training, circles: validation"] * (len(views) > 1)
+    notes += ["what diverged is cut off above"] * (chart.ceiling() is not None)
+    return replace(chart, note="; ".join(notes))
+
+
+def _losses(views: Sequence[RunView], run: int) -> list[Series]:
+    """A run's training and validation loss."""
+    view, several, series = views[run], len(views) > 1, list[Series]()
+    losses = view.train["loss"]
+    wild = bool(len(losses)) and (
+        not np.isfinite(losses).all() or diverged(float(losses[0]), float(losses[-1]))
+    )
+    look: dict[str, Any] = {"run": run, "diverged": wild}
+    if len(losses):
+        name, colour = (view.label, None) if several else ("training", 0)
+        options = look | {"name": name, "colour": colour, "smooth": True, "bad": True}
+        series.append(_series(views, view.train, "loss", **options))
+    track = view.evals.get(LOSS)
+    if track is None or not track.has("loss"):
+        return series
+    if several:
+        options = look | {"name": f"{view.label}, validation", "points": "only"}
+        return [*series, _series(views, track, "loss", **options)]
+    look["points"] = "line"
+    series.append(_series(views, track, "loss", name="validation", colour=1, **look))
+    if track.has("train_loss"):  # without dropout, on the same samples each time
+        name = "a sample of the training data"
+        series.append(_series(views, track, "train_loss", name=name, colour=2, **look))
+    return series
+
+
+def _suite_charts(views: Sequence[RunView]) -> list[Chart]:
+    """The scores of other suites than the loss; several runs have a chart for each score."""
+    drawn = []
+    for suite in dict.fromkeys(suite for view in views for suite in view.evals if suite != LOSS):
+        tracks = [view.evals.get(suite) for view in views]
+        names = dict.fromkeys(name for track in tracks if track for name in track.scores())
+        words = {name: name.replace("_", " ") for name in names}
+        if len(views) == 1:
+            series = _columns(views, tracks, words, points="line")
+            drawn.append(Chart(f"suite-{slug(suite)}", suite, "", series))
+            continue
+        for name, text in words.items():
+            series = _columns(views, tracks, {name: text}, points="line")
+            own = f"suite-{slug(suite)}-{slug(name)}"
+            drawn.append(Chart(own, f"{suite}, {text}", "", series))
+    return drawn
+
+
+def _columns(
+    views: Sequence[RunView],
+    tracks: Sequence[Track | None],
+    columns: Mapping[str, str],
+    factor: float = 1,
+    **look: Any,
+) -> list[Series]:
+    """A line for each run and column with numbers; of several runs the first column alone."""
+    several, series = len(views) > 1, []
+    for run, (view, track) in enumerate(zip(views, tracks, strict=True)):
+        present = [column for column in columns if track is not None and track.has(column)]
+        for index, column in enumerate(present[: 1 if several else None]):
+            assert track is not None
+            own = {"name": view.label} if several else {"name": columns[column], **pattern(index)}
+            one = _series(views, track, column, run=run, minor=index > 0, **own, **look)
+            series.append(replace(one, y=one.y * factor))
+    return series
+
+
+def _series(views: Sequence[RunView], track: Track, column: str, **look: Any) -> Series:
+    """A column of a track, thinned."""
+    keep = thin(track["step"], track[column], max(400, POINTS // len(views)))
+    return Series(y=track[column][keep], at={axis: track[axis][keep] for axis in AXES}, **look)
+
+
+def _ranks(views: Sequence[RunView], run: int, columns: Mapping[str, str]) -> list[Series]:
+    """A line for each of a run's ranks, on one grid of time; of many ranks their mean and range."""
+    view, several, series = views[run], len(views) > 1, list[Series]()
+    lines = max(len(one.ranks) for one in views) * len(views) if several else 0  # at most
+    for place, (column, what) in enumerate(columns.items()):
+        tracks = [track for track in view.ranks if track.has(column)]
+        if not tracks:
+            continue
+        hours, table = _on_grid(tracks, column)
+        steps, tokens = (interpolate(view.train, "hours", hours, x) for x in ("step", "tokens"))
+        axes = {"step": steps, "tokens": tokens, "hours": hours}
+        suffix = f", {what}" if len(columns) > 1 and not several else ""
+        chosen = list(range(len(tracks)))
+        many = len(tracks) > FEW_RANKS or lines > FEW_LINES
+        if many or (several and (len(tracks) == 1 or len(views) > COLOURS)):
+            many = True
+            name = view.label if several else f"mean of {plural(len(tracks), 'rank')}{suffix}"
+            mean, low, high = (f(table, axis=0) for f in (np.nanmean, np.nanmin, np.nanmax))
+            look: dict[str, Any] = {"run": run, "colour": None if several else 0, "dash": place}
+            series.append(Series(name, mean, axes, low=low, high=high, **look))
+            means = np.nanmean(table, axis=1)
+            chosen = [] if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
+        for i in chosen:
+            look = (
+                {"colour": None, "dash": i}
+                if several
+                else {"colour": (i + many) % COLOURS, "dash": place}
+            )
+            name = f"{f'{view.label}, ' * several}rank {tracks[i].rank}{suffix}"
+            series.append(Series(name, table[i], axes, run, minor=True, **look))
+    return series
+
+
+def _on_grid(tracks: Sequence[Track], column: str) -> tuple[Numbers, Numbers]:
+    """The ranks' means in equal spans of time: the spans' middles [spans], values [ranks, spans].
+
+    A span is wider than the time between two samples, so that a late sample leaves no gap.
+    """
+    samples = []
+    for track in tracks:
+        good = np.isfinite(track[column])
+        samples.append((track["hours"][good], track[column][good]))
+    every = np.concatenate([at for at, _ in samples])
+    spans = min(RANK_POINTS, 1 + 2 * max(len(at) for at, _ in samples) // 3)
+    edges = np.linspace(every.min(), max(every.max(), every.min() + 1e-6), spans + 1)
+    table = np.full((len(tracks), spans), math.nan)
+    for row, (at, values) in enumerate(samples):
+        span = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, spans - 1)
+        count = np.bincount(span, minlength=spans)
+        total = np.bincount(span, weights=values, minlength=spans)
+        np.divide(total, count, out=table[row], where=count > 0)
+    filled = np.isfinite(table).any(axis=0)
+    return ((edges[1:] + edges[:-1]) / 2)[filled], table[:, filled]

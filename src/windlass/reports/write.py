@@ -1,0 +1,165 @@
+"""Writes a report: one HTML page, Markdown, tables as CSV and LaTeX, and plots.
+
+The same runs give the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.errors import UserError, argument, installed, require
+from windlass.fileio import write_atomic
+from windlass.reports.contents import Contents, contents
+from windlass.reports.page import page
+from windlass.reports.published import published
+from windlass.reports.scaling import read_scaling
+from windlass.reports.study import StudyView, read_study
+from windlass.reports.table import Table
+from windlass.reports.tables import settings_table
+from windlass.reports.text import markdown_cell, slug
+from windlass.reports.view import RunView, views
+from windlass.run import Run
+from windlass.study.study import Study
+
+Source = str | Path | Run | Study
+
+
+@dataclass(frozen=True)
+class Report:
+    """The written files."""
+
+    page: Path
+    markdown: Path
+    tables: list[Path]
+    plots: dict[str, Path]  # by the chart's id: its PNG
+    views: list[RunView]  # the runs as they were read
+    published: Table | None  # the table of the preset's published work
+
+    def __repr__(self) -> str:
+        return f"report: {self.page}"  # as the command prints it
+
+
+def report(
+    sources: Source | Sequence[Source],
+    out: str | Path | None = None,
+    *,
+    skip: int | None = None,
+    plots: bool | None = None,
+    pdf: bool = False,
+    table: str = "",
+) -> Report:
+    """Report on a run, on several runs beside each other, or on a study.
+
+    Args:
+        sources: runs, studies, or their directories; a study among others stands for its runs.
+        out: the directory to write into, created if it is missing; None: `report/` in the run or
+            study, or `report/` here for several runs.
+        skip: the second picture of the loss leaves out the steps before this one; None: the first
+            tenth.
+        plots: whether to draw the PNG files, which takes most of the time; None: if matplotlib is
+            installed.
+        pdf: whether to draw every plot as PDF too.
+        table: the published table to fill, by its preset's name; empty: the runs' own preset's.
+
+    Raises:
+        UserError: there is no run or no such table, a run is unreadable, or the directory cannot be
+            written.
+    """
+    if plots or pdf:
+        require("matplotlib", "a plot")
+    plots = pdf or (installed("matplotlib") if plots is None else plots)
+    seen, study, place = _read(sources)
+    target = Path(out) if out else place
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        scaled = read_scaling(study) if study else None
+        filled = published(seen, study, table, scaled.values if scaled else ())
+        found = contents(seen, study, scaled, filled)
+        first = math.ceil(max(view.step for view in seen) / 10) if skip is None else skip
+        drawn: dict[str, Path] = {}
+        if plots:
+            from windlass.reports.plots import write_plots  # matplotlib takes a second to import
+
+            drawn = write_plots(found.pictures(), found.looks, target / "plots", first, pdf)
+        listed = _write_tables(found, target)
+        write_atomic(target / "report.md", markdown(found, drawn))
+        write_atomic(target / "index.html", page(found))
+    except OSError as error:
+        raise UserError(
+            f"the report cannot be written to {target}: {error.strerror}; "
+            f"give another place as {argument('out', 'DIR')}"
+        ) from None
+    return Report(target / "index.html", target / "report.md", listed, drawn, seen, filled)
+
+
+def _read(sources: Source | Sequence[Source]) -> tuple[list[RunView], StudyView | None, Path]:
+    """The runs, their study if they are one, and the directory of the report."""
+    given = [sources] if isinstance(sources, (str, Path, Run, Study)) else sources
+    listed = [source.path if isinstance(source, Study) else source for source in given]
+    if len(listed) == 1 and not isinstance(listed[0], Run) and Study.is_study(listed[0]):
+        study = read_study(listed[0])
+        if not study.views:
+            raise UserError(f"no cell of {listed[0]} has begun yet; run the sweep first")
+        return study.views, study, study.study.path / "report"
+    runs: list[Run] = []
+    for source in listed:
+        if not isinstance(source, Run) and Study.is_study(source):
+            runs += Study.open(source).runs()
+        else:
+            runs.append(source if isinstance(source, Run) else Run.open(source))
+    if not runs:
+        raise UserError("there is no run to report on; by default the runs lie in runs/")
+    return views(runs), None, runs[0].report_dir if len(runs) == 1 else Path("report")
+
+
+def _write_tables(found: Contents, out: Path) -> list[Path]:
+    """Every table as CSV, and as LaTeX if people see it."""
+    shown = dict(found.tables) | {"results": found.csv["results"]}
+    if found.published:
+        shown["published"] = found.published
+        write_atomic(out / "published.md", found.published.markdown())
+    papers = {f"evaluations-{slug(suite)}": table for suite, table in found.evaluations.items()}
+    files = {f"{name}.csv": table.csv() for name, table in {**found.csv, **shown}.items()}
+    files |= {f"{name}.tex": table.latex() for name, table in {**papers, **shown}.items()}
+    for name, text in files.items():
+        write_atomic(out / name, text)
+    return [out / name for name in files]
+
+
+def _section(table: Table) -> str:
+    """A table in Markdown with its heading and notes."""
+    notes = "".join(f"\n{markdown_cell(note)}\n" for note in table.notes)
+    return f"\n## {markdown_cell(table.title)}\n\n{table.markdown()}{notes}"
+
+
+def markdown(found: Contents, drawn: dict[str, Path]) -> str:
+    """`report.md`; `drawn`: the pictures by the chart's id."""
+    head = found.head
+    text = f"# {markdown_cell(head.title)}\n"
+    if head.state:
+        (view,) = found.views
+        more = (
+            f" At step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}." for r in view.restarts
+        )
+        text += f"\nState: {view.state}, {view.step:,} steps.{''.join(more)}\n"
+    text += f"\n{markdown_cell(head.remark)}\n" if head.remark else ""
+    winners = ""
+    for best in found.winners:
+        what = best.text if found.scaled else f"The best: {best.text}"
+        winners += f"\n{markdown_cell(what)}. {best.remark}\n\n```\n{best.command}\n```\n"
+    for name, table in found.tables.items():
+        text += winners * (name == "cells") + _section(table)
+    text += "".join(map(_section, found.evaluations.values()))
+    text += _section(found.published) if found.published else ""
+    if drawn:
+        titles = {"loss-late": "Loss without its first steps"}
+        titles |= {chart.id: markdown_cell(chart.title) for chart in found.pictures()}
+        pictures = (f"\n![{titles[n]}](plots/{path.name})\n" for n, path in drawn.items())
+        text += "\n## Plots\n" + "".join(pictures)
+    first = "Settings that differ between the runs come first, then settings"
+    which = f"{first if len(found.views) > 1 else 'Settings'} that are not the default."
+    table = settings_table(found.views, found.changed)
+    return f"{text}\n## Settings\n\n{which}\n\n{table.markdown()}"
