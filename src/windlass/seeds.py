@@ -1,4 +1,5 @@
-"""Seeds: everything random in Windlass is a pure function of a key, for example `windlass/init/<seed>/<parameter>`."""
+"""Seeds: everything random in Windlass is a pure function of a key, for example
+`windlass/init/<seed>/<parameter>`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import hashlib
 
 
 def seed_bytes(key: str, size: int) -> bytes:
-    """`size` bytes that depend on the key alone (BLAKE2b, so no release of a library changes them)."""
+    """`size` bytes that depend on the key alone (BLAKE2b, so no release of a library changes
+    them)."""
     return hashlib.blake2b(key.encode(), digest_size=size).digest()
 
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from windlass.evaluation.generate import (
     Sampling,
     batches,
-    choose,
     generate,
     generate_events,
     mask_unlikely,
+    next_tokens,
     uniform,
 )
 
@@ -49,7 +49,7 @@ def plain(model: Toy, prompt: list[int], index: int, sampling: Sampling) -> list
             start = len(row) - 1 - model.context // 2
         logits = model(torch.tensor([row[start:]]))[0, -1:]
         token = int(
-            choose(logits, sampling, [uniform(sampling.seed, index, len(row) - len(prompt))])
+            next_tokens(logits, sampling, [uniform(sampling.seed, index, len(row) - len(prompt))])
         )
         if token in sampling.stop:
             break
@@ -139,7 +139,7 @@ def test_draws_are_uniform_and_fixed_for_ever() -> None:
 def test_tokens_come_with_the_probabilities_of_the_softmax() -> None:
     logits = torch.tensor([[1.0, 0.0, -2.0, 3.0]]).repeat(20_000, 1)
     sampling = Sampling(temperature=1.5)
-    chosen = choose(logits, sampling, [uniform(9, i, 0) for i in range(len(logits))])
+    chosen = next_tokens(logits, sampling, [uniform(9, i, 0) for i in range(len(logits))])
     expected = torch.softmax(logits[0] / 1.5, -1) * len(logits)
     counts = torch.bincount(chosen, minlength=4)
     assert (

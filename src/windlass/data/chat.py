@@ -1,8 +1,9 @@
-"""Conversations as training rows: the loss on the assistant's turns alone, laid out by the tokenizer's chat template.
+"""Conversations as training rows: the loss on the assistant's turns alone, laid out by the
+tokenizer's chat template.
 
-The tokens equal `apply_chat_template` of `transformers`, except that a special token's text in a message stays text. A mark
-protects it while the template is rendered. `{% generation %}` blocks give the places of the answers. Without them Windlass
-renders the conversation up to each answer.
+The tokens equal `apply_chat_template` of `transformers`, except that a special token's text in a
+message stays text. A mark protects it while the template is rendered. `{% generation %}` blocks
+give the places of the answers. Without them Windlass renders the conversation up to each answer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ PLAIN = (
 PLAIN_LAYOUT = "User: ... Assistant: ..."
 TODAY = date(2024, 7, 26)  # for templates, so that rows do not depend on the day; Llama 3's default
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-# Around a generation block; like MARK they are noncharacters, which Unicode reserves for use inside a program.
+# Around a generation block; like MARK they are noncharacters, which Unicode reserves for use inside
+# a program.
 BEGIN, END = "\ufdd1", "\ufdd2"
 
 
@@ -84,10 +86,12 @@ class Template:
         tools: list[Any] | None = None,
         untrained: frozenset[int] = frozenset(),
     ) -> list[Piece]:
-        """The conversation up to its last answer, in pieces; the answers at the places `untrained` do not count.
+        """The conversation up to its last answer, in pieces; the answers at the places `untrained`
+        do not count.
 
-        An answer ends with the token that ends its turn. If the template has `{% generation %}` blocks, their content counts
-        instead. Raises UserError if the template writes earlier turns differently once later ones follow.
+        An answer ends with the token that ends its turn. If the template has `{% generation %}`
+        blocks, their content counts instead. Raises UserError if the template writes earlier turns
+        differently once later ones follow.
         """
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         whole = self.render(messages[: places[-1] + 1], tokenizer, ask=False, tools=tools)
@@ -101,7 +105,8 @@ class Template:
             block = re.compile(f"{BEGIN}(.*?){END}", flags=re.DOTALL)
             trained = block.sub(lambda m: m[1] if next(answers) in untrained else m[0], whole)
             return _cut(trained, tokenizer)
-        # An answer follows its generation prompt, and ends with the first special token after its content.
+        # An answer follows its generation prompt, and ends with the first special token after its
+        # content.
         heads = [self.render(messages[:i], tokenizer, ask=True, tools=tools) for i in places]
         limits = [*map(len, heads[1:]), len(whole)]
         for place, head, limit in reversed(list(zip(places, heads, limits, strict=True))):
@@ -119,8 +124,8 @@ class Template:
                 ends = [end for end in ends if end <= len(turn) - len(head)][-1:]
             if not whole.startswith(head) or not (ends or limit == limits[-1]):
                 raise UserError(
-                    "Windlass cannot find the answers in the tokenizer's chat template, which changes "
-                    "earlier turns or ends none with a special token; "
+                    "Windlass cannot find the answers in the tokenizer's chat template, which "
+                    "changes earlier turns or ends none with a special token; "
                     "train on conversations with one answer"
                 )
             end = len(head) + (ends[0] if ends else len(tail))
@@ -140,7 +145,8 @@ class Template:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        # A generation block becomes a call block of jinja, which puts its text between BEGIN and END.
+        # A generation block becomes a call block of jinja, which puts its text between BEGIN and
+        # END.
         names = {"strftime_now": TODAY.strftime, "mark": lambda caller: f"{BEGIN}{caller()}{END}"}
         environment.globals.update(names, raise_exception=raise_exception)
         tags = {None: "call mark()", "end": "endcall"}
@@ -155,7 +161,8 @@ class Template:
         ask: bool,
         tools: list[Any] | None = None,
     ) -> str:
-        """The rendered conversation, with guarded messages, and generation blocks between BEGIN and END.
+        """The rendered conversation, with guarded messages, and generation blocks between BEGIN and
+        END.
 
         `ask`: end with the generation prompt.
         """
@@ -182,7 +189,8 @@ class Template:
 
 
 def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
-    """Messages without special tokens, because a mark follows each character of a special token's text."""
+    """Messages without special tokens, because a mark follows each character of a special token's
+    text."""
     if isinstance(value, dict):
         return {key: _guarded(part, tokenizer) for key, part in value.items()}
     if isinstance(value, list):
@@ -219,7 +227,8 @@ def show_row(tokens: Sequence[int], marks: Sequence[bool], tokenizer: Tokenizer)
 
 
 def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's own, and the end of a turn in its chat template."""
+    """The tokens that end a text: the tokenizer's own, and the end of a turn in its chat
+    template."""
     ends: list[str | int | None] = [tokenizer.eot]
     if template is not None:
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

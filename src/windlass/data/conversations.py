@@ -1,7 +1,9 @@
-"""Conversations from files and data sets: the shapes in which other tools write them, and what is wrong with an item.
+"""Conversations from files and data sets: the shapes in which other tools write them, and what is
+wrong with an item.
 
-The shape is recognised from the first item of a source. An item becomes messages for a chat template (`role`, `content`,
-and the message's other keys), or a prompt and a completion if both are plain texts.
+The shape is recognised from the first item of a source. An item becomes messages for a chat
+template (`role`, `content`, and the message's other keys), or a prompt and a completion if both are
+plain texts.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ JSON_KINDS = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and the tools offered in them; or a prompt and its completion, which no template lays out."""
+    """Messages, and the tools offered in them; or a prompt and its completion, which no template
+    lays out."""
 
     messages: list[Message]
     place: str = ""  # file and line
@@ -77,7 +80,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Shape:
-    """A way to write a conversation: its name, the fields that identify it, and an example for messages."""
+    """A way to write a conversation: its name, the fields that identify it, and an example for
+    messages."""
 
     name: str
     fields: tuple[str, ...]
@@ -129,7 +133,8 @@ def _is_empty(message: Message) -> bool:
 
 
 def _take_untrained(messages: list[Message]) -> frozenset[int]:
-    """The places of the answers that do not count in the loss, because they are empty or `weight` or `train` says so.
+    """The places of the answers that do not count in the loss, because they are empty or `weight`
+    or `train` says so.
 
     Removes both keys from the messages. Raises ValueError for other values of them.
     """
@@ -147,7 +152,7 @@ def _take_untrained(messages: list[Message]) -> frozenset[int]:
         if message["role"] != "assistant" and (weight or train):
             role = message["role"]
             raise ValueError(
-                f"{turn} is the {role}'s, and only the assistant's count: leave out weight and train"
+                f"{turn} is the {role}'s, and only the assistant's count: omit weight and train"
             )
         if weight == 0 or train is False or _is_empty(message):
             untrained.add(place)
@@ -155,7 +160,8 @@ def _take_untrained(messages: list[Message]) -> frozenset[int]:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as an object, which templates write as JSON; OpenAI has JSON in a string."""
+    """A call with its arguments as an object, which templates write as JSON; OpenAI has JSON in a
+    string."""
     function = call.get("function", call)
     if not isinstance(function.get("arguments"), str):
         return call
@@ -208,7 +214,8 @@ SHAPES = (
 
 
 def read_splits(recipe: Recipe, notify: Notify = print) -> list[list[Conversation]]:
-    """The training and validation conversations of a recipe; without a separate source a random `data.val_fraction`."""
+    """The training and validation conversations of a recipe; without a separate source a random
+    `data.val_fraction`."""
     data = recipe.data
     train = read(data.sources, data.split, notify=notify)
     if data.eval_sources or (data.eval_split and data.sources[0].startswith("hf:")):

@@ -1,6 +1,7 @@
 """Hold-out of text: how much of each source is read, and which of its documents are for validation.
 
-The choice depends on the text alone, so every tokenizer gets the same validation text. Only `val_shards` counts tokens.
+The choice depends on the text alone, so every tokenizer gets the same validation text. Only
+`val_shards` counts tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ FEW_DOCUMENTS = 100  # fewer documents are divided by the length of their texts
 class Limit:
     """How much of a source is read. 0 is no limit.
 
-    Validation documents are held out of the first `text` bytes, for every tokenizer the same. The other documents are read
-    until they have `tokens` tokens.
+    Validation documents are held out of the first `text` bytes, for every tokenizer the same. The
+    other documents are read until they have `tokens` tokens.
     """
 
     tokens: Fraction = Fraction(0)  # for training
@@ -37,7 +38,8 @@ class Limit:
     text_tokens: int = 0  # tokens of the first `text` bytes, once these are read
 
     def add(self, size: int, tokens: int) -> bool:
-        """Count a document of `size` bytes; `tokens` includes all documents so far. Returns whether that is enough."""
+        """Count a document of `size` bytes; `tokens` includes all documents so far. Returns whether
+        that is enough."""
         self.bytes_read += size
         if 0 < self.text <= self.bytes_read and not self.text_tokens:
             self.text_tokens = tokens
@@ -57,7 +59,8 @@ class TextSource:
 
 
 def text_size(text: str) -> int:
-    """The bytes of a document and one for its end-of-text token, as the byte tokenizer counts; 0 if it is empty."""
+    """The bytes of a document and one for its end-of-text token, as the byte tokenizer counts; 0 if
+    it is empty."""
     return len(text.encode("utf-8", "replace")) + 1 if text else 0
 
 
@@ -107,7 +110,8 @@ def _weights(corpora: list[Corpus]) -> list[Fraction]:
 def _limited(
     corpora: list[Corpus], max_tokens: Fraction, held_out: Fraction, extra: int = 0
 ) -> list[TextSource]:
-    """Training sources limited to `max_tokens` together, with `held_out` of the text and `extra` tokens each on top."""
+    """Training sources limited to `max_tokens` together, with `held_out` of the text and `extra`
+    tokens each on top."""
     sources = list[TextSource]()
     for number, (corpus, weight) in enumerate(zip(corpora, _weights(corpora), strict=True)):
         tokens = max_tokens and max_tokens * weight + extra
@@ -130,8 +134,8 @@ def _part_of_text(corpus: Corpus, fraction: Fraction, first: bool) -> Corpus:
 def _divide_few(source: TextSource) -> TextSource:
     """The source with its hold-out fixed if it has few documents.
 
-    They are divided by the lengths of their texts: between two documents if that comes near, else inside a document,
-    which becomes two.
+    They are divided by the lengths of their texts: between two documents if that comes near, else
+    inside a document, which becomes two.
     """
     sizes, limit = list[tuple[int, int]](), replace(source.limit, tokens=Fraction(0))
     for number, text in enumerate(source.corpus.documents()):
@@ -161,7 +165,8 @@ def _divide_few(source: TextSource) -> TextSource:
 
 
 def _cut_document(corpus: Corpus, number: int, size: int, with_rest: bool = True) -> Corpus:
-    """A corpus in which document `number` becomes two, its first `size` bytes and the rest; or the first one alone."""
+    """A corpus in which document `number` becomes two, its first `size` bytes and the rest; or the
+    first one alone."""
 
     def read(start: int) -> Iterator[tuple[str, float]]:
         first = start - (start > number)
@@ -190,8 +195,8 @@ def divide(
 ) -> dict[str, Split]:
     """The ranges of tokens for training and for validation.
 
-    A separate validation stream is held out whole. Else Windlass holds out the first `val_shards` shards of each source,
-    or the last `val_fraction` of the documents that its limit counts.
+    A separate validation stream is held out whole. Else Windlass holds out the first `val_shards`
+    shards of each source, or the last `val_fraction` of the documents that its limit counts.
     """
     train, val, documents, held_documents = list[Range](), list[Range](), 0, 0
     texts = list[np.ndarray]()  # hashes of the held-out documents
@@ -242,7 +247,8 @@ def divide(
 def _last_documents(
     data: DataSettings, source: TextSource, table: np.ndarray, notify: Callable[[str], None]
 ) -> tuple[int, int]:
-    """The held-out documents of a source: the first of them in its table, and the one after the last."""
+    """The held-out documents of a source: the first of them in its table, and the one after the
+    last."""
     ends, last, limit = np.cumsum(table["size"].astype(np.int64)), len(table), source.limit
     if limit.text:
         last = min(last, int(np.searchsorted(ends, int(-(-limit.text // 1)))) + 1)
@@ -253,8 +259,8 @@ def _last_documents(
     actual = Fraction(int(ends[last - 1]) - before, int(ends[last - 1]))
     if not limit.held_out / 2 < actual < limit.held_out * 3 / 2:
         notify(
-            f"{source.corpus.name}: {float(actual):.1%} of the text is held out, not data.val_fraction = "
-            f"{data.val_fraction}: documents differ in length and are not cut; "
-            "data.eval_source names a separate validation set"
+            f"{source.corpus.name}: {float(actual):.1%} of the text is held out, "
+            f"not data.val_fraction = {data.val_fraction}: documents differ in length "
+            "and are not cut; data.eval_source names a separate validation set"
         )
     return last - held, last

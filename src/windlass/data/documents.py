@@ -1,7 +1,7 @@
 """Text: sources -> documents -> tokens -> shards -> hold-out, in parallel and resumable.
 
-The result is a pure function of the corpus and the settings: neither the number of workers nor any number of kills
-changes a byte. Workers are threads, because the tokenizers release Python's lock.
+The result is a pure function of the corpus and the settings: neither the number of workers nor any
+number of kills changes a byte. Workers are threads, because the tokenizers release Python's lock.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def _origin(source: TextSource) -> dict[str, Any]:
 class Written:
     """What an interrupted preparation has committed, stored in `progress.json`.
 
-    `work` describes the corpus and the tokenizer. Another work starts over, without the shards that are there.
+    `work` describes the corpus and the tokenizer. Another work starts over, without the shards that
+    are there.
     """
 
     def __init__(self, directory: Path, work: dict[str, Any]):
@@ -208,7 +209,8 @@ def _write_shards(
 def _scan_shards(
     data: DataSettings, tokenizer: Tokenizer, progress: Progress
 ) -> tuple[dict[str, list[Shard]], dict[str, Any]]:
-    """The streams of shards that another tool wrote, and the source of each. The shards stay where they are."""
+    """The streams of shards that another tool wrote, and the source of each. The shards stay where
+    they are."""
     train = [find_files(source.removeprefix("shards:")) for source in data.sources]
     paths, held = [path for files in train for path in files], list[Path]()
     if data.eval_sources:
@@ -262,10 +264,11 @@ def encode_documents(
     workers: int,
     rest: int = -1,
 ) -> Generator[list[Encoded], None, None]:
-    """The tokens of documents in their order, numbered from `first`; a long document comes in several parts.
+    """The tokens of documents in their order, numbered from `first`; a long document comes in
+    several parts.
 
-    `eot` stands before each document that is not empty, except before number `rest`, which continues the document before
-    it. Each worker has two batches read ahead.
+    `eot` stands before each document that is not empty, except before number `rest`, which
+    continues the document before it. Each worker has two batches read ahead.
     """
 
     def batches() -> Iterator[list[tuple[str, bool, Encoded]]]:

@@ -1,4 +1,5 @@
-"""The contents of a data set in numbers, for `windlass prepare`, the first lines of a run, and its ledger."""
+"""The contents of a data set in numbers, for `windlass prepare`, the first lines of a run, and its
+ledger."""
 
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ def describe(data: Data) -> Facts:
     """The facts of opened data, as JSON values.
 
     - `vocab`; for `train` and `val` their `samples` and `tokens_per_sample`.
-    - Prepared data: `source`, `files` (how many), `items` (documents, questions or conversations), `tokenizer`; for each
-      split `items`, `tokens` (in an epoch, without padding), `label_tokens` (those that count in the loss), and for `val`
-      `text`, a hash of its text that is equal for every tokenizer.
-    - Rows, or a document a row: `lengths` of whole items in tokens (percentiles `50`, `90`, `99`, and `max`), `cut` (items
-      longer than the context), `cut_tokens` (lost by them), `left_out` (items with nothing left to learn).
-    - Texts from several sources: `sources` and `eval_sources`, for each source `documents` and `tokens` read, and the
-      tokens for `train` and `val`.
+    - Prepared data: `source`, `files` (how many), `items` (documents, questions or conversations),
+      `tokenizer`; for each split `items`, `tokens` (in an epoch, without padding), `label_tokens`
+      (those that count in the loss), and for `val` `text`, a hash of its text that is equal for
+      every tokenizer.
+    - Rows, or a document a row: `lengths` of whole items in tokens (percentiles `50`, `90`, `99`,
+      and `max`), `cut` (items longer than the context), `cut_tokens` (lost by them), `left_out`
+      (items with nothing left to learn).
+    - Texts from several sources: `sources` and `eval_sources`, for each source `documents` and
+      `tokens` read, and the tokens for `train` and `val`.
     - Conversations: `template`, their layout in words.
     - A character tokenizer: `characters` (how many) and `symbols`.
     """
@@ -80,7 +83,8 @@ def _split(name: str, samples: Samples, index: Index | None) -> Facts:
 
 
 def _tokens_per_sample(samples: Samples) -> float:
-    """The mean over some samples of a user's own set without `valid_tokens`, as the loader counts them."""
+    """The mean over some samples of a user's own set without `valid_tokens`, as the loader counts
+    them."""
     last, count = len(samples) - 1, min(len(samples), MEASURED_SAMPLES)
     places = np.unique(np.linspace(0, last, count).astype(np.int64))
     if length := getattr(samples, "length", None):
@@ -118,7 +122,8 @@ def warnings(facts: Facts) -> list[str]:
 
 
 def lines(facts: Facts, context: int) -> dict[str, str]:
-    """The facts in words: a line each for `data`, `tokenizer`, `training`, `validation`, and more if they apply."""
+    """The facts in words: a line each for `data`, `tokenizer`, `training`, `validation`, and more
+    if they apply."""
     shown: dict[str, str] = {}
     unit = facts.get("items", "samples")
     if "source" in facts:

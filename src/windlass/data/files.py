@@ -1,7 +1,7 @@
 """Local files of a source: finding them, describing them for the index, and reading their records.
 
-A record is one document or one JSON item. A file is text, JSON (lines or one array) or Parquet; text and JSON may be
-compressed (`.gz`, `.zst`).
+A record is one document or one JSON item. A file is text, JSON (lines or one array) or Parquet;
+text and JSON may be compressed (`.gz`, `.zst`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def sha256_of(path: Path) -> str:
 def find_files(
     pattern: str, setting: str = "data.source", endings: tuple[str, ...] = ENDINGS
 ) -> list[Path]:
-    """The files behind a path, a directory or a glob, sorted by name; UserError if there are none."""
+    """The files behind a path, a directory or a glob, sorted by name; UserError if there are
+    none."""
     path = Path(pattern).expanduser()
     if path.is_dir():
         files = [p for p in sorted(path.rglob("*")) if p.is_file() and suffixes(p)[0] in endings]
@@ -80,7 +81,8 @@ def check_source(source: str, setting: str, conversations: bool = False) -> None
 
 
 def listing(files: list[Path]) -> str:
-    """The number of files, a few names, and the files that a pattern may have matched by accident."""
+    """The number of files, a few names, and the files that a pattern may have matched by
+    accident."""
     more = f" and {len(files) - 4:,} more" if len(files) > 4 else ""
     names = ", ".join(path.name for path in files[:4]) + more
     kinds = Counter(suffixes(path)[0] or NO_ENDING for path in files)
@@ -125,8 +127,8 @@ def has_changed(source: str, description: dict[str, Any]) -> bool:
 
 
 def read_records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str, Any]]:
-    """The documents of a file, each with its place for messages. Text and JSON lines are undecoded bytes, so that a
-    resume skips them cheaply."""
+    """The documents of a file, each with its place for messages. Text and JSON lines are undecoded
+    bytes, so that a resume skips them cheaply."""
     ending = suffixes(path)[0]
     if ending == ".parquet":
         import pyarrow.parquet as pq
@@ -151,7 +153,8 @@ def read_records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str
 
 
 def read_json_items(path: Path) -> Iterator[tuple[str, Any]]:
-    """The items of a JSON file, each with its place for messages: one a line, or (`.json`) all in an array.
+    """The items of a JSON file, each with its place for messages: one a line, or (`.json`) all in
+    an array.
 
     Raises UserError if the file cannot be read or is not JSON.
     """
@@ -215,7 +218,8 @@ def other_keys(names: Iterable[str]) -> str:
 def _decompressed(path: Path, raw: BinaryIO) -> Any:
     if not (codec := suffixes(path)[1]):
         return raw
-    # Unlike Python's and zstandard's own streams, pyarrow rejects a truncated last frame in both formats.
+    # Unlike Python's and zstandard's own streams, pyarrow rejects a truncated last frame in both
+    # formats.
     import pyarrow as pa
 
     stream = pa.CompressedInputStream(pa.PythonFile(raw, "r"), CODECS[codec])

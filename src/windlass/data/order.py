@@ -1,8 +1,9 @@
 """Which sample is seen when: a pure function of seed, epoch and place, in constant memory.
 
-The global sequence of samples runs through the epochs: sample number `n` is place `n % samples_per_epoch` of epoch
-`n // samples_per_epoch`. Ranks, micro-batches and workers do not enter here, so none of them changes the order. The hash
-is our own arithmetic on 64-bit integers, so that no release of a library changes it either.
+The global sequence of samples runs through the epochs: sample number `n` is place `n %
+samples_per_epoch` of epoch `n // samples_per_epoch`. Ranks, micro-batches and workers do not enter
+here, so none of them changes the order. The hash is our own arithmetic on 64-bit integers, so that
+no release of a library changes it either.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ ROUNDS = 6
 
 
 def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
-    """The values at `places` (int64) of a random-looking bijection of 0 ... n-1 that needs no table.
+    """The values at `places` (int64) of a random-looking bijection of 0 ... n-1 that needs no
+    table.
 
-    A balanced Feistel network permutes the next power of four; a value outside 0 ... n-1 is sent through again until it is
-    inside (cycle walking; Black and Rogaway, CT-RSA 2002), which takes fewer than four passes on average.
+    A balanced Feistel network permutes the next power of four; a value outside 0 ... n-1 is sent
+    through again until it is inside (cycle walking; Black and Rogaway, CT-RSA 2002), which takes
+    fewer than four passes on average.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
@@ -30,7 +33,8 @@ def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
     def feistel(x: np.ndarray) -> np.ndarray:
         left, right = x >> shift, x & mask
         for round_key in keys:
-            # The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): every input bit reaches every output bit.
+            # The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): every input bit
+            # reaches every output bit.
             y = right ^ round_key
             y = (y ^ (y >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             y = (y ^ (y >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -44,10 +48,12 @@ def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
 
 
 class Order:
-    """The order of one epoch (from 0): `order[place]` is the number of the sample at that place, for an int or an array of them.
+    """The order of one epoch (from 0): `order[place]` is the number of the sample at that place,
+    for an int or an array of them.
 
-    `kind` is `shuffled` (all samples, anew each epoch), `shards-shuffled` (shards in file order in epoch 0, then in a new order
-    each epoch, the samples of a shard in order) or `sequential`; `n` and `shards` count the samples, in all and of each shard.
+    `kind` is `shuffled` (all samples, anew each epoch), `shards-shuffled` (shards in file order in
+    epoch 0, then in a new order each epoch, the samples of a shard in order) or `sequential`; `n`
+    and `shards` count the samples, in all and of each shard.
     """
 
     def __init__(
@@ -95,7 +101,8 @@ def describe_order(kind: str, seed: int, epoch: int) -> str:
 def step_samples(
     step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()
 ) -> np.ndarray:
-    """The global sample numbers of the `step`-th step (counted from 0), leaving out the `skipped` ranges [start, stop)."""
+    """The global sample numbers of the `step`-th step (counted from 0), leaving out the `skipped`
+    ranges [start, stop)."""
     numbers = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
     reached = 0
     for begin, end in sorted(skipped):

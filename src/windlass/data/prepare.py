@@ -1,7 +1,7 @@
 """The data of a recipe: prepared by one process, checked by all, and opened as samples.
 
-Preparation has one order for every format: sources, documents or examples, hold-out, shards or rows, and then the index.
-`documents.py` prepares text, `rows.py` questions and conversations.
+Preparation has one order for every format: sources, documents or examples, hold-out, shards or
+rows, and then the index. `documents.py` prepares text, `rows.py` questions and conversations.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 LOCK = ".lock"
 LOCK_POLL_SECONDS = 0.2
-# The settings that determine prepared data. The others (order, packing, workers ...) change how it is read.
+# The settings that determine prepared data. The others (order, packing, workers ...) change how it
+# is read.
 TEXT_SETTINGS = (
     *("source", "eval_source", "sha256", "tokenizer", "text_key", "split", "eval_split"),
     *("max_documents", "max_tokens", "val_fraction", "val_shards", "shard_tokens"),
@@ -84,12 +85,12 @@ class Prepared:
 def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None) -> Prepared:
     """Prepare the data of a recipe unless it is prepared, and check it.
 
-    One process of a file system prepares. The others wait for it, or resume if it is killed. All of `ranks` call this
-    together, and the ranks of a host divide the files to check.
+    One process of a file system prepares. The others wait for it, or resume if it is killed. All of
+    `ranks` call this together, and the ranks of a host divide the files to check.
 
     Raises:
-        UserError: Source, tokenizer or directory cannot be used, a shard is missing or changed, or the data was
-            prepared with other settings.
+        UserError: Source, tokenizer or directory cannot be used, a shard is missing or changed, or
+            the data was prepared with other settings.
         RunFailed: The disk is full or fails.
     """
     recipe, started, progress = as_recipe(recipe), time.perf_counter(), Progress()
@@ -145,7 +146,8 @@ def _write(
 
 
 def find_prepared(recipe: Recipe) -> Prepared | None:
-    """The prepared data of a recipe, its files not checked; None if it is not prepared. Raises as `prepare`."""
+    """The prepared data of a recipe, its files not checked; None if it is not prepared. Raises as
+    `prepare`."""
     settings = preparing_settings(recipe)
     directory = data_dir(recipe, settings)
     if index := _find(recipe, settings, directory):
@@ -155,7 +157,8 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
 
 
 def preparing_settings(recipe: Recipe) -> dict[str, Any]:
-    """Everything that determines the prepared data: settings, and the content of tokenizers, questions and conversations.
+    """Everything that determines the prepared data: settings, and the content of tokenizers,
+    questions and conversations.
 
     A hash of it, without `tokenizer_files`, names the directory.
     """
@@ -181,7 +184,8 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def data_dir(recipe: Recipe, settings: dict[str, Any] | None = None) -> Path:
-    """The directory of the prepared data: `data.dir`, or `data/<source>-<hash of preparing_settings>`."""
+    """The directory of the prepared data: `data.dir`, or `data/<source>-<hash of
+    preparing_settings>`."""
     if recipe.data.dir:
         return Path(recipe.data.dir).expanduser()
     settings = preparing_settings(recipe) if settings is None else settings
@@ -192,7 +196,8 @@ def data_dir(recipe: Recipe, settings: dict[str, Any] | None = None) -> Path:
 
 
 def _find(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | None:
-    """The index of a directory, None if the data is incomplete; UserError if it has other settings."""
+    """The index of a directory, None if the data is incomplete; UserError if it has other
+    settings."""
     index = Index.load(directory)
     if index is None:
         return None
@@ -234,7 +239,8 @@ def _lock(directory: Path, progress: Progress) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run. A user's own data has two sets of samples, a fingerprint and a vocabulary."""
+    """The data of a run. A user's own data has two sets of samples, a fingerprint and a
+    vocabulary."""
 
     train: Samples
     val: Samples | None
@@ -246,7 +252,8 @@ class Data:
     index: Index | None = None  # of the prepared data: see `facts.describe`
 
     def save_tokenizer(self, directory: Path) -> None:
-        """Write tokenizer and template to `directory/tokenizer`, so that a run can be sampled without its data."""
+        """Write tokenizer and template to `directory/tokenizer`, so that a run can be sampled
+        without its data."""
         if self.tokenizer is not None:
             self.tokenizer.save(directory)
             if self.template is not None:
@@ -256,7 +263,8 @@ class Data:
 def open_data(recipe: Recipe, ranks: Ranks | None = None) -> Data:
     """The data of a recipe, prepared if necessary, with every file checked.
 
-    Raises as `prepare`, and UserError if there are too few tokens for one sample or `model.vocab` is too small.
+    Raises as `prepare`, and UserError if there are too few tokens for one sample or `model.vocab`
+    is too small.
     """
     prepared = prepare(recipe, ranks)
     rows = recipe.model.vocab
@@ -285,7 +293,8 @@ def as_data(recipe: Recipe, prepared: Prepared) -> Data:
 
 
 def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples | None]:
-    """The training and the validation set of prepared data, cut by `data.packing` and `model.context`."""
+    """The training and the validation set of prepared data, cut by `data.packing` and
+    `model.context`."""
     index, sets = prepared.index, dict[str, Samples]()
     for name, file in index.rows.items():
         path = prepared.directory / f"{name}.npz"

@@ -1,4 +1,5 @@
-"""The progress of long work on stderr: a bar of `rich` in a terminal, a line every ten seconds elsewhere."""
+"""The progress of long work on stderr: a bar of `rich` in a terminal, a line every ten seconds
+elsewhere."""
 
 from __future__ import annotations
 

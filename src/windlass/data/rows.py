@@ -1,4 +1,5 @@
-"""Questions and conversations: sources -> examples -> hold-out -> rows of tokens, in `train.npz` and `val.npz`."""
+"""Questions and conversations: sources -> examples -> hold-out -> rows of tokens, in `train.npz`
+and `val.npz`."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def prepare_rows(
             progress.update(f"{data.format} rows ({name})", number / len(examples))
         if not rows:
             raise UserError(
-                f"no question or conversation ({name}) fits model.context = {context}: {remarks[-1]}"
+                f"no question or conversation ({name}) fits model.context = {context}: "
+                f"{remarks[-1]}"
             )
         files[name] = _write(directory, name, rows, examples, tokenizer, context)
     tokenizer.save(directory)

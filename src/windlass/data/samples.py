@@ -1,6 +1,7 @@
-"""Prepared data as samples: rows of tokens with the labels that belong to them.
+"""Prepared data as samples. A sample is a row of tokens with their labels.
 
-`labels[:, t]` is the token after `tokens[:, t]`, or -100 (`IGNORE_INDEX`) where it does not count in the loss.
+`labels[:, t]` is the token after `tokens[:, t]`, or -100 (`IGNORE_INDEX`) if it does not count in
+the loss.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from windlass.seeds import seed_bytes
 
 @runtime_checkable
 class Samples(Protocol):
-    """What a training or validation set is to the loader; a user's own class may be one.
+    """A training or validation set; a user's own class can be one.
 
-    A set may also have `length(i) -> int` (tokens of sample `i`, for length buckets), `shard_samples` (samples in each
-    shard, for `data.order = "shards-shuffled"`) and `valid_tokens` (unmasked labels in an epoch).
+    A set may also have `length(i) -> int` (tokens of sample `i`, for length buckets),
+    `shard_samples` (samples in each shard, for `data.order = "shards-shuffled"`) and `valid_tokens`
+    (unmasked labels in an epoch).
     """
 
     def __len__(self) -> int: ...
@@ -32,7 +34,7 @@ class Samples(Protocol):
     def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
         """The rows of samples (int64 [n]). T is the longest of these samples, or a fixed length.
 
-        A pair of tokens and labels will do as well.
+        A user's own class may return a pair of tokens and labels.
         """
 
 
@@ -43,7 +45,8 @@ def split_stream(directory: Path, index: Index, split: Split) -> Stream:
 
 
 def split_documents(directory: Path, index: Index, split: Split) -> np.ndarray:
-    """Where in a split's row each document starts, int64 [documents]; a range that starts inside one starts a row, too."""
+    """The start of each document in a split's row, int64 [documents]; each range starts a document
+    too."""
     starts, before = [np.zeros(0, dtype=np.int64)], 0
     for part in split.ranges:
         own = Stream(directory, index.streams[part.stream]).documents()["start"].astype(np.int64)
@@ -54,15 +57,16 @@ def split_documents(directory: Path, index: Index, split: Split) -> np.ndarray:
 
 
 class PackedSamples:
-    """Documents end to end, cut into rows of `context` tokens; row `i + 1` starts with the last label of row `i`.
+    """Documents end to end, cut into rows of `context` tokens; row `i + 1` starts with the last
+    label of row `i`.
 
-    With `ragged` the tokens that do not fill a last row make a shorter one, its padding masked: a validation set is then
-    counted to its last token.
+    With `ragged` the last tokens make a shorter row with masked padding, so that a validation set
+    counts its last token.
     """
 
     def __init__(self, stream: Stream, context: int, *, ragged: bool = False):
         self.stream, self.context = stream, context
-        self.tokens = len(stream)  # those after the last row included
+        self.tokens = len(stream)  # including the tokens after the last row
         self.valid_tokens = max(0, len(stream) - 1)
         if not ragged:
             self.valid_tokens -= self.valid_tokens % context
@@ -87,18 +91,14 @@ class PackedSamples:
 
 
 class DocumentSamples:
-    """One document a row, from its end-of-text token on, cut at `context`; the padding masked."""
+    """One document a row, from its end-of-text token on, cut at `context`, with masked padding."""
 
     def __init__(self, stream: Stream, starts: np.ndarray, context: int, eot: int):
         self.stream, self.context, self._eot = stream, context, eot
-        self._starts, self._sizes = (
-            starts,
-            np.append(starts[1:], len(stream))[: len(starts)] - starts,
-        )
+        self._starts = starts
+        self._sizes = np.append(starts[1:], len(stream))[: len(starts)] - starts
         self.lengths = length_percentiles(self._sizes, context) if len(self._sizes) else {}
-        self.shard_samples: Sequence[int] = np.diff(
-            np.searchsorted(self._starts, stream.edges)
-        ).tolist()
+        self.shard_samples: Sequence[int] = np.diff(np.searchsorted(starts, stream.edges)).tolist()
         self.valid_tokens = int(np.minimum(self._sizes, context).sum())
 
     def __len__(self) -> int:
@@ -111,18 +111,16 @@ class DocumentSamples:
         tokens = np.zeros((len(indices), self.context), dtype=np.int64)
         labels = np.full((len(indices), self.context), IGNORE_INDEX, dtype=np.int64)
         for at, i in enumerate(indices.tolist()):
-            count = self.length(i)
-            # The label of a document's last token is the end-of-text token that the next one begins with.
+            count, size = self.length(i), int(self._sizes[i])
+            # The label of a document's last token is the end-of-text token of the next document.
             document = np.full(count + 1, self._eot, dtype=np.int64)
-            self.stream.read_into(
-                int(self._starts[i]), document[: min(count + 1, int(self._sizes[i]))]
-            )
+            self.stream.read_into(int(self._starts[i]), document[: min(count + 1, size)])
             tokens[at, :count], labels[at, :count] = document[:-1], document[1:]
         return Batch(tokens, labels)
 
 
 class Subset:
-    """Some samples of a set, chosen at random over all of it: a pure function of seed and number."""
+    """`count` random samples of a set; the choice is a pure function of the seed."""
 
     def __init__(self, samples: Samples, count: int, seed: int):
         self.samples, n = samples, len(samples)
@@ -136,7 +134,8 @@ class Subset:
 
 
 def real_tokens(samples: Samples) -> int | None:
-    """Tokens that a model reads in an epoch, without padding; None where a user's own samples do not say."""
+    """Tokens that a model reads in an epoch, without padding; None if a user's own samples do not
+    say."""
     return samples.tokens if isinstance(samples, Rows) else getattr(samples, "valid_tokens", None)
 
 
@@ -144,12 +143,13 @@ class Row(NamedTuple):
     """One question or conversation."""
 
     tokens: Sequence[int]
-    marks: Sequence[bool]  # whether the token is to be predicted
-    whole: int  # tokens before it was cut at the context
+    marks: Sequence[bool]  # whether the token counts in the loss
+    whole: int  # its tokens before the cut at the context
 
 
 def length_percentiles(whole: Sequence[int] | np.ndarray, used: int) -> dict[str, Any]:
-    """Percentiles of the lengths of whole items in tokens, and how many are longer than the `used` tokens that are read."""
+    """Percentiles of the lengths of whole items in tokens, and how many exceed the `used`
+    tokens."""
     sizes = np.asarray(whole, dtype=np.int64)
     over = sizes[sizes > used] - used
     places = np.percentile(sizes, [50, 90, 99, 100], method="inverted_cdf").tolist()
@@ -158,36 +158,32 @@ def length_percentiles(whole: Sequence[int] | np.ndarray, used: int) -> dict[str
 
 
 class Rows:
-    """Questions or conversations in memory, given as tokens and marks: which tokens are to be predicted. A row of n tokens gives
-    n - 1 positions, padded with `pad`: the label is the token after it, or -100 where that is not marked."""
+    """Questions or conversations in memory, as tokens and marks (whether a token counts in the
+    loss).
+
+    A row of n tokens gives n - 1 positions, padded with `pad`. A label is the next token, or -100
+    without its mark.
+    """
 
     def __init__(self, rows: Iterable[Row | tuple[Sequence[int], Sequence[bool]]], pad: int):
         pairs = [row[:2] for row in rows]
-        self._ends = np.cumsum([0, *(len(ids) for ids, _ in pairs)], dtype=np.int64)
-        self._tokens = np.concatenate(
-            [np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids, _ in pairs)]
-        )
-        self._marks = np.concatenate(
-            [np.zeros(0, bool), *(np.asarray(marks, bool) for _, marks in pairs)]
-        )
-        self._marks[self._ends[:-1]] = (
-            False  # nothing comes before a row's first token to predict it from
-        )
+        self._ends = np.cumsum([0, *(len(tokens) for tokens, _ in pairs)], dtype=np.int64)
+        ids = [np.asarray(tokens, np.int32) for tokens, _ in pairs]
+        marks = [np.asarray(counted, bool) for _, counted in pairs]
+        self._tokens = np.concatenate([np.zeros(0, np.int32), *ids])
+        self._marks = np.concatenate([np.zeros(0, bool), *marks])
+        self._marks[self._ends[:-1]] = False  # a row's first token cannot be predicted
         self.pad, self.valid_tokens = pad, int(self._marks.sum())
 
     def save(self, path: Path) -> None:
         with path.open("wb") as file:
-            np.savez(
-                file,
-                tokens=self._tokens,
-                marks=self._marks,
-                ends=self._ends,
-                pad=np.int64(self.pad),
-            )
+            pad = np.int64(self.pad)
+            np.savez(file, tokens=self._tokens, marks=self._marks, ends=self._ends, pad=pad)
 
     @staticmethod
     def load(path: Path) -> Rows:
-        """What `save` wrote; raises OSError, ValueError, KeyError or BadZipFile where it is damaged."""
+        """Rows from a file of `save`; OSError, ValueError, KeyError or BadZipFile if it is
+        damaged."""
         with np.load(path, allow_pickle=False) as saved:
             rows = Rows((), int(saved["pad"]))
             rows._tokens, rows._marks, rows._ends = saved["tokens"], saved["marks"], saved["ends"]
@@ -202,8 +198,12 @@ class Rows:
 
     def row(self, index: int) -> tuple[list[int], list[bool]]:
         """A row's tokens, and whether each counts in the loss."""
+        tokens, marks = self._row(index)
+        return tokens.tolist(), marks.tolist()
+
+    def _row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         place = slice(self._ends[index], self._ends[index + 1])
-        return self._tokens[place].tolist(), self._marks[place].tolist()
+        return self._tokens[place], self._marks[place]
 
     @property
     def tokens(self) -> int:
@@ -212,7 +212,7 @@ class Rows:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over tokens, marks and edges: equal for equal rows in equal order."""
+        """SHA-256 of tokens, marks and ends: equal for equal rows in equal order."""
         parts = (self._tokens.astype("<i4"), self._marks.astype("u1"), self._ends.astype("<i8"))
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
@@ -221,15 +221,14 @@ class Rows:
         tokens = np.full((len(indices), width), self.pad, dtype=np.int64)
         labels = np.full((len(indices), width), IGNORE_INDEX, dtype=np.int64)
         for at, i in enumerate(indices.tolist()):
-            row, marks = (
-                part[self._ends[i] : self._ends[i + 1]] for part in (self._tokens, self._marks)
-            )
+            row, marks = self._row(i)
             tokens[at, : len(row) - 1] = row[:-1]
             labels[at, : len(row) - 1] = np.where(marks[1:], row[1:], IGNORE_INDEX)
         return Batch(tokens, labels)
 
 
 def choose_places(keys: Iterable[str], size: int, seed: int, purpose: str) -> list[int]:
-    """The places of `size` of the keys (0: all), in their order; a pure function of seed, purpose and keys."""
+    """The places of `size` of the keys (0: all), in their order; a pure function of seed, purpose
+    and keys."""
     draws = [seed_bytes(f"windlass/choose/{purpose}/{seed}/{key}", 16) for key in keys]
     return sorted(sorted(range(len(draws)), key=draws.__getitem__)[: size or len(draws)])

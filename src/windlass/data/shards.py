@@ -3,8 +3,9 @@
 A data directory contains
 
 - `index.json`, written last, so that it exists only if everything else does;
-- `shard-00000.bin` ...: token ids, little endian, 16 or 32 bits by the size of the vocabulary. A second source has
-  `shard.1-00000.bin` ..., a separate validation corpus `eval-shard-00000.bin` ...;
+- `shard-00000.bin` ...: token ids, little endian, 16 or 32 bits by the size of the vocabulary. A
+  second source has `shard.1-00000.bin` ..., a separate validation corpus `eval-shard-00000.bin`
+  ...;
 - `shard-00000.documents` ...: a row of DOCUMENT for each document that starts in the shard;
 - `tokenizer/`; for questions or conversations `train.npz` and `val.npz` instead of shards.
 
@@ -40,7 +41,8 @@ OPEN_FILES = 128
 LLMC_HEADER_BYTES = 1024
 LLMC_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by magic number: GPT-2's tokens, Llama 3's
 BLOCK_TOKENS = 1 << 21
-# The start of a document in its shard, the bytes of its UTF-8 text and one for its end-of-text token, a hash of the text.
+# The start of a document in its shard, the bytes of its UTF-8 text and one for its end-of-text
+# token, a hash of the text.
 DOCUMENT = np.dtype([("start", "<u8"), ("size", "<u8"), ("text", "<u8")])
 
 
@@ -124,7 +126,8 @@ class Index(BaseModel):
         return sum(shard.documents for shard in self.streams[stream]) - divided
 
     def compute_fingerprint(self) -> str:
-        """A hash of the tokens, their split and their tokenizer. It does not depend on the directory."""
+        """A hash of the tokens, their split and their tokenizer. It does not depend on the
+        directory."""
 
         def dump(shards: list[Shard]) -> list[dict[str, Any]]:
             return [shard.model_dump(exclude={"file", "table"}) for shard in shards]
@@ -147,7 +150,8 @@ class Index(BaseModel):
 
     @staticmethod
     def load(directory: Path) -> Index | None:
-        """The index of a data directory; None if it is not written yet. UserError if it is damaged."""
+        """The index of a data directory; None if it is not written yet. UserError if it is
+        damaged."""
         path = directory / INDEX
         try:
             index = Index.model_validate_json(path.read_bytes())
@@ -174,9 +178,9 @@ def on_disk(dtype: str) -> np.dtype[Any]:
 class ShardWriter:
     """Writes a stream of documents as shards of equal size.
 
-    The shard being filled is in memory, and each is committed whole. A document may extend over several shards. `resume`
-    is where the next shard starts: the number of the document in which the last committed shard ends, and how many of its
-    tokens are committed.
+    The shard being filled is in memory, and each is committed whole. A document may extend over
+    several shards. `resume` is where the next shard starts: the number of the document in which the
+    last committed shard ends, and how many of its tokens are committed.
     """
 
     def __init__(
@@ -197,10 +201,11 @@ class ShardWriter:
         self._raw, self._documents = bytearray(), list[tuple[int, int, int]]()
 
     def add(self, tokens: np.ndarray, number: int, size: int = 0, text: int = 0) -> None:
-        """Append tokens (int64 [n]) of document `number`; `size` and `text` are for its row of DOCUMENT.
+        """Append tokens (int64 [n]) of document `number`; `size` and `text` are for its row of
+        DOCUMENT.
 
-        Documents come in order, and one may come in several parts. After a resume the caller adds the document from its start,
-        and the writer skips its committed tokens.
+        Documents come in order, and one may come in several parts. After a resume the caller adds
+        the document from its start, and the writer skips its committed tokens.
         """
         if number != self._number:
             self._number, self._done = number, 0
@@ -247,7 +252,8 @@ class ShardWriter:
 
 
 class Stream:
-    """The tokens of shards as one long row, read with `pread`, because a mapped page faults with Python's lock held."""
+    """The tokens of shards as one long row, read with `pread`, because a mapped page faults with
+    Python's lock held."""
 
     def __init__(self, directory: Path, shards: Sequence[Shard]):
         self.shards, self._directory = list(shards), directory
@@ -260,7 +266,8 @@ class Stream:
         return int(self.edges[-1])
 
     def read_into(self, start: int, out: np.ndarray) -> None:
-        """Copy the tokens from `start` on into `out` [n], of any integer type that is wide enough."""
+        """Copy the tokens from `start` on into `out` [n], of any integer type that is wide
+        enough."""
         place = int(np.searchsorted(self.edges, start, side="right")) - 1
         done = 0
         while done < len(out):
@@ -293,7 +300,8 @@ class Stream:
         return out
 
     def documents(self) -> np.ndarray:
-        """The documents that start in these shards, DOCUMENT [documents]; `start` is a place in the row."""
+        """The documents that start in these shards, DOCUMENT [documents]; `start` is a place in the
+        row."""
         tables = [np.zeros(0, dtype=DOCUMENT)]
         for shard, edge in zip(self.shards, self.edges, strict=False):
             if shard.table:
@@ -311,7 +319,8 @@ class Stream:
 
 
 def cut_shards(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
-    """The shards with a stream's tokens from `start` to `stop`, the first and the last cut to this range."""
+    """The shards with a stream's tokens from `start` to `stop`, the first and the last cut to this
+    range."""
     parts, edge = list[Shard](), 0
     for shard in shards:
         first, last = max(start, edge), min(stop, edge + shard.tokens)
@@ -322,11 +331,13 @@ def cut_shards(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
     return parts
 
 
-# -- checks: always the sizes; the SHA-256 once for each state of a file, remembered beside the shards
+# -- checks: always the sizes; the SHA-256 once for each state of a file, remembered beside the
+# shards
 
 
 def file_states(directory: Path, shards: Iterable[Shard]) -> dict[str, list[int | str]]:
-    """Size, time of the last change (ns) and SHA-256 of each file, by name; UserError for a wrong size."""
+    """Size, time of the last change (ns) and SHA-256 of each file, by name; UserError for a wrong
+    size."""
     states: dict[str, list[int | str]] = {}
     for shard in shards:
         files = {shard.file: (shard.end, shard.sha256)}
@@ -349,17 +360,20 @@ def file_states(directory: Path, shards: Iterable[Shard]) -> dict[str, list[int 
 def verify(
     directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None
 ) -> None:
-    """Check every shard as `file_states`, and its SHA-256 if the file has changed since the last check.
+    """Check every shard as `file_states`, and its SHA-256 if the file has changed since the last
+    check.
 
-    The ranks of a host divide the files, because each host may have its own copy. `tick` gets the fraction of this rank's
-    files that is read. Raises UserError on every rank if a shard is damaged.
+    The ranks of a host divide the files, because each host may have its own copy. `tick` gets the
+    fraction of this rank's files that is read. Raises UserError on every rank if a shard is
+    damaged.
     """
     states, verified = file_states(directory, index.shards), read_json(directory / VERIFIED)
     changed = [file for file in states if verified.get(file) != states[file]]
     rank, world = 0, 1
     if ranks is not None and ranks.world > 1:
         rank, world = ranks.env.local_rank, ranks.env.local_world
-        # A late rank may read what another one has remembered, so all use the list of the host's first rank.
+        # A late rank may read what another one has remembered, so all use the list of the host's
+        # first rank.
         lists = ranks.all_gather_object("changed shards", [ranks.env.node, rank, changed])
         if not any(files for _, _, files in lists):
             return
@@ -384,16 +398,19 @@ def verify(
 
 
 def remember(directory: Path, states: dict[str, list[int | str]]) -> None:
-    """Store the states of verified files. If the directory is read-only, the next start verifies again."""
+    """Store the states of verified files. If the directory is read-only, the next start verifies
+    again."""
     if os.access(directory, os.W_OK):
         write_atomic(directory / VERIFIED, json.dumps(states, indent=1) + "\n")
 
 
-# -- shards of other tools, read in place: nanoGPT's .bin, build-nanogpt's .npy, llm.c's .bin with its header
+# -- shards of other tools, read in place: nanoGPT's .bin, build-nanogpt's .npy, llm.c's .bin with
+# its header
 
 
 def scan(path: Path, vocab: int) -> Shard:
-    """Read another tool's shard once, for its SHA-256. UserError if it is truncated or has an id >= `vocab`."""
+    """Read another tool's shard once, for its SHA-256. UserError if it is truncated or has an id >=
+    `vocab`."""
     size, dtype_name, offset = path.stat().st_size, "uint16", 0
     tokens = size // 2
     if path.suffix == ".npy":
@@ -427,8 +444,9 @@ def scan(path: Path, vocab: int) -> Shard:
             if int(block.max()) >= vocab:
                 place = int(np.argmax(block >= vocab))
                 raise UserError(
-                    f"the shard {path} has the token id {int(block[place]):,} at place {done + place:,}, "
-                    f"and the vocabulary has {vocab:,} ids: it was made with another tokenizer"
+                    f"the shard {path} has the token id {int(block[place]):,} "
+                    f"at place {done + place:,}, and the vocabulary has {vocab:,} ids: "
+                    "it was made with another tokenizer"
                 )
             done += len(block)
     return Shard(

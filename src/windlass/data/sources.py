@@ -1,7 +1,7 @@
 """The documents behind `data.source`: files, `https://`, `hf:` data sets, `stdlib`.
 
-A corpus is a sequence of documents that can be read from any of them on, because a preparation that was killed resumes
-in the middle.
+A corpus is a sequence of documents that can be read from any of them on, because a preparation that
+was killed resumes in the middle.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Corpus:
     """A sequence of documents."""
 
     name: str
-    # `read(start)`: the documents from number `start` on, each with the fraction of the corpus read so far (0: unknown).
+    # `read(start)`: the documents from number `start` on, each with the fraction of the corpus read
+    # so far (0: unknown).
     read: Callable[[int], Iterator[tuple[str, float]]]
     description: dict[str, Any] = field(
         default_factory=dict
@@ -78,7 +79,8 @@ def open_corpora(
     split: str = "",
     notify: Notify = print,
 ) -> list[Corpus]:
-    """The corpora of `data.source` or `data.eval_source`; UserError if a source has no documents."""
+    """The corpora of `data.source` or `data.eval_source`; UserError if a source has no
+    documents."""
     corpora = [
         open_corpus(data, source, sha256=sha256, split=split, notify=notify) for source in sources
     ]
@@ -151,7 +153,8 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
 
 
 def _open_stdlib() -> Corpus:
-    """The standard library's modules, ordered by a hash of their names, so that the held-out ones are like the rest."""
+    """The standard library's modules, ordered by a hash of their names, so that the held-out ones
+    are like the rest."""
     root = Path(sysconfig.get_path("stdlib"))
     names = list[Path]()
     for folder, below, files in os.walk(root):
@@ -177,7 +180,8 @@ def _open_stdlib() -> Corpus:
 
 
 def download(url: str, sha256: str, folder: Path, notify: Notify = print) -> Path:
-    """The file at `url`, downloaded into `folder` unless it is there; UserError if its SHA-256 differs."""
+    """The file at `url`, downloaded into `folder` unless it is there; UserError if its SHA-256
+    differs."""
     if not sha256:
         raise UserError("data.sha256: a source that is downloaded needs the SHA-256 it must have")
     target = folder / f"{sha256[:16]}-{Path(urllib.parse.urlsplit(url).path).name}"
@@ -195,7 +199,8 @@ def download(url: str, sha256: str, folder: Path, notify: Notify = print) -> Pat
             shutil.copyfileobj(answer, out, 1 << 22)
         if (actual := sha256_of(partial)) != sha256:
             raise UserError(
-                f"{url} is incomplete or another file: its SHA-256 is {actual}, data.sha256 = {sha256}"
+                f"{url} is incomplete or another file: "
+                f"its SHA-256 is {actual}, data.sha256 = {sha256}"
             )
         partial.replace(target)
     except UserError:
@@ -213,8 +218,8 @@ def download(url: str, sha256: str, folder: Path, notify: Notify = print) -> Pat
 def load_dataset(place: str, split: str, streaming: bool = False) -> Any:
     """A split, or a slice of one (`train[:1%]`), of a data set of Hugging Face's `datasets`.
 
-    `place` is `NAME`, `NAME:CONFIG`, or a directory of files or of `save_to_disk`. Raises UserError if the data set or
-    the split does not exist or cannot be reached.
+    `place` is `NAME`, `NAME:CONFIG`, or a directory of files or of `save_to_disk`. Raises UserError
+    if the data set or the split does not exist or cannot be reached.
     """
     folder = Path(place).expanduser()
     if not folder.is_dir():

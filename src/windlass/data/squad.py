@@ -1,4 +1,5 @@
-"""SQuAD v1.1 as training rows: question, context and answer in one sequence, the loss on the answer alone."""
+"""SQuAD v1.1 as training rows: question, context and answer in one sequence, the loss on the answer
+alone."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Question:
 
 
 def read_questions(source: str, split: str = "train", key: str = "data.source") -> list[Question]:
-    """The questions of `squad:FILE.json`, or a split of the Hub's data set for `squad`; `key` is the setting for messages.
+    """The questions of `squad:FILE.json`, or a split of the Hub's data set for `squad`; `key` is
+    the setting for messages.
 
     Raises UserError if there are none, or the file is not SQuAD v1.1 JSON.
     """
@@ -102,7 +104,8 @@ def _question(
     texts, start = tuple(str(a["text"]) for a in answers), int(answers[0]["answer_start"])
     if not texts[0] or context[start : start + len(texts[0])] != texts[0]:
         raise UserError(
-            f"question {entry['id']}: its answer {texts[0]!r} is not at character {start} of its context"
+            f"question {entry['id']}: its answer {texts[0]!r} "
+            f"is not at character {start} of its context"
         )
     return Question(str(entry["id"]), entry["question"].strip(), context, texts, start, group)
 
@@ -110,7 +113,8 @@ def _question(
 def read_splits(recipe: Recipe) -> list[list[Question]]:
     """The training and validation questions of a recipe.
 
-    Without `data.eval_source`: the Hub's validation split for `squad`, the last `data.val_fraction` of a file's articles.
+    Without `data.eval_source`: the Hub's validation split for `squad`, the last `data.val_fraction`
+    of a file's articles.
     """
     data, train = recipe.data, read_all(recipe.data.sources)
     if separate := data.eval_sources or [source for source in data.sources if source == "squad"]:
@@ -128,7 +132,8 @@ def split_articles(questions: list[Question], fraction: float) -> list[list[Ques
 
 
 def eval_questions(recipe: Recipe) -> list[Question]:
-    """The questions of the suite `squad`: `eval.squad_items` or `data.eval_size` of them, chosen by `run.seed`."""
+    """The questions of the suite `squad`: `eval.squad_items` or `data.eval_size` of them, chosen by
+    `run.seed`."""
     data, questions = recipe.data, list[Question]()
     if sources := suite_sources(recipe):
         setting = "eval.squad_file" if recipe.eval.squad_file else "data.eval_source"
@@ -145,7 +150,8 @@ def eval_questions(recipe: Recipe) -> list[Question]:
 
 
 def suite_sources(recipe: Recipe) -> list[str]:
-    """The sources of the suite `squad`: `eval.squad_file`, `data.eval_source`, or SQuAD's own validation questions.
+    """The sources of the suite `squad`: `eval.squad_file`, `data.eval_source`, or SQuAD's own
+    validation questions.
 
     Empty if the questions are held out from the training questions.
     """
@@ -164,8 +170,9 @@ def suite_sources(recipe: Recipe) -> list[str]:
 def row(item: Question, tokenizer: Tokenizer, context: int) -> Row | None:
     """One question in at most `context` + 1 tokens; None if it does not fit.
 
-    The answer and the end-of-text token count in the loss. A long context is cut to the longest part around the answer that
-    fits, in whole words, from both sides in proportion, so that the answer's relative place stays.
+    The answer and the end-of-text token count in the loss. A long context is cut to the longest
+    part around the answer that fits, in whole words, from both sides in proportion, so that the
+    answer's relative place stays.
     """
     if tokenizer.eot is None:
         raise UserError(
@@ -192,7 +199,8 @@ def row(item: Question, tokenizer: Tokenizer, context: int) -> Row | None:
 
 
 def _bisect(too_many: int, fits: Callable[[int], bool]) -> int:
-    """The largest number below `too_many` that fits, given that 0 does and that larger ones fit less."""
+    """The largest number below `too_many` that fits, given that 0 does and that larger ones fit
+    less."""
     low = 0
     while too_many - low > 1:
         middle = (low + too_many) // 2
@@ -216,8 +224,8 @@ def around(item: Question, characters: int) -> str:
 def prompt(item: Question, tokenizer: Tokenizer, room: int) -> list[int]:
     """The tokens of a question's prompt for generation, at most `room`.
 
-    A long context loses its end, and a question that is too long alone its beginning. The place of the answer has no
-    effect, because a model that is measured does not know it.
+    A long context loses its end, and a question that is too long alone its beginning. The place of
+    the answer has no effect, because a model that is measured does not know it.
     """
 
     def encode(characters: int) -> list[int]:

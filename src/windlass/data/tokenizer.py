@@ -1,8 +1,9 @@
-"""Text to token ids and back: one class for bytes, characters, GPT-2, `tokenizer.json` files and byte pairs trained here.
+"""Text to token ids and back: one class for bytes, characters, GPT-2, `tokenizer.json` files and
+byte pairs trained here.
 
-Every kind is an object of the `tokenizers` library, saved as a `tokenizer.json` that `transformers` reads too. numpy and
-`tiktoken` encode bytes, characters and GPT-2, with the same ids and faster. The text of a special token is plain text, so
-`encode` never returns the end-of-text token.
+Every kind is an object of the `tokenizers` library, saved as a `tokenizer.json` that `transformers`
+reads too. numpy and `tiktoken` encode bytes, characters and GPT-2, with the same ids and faster.
+The text of a special token is plain text, so `encode` never returns the end-of-text token.
 """
 
 from __future__ import annotations
@@ -55,11 +56,14 @@ class Tokenizer:
     Attributes:
         inner: The `tokenizers.Tokenizer` with the same ids.
         eot: The id that separates documents; None if the corpus is one text.
-        start: The id with which the model's configuration begins an empty prompt, if the tokenizer has no BOS.
-        bos: The ids that the tokenizer's post-processor puts before a text, as in `transformers`; `encode` does not.
+        start: The id with which the model's configuration begins an empty prompt, if the tokenizer
+            has no BOS.
+        bos: The ids that the tokenizer's post-processor puts before a text, as in `transformers`;
+            `encode` does not.
         vocab: Number of ids, including the special ones.
         fingerprint: Equal for tokenizers that give the same ids for every text.
-        special: Ids of the special tokens by text; a chat template writes them, and a user does not.
+        special: Ids of the special tokens by text; a chat template writes them, and a user does
+            not.
     """
 
     def __init__(self, kind: str, inner: Any, eot: int | None, start: int | None = None):
@@ -81,7 +85,8 @@ class Tokenizer:
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
-        """Matches special tokens in a text that have no mark; the longest one, as `tokenizers` does."""
+        """Matches special tokens in a text that have no mark; the longest one, as `tokenizers`
+        does."""
         texts = sorted(self.special, key=len, reverse=True)
         return re.compile(f"(?:{'|'.join(map(re.escape, texts)) or '(?!)'})(?!{MARK})")
 
@@ -116,7 +121,8 @@ class Tokenizer:
         return table
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int64 [n]; half a surrogate pair, which JSON can contain, becomes "?".
+        """Token ids of a text, int64 [n]; half a surrogate pair, which JSON can contain, becomes
+        "?".
 
         Raises UserError for a character that is not in the corpus of a character tokenizer.
         """
@@ -140,14 +146,16 @@ class Tokenizer:
         return ids if self.eot is None else ids[ids != self.eot]
 
     def stretches(self, text: str) -> Iterable[str]:
-        """The text in parts that give the same ids one by one, so that several workers share a long text."""
+        """The text in parts that give the same ids one by one, so that several workers share a long
+        text."""
         if self.kind in ("byte", "char"):
             return (text[i : i + STRETCH] for i in range(0, len(text), STRETCH))
         # other normalisers may work across a cut
         return cut_at_lines(text) if self.kind == "gpt2" else [text]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; an id without a token (padding of the vocabulary) becomes U+FFFD."""
+        """The text of token ids; an id without a token (padding of the vocabulary) becomes
+        U+FFFD."""
         if (table := self._bytes) is not None:
             raw = b"".join(table[i] if i < self.vocab else UNKNOWN.encode() for i in map(int, ids))
             return raw.decode("utf-8", "replace")
@@ -160,7 +168,8 @@ class Tokenizer:
         return "".join(texts)
 
     def byte_lengths(self) -> np.ndarray:
-        """Bytes of UTF-8 text of each id, decoded after another token, int64 [V]; 0 for special tokens."""
+        """Bytes of UTF-8 text of each id, decoded after another token, int64 [V]; 0 for special
+        tokens."""
         sizes = np.zeros(self.vocab, dtype=np.int64)
         if self._bytes is not None:
             sizes[:] = [len(piece) for piece in self._bytes]
@@ -196,8 +205,8 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens from which a model generates.
 
-        For an empty text: BOS (the tokenizer's or the configuration's), else EOS, else a line feed, else the first character of
-        a character tokenizer.
+        For an empty text: BOS (the tokenizer's or the configuration's), else EOS, else a line feed,
+        else the first character of a character tokenizer.
         """
         if text and (ids := self.encode_with_bos(text)):
             return ids
@@ -212,7 +221,8 @@ class Tokenizer:
     ) -> tuple[list[int], int]:
         """The tokens of prompt and answer, and how many of them are the prompt's.
 
-        Both are encoded as one text if this leaves the prompt's own tokens (`prompt_ids`) unchanged, else separately.
+        Both are encoded as one text if this leaves the prompt's own tokens (`prompt_ids`)
+        unchanged, else separately.
         """
         alone = self.encode_with_bos(prompt) if prompt_ids is None else prompt_ids
         both = self.encode_with_bos(prompt + answer)
@@ -226,10 +236,11 @@ class Tokenizer:
     def encode_marked(
         self, parts: Sequence[tuple[str | int, bool]]
     ) -> tuple[list[int], list[bool]]:
-        """The tokens of texts and special tokens (by id) in one sequence, each with the mark of its part.
+        """The tokens of texts and special tokens (by id) in one sequence, each with the mark of its
+        part.
 
-        The joined texts are encoded together; only parts that are ids become special tokens. A token over two parts is marked
-        if one of them is.
+        The joined texts are encoded together; only parts that are ids become special tokens. A
+        token over two parts is marked if one of them is.
         """
         ids, marks = list[int](), list[bool]()
         if self._bytes is not None:
@@ -247,7 +258,8 @@ class Tokenizer:
         encoded = inner.encode(whole, add_special_tokens=False)
         for i, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
             if i not in sentinel_ids and self.special.get(whole[start:stop]) == i:
-                continue  # a special token's text in the common vocabulary, which `encode` drops too
+                # a special token's text in the common vocabulary, which `encode` drops too
+                continue
             own = i, any(marked[start : max(stop, start + 1)])
             token, mark = next(special) if i in sentinel_ids else own
             ids.append(token)
@@ -256,7 +268,8 @@ class Tokenizer:
 
     @cached_property
     def _sentinels(self) -> tuple[Any, dict[int, str]]:
-        """A copy of the tokenizer in which a random text replaces each special token, and these texts by id.
+        """A copy of the tokenizer in which a random text replaces each special token, and these
+        texts by id.
 
         The special tokens' own texts are plain text to the copy.
         """
@@ -292,7 +305,8 @@ class Tokenizer:
 
 
 def cut_at_lines(text: str) -> Iterator[str]:
-    """A text in parts of at most `LONGEST_PIECE`, cut after a line's end between two words, which no pair crosses.
+    """A text in parts of at most `LONGEST_PIECE`, cut after a line's end between two words, which
+    no pair crosses.
 
     A run of 400,000 characters without such a place is cut anyway, which can change tokens.
     """
@@ -310,7 +324,8 @@ def cut_at_lines(text: str) -> Iterator[str]:
 
 
 def byte_letters() -> dict[str, int]:
-    """GPT-2's printable letter for each byte: itself in printable Latin-1, else a letter from U+0100 on."""
+    """GPT-2's printable letter for each byte: itself in printable Latin-1, else a letter from
+    U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + place): b for place, b in enumerate(rest)}

@@ -54,8 +54,9 @@ def kind_of(setting: str) -> str:
 def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Tokenizer:
     """The tokenizer saved in `directory`, or the one that `data.tokenizer` names if none is saved.
 
-    A model trained from scratch on texts learns no token before a text, so its tokenizer writes no BOS. Raises UserError if
-    the saved tokenizer has changed, or if none is saved and the tokenizer is made from the corpus.
+    A model trained from scratch on texts learns no token before a text, so its tokenizer writes no
+    BOS. Raises UserError if the saved tokenizer has changed, or if none is saved and the tokenizer
+    is made from the corpus.
     """
     kind, folder = kind_of(recipe.data.tokenizer), Path(directory or "nowhere") / FOLDER
     if directory is not None and (folder / DESCRIPTION).is_file():
@@ -71,7 +72,8 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
             )
     elif kind in ("char", "bpe"):
         raise UserError(
-            f"data.tokenizer: {kind} needs the corpus; prepare the data first, or use another for shards:"
+            f"data.tokenizer: {kind} needs the corpus; "
+            "prepare the data first, or use another for shards:"
         )
     else:
         tokenizer = named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
@@ -85,7 +87,8 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
 
 
 def named_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
-    """A tokenizer that needs no corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:NAME_OR_DIR`; `key` names the setting."""
+    """A tokenizer that needs no corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:NAME_OR_DIR`; `key` names
+    the setting."""
     kind, place = kind_of(setting), setting.partition(":")[2]
     if kind == "byte":
         return byte_tokenizer()
@@ -174,7 +177,8 @@ def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
 
 
 def gpt2_tokenizer(directory: str = "") -> Tokenizer:
-    """GPT-2's 50,256 pieces, from `vocab.bpe` and `encoder.json` in a directory or else from the Hub."""
+    """GPT-2's 50,256 pieces, from `vocab.bpe` and `encoder.json` in a directory or else from the
+    Hub."""
     require("tiktoken", 'data.tokenizer = "gpt2"')
     if not directory:
         file = hub.tokenizer_directory(GPT2_NAME) / JSON_FILE
@@ -193,7 +197,8 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """Byte pairs learned from texts (Sennrich et al., arXiv 1508.07909): `vocab` ids, 0 ends a text."""
+    """Byte pairs learned from texts (Sennrich et al., arXiv 1508.07909): `vocab` ids, 0 ends a
+    text."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -211,9 +216,11 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, a directory, or a name on the Hub (`NAME` or `NAME@REVISION`).
+    """The tokenizer of a `tokenizer.json`, a directory, or a name on the Hub (`NAME` or
+    `NAME@REVISION`).
 
-    The configuration beside the file, or else a common name, gives the end-of-text token. `transformers` reads older files.
+    The configuration beside the file, or else a common name, gives the end-of-text token.
+    `transformers` reads older files.
     """
     # The library would warn about a fork after its threads started.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,8 +1,9 @@
 """Text from a model: batched, with a KV cache, streamed, on any number of ranks; the verb `sample`.
 
-Unusual: which token is chosen is a pure function of (seed, index of the text, place of the token). It depends neither on
-what else is in the batch nor on the rank (but for rounding of the logits). No row is ever padded: all rows of a batch stand
-at the same column, and one whose prompt is longer takes its prompt's next token while others already choose their own.
+The chosen token is a pure function of (seed, index of the text, place of the token). Except for
+rounding of the logits it depends neither on the rest of the batch nor on the rank. No row is
+padded. All rows of a batch are at the same column, and a row with a longer prompt takes its
+prompt's next token while others choose theirs.
 
 Legend: B rows of a batch, T tokens of a pass, V vocabulary.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,32 +38,26 @@ from windlass.parallel.parallelize import unwrap, varying_shapes
 from windlass.run import Run
 from windlass.seeds import seed_bytes
 
-Event = tuple[int, int | None]
-"""The index of a text and its next token; None when the text is complete."""
+Event = tuple[int, int | None]  # the index of a text and its next token; None: the text is complete
+# Tokens of a prompt decoded together with the next ones, because some tokenizers drop the space
+# before a text.
 PROMPT_TAIL = 16
-"""Tokens of a prompt that are decoded together with those that follow it: some tokenizers drop the space before a text."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to continue a prompt."""
+    """The settings for continuing a prompt."""
 
     max_tokens: int = 128
-    temperature: float = 1.0  # logits are divided by it; 0: always the likeliest token
+    temperature: float = 1.0  # divides the logits; 0: always the likeliest token
     top_k: int = 0  # choose among the k likeliest tokens; 0: among all
-    top_p: float = 1.0  # among the likeliest that together have this probability (arXiv 1904.09751)
+    top_p: float = 1.0  # among the likeliest with this probability together (arXiv 1904.09751)
     seed: int = 0
-    stop: frozenset[int] = field(
-        default_factory=frozenset
-    )  # tokens that end a text and are not part of it
+    stop: frozenset[int] = frozenset()  # tokens that end a text and are not part of it
 
     def __post_init__(self) -> None:
-        if not (
-            self.max_tokens >= 1
-            and self.temperature >= 0
-            and self.top_k >= 0
-            and 0 < self.top_p <= 1
-        ):
+        valid = self.max_tokens >= 1 and self.temperature >= 0 and self.top_k >= 0
+        if not valid or not 0 < self.top_p <= 1:
             limits = (
                 "max-tokens 1 or more, temperature and top-k 0 or more, top-p above 0 and at most 1"
             )
@@ -75,9 +70,11 @@ def uniform(seed: int, index: int, place: int) -> float:
     return int.from_bytes(draw, "little") / 2**32
 
 
-def choose(logits: Tensor, sampling: Sampling, draws: Sequence[float]) -> Tensor:
-    """The next token of each row [B] from logits [B, V] and one number in [0, 1) a row: by temperature, top-k and top-p in this
-    order, and then where the cumulated probability passes the draw.
+def next_tokens(logits: Tensor, sampling: Sampling, draws: Sequence[float]) -> Tensor:
+    """The next token of each row [B] from logits [B, V] and one number in [0, 1) a row.
+
+    Temperature, top-k and top-p apply in this order. The token is the one at which the cumulated
+    probability passes the draw.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
@@ -90,36 +87,38 @@ def choose(logits: Tensor, sampling: Sampling, draws: Sequence[float]) -> Tensor
 
 
 def mask_unlikely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The logits [B, V] with -inf at the tokens that top-k and top-p leave out; ties at the edge of top-k stay."""
+    """The logits [B, V] with -inf at the tokens excluded by top-k and top-p; ties at the edge of
+    top-k stay."""
     if 0 < top_k < logits.shape[-1]:
         edge = logits.topk(top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < edge, -torch.inf)
     if top_p < 1:
         ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
         probabilities = ordered.softmax(-1)
-        before = (
-            probabilities.cumsum(-1) - probabilities
-        )  # the likeliest token has 0 before it: it always stays
-        left_out = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
-        logits = logits.masked_fill(left_out, -torch.inf)
+        before = probabilities.cumsum(-1) - probabilities  # 0 for the likeliest, which always stays
+        excluded = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
+        logits = logits.masked_fill(excluded, -torch.inf)
     return logits
 
 
 def prompt_ids(model: Any, tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens from which a model generates. For an empty text: what the tokenizer puts before a text; else the BOS of the
-    model's configuration, which many Llamas have though their tokenizer adds none; else the end-of-text token.
+    """The tokens from which a model generates.
+
+    For an empty text: the tokenizer's BOS, else the BOS of the model's configuration (many Llamas
+    have one although their tokenizer adds none), else the end-of-text token.
     """
     bos = getattr(unwrap(model), "bos", None)
     return tokenizer.encode_prompt(text) if text or bos is None or tokenizer.bos else [bos]
 
 
 def window(model: Any) -> int:
-    """Tokens that the model can see at once: its `limit`, which may lie past the `context` that it is trained on."""
+    """Tokens that the model can see at once: its `limit`, which may exceed the `context` of its
+    training."""
     return int(getattr(model, "limit", model.context))
 
 
 def text_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of tokens that follow a prompt, as it stands after the prompt's."""
+    """The text of tokens after a prompt."""
     tail = list(prompt[-PROMPT_TAIL:])
     return tokenizer.decode([*tail, *ids])[len(tokenizer.decode(tail)) :]
 
@@ -132,9 +131,10 @@ def generate(
     progress: Callable[[int, int], object] | None = None,
     **how: Any,
 ) -> list[list[int]] | None:
-    """The tokens that follow each prompt, without the one that stopped it; None where `poll` cut it short.
+    """The tokens after each prompt, without the stop token; None if `poll` asks to stop.
 
-    Arguments as `generate_events`; `progress` is called with the number of complete texts, and of all.
+    Arguments as `generate_events`; `progress` is called with the number of complete texts and of
+    all texts.
     """
     done, texts = 0, {index: list[int]() for index in how.get("indices") or range(len(prompts))}
     events = generate_events(model, prompts, sampling, *arguments, **how)
@@ -159,10 +159,10 @@ def generate_divided(
     progress: Callable[[int, int], object] | None = None,
     **how: Any,
 ) -> dict[int, str] | None:
-    """A text for each of the numbers, each generated on one rank; the same result on every rank."""
+    """A text for each number, generated on one rank; every rank gets all texts."""
     mesh = ranks.mesh
     own, count = numbers[mesh.data_rank :: mesh.data_world], len(numbers)
-    if progress is not None:  # the other ranks are about as far as this one
+    if progress is not None:  # the other ranks are about equally far
         how["progress"] = lambda done, _: progress(min(done * mesh.data_world, count), count)
     prompts = [prompt_of(number) for number in own]
     texts = generate(model, prompts, sampling, ranks, indices=own, vocab=tokenizer.vocab, **how)
@@ -187,15 +187,21 @@ def generate_events(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     poll: Callable[[], bool] | None = None,
 ) -> Generator[Event, None, bool]:
-    """Continue prompts: yields (index, token) for each token as it is chosen, and (index, None) when a text is complete.
+    """Continue prompts: yields (index, token) for each chosen token, and (index, None) when a text
+    is complete.
 
-    A text longer than the model's window continues from its last half: when the window is full, the first half of it is
-    dropped. Returns whether all texts are complete; False where `poll` cut it short.
+    When the model's window is full, its first half is dropped. Returns whether all texts are
+    complete; False if `poll` asks to stop.
 
-    The model has `context`, perhaps a longer `limit`, `new_cache(batch, length)`, and `model(tokens [B, T], cache=cache)` gives
-    logits [B, T or 1, V]. Prompts are this rank's, ranks may have different numbers of them; without ranks this process is
-    alone. `indices` are the numbers of the texts (default: their places), which with the seed determine them; `batch` texts are
-    generated at once; only tokens below `vocab` are chosen (0: all), where the model's vocabulary is padded.
+    Args:
+        model: It has `context`, perhaps a longer `limit`, and `new_cache(batch, length)`;
+            `model(tokens [B, T], cache=cache)` returns logits [B, T or 1, V].
+        prompts: The prompts of this rank; ranks may have different numbers of them.
+        ranks: Default: this process alone.
+        indices: Numbers of the texts (default: their places); with the seed they determine the
+            texts.
+        batch: Texts generated at once.
+        vocab: Only tokens below it are chosen (0: all), for a model with a padded vocabulary.
     """
     model = unwrap(model)
     ranks = ranks or alone(next(model.parameters()).device)
@@ -204,16 +210,16 @@ def generate_events(
     groups = iter(
         batches([len(prompt) for prompt in prompts], batch, window(model), sampling.max_tokens)
     )
-    group: _Batch | None = None
+    group: _Texts | None = None
     with evaluating(model), varying_shapes():
         while True:
             if group is None or not group.active:
                 members = [
                     (prompts[i], i if indices is None else indices[i]) for i in next(groups, [])
                 ]
-                group = _Batch(model, members, sampling) if members else None
-            # Ranks have different work, and sharded parameters are gathered in every pass: so a rank without work takes
-            # part with one token, until no rank has any left, and all stop before the same pass.
+                group = _Texts(model, members, sampling) if members else None
+            # Sharded parameters are gathered in every pass, so a rank without work takes part with
+            # one token until no rank has work left, and all stop before the same pass.
             flags = [group is not None, poll is not None and poll()]
             active, stops = max_async(flags, ranks).wait()
             if stops or not active:
@@ -227,30 +233,26 @@ def generate_events(
                 yield from group.add(logits[:, : vocab or None].float())
 
 
-class _Batch:
-    """Texts that are continued together: the columns that every prompt has are read in one pass, then one a pass."""
+class _Texts:
+    """Texts continued together: one pass reads the columns that every prompt has, and then each
+    pass one column."""
 
     def __init__(
         self, model: Any, members: Sequence[tuple[Sequence[int], int]], sampling: Sampling
     ):
         self.model, self.limit, self.sampling, self.cache = model, window(model), sampling, None
         self.rows = [[int(token) for token in prompt] for prompt, _ in members]
-        self.prompt_lengths, self.indices = (
-            [len(row) for row in self.rows],
-            [index for _, index in members],
-        )
+        self.prompt_lengths = [len(row) for row in self.rows]
+        self.indices = [index for _, index in members]
         self.active = set(range(len(members)))  # rows that have not ended
-        self.column = min(
-            self.prompt_lengths
-        )  # tokens of each row that are read with the next pass
+        self.column = min(self.prompt_lengths)  # tokens of each row after the next pass
         self.start = max(0, self.column - self.limit)  # the first column that the model still sees
 
     def next_pass(self) -> tuple[list[list[int]], Any]:
-        """The tokens [B, T] to read next, and the cache of those before them."""
+        """The next tokens to read [B, T], and the cache of the tokens before them."""
         first = self.column - 1
-        if (
-            self.cache is not None and first - self.start == self.limit
-        ):  # the window is full: drop its first half
+        is_full = first - self.start == self.limit
+        if self.cache is not None and is_full:  # drop the first half of the window
             self.start, self.cache = first - self.limit // 2, None
         if self.cache is None:
             first, longest = self.start, max(self.prompt_lengths) + self.sampling.max_tokens
@@ -258,34 +260,31 @@ class _Batch:
         return [row[first : self.column] for row in self.rows], self.cache
 
     def add(self, logits: Tensor) -> Iterator[Event]:
-        """Choose the next column from the last logits [B, V], in the rows whose prompt does not have it; yields the events."""
+        """Choose the next column from the last logits [B, V], for rows past their prompt; yields
+        the events."""
+        sampling = self.sampling
         live = [i for i in sorted(self.active) if len(self.rows[i]) == self.column]
         if live:
-            draws = [
-                uniform(self.sampling.seed, self.indices[i], self.column - self.prompt_lengths[i])
-                for i in live
-            ]
-            for i, token in zip(
-                live, choose(logits[live], self.sampling, draws).tolist(), strict=True
-            ):
+            places = {i: self.column - self.prompt_lengths[i] for i in live}
+            draws = [uniform(sampling.seed, self.indices[i], places[i]) for i in live]
+            tokens = next_tokens(logits[live], sampling, draws).tolist()
+            for i, token in zip(live, tokens, strict=True):
                 self.rows[i].append(token)
-                if token not in self.sampling.stop:
+                if token not in sampling.stop:
                     yield self.indices[i], token
-                if (
-                    token in self.sampling.stop
-                    or self.column + 1 - self.prompt_lengths[i] == self.sampling.max_tokens
-                ):
+                if token in sampling.stop or places[i] + 1 == sampling.max_tokens:
                     self.active.discard(i)
                     yield self.indices[i], None
         self.column += 1
-        for row in self.rows:  # a row that has ended is filled with tokens that nobody reads
+        for row in self.rows:  # the tokens of a complete row have no effect
             row.extend(row[-1:] * (self.column - len(row)))
 
 
 def batches(lengths: Sequence[int], batch: int, context: int, max_tokens: int) -> list[list[int]]:
-    """Which prompts are continued together: neighbours in length, so that few columns are spent on waiting.
+    """The prompts continued together, of similar lengths, so that few columns wait.
 
-    Where a window may have to slide only prompts of one length: then the place at which it slides depends on the text alone.
+    If a window may slide, they have one length, so that the place at which it slides depends on the
+    text alone.
     """
     groups: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
@@ -303,10 +302,12 @@ def batches(lengths: Sequence[int], batch: int, context: int, max_tokens: int) -
 def in_order(
     events: Iterable[Event], tokenizer: Tokenizer, count: int, after: Sequence[int] = ()
 ) -> Iterator[tuple[int, str]]:
-    """Texts 0 to `count` - 1, generated at once, as (index, piece of text), one text after the other.
+    """Texts 0 to `count` - 1, generated at once, as (index, piece of text), one text after the
+    other.
 
-    The first comes as it is generated, the next when the one before is complete; each at least once, if empty. All follow
-    the tokens `after`. A character whose bytes are spread over tokens comes when it is whole.
+    The first comes as it is generated, the next when the previous one is complete. An empty text
+    comes as one empty piece. All follow the tokens `after`. A character comes when all of its
+    tokens are there.
     """
     ids: list[list[int]] = [[] for _ in range(count)]
     ended, current, shown = set[int](), 0, 0
@@ -328,7 +329,7 @@ def in_order(
 
 
 class TextSampler:
-    """A saved model opened on one device, to be sampled many times. Arguments as `sample`."""
+    """A saved model on one device, for many samples. Arguments as `sample`."""
 
     def __init__(
         self,
@@ -346,30 +347,31 @@ class TextSampler:
         } | settings
         self.sampling, self.ranks = Sampling(**settings), alone(device or None)
         self.model = open_model(self.source, self.ranks)
-        if not hasattr(unwrap(self.model), "new_cache") or self.source.tokenizer is None:
-            lack = (
-                "data without a tokenizer"
-                if self.source.tokenizer is None
-                else "a model without new_cache"
-            )
+        has_tokenizer = self.source.tokenizer is not None
+        if not has_tokenizer or not hasattr(unwrap(self.model), "new_cache"):
+            lack = "a model without new_cache" if has_tokenizer else "data without a tokenizer"
             needs = "text needs a tokenizer and new_cache(batch, length)"
             raise UserError(f"{self.source.name} is the run of {lack}: {needs}")
         self.sampling = replace(self.sampling, stop=stop_tokens(self.source, self.model))
         self.messages: list[dict[str, str]] = []  # the conversation so far, of `reply`
 
     def pieces(self, prompts: list[list[int]], after: Sequence[int]) -> Iterator[tuple[int, str]]:
-        """The continuations of prompts, as (number of the text, next piece of it), text after text."""
-        vocab, context = (
-            self.source.tokenizer.vocab,
-            partial(recipe_autocast, self.source.recipe, self.ranks.device),
-        )
+        """The continuations of prompts, as (number of the text, next piece of it), text after
+        text."""
+        tokenizer = self.source.tokenizer
         events = generate_events(
-            self.model, prompts, self.sampling, self.ranks, vocab=vocab, autocast=context
+            self.model,
+            prompts,
+            self.sampling,
+            self.ranks,
+            vocab=tokenizer.vocab,
+            autocast=partial(recipe_autocast, self.source.recipe, self.ranks.device),
         )
-        return in_order(events, self.source.tokenizer, len(prompts), after)
+        return in_order(events, tokenizer, len(prompts), after)
 
     def reply(self, message: str) -> Iterator[str]:
-        """The pieces of the model's answer to the next message of a conversation, in the layout of its chat template."""
+        """The pieces of the model's answer to the next message of a conversation, in the layout of
+        its chat template."""
         self.messages.append({"role": "user", "content": message})
         ids = prompt_tokens(self.messages, self.source.template, self.source.tokenizer)
         answer = ""
@@ -388,17 +390,21 @@ def sample(
     model: nn.Module | None = None,
     **settings: Any,
 ) -> Iterator[tuple[int, str]]:
-    """`n` texts that continue a prompt, as (number of the text, next piece of it), text after text; a function of the seed.
+    """`n` texts that continue a prompt, as (number of the text, next piece of it), text after text;
+    a function of the seed.
 
     Args:
-        run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of `transformers`, `hf:NAME`.
+        run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of
+            `transformers`, `hf:NAME`.
         prompt: Not part of the pieces; empty: a text from its beginning.
-        n: How many texts; they are generated together, with a KV cache.
-        device: `cpu` or `cuda`; default: cuda where there is one.
-        model: Of a run that trains a model of your own: one of its class, into which the weights are loaded.
-        settings: Fields of `Sampling`: `max_tokens` (default 256), `temperature` (0.8), `top_k`, `top_p`, `seed` (the run's).
+        n: Number of texts; they are generated together, with a KV cache.
+        device: `cpu` or `cuda`; default: cuda if available.
+        model: An instance of your own class, for a run that trains it; the weights are loaded into
+            it.
+        settings: Fields of `Sampling`: `max_tokens` (default 256), `temperature` (0.8), `top_k`,
+            `top_p`, `seed` (the run's).
 
-    Raises UserError where there is no such model, or a setting is out of its range.
+    Raises UserError if the model does not exist or a setting is out of its range.
     """
     sampler = TextSampler(run, device, model=model, **settings)
     ids = prompt_ids(sampler.model, sampler.source.tokenizer, prompt)

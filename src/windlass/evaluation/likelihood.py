@@ -1,4 +1,5 @@
-"""How likely a model finds given tokens: the validation loss, and HellaSwag (arXiv 1905.07830), the likeliest of four endings."""
+"""The likelihood of given tokens: the validation loss, and HellaSwag (arXiv 1905.07830), the
+likeliest of four endings."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +34,8 @@ from windlass.recipe.settings import IGNORE_INDEX
 
 HELLASWAG = "Rowan/hellaswag"  # on the Hub
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
-BATCHES_AHEAD = 2  # that are read while one is computed
-Progress = Callable[[int, int], object]  # called between passes: how much is done, of how much
+BATCHES_AHEAD = 2  # read while one is computed
+Progress = Callable[[int, int], object]  # called between passes with the amount done and the total
 LOGITS_PER_PASS = {"cpu": 2**26, "cuda": 2**29}  # in fp32 256 MB on a CPU, 2 GB on a GPU
 
 
@@ -50,12 +52,18 @@ def evaluate_loss(
     progress: Progress | None = None,
     token_bytes: np.ndarray | None = None,
 ) -> dict[str, float] | None:
-    """`loss` over the unmasked labels of a validation set (nats a token), or of its first `limit` samples (0: all), `perplexity`,
-    `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`; with `token_bytes` [V] also `bits_per_byte` of text.
+    """The loss of a validation set, or of its first `limit` samples (0: all).
 
-    With `whole` the rest is measured in the same pass: the numbers of all samples are the same fields with `full_` in front.
-    `model(tokens, labels)`, both [B, T], gives the summed loss; `batch` is sequences in one pass of one rank. Losses and tokens
-    are added over ranks before the one division, and surplus rows are masked: neither world size nor padding has an effect.
+    Args:
+        model: `model(tokens, labels)`, both [B, T], returns the summed loss.
+        batch: Sequences in one pass of one rank.
+        whole: Also measure the rest, in `full_loss` and the other fields of all samples.
+        token_bytes: UTF-8 bytes of each token, [V], for `bits_per_byte`.
+
+    Returns `loss` (nats a token, over the unmasked labels), `perplexity`, `tokens` and `samples`
+    (over all ranks), `runtime_s`, `samples_per_s`, and perhaps `bits_per_byte` of text; None if
+    `poll` asks to stop. Losses and tokens are summed over ranks before the division, and surplus
+    rows are masked, so neither world size nor padding has an effect.
     """
     started, model, mesh = time.perf_counter(), unwrap(model), ranks.mesh
     count = min(limit, len(samples)) if limit else len(samples)
@@ -64,9 +72,8 @@ def evaluate_loss(
     tokens = text_bytes = done = 0
     results: list[dict[str, float]] = []
     with evaluating(model), torch.no_grad():
-        for first, end in itertools.pairwise(
-            [0, *ends]
-        ):  # the rest begins a pass: the sum is as without it
+        # the rest begins a new pass, so that the first sum does not depend on it
+        for first, end in itertools.pairwise([0, *ends]):
             batches = eval_batches(
                 samples, mesh.data_rank, mesh.data_world, batch, limit_samples=end, first=first
             )
@@ -91,17 +98,16 @@ def evaluate_loss(
 
 
 def read_ahead(batches: Iterator[Batch[Tensor]], device: torch.device) -> Iterator[Batch[Tensor]]:
-    """The same batches; a thread reads the next ones meanwhile and, for CUDA, into pinned memory."""
+    """The same batches, read ahead by a thread, into pinned memory for CUDA."""
     cuda = device.type == "cuda"
 
     def read() -> Batch[Tensor] | None:
         batch = next(batches, None)
         return batch.map(Tensor.pin_memory) if batch and cuda else batch
 
-    # A thread starts on device 0, and pinning would open a context there.
-    with ThreadPoolExecutor(
-        1, initializer=torch.cuda.set_device if cuda else None, initargs=(device,) * cuda
-    ) as pool:
+    # A thread starts on device 0, where pinning would open a context.
+    initializer = partial(torch.cuda.set_device, device) if cuda else None
+    with ThreadPoolExecutor(1, initializer=initializer) as pool:
         pending = [pool.submit(read) for _ in range(BATCHES_AHEAD)]
         while (batch := pending.pop(0).result()) is not None:
             pending.append(pool.submit(read))
@@ -109,7 +115,7 @@ def read_ahead(batches: Iterator[Batch[Tensor]], device: torch.device) -> Iterat
 
 
 def to_device(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """A tensor of the host on the rank's device; from pinned memory the host does not wait for the copy."""
+    """A host tensor on the rank's device; the host does not wait for a copy from pinned memory."""
     return tensor.to(ranks.device, non_blocking=True)
 
 
@@ -117,17 +123,17 @@ def _mean_loss(
     loss_sum: float, tokens: float, text_bytes: float, *, samples: int
 ) -> dict[str, float]:
     if not tokens:
-        raise UserError("every label of the validation set is masked: look at data.eval_source")
+        raise UserError("every label of the validation set is masked: check data.eval_source")
     loss = loss_sum / tokens
-    numbers = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
-    numbers |= {"tokens": int(tokens), "samples": samples}
-    return numbers | (
-        {"bits_per_byte": loss_sum / (math.log(2) * int(text_bytes))} if text_bytes else {}
-    )
+    scores = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+    scores |= {"tokens": int(tokens), "samples": samples}
+    if text_bytes:
+        scores["bits_per_byte"] = loss_sum / (math.log(2) * int(text_bytes))
+    return scores
 
 
 class Continuation(NamedTuple):
-    """A text and what follows it, as token ids; neither is empty."""
+    """A text and its ending, as token ids; neither is empty."""
 
     context: Sequence[int]
     ending: Sequence[int]
@@ -135,8 +141,8 @@ class Continuation(NamedTuple):
 
 class Likelihood(NamedTuple):
     sum: float  # log-likelihood, in nats
-    tokens: int  # that were scored
-    greedy: bool  # whether each of them was the likeliest
+    tokens: int  # scored
+    greedy: bool  # whether each of them is the likeliest
 
 
 def log_likelihoods(
@@ -148,30 +154,28 @@ def log_likelihoods(
     poll: Callable[[], bool] | None = None,
     progress: Progress | None = None,
 ) -> list[Likelihood] | None:
-    """Log-likelihood of each ending after its context, each scored on one rank; equal on every rank, which all have the rows.
+    """Log-likelihood of each ending after its context; every rank has all rows and gets all
+    results.
 
-    A row longer than the model's context loses its beginning. Rows in a pass are of similar length; padding is at their
-    end, where a causal model does not see it. `model(tokens)` gives logits [B, T, V].
+    One rank scores a row, and a row longer than the model's context loses its beginning. Rows in a
+    pass have similar lengths. Padding is at their end, where a causal model does not see it.
+    `model(tokens)` returns logits [B, T, V].
     """
     model, mesh = unwrap(model), ranks.mesh
     texts = [[*row.context, *row.ending][-(model.context + 1) :] for row in rows]
     counts = [min(len(row.ending), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
     passes = plan_passes([len(text) - 1 for text in texts], model.vocab, ranks.device.type)
-    scored, found = (
-        list[int](),
-        list[Tensor](),
-    )  # rows of this rank, and for each pass their sums and whether greedy
+    scored = list[int]()  # rows of this rank
+    results = list[Tensor]()  # for each of them the sum, and whether greedy
     with evaluating(model), torch.no_grad():
         for first in range(0, len(passes), mesh.data_world):
             at = first + mesh.data_rank
             own = passes[at] if at < len(passes) else []
             # A rank without work in the last round takes part with one token.
-            padded = pad_sequence(
-                [torch.tensor(texts[i]) for i in own] or [torch.tensor([0, 0])], batch_first=True
-            )
-            padded = to_device(
-                padded.pin_memory() if ranks.device.type == "cuda" else padded, ranks
-            )  # [B, T + 1]
+            token_rows = [torch.tensor(texts[i]) for i in own] or [torch.tensor([0, 0])]
+            padded = pad_sequence(token_rows, batch_first=True)  # [B, T + 1]
+            padded = padded.pin_memory() if ranks.device.type == "cuda" else padded
+            padded = to_device(padded, ranks)
             with autocast():
                 logits = model(padded[:, :-1])
             for row, i in enumerate(own):
@@ -180,27 +184,25 @@ def log_likelihoods(
                 chosen = logits[row, stop - counts[i] : stop]  # [tokens of the ending, V]
                 chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
                 scores = chosen.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - chosen.logsumexp(-1)
-                found.append(
-                    torch.stack(
-                        [scores.double().sum(), (chosen.argmax(-1) == wanted).all().double()]
-                    )
-                )
+                greedy = (chosen.argmax(-1) == wanted).all().double()
+                results.append(torch.stack([scores.double().sum(), greedy]))
             scored += own
             if poll is not None and max_async([poll()], ranks).wait()[0]:
                 return None
             if progress is not None:
                 progress(min(first + mesh.data_world, len(passes)), len(passes))
-    sums, greedy = [0.0] * len(rows), [0.0] * len(rows)
-    for i, (total, likeliest) in zip(
-        scored, torch.stack(found).tolist() if found else [], strict=True
-    ):
-        sums[i], greedy[i] = total, likeliest  # the host waits for the device here alone
-    merged = sum_async([*sums, *greedy], ranks).wait()
+    sums, greedy_rows = [0.0] * len(rows), [0.0] * len(rows)
+    fetched = (
+        torch.stack(results).tolist() if results else []
+    )  # the host waits for the device only here
+    for i, (total, is_greedy) in zip(scored, fetched, strict=True):
+        sums[i], greedy_rows[i] = total, is_greedy
+    merged = sum_async([*sums, *greedy_rows], ranks).wait()
     return list(map(Likelihood, merged[: len(rows)], counts, map(bool, merged[len(rows) :])))
 
 
 def plan_passes(lengths: Sequence[int], vocab: int, device: str) -> list[list[int]]:
-    """Rows in passes, longest first: as many as the bounds on tokens and logits allow, the padding included."""
+    """Rows in passes, longest first, within the limits on tokens and logits, padding included."""
     limit = max(1, min(TOKENS_PER_PASS[device], LOGITS_PER_PASS[device] // vocab))
     passes: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -214,11 +216,12 @@ def plan_passes(lengths: Sequence[int], vocab: int, device: str) -> list[list[in
 class Item:
     context: str
     endings: tuple[str, ...]  # four
-    label: int  # the number of the right one
+    label: int  # the number of the right ending
 
 
 def read_items(file: str = "", limit: int = 0) -> list[Item]:
-    """The first `limit` (0: all) validation items, of a JSONL file or through `datasets`; raises UserError."""
+    """The first `limit` (0: all) validation items, from a JSONL file or `datasets`; UserError if
+    there are none."""
     rows: Iterable[tuple[str, Any]]
     if file:
         if not Path(file).is_file():
@@ -226,22 +229,20 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
         rows = read_json_items(Path(file))
     else:
         hub.prepare()
-        with hub.explained(
-            f"HellaSwag (the data set {HELLASWAG}; or give a JSONL as eval.hellaswag_file)"
-        ):
+        remedy = "or give a JSONL as eval.hellaswag_file"
+        with hub.explained(f"HellaSwag (the data set {HELLASWAG}; {remedy})"):
             from datasets import load_dataset
 
             rows = ((HELLASWAG, row) for row in load_dataset(HELLASWAG, split="validation"))
     items = []
-    for where, row in itertools.islice(rows, limit or None):
+    for place, row in itertools.islice(rows, limit or None):
         try:
             item = Item(row["ctx"], tuple(row["endings"]), int(row["label"]))
             if not item.context or not all(item.endings) or not 0 <= item.label < len(item.endings):
                 raise ValueError
         except (ValueError, KeyError, TypeError):
-            raise UserError(
-                f"{where}: a HellaSwag item has ctx, endings, and as label the number of one"
-            ) from None
+            expected = "a HellaSwag item has ctx, endings, and as label the number of one"
+            raise UserError(f"{place}: {expected}") from None
         items.append(item)
     if not items:
         raise UserError(f"eval.hellaswag_file: {file} has no items")
@@ -249,25 +250,24 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
 
 
 def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuation]:
-    """Each ending after its context, item by item, ending by ending: one text, cut where the context's tokens end."""
+    """Every ending of every item after its context: one text, cut after the context's tokens."""
     rows = []
     for item in items:
         context = tokenizer.encode_with_bos(item.context)
-        both = [
-            tokenizer.encode_pair(item.context, " " + ending, context)[0] for ending in item.endings
-        ]
-        rows += [Continuation(context, ids[len(context) :]) for ids in both]
+        for ending in item.endings:
+            both, _ = tokenizer.encode_pair(item.context, " " + ending, context)
+            rows.append(Continuation(context, both[len(context) :]))
     return rows
 
 
 def evaluate_hellaswag(
     model: Any, items: Sequence[Item], rows: Sequence[Continuation], ranks: Ranks, **how: Any
 ) -> dict[str, float] | None:
-    """Accuracy over the items, each scored once, spread over all ranks; `rows` are the `continuations` of `items`.
+    """Accuracy over the items, divided over all ranks; `rows` are the `continuations` of `items`.
 
-    `acc`: the ending with the largest summed log-likelihood is the right one; `acc_norm`: the largest per character of the
-    ending, as EleutherAI's harness defines it; `acc_per_token`: the largest per token, which llm.c reports. And `items`,
-    `runtime_s`, `samples_per_s`. `how` are `autocast`, `poll` and `progress`.
+    The model's answer is the ending with the largest log-likelihood: in sum (`acc`), per character
+    (`acc_norm`, as EleutherAI's harness), or per token (`acc_per_token`, as llm.c). Also returns
+    `items`, `runtime_s` and `samples_per_s`. `how` is `autocast`, `poll` and `progress`.
     """
     started = time.perf_counter()
     scores = log_likelihoods(model, rows, ranks, **how)
@@ -277,20 +277,15 @@ def evaluate_hellaswag(
     for item in items:
         endings = scores[first : first + len(item.endings)]
         first += len(endings)
+        pairs = list(zip(endings, item.endings, strict=True))
         normalised = {
             "acc": [ending.sum for ending in endings],
-            "acc_norm": [
-                ending.sum / len(text) for ending, text in zip(endings, item.endings, strict=True)
-            ],
+            "acc_norm": [ending.sum / len(text) for ending, text in pairs],
             "acc_per_token": [ending.sum / ending.tokens for ending in endings],
         }
         for name, values in normalised.items():
             right[name] += values.index(max(values)) == item.label
     count, runtime_s = len(items), time.perf_counter() - started
     accuracies = {name: number / count for name, number in right.items()}
-    return {
-        **accuracies,
-        "items": count,
-        "runtime_s": runtime_s,
-        "samples_per_s": count / runtime_s,
-    }
+    speed = {"runtime_s": runtime_s, "samples_per_s": count / runtime_s}
+    return accuracies | {"items": count} | speed

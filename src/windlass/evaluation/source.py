@@ -1,4 +1,5 @@
-"""A saved model and its tokenizer, from a run, a checkpoint, a directory of `transformers`, or `hf:NAME`."""
+"""A saved model and its tokenizer, from a run, a checkpoint, a directory of `transformers`, or
+`hf:NAME`."""
 
 from __future__ import annotations
 
@@ -68,8 +69,8 @@ def find_source(
     """The saved model `name`; UserError if it does not exist or is damaged.
 
     Args:
-        name: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best`, a checkpoint's path, a directory of `transformers` or of
-            an adapter, or `hf:NAME` of the Hub.
+        name: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best`, a checkpoint's path, a
+            directory of `transformers` or of an adapter, or `hf:NAME` of the Hub.
         overrides: Settings of its recipe to change, for example the validation data.
         module: A user's own model.
     """
@@ -108,7 +109,8 @@ def find_source(
 
 
 def open_model(source: Source, ranks: Ranks) -> nn.Module:
-    """The model with its weights, parallelized for `ranks` by the recipe's strategy, in evaluation mode.
+    """The model with its weights, parallelized for `ranks` by the recipe's strategy, in evaluation
+    mode.
 
     Each rank reads only its own part of the weights.
     """
@@ -136,9 +138,11 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Dropout off inside the context; afterwards each module's mode is restored, and parameters are sharded again.
+    """Dropout off inside the context; afterwards each module's mode is restored, and parameters are
+    sharded again.
 
-    Without a backward pass FSDP2 leaves the root's parameters gathered, and an optimizer made then would train the wrong ones.
+    Without a backward pass FSDP2 leaves the root's parameters gathered, and an optimizer made then
+    would train the wrong ones.
     """
     modules = [module for module in model.modules() if module.training]
     model.eval()
@@ -162,7 +166,8 @@ def same_tokenizer(source: Source, directory: Path) -> bool:
 
 
 def stop_tokens(source: Source, model: nn.Module) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's, the end of a turn, and the model's in `generation_config.json`."""
+    """The tokens that end a text: the tokenizer's, the end of a turn, and the model's in
+    `generation_config.json`."""
     tokens = chat.stop_tokens(source.tokenizer, source.template)
     directory: Path | None = getattr(unwrap(model), "directory", None)
     if directory is None:

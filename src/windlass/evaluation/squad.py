@@ -1,7 +1,7 @@
 """SQuAD v1.1: a model's answers, and Exact Match and F1 as the official script computes them.
 
-Source: `evaluate-v1.1.py` of Rajpurkar et al. (arXiv 1606.05250). Unlike later scripts and common libraries, it gives F1 = 0
-if a normalised text is empty, even if both are.
+Source: `evaluate-v1.1.py` of Rajpurkar et al. (arXiv 1606.05250). Unlike later scripts and common
+libraries, it gives F1 = 0 if a normalised text is empty, even if both are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def exact_match(prediction: str, reference: str) -> float:
 
 
 def f1(prediction: str, reference: str) -> float:
-    """Harmonic mean of precision and recall over the bags of normalised words; 0 without a shared word."""
+    """Harmonic mean of precision and recall over the bags of normalised words; 0 without a shared
+    word."""
     predicted, wanted = normalise(prediction).split(), normalise(reference).split()
     shared = sum((Counter(predicted) & Counter(wanted)).values())
     if not shared:
@@ -50,8 +51,9 @@ def score(
 ) -> dict[str, float]:
     """`exact_match` and `f1` in percent over all questions, and `items`.
 
-    Each question counts its best reference. A question without a prediction counts 0, as in the official script. Predictions
-    and references are question id → text, and → texts. Raises UserError without questions.
+    Each question counts its best reference. A question without a prediction counts 0, as in the
+    official script. Predictions and references are question id → text, and → texts. Raises
+    UserError without questions.
     """
     if not references:
         raise UserError("there is no question to score")
@@ -76,10 +78,12 @@ def evaluate_squad(
     max_tokens: int = 0,
     **how: Any,
 ) -> tuple[dict[str, float], dict[str, str]] | None:
-    """Exact Match and F1 in percent, `items`, `runtime_s`, `samples_per_s`; and the predictions, question id → answer.
+    """Exact Match and F1 in percent, `items`, `runtime_s`, `samples_per_s`; and the predictions,
+    question id → answer.
 
-    One of the ranks generates an answer greedily, up to the end-of-text token or `max_tokens` (0: about 160 characters). A
-    prompt that leaves no space for an answer in the context loses the end of its paragraph.
+    One of the ranks generates an answer greedily, up to the end-of-text token or `max_tokens` (0:
+    about 160 characters). A prompt that leaves no space for an answer in the context loses the end
+    of its paragraph.
     """
     started, model = time.perf_counter(), unwrap(model)
     if not max_tokens:

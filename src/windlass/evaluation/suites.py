@@ -1,8 +1,10 @@
-"""The suites (loss, hellaswag, squad, lm-eval:TASKS) and the command `eval`: a model's scores, and their record.
+"""The suites (loss, hellaswag, squad, lm-eval:TASKS) and the command `eval`: a model's scores, and
+their record.
 
-During training a `Suites` object measures the suites of `eval.suites` on the current model. `evaluate` opens a saved model,
-and rank 0 writes one JSON file per step: `results` (suite → scores) and `measured` (suite → everything else that the scores
-depend on). A new measurement of a suite replaces its scores.
+During training a `Suites` object measures the suites of `eval.suites` on the current model.
+`evaluate` opens a saved model, and rank 0 writes one JSON file per step: `results` (suite → scores)
+and `measured` (suite → everything else that the scores depend on). A new measurement of a suite
+replaces its scores.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision, varying_shapes
 from windlass.recipe import Changes, Recipe, dotted
 from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
-from windlass.recipe.units import TOKENS_PER_MICRO_BATCH
+from windlass.recipe.units import samples_per_pass
 from windlass.run import Run
 from windlass.telemetry.ledger import plain
 
@@ -46,7 +48,8 @@ Scores = dict[str, Any]  # of a suite, as in an `eval` line of the ledger
 
 @dataclass
 class Suites:
-    """Measures the suites of a recipe on a model. All ranks call it together; items are read and tokenized once."""
+    """Measures the suites of a recipe on a model. All ranks call it together; items are read and
+    tokenized once."""
 
     recipe: Recipe  # `eval` and `data` give the items, `train.precision` the arithmetic
     tokenizer: Tokenizer
@@ -68,7 +71,8 @@ class Suites:
 
         `whole`: also measure the loss of all validation data, besides the loss of `eval.batches`.
         """
-        # Only the loss of text has passes of one shape. Others must not change how the training is compiled.
+        # Only the loss of text has passes of one shape. Others must not change how the training is
+        # compiled.
         fixed = suite == LOSS_SUITE and self.recipe.data.format == "text"
         how: dict[str, Any] = {
             "autocast": partial(autocast, self.recipe, self.ranks.device),
@@ -141,7 +145,8 @@ class Suites:
 
 
 def with_train_loss(scores: Scores, train: Scores) -> Scores:
-    """The scores of a validation set with the loss of a part of the training set; time and speed are of both."""
+    """The scores of a validation set with the loss of a part of the training set; time and speed
+    are of both."""
     runtime_s = scores["runtime_s"] + train["runtime_s"]
     samples = scores.get("full_samples", scores["samples"]) + train["samples"]
     both = {"runtime_s": runtime_s, "samples_per_s": samples / runtime_s}
@@ -149,7 +154,8 @@ def with_train_loss(scores: Scores, train: Scores) -> Scores:
 
 
 def items_hash(items: Sequence[Any]) -> str:
-    """Eight hexadecimal digits, equal for the same items; scores of other items are not comparable."""
+    """Eight hexadecimal digits, equal for the same items; scores of other items are not
+    comparable."""
     return hashlib.sha256(repr(items).encode()).hexdigest()[:8]
 
 
@@ -180,19 +186,24 @@ def evaluate(
     """Measure a saved model on the ranks of this process's launch, and record the scores.
 
     Args:
-        run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of `transformers`, `hf:NAME`.
+        run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of
+            `transformers`, `hf:NAME`.
         suites: `loss`, `hellaswag`, `squad`, `lm-eval:TASKS`; default: the run's `eval.suites`.
-        overrides: Settings to change, as `data.eval_source=FILE` or a mapping. On a GPU the run's precision and TF32 apply, so
-            that the scores equal those of its training. On a CPU the precision is fp32 (fp64 for a run in fp64). For fp32
-            on a GPU, override `train.precision`, because bf16 rounds a logit between 16 and 32 to the next eighth. The loss
-            covers all validation data unless `eval.batches` is overridden.
-        out: Directory of results and predictions; default: RUN/eval, or none for a model without a run.
+        overrides: Settings to change, as `data.eval_source=FILE` or a mapping. On a GPU the run's
+            precision and TF32 apply, so that the scores equal those of its training. On a CPU the
+            precision is fp32 (fp64 for a run in fp64). For fp32 on a GPU, override
+            `train.precision`, because bf16 rounds a logit between 16 and 32 to the next eighth. The
+            loss covers all validation data unless `eval.batches` is overridden.
+        out: Directory of results and predictions; default: RUN/eval, or none for a model without a
+            run.
         on_result: Called on rank 0 with each suite's scores when it ends.
         on_progress: Called between the passes of a suite with the samples done and their total.
-        model: An instance of your own class, for a run that trains it; the weights are loaded into it.
+        model: An instance of your own class, for a run that trains it; the weights are loaded into
+            it.
         data: Your own samples; the loss is measured on their validation set.
 
-    Raises UserError if the model or a suite does not exist, no suite is named, or the data does not fit the model.
+    Raises UserError if the model or a suite does not exist, no suite is named, or the data does not
+    fit the model.
     """
     source = run if isinstance(run, Source) else find_source(run, overrides, model)
     changes = dotted(overrides)
@@ -221,7 +232,8 @@ def evaluate(
 def _settings(
     recipe: Recipe, changes: Collection[str], suites: list[str], world: int
 ) -> dict[str, Any]:
-    """The settings for measuring a saved model: sharded if its training was, else whole on each rank."""
+    """The settings for measuring a saved model: sharded if its training was, else whole on each
+    rank."""
     sharded = world > 1 and recipe.strategy(1).shards_parameters
     gpu = recipe.parallel.device != "cpu" and torch.cuda.is_available()
     settings = {
@@ -238,7 +250,8 @@ def _settings(
 
 
 def precision_of(recipe: Recipe, changes: Collection[str], gpu: bool) -> str:
-    """The precision for measuring a saved model: the run's on a GPU, fp32 on a CPU, unless overridden."""
+    """The precision for measuring a saved model: the run's on a GPU, fp32 on a CPU, unless
+    overridden."""
     own = recipe.train.precision
     return own if gpu or own == "fp64" or "train.precision" in changes else "fp32"
 
@@ -257,13 +270,13 @@ def measure(
     if data is not None:
         if given is None and data.tokenizer.fingerprint != source.tokenizer.fingerprint:
             raise UserError(
-                f"the data of this recipe has another tokenizer than {source.name}: set data.tokenizer"
+                f"the recipe's data has another tokenizer than {source.name}: set data.tokenizer"
             )
         if data.val is None:
             raise UserError(
                 "there is no validation set: give data.eval_source=FILE, or data.val_fraction=0.1"
             )
-    batch = max(1, TOKENS_PER_MICRO_BATCH[ranks.device.type] // recipe.model.context)
+    batch = samples_per_pass(recipe.model.context, ranks.device.type)
     measurer = Suites(recipe, source.tokenizer, ranks, data.val if data else None, batch)
     results, measured, predictions = {}, {}, None
     fingerprint = data.fingerprint if data else ""
@@ -282,8 +295,8 @@ def measured_on(
 ) -> dict[str, Any]:
     """Everything besides the model that the scores of a suite depend on.
 
-    `settings` (with the precision in use); and, by suite, `files` (path → SHA-256), `data` (the fingerprint of the prepared
-    data) or `lm_eval` (the harness's version).
+    `settings` (with the precision in use); and, by suite, `files` (path → SHA-256), `data` (the
+    fingerprint of the prepared data) or `lm_eval` (the harness's version).
     """
     keys = ("eval.", "data.", "model.context", "train.global_batch", "run.seed")
     settings = {key: value for key, value in recipe.flat().items() if key.startswith(keys)}
@@ -302,7 +315,8 @@ def measured_on(
 
 
 def write(result: Evaluation, folder: Path) -> Evaluation:
-    """Add scores to the record of their step in `folder`, and write SQuAD's predictions for the official script."""
+    """Add scores to the record of their step in `folder`, and write SQuAD's predictions for the
+    official script."""
     path = folder / f"{_step_name(result.step)}.json"
     keys = ("model", "step", "results", "measured")
     record: dict[str, Any] = {key: getattr(result, key) for key in keys}
@@ -317,7 +331,8 @@ def write(result: Evaluation, folder: Path) -> Evaluation:
 
 
 def write_predictions(folder: Path, step: int | None, predictions: Mapping[str, str]) -> Path:
-    """Write SQuAD's predictions at a step, question id → answer, to a file in `folder`. Raises OSError."""
+    """Write SQuAD's predictions at a step, question id → answer, to a file in `folder`. Raises
+    OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"squad-predictions-{_step_name(step)}.json"
     text = json.dumps(dict(predictions), ensure_ascii=False, indent=0) + "\n"

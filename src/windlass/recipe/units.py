@@ -107,6 +107,11 @@ class BatchPlan:
         return range(data_rank, self.global_batch // self.micro_batch, self.data_world)
 
 
+def samples_per_pass(context: int, device: str) -> int:
+    """The samples of `context` tokens for one forward pass: at most TOKENS_PER_MICRO_BATCH tokens."""
+    return max(1, TOKENS_PER_MICRO_BATCH[device] // context)
+
+
 def plan_batch(
     global_batch: int, micro_batch: int, data_world: int, context: int, device: str = "cpu"
 ) -> BatchPlan:
@@ -126,8 +131,7 @@ def plan_batch(
         raise UserError(f"{problem}; {advice}")
     divisors = [d for d in range(1, share + 1) if share % d == 0]
     if micro_batch == 0:
-        most = max(1, TOKENS_PER_MICRO_BATCH[device] // context)
-        micro_batch = max(d for d in divisors if d <= most)
+        micro_batch = max(d for d in divisors if d <= samples_per_pass(context, device))
     if share % micro_batch:
         below = [d for d in divisors if d < micro_batch]
         above = [d for d in divisors if d > micro_batch]
