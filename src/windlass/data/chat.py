@@ -1,5 +1,4 @@
-"""Conversations as training rows: the loss on the assistant's turns alone, laid out by the
-tokenizer's chat template.
+"""Conversations as training rows, laid out by a chat template; only the assistant's turns count.
 
 The tokens equal `apply_chat_template` of `transformers`, except that a special token's text in a
 message stays text. A mark protects it while the template is rendered. `{% generation %}` blocks
@@ -38,8 +37,7 @@ PLAIN = (
 PLAIN_LAYOUT = "User: ... Assistant: ..."
 TODAY = date(2024, 7, 26)  # for templates, so that rows do not depend on the day; Llama 3's default
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-# Around a generation block; like MARK they are noncharacters, which Unicode reserves for use inside
-# a program.
+# Around a generation block; like MARK they are noncharacters, which are for use in a program.
 BEGIN, END = "\ufdd1", "\ufdd2"
 
 
@@ -86,8 +84,7 @@ class Template:
         tools: list[Any] | None = None,
         untrained: frozenset[int] = frozenset(),
     ) -> list[Piece]:
-        """The conversation up to its last answer, in pieces; the answers at the places `untrained`
-        do not count.
+        """The conversation up to its last answer, in pieces; the `untrained` answers do not count.
 
         An answer ends with the token that ends its turn. If the template has `{% generation %}`
         blocks, their content counts instead. Raises UserError if the template writes earlier turns
@@ -105,8 +102,7 @@ class Template:
             block = re.compile(f"{BEGIN}(.*?){END}", flags=re.DOTALL)
             trained = block.sub(lambda m: m[1] if next(answers) in untrained else m[0], whole)
             return _cut(trained, tokenizer)
-        # An answer follows its generation prompt, and ends with the first special token after its
-        # content.
+        # An answer follows its generation prompt, and ends with the first special token after it.
         heads = [self.render(messages[:i], tokenizer, ask=True, tools=tools) for i in places]
         limits = [*map(len, heads[1:]), len(whole)]
         for place, head, limit in reversed(list(zip(places, heads, limits, strict=True))):
@@ -145,8 +141,7 @@ class Template:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        # A generation block becomes a call block of jinja, which puts its text between BEGIN and
-        # END.
+        # A generation block becomes a call block of jinja, which adds BEGIN and END.
         names = {"strftime_now": TODAY.strftime, "mark": lambda caller: f"{BEGIN}{caller()}{END}"}
         environment.globals.update(names, raise_exception=raise_exception)
         tags = {None: "call mark()", "end": "endcall"}
@@ -161,8 +156,7 @@ class Template:
         ask: bool,
         tools: list[Any] | None = None,
     ) -> str:
-        """The rendered conversation, with guarded messages, and generation blocks between BEGIN and
-        END.
+        """The rendered, guarded conversation, with generation blocks between BEGIN and END.
 
         `ask`: end with the generation prompt.
         """
@@ -189,8 +183,7 @@ class Template:
 
 
 def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
-    """Messages without special tokens, because a mark follows each character of a special token's
-    text."""
+    """Messages without special tokens, because a mark follows each character of one."""
     if isinstance(value, dict):
         return {key: _guarded(part, tokenizer) for key, part in value.items()}
     if isinstance(value, list):
@@ -227,8 +220,7 @@ def show_row(tokens: Sequence[int], marks: Sequence[bool], tokenizer: Tokenizer)
 
 
 def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's own, and the end of a turn in its chat
-    template."""
+    """The tokens that end a text: the tokenizer's, and the end of a turn in its chat template."""
     ends: list[str | int | None] = [tokenizer.eot]
     if template is not None:
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -1,5 +1,4 @@
-"""Conversations from files and data sets: the shapes in which other tools write them, and what is
-wrong with an item.
+"""Conversations from files and data sets, in the shapes in which other tools write them.
 
 The shape is recognised from the first item of a source. An item becomes messages for a chat
 template (`role`, `content`, and the message's other keys), or a prompt and a completion if both are
@@ -47,8 +46,7 @@ JSON_KINDS = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and the tools offered in them; or a prompt and its completion, which no template
-    lays out."""
+    """Messages and the tools offered in them; or a prompt and its completion as plain texts."""
 
     messages: list[Message]
     place: str = ""  # file and line
@@ -80,8 +78,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Shape:
-    """A way to write a conversation: its name, the fields that identify it, and an example for
-    messages."""
+    """A way to write a conversation: its name, its fields, and an example for messages."""
 
     name: str
     fields: tuple[str, ...]
@@ -133,8 +130,7 @@ def _is_empty(message: Message) -> bool:
 
 
 def _take_untrained(messages: list[Message]) -> frozenset[int]:
-    """The places of the answers that do not count in the loss, because they are empty or `weight`
-    or `train` says so.
+    """The places of answers that do not count: empty, or excluded by `weight` or `train`.
 
     Removes both keys from the messages. Raises ValueError for other values of them.
     """
@@ -160,8 +156,7 @@ def _take_untrained(messages: list[Message]) -> frozenset[int]:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as an object, which templates write as JSON; OpenAI has JSON in a
-    string."""
+    """A call with its arguments as an object for templates; OpenAI has JSON in a string."""
     function = call.get("function", call)
     if not isinstance(function.get("arguments"), str):
         return call
@@ -214,8 +209,7 @@ SHAPES = (
 
 
 def read_splits(recipe: Recipe, notify: Notify = print) -> list[list[Conversation]]:
-    """The training and validation conversations of a recipe; without a separate source a random
-    `data.val_fraction`."""
+    """The training and validation conversations; by default a random `data.val_fraction`."""
     data = recipe.data
     train = read(data.sources, data.split, notify=notify)
     if data.eval_sources or (data.eval_split and data.sources[0].startswith("hf:")):

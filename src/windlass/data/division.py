@@ -38,8 +38,7 @@ class Limit:
     text_tokens: int = 0  # tokens of the first `text` bytes, once these are read
 
     def add(self, size: int, tokens: int) -> bool:
-        """Count a document of `size` bytes; `tokens` includes all documents so far. Returns whether
-        that is enough."""
+        """Count a document; `tokens` includes all so far. Returns whether that is enough."""
         self.bytes_read += size
         if 0 < self.text <= self.bytes_read and not self.text_tokens:
             self.text_tokens = tokens
@@ -59,8 +58,7 @@ class TextSource:
 
 
 def text_size(text: str) -> int:
-    """The bytes of a document and one for its end-of-text token, as the byte tokenizer counts; 0 if
-    it is empty."""
+    """Bytes of a document and one for its end-of-text token, as in byte tokens; 0 if empty."""
     return len(text.encode("utf-8", "replace")) + 1 if text else 0
 
 
@@ -110,8 +108,7 @@ def _weights(corpora: list[Corpus]) -> list[Fraction]:
 def _limited(
     corpora: list[Corpus], max_tokens: Fraction, held_out: Fraction, extra: int = 0
 ) -> list[TextSource]:
-    """Training sources limited to `max_tokens` together, with `held_out` of the text and `extra`
-    tokens each on top."""
+    """Sources of `max_tokens` together, plus the `held_out` text and `extra` tokens each."""
     sources = list[TextSource]()
     for number, (corpus, weight) in enumerate(zip(corpora, _weights(corpora), strict=True)):
         tokens = max_tokens and max_tokens * weight + extra
@@ -165,8 +162,7 @@ def _divide_few(source: TextSource) -> TextSource:
 
 
 def _cut_document(corpus: Corpus, number: int, size: int, with_rest: bool = True) -> Corpus:
-    """A corpus in which document `number` becomes two, its first `size` bytes and the rest; or the
-    first one alone."""
+    """A corpus with document `number` cut after `size` bytes, and perhaps the rest as the next."""
 
     def read(start: int) -> Iterator[tuple[str, float]]:
         first = start - (start > number)
@@ -247,8 +243,7 @@ def divide(
 def _last_documents(
     data: DataSettings, source: TextSource, table: np.ndarray, notify: Callable[[str], None]
 ) -> tuple[int, int]:
-    """The held-out documents of a source: the first of them in its table, and the one after the
-    last."""
+    """The held-out documents of a source: the first, and the one after the last."""
     ends, last, limit = np.cumsum(table["size"].astype(np.int64)), len(table), source.limit
     if limit.text:
         last = min(last, int(np.searchsorted(ends, int(-(-limit.text // 1)))) + 1)

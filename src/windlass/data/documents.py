@@ -209,8 +209,7 @@ def _write_shards(
 def _scan_shards(
     data: DataSettings, tokenizer: Tokenizer, progress: Progress
 ) -> tuple[dict[str, list[Shard]], dict[str, Any]]:
-    """The streams of shards that another tool wrote, and the source of each. The shards stay where
-    they are."""
+    """The streams of another tool's shards, which stay in place, and the source of each."""
     train = [find_files(source.removeprefix("shards:")) for source in data.sources]
     paths, held = [path for files in train for path in files], list[Path]()
     if data.eval_sources:
@@ -264,8 +263,7 @@ def encode_documents(
     workers: int,
     rest: int = -1,
 ) -> Generator[list[Encoded], None, None]:
-    """The tokens of documents in their order, numbered from `first`; a long document comes in
-    several parts.
+    """The tokens of documents, numbered from `first`; a long document comes in several parts.
 
     `eot` stands before each document that is not empty, except before number `rest`, which
     continues the document before it. Each worker has two batches read ahead.

@@ -1,5 +1,4 @@
-"""The contents of a data set in numbers, for `windlass prepare`, the first lines of a run, and its
-ledger."""
+"""The contents of a data set in numbers, for `windlass prepare`, a run's start and its ledger."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def _split(name: str, samples: Samples, index: Index | None) -> Facts:
 
 
 def _tokens_per_sample(samples: Samples) -> float:
-    """The mean over some samples of a user's own set without `valid_tokens`, as the loader counts
-    them."""
+    """The mean over some samples of a user's own set, as the loader counts them."""
     last, count = len(samples) - 1, min(len(samples), MEASURED_SAMPLES)
     places = np.unique(np.linspace(0, last, count).astype(np.int64))
     if length := getattr(samples, "length", None):
@@ -122,8 +120,7 @@ def warnings(facts: Facts) -> list[str]:
 
 
 def lines(facts: Facts, context: int) -> dict[str, str]:
-    """The facts in words: a line each for `data`, `tokenizer`, `training`, `validation`, and more
-    if they apply."""
+    """The facts in words, a line each; those that do not apply are missing."""
     shown: dict[str, str] = {}
     unit = facts.get("items", "samples")
     if "source" in facts:

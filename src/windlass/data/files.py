@@ -48,8 +48,7 @@ def sha256_of(path: Path) -> str:
 def find_files(
     pattern: str, setting: str = "data.source", endings: tuple[str, ...] = ENDINGS
 ) -> list[Path]:
-    """The files behind a path, a directory or a glob, sorted by name; UserError if there are
-    none."""
+    """The files behind a path, a directory or a glob, sorted; UserError if there are none."""
     path = Path(pattern).expanduser()
     if path.is_dir():
         files = [p for p in sorted(path.rglob("*")) if p.is_file() and suffixes(p)[0] in endings]
@@ -81,8 +80,7 @@ def check_source(source: str, setting: str, conversations: bool = False) -> None
 
 
 def listing(files: list[Path]) -> str:
-    """The number of files, a few names, and the files that a pattern may have matched by
-    accident."""
+    """The number of files, a few names, and files that a pattern may match by accident."""
     more = f" and {len(files) - 4:,} more" if len(files) > 4 else ""
     names = ", ".join(path.name for path in files[:4]) + more
     kinds = Counter(suffixes(path)[0] or NO_ENDING for path in files)
@@ -153,8 +151,7 @@ def read_records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str
 
 
 def read_json_items(path: Path) -> Iterator[tuple[str, Any]]:
-    """The items of a JSON file, each with its place for messages: one a line, or (`.json`) all in
-    an array.
+    """The items of a JSON file with their places: one a line, or (`.json`) all in an array.
 
     Raises UserError if the file cannot be read or is not JSON.
     """
@@ -218,8 +215,7 @@ def other_keys(names: Iterable[str]) -> str:
 def _decompressed(path: Path, raw: BinaryIO) -> Any:
     if not (codec := suffixes(path)[1]):
         return raw
-    # Unlike Python's and zstandard's own streams, pyarrow rejects a truncated last frame in both
-    # formats.
+    # Unlike Python's and zstandard's streams, pyarrow rejects a truncated last frame.
     import pyarrow as pa
 
     stream = pa.CompressedInputStream(pa.PythonFile(raw, "r"), CODECS[codec])

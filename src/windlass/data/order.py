@@ -19,8 +19,7 @@ ROUNDS = 6
 
 
 def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
-    """The values at `places` (int64) of a random-looking bijection of 0 ... n-1 that needs no
-    table.
+    """The values at `places` (int64) of a random-looking bijection of 0 ... n-1, without a table.
 
     A balanced Feistel network permutes the next power of four; a value outside 0 ... n-1 is sent
     through again until it is inside (cycle walking; Black and Rogaway, CT-RSA 2002), which takes

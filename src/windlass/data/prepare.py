@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 LOCK = ".lock"
 LOCK_POLL_SECONDS = 0.2
-# The settings that determine prepared data. The others (order, packing, workers ...) change how it
-# is read.
+# The settings that determine prepared data. The others (order, packing ...) change its reading.
 TEXT_SETTINGS = (
     *("source", "eval_source", "sha256", "tokenizer", "text_key", "split", "eval_split"),
     *("max_documents", "max_tokens", "val_fraction", "val_shards", "shard_tokens"),
@@ -146,8 +145,7 @@ def _write(
 
 
 def find_prepared(recipe: Recipe) -> Prepared | None:
-    """The prepared data of a recipe, its files not checked; None if it is not prepared. Raises as
-    `prepare`."""
+    """The prepared data of a recipe, not checked; None if there is none. Raises as `prepare`."""
     settings = preparing_settings(recipe)
     directory = data_dir(recipe, settings)
     if index := _find(recipe, settings, directory):
@@ -157,8 +155,7 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
 
 
 def preparing_settings(recipe: Recipe) -> dict[str, Any]:
-    """Everything that determines the prepared data: settings, and the content of tokenizers,
-    questions and conversations.
+    """Everything that determines the prepared data: settings, and the content of files.
 
     A hash of it, without `tokenizer_files`, names the directory.
     """
@@ -184,8 +181,7 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def data_dir(recipe: Recipe, settings: dict[str, Any] | None = None) -> Path:
-    """The directory of the prepared data: `data.dir`, or `data/<source>-<hash of
-    preparing_settings>`."""
+    """The directory of the data: `data.dir`, or `data/<source>-<hash of preparing_settings>`."""
     if recipe.data.dir:
         return Path(recipe.data.dir).expanduser()
     settings = preparing_settings(recipe) if settings is None else settings
@@ -196,8 +192,7 @@ def data_dir(recipe: Recipe, settings: dict[str, Any] | None = None) -> Path:
 
 
 def _find(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | None:
-    """The index of a directory, None if the data is incomplete; UserError if it has other
-    settings."""
+    """The index of a directory; None without one, UserError if it has other settings."""
     index = Index.load(directory)
     if index is None:
         return None
@@ -239,8 +234,7 @@ def _lock(directory: Path, progress: Progress) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run. A user's own data has two sets of samples, a fingerprint and a
-    vocabulary."""
+    """The data of a run. A user's own has two sets of samples, a fingerprint and a vocabulary."""
 
     train: Samples
     val: Samples | None
@@ -252,8 +246,7 @@ class Data:
     index: Index | None = None  # of the prepared data: see `facts.describe`
 
     def save_tokenizer(self, directory: Path) -> None:
-        """Write tokenizer and template to `directory/tokenizer`, so that a run can be sampled
-        without its data."""
+        """Write tokenizer and template to `directory/tokenizer`, for sampling without the data."""
         if self.tokenizer is not None:
             self.tokenizer.save(directory)
             if self.template is not None:
@@ -293,8 +286,7 @@ def as_data(recipe: Recipe, prepared: Prepared) -> Data:
 
 
 def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples | None]:
-    """The training and the validation set of prepared data, cut by `data.packing` and
-    `model.context`."""
+    """The training and validation set, cut by `data.packing` and `model.context`."""
     index, sets = prepared.index, dict[str, Samples]()
     for name, file in index.rows.items():
         path = prepared.directory / f"{name}.npz"

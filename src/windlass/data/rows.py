@@ -1,5 +1,4 @@
-"""Questions and conversations: sources -> examples -> hold-out -> rows of tokens, in `train.npz`
-and `val.npz`."""
+"""Questions and conversations: sources -> examples -> hold-out -> rows in `.npz` files."""
 
 from __future__ import annotations
 

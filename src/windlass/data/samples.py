@@ -45,8 +45,7 @@ def split_stream(directory: Path, index: Index, split: Split) -> Stream:
 
 
 def split_documents(directory: Path, index: Index, split: Split) -> np.ndarray:
-    """The start of each document in a split's row, int64 [documents]; each range starts a document
-    too."""
+    """The start of each document or range in a split's row, int64 [documents]."""
     starts, before = [np.zeros(0, dtype=np.int64)], 0
     for part in split.ranges:
         own = Stream(directory, index.streams[part.stream]).documents()["start"].astype(np.int64)
@@ -57,8 +56,7 @@ def split_documents(directory: Path, index: Index, split: Split) -> np.ndarray:
 
 
 class PackedSamples:
-    """Documents end to end, cut into rows of `context` tokens; row `i + 1` starts with the last
-    label of row `i`.
+    """Documents end to end in rows of `context` tokens; a row starts with the last label before it.
 
     With `ragged` the last tokens make a shorter row with masked padding, so that a validation set
     counts its last token.
@@ -134,8 +132,7 @@ class Subset:
 
 
 def real_tokens(samples: Samples) -> int | None:
-    """Tokens that a model reads in an epoch, without padding; None if a user's own samples do not
-    say."""
+    """Tokens that a model reads in an epoch, without padding; None if unknown."""
     return samples.tokens if isinstance(samples, Rows) else getattr(samples, "valid_tokens", None)
 
 
@@ -148,8 +145,7 @@ class Row(NamedTuple):
 
 
 def length_percentiles(whole: Sequence[int] | np.ndarray, used: int) -> dict[str, Any]:
-    """Percentiles of the lengths of whole items in tokens, and how many exceed the `used`
-    tokens."""
+    """Percentiles of the lengths of whole items, and how many exceed the `used` tokens."""
     sizes = np.asarray(whole, dtype=np.int64)
     over = sizes[sizes > used] - used
     places = np.percentile(sizes, [50, 90, 99, 100], method="inverted_cdf").tolist()
@@ -158,8 +154,7 @@ def length_percentiles(whole: Sequence[int] | np.ndarray, used: int) -> dict[str
 
 
 class Rows:
-    """Questions or conversations in memory, as tokens and marks (whether a token counts in the
-    loss).
+    """Questions or conversations as tokens and marks (whether a token counts in the loss).
 
     A row of n tokens gives n - 1 positions, padded with `pad`. A label is the next token, or -100
     without its mark.
@@ -182,8 +177,7 @@ class Rows:
 
     @staticmethod
     def load(path: Path) -> Rows:
-        """Rows from a file of `save`; OSError, ValueError, KeyError or BadZipFile if it is
-        damaged."""
+        """Rows from `save`; OSError, ValueError, KeyError or BadZipFile if the file is damaged."""
         with np.load(path, allow_pickle=False) as saved:
             rows = Rows((), int(saved["pad"]))
             rows._tokens, rows._marks, rows._ends = saved["tokens"], saved["marks"], saved["ends"]
@@ -228,7 +222,6 @@ class Rows:
 
 
 def choose_places(keys: Iterable[str], size: int, seed: int, purpose: str) -> list[int]:
-    """The places of `size` of the keys (0: all), in their order; a pure function of seed, purpose
-    and keys."""
+    """The places of `size` keys (0: all), in order; a function of seed, purpose and keys."""
     draws = [seed_bytes(f"windlass/choose/{purpose}/{seed}/{key}", 16) for key in keys]
     return sorted(sorted(range(len(draws)), key=draws.__getitem__)[: size or len(draws)])

@@ -41,8 +41,7 @@ OPEN_FILES = 128
 LLMC_HEADER_BYTES = 1024
 LLMC_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by magic number: GPT-2's tokens, Llama 3's
 BLOCK_TOKENS = 1 << 21
-# The start of a document in its shard, the bytes of its UTF-8 text and one for its end-of-text
-# token, a hash of the text.
+# A document's start in its shard, its size (`division.text_size`), and a hash of its text.
 DOCUMENT = np.dtype([("start", "<u8"), ("size", "<u8"), ("text", "<u8")])
 
 
@@ -126,8 +125,7 @@ class Index(BaseModel):
         return sum(shard.documents for shard in self.streams[stream]) - divided
 
     def compute_fingerprint(self) -> str:
-        """A hash of the tokens, their split and their tokenizer. It does not depend on the
-        directory."""
+        """A hash of the tokens, their split and their tokenizer, equal in every directory."""
 
         def dump(shards: list[Shard]) -> list[dict[str, Any]]:
             return [shard.model_dump(exclude={"file", "table"}) for shard in shards]
@@ -150,8 +148,7 @@ class Index(BaseModel):
 
     @staticmethod
     def load(directory: Path) -> Index | None:
-        """The index of a data directory; None if it is not written yet. UserError if it is
-        damaged."""
+        """The index of a data directory; None before it is written, UserError if damaged."""
         path = directory / INDEX
         try:
             index = Index.model_validate_json(path.read_bytes())
@@ -201,8 +198,7 @@ class ShardWriter:
         self._raw, self._documents = bytearray(), list[tuple[int, int, int]]()
 
     def add(self, tokens: np.ndarray, number: int, size: int = 0, text: int = 0) -> None:
-        """Append tokens (int64 [n]) of document `number`; `size` and `text` are for its row of
-        DOCUMENT.
+        """Append tokens (int64 [n]) of document `number`; `size` and `text` are for DOCUMENT.
 
         Documents come in order, and one may come in several parts. After a resume the caller adds
         the document from its start, and the writer skips its committed tokens.
@@ -252,8 +248,7 @@ class ShardWriter:
 
 
 class Stream:
-    """The tokens of shards as one long row, read with `pread`, because a mapped page faults with
-    Python's lock held."""
+    """Tokens of shards as one row, read with `pread`: a mapped page faults with Python's lock."""
 
     def __init__(self, directory: Path, shards: Sequence[Shard]):
         self.shards, self._directory = list(shards), directory
@@ -266,8 +261,7 @@ class Stream:
         return int(self.edges[-1])
 
     def read_into(self, start: int, out: np.ndarray) -> None:
-        """Copy the tokens from `start` on into `out` [n], of any integer type that is wide
-        enough."""
+        """Copy the tokens from `start` on into `out` [n], of any wide enough integer type."""
         place = int(np.searchsorted(self.edges, start, side="right")) - 1
         done = 0
         while done < len(out):
@@ -300,8 +294,7 @@ class Stream:
         return out
 
     def documents(self) -> np.ndarray:
-        """The documents that start in these shards, DOCUMENT [documents]; `start` is a place in the
-        row."""
+        """The documents that start in these shards, DOCUMENT [documents], `start` in the row."""
         tables = [np.zeros(0, dtype=DOCUMENT)]
         for shard, edge in zip(self.shards, self.edges, strict=False):
             if shard.table:
@@ -319,8 +312,7 @@ class Stream:
 
 
 def cut_shards(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
-    """The shards with a stream's tokens from `start` to `stop`, the first and the last cut to this
-    range."""
+    """The shards of a stream's tokens from `start` to `stop`, the first and last one cut."""
     parts, edge = list[Shard](), 0
     for shard in shards:
         first, last = max(start, edge), min(stop, edge + shard.tokens)
@@ -331,13 +323,11 @@ def cut_shards(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
     return parts
 
 
-# -- checks: always the sizes; the SHA-256 once for each state of a file, remembered beside the
-# shards
+# -- checks: always the sizes; the SHA-256 once for each state of a file
 
 
 def file_states(directory: Path, shards: Iterable[Shard]) -> dict[str, list[int | str]]:
-    """Size, time of the last change (ns) and SHA-256 of each file, by name; UserError for a wrong
-    size."""
+    """Size, time of change (ns) and SHA-256 of each file by name; UserError for a wrong size."""
     states: dict[str, list[int | str]] = {}
     for shard in shards:
         files = {shard.file: (shard.end, shard.sha256)}
@@ -360,8 +350,7 @@ def file_states(directory: Path, shards: Iterable[Shard]) -> dict[str, list[int 
 def verify(
     directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None
 ) -> None:
-    """Check every shard as `file_states`, and its SHA-256 if the file has changed since the last
-    check.
+    """Check every shard as `file_states`, and its SHA-256 if it changed since the last check.
 
     The ranks of a host divide the files, because each host may have its own copy. `tick` gets the
     fraction of this rank's files that is read. Raises UserError on every rank if a shard is
@@ -372,8 +361,7 @@ def verify(
     rank, world = 0, 1
     if ranks is not None and ranks.world > 1:
         rank, world = ranks.env.local_rank, ranks.env.local_world
-        # A late rank may read what another one has remembered, so all use the list of the host's
-        # first rank.
+        # A late rank may read what another has remembered: all use the first local rank's list.
         lists = ranks.all_gather_object("changed shards", [ranks.env.node, rank, changed])
         if not any(files for _, _, files in lists):
             return
@@ -398,19 +386,16 @@ def verify(
 
 
 def remember(directory: Path, states: dict[str, list[int | str]]) -> None:
-    """Store the states of verified files. If the directory is read-only, the next start verifies
-    again."""
+    """Store the states of verified files; in a read-only directory each start verifies."""
     if os.access(directory, os.W_OK):
         write_atomic(directory / VERIFIED, json.dumps(states, indent=1) + "\n")
 
 
-# -- shards of other tools, read in place: nanoGPT's .bin, build-nanogpt's .npy, llm.c's .bin with
-# its header
+# -- shards of other tools, in place: nanoGPT's .bin, build-nanogpt's .npy, llm.c's .bin
 
 
 def scan(path: Path, vocab: int) -> Shard:
-    """Read another tool's shard once, for its SHA-256. UserError if it is truncated or has an id >=
-    `vocab`."""
+    """Read another tool's shard once; UserError if it is truncated or has an id >= `vocab`."""
     size, dtype_name, offset = path.stat().st_size, "uint16", 0
     tokens = size // 2
     if path.suffix == ".npy":

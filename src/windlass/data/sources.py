@@ -53,8 +53,7 @@ class Corpus:
     """A sequence of documents."""
 
     name: str
-    # `read(start)`: the documents from number `start` on, each with the fraction of the corpus read
-    # so far (0: unknown).
+    # `read(start)`: the documents from `start` on, and the fraction read so far (0: unknown)
     read: Callable[[int], Iterator[tuple[str, float]]]
     description: dict[str, Any] = field(
         default_factory=dict
@@ -79,8 +78,7 @@ def open_corpora(
     split: str = "",
     notify: Notify = print,
 ) -> list[Corpus]:
-    """The corpora of `data.source` or `data.eval_source`; UserError if a source has no
-    documents."""
+    """The corpora of `data.source` or `data.eval_source`; UserError if one does not exist."""
     corpora = [
         open_corpus(data, source, sha256=sha256, split=split, notify=notify) for source in sources
     ]
@@ -153,8 +151,7 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
 
 
 def _open_stdlib() -> Corpus:
-    """The standard library's modules, ordered by a hash of their names, so that the held-out ones
-    are like the rest."""
+    """The standard library's modules, ordered by a hash of their names (any part is typical)."""
     root = Path(sysconfig.get_path("stdlib"))
     names = list[Path]()
     for folder, below, files in os.walk(root):
@@ -180,8 +177,7 @@ def _open_stdlib() -> Corpus:
 
 
 def download(url: str, sha256: str, folder: Path, notify: Notify = print) -> Path:
-    """The file at `url`, downloaded into `folder` unless it is there; UserError if its SHA-256
-    differs."""
+    """The file at `url`, downloaded if it is not in `folder`; UserError for another SHA-256."""
     if not sha256:
         raise UserError("data.sha256: a source that is downloaded needs the SHA-256 it must have")
     target = folder / f"{sha256[:16]}-{Path(urllib.parse.urlsplit(url).path).name}"

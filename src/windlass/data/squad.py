@@ -1,5 +1,4 @@
-"""SQuAD v1.1 as training rows: question, context and answer in one sequence, the loss on the answer
-alone."""
+"""SQuAD v1.1 as training rows: question, context, answer; only the answer counts in the loss."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class Question:
 
 
 def read_questions(source: str, split: str = "train", key: str = "data.source") -> list[Question]:
-    """The questions of `squad:FILE.json`, or a split of the Hub's data set for `squad`; `key` is
-    the setting for messages.
+    """The questions of `squad:FILE.json`, or of `squad` on the Hub; `key` is the setting.
 
     Raises UserError if there are none, or the file is not SQuAD v1.1 JSON.
     """
@@ -132,8 +130,7 @@ def split_articles(questions: list[Question], fraction: float) -> list[list[Ques
 
 
 def eval_questions(recipe: Recipe) -> list[Question]:
-    """The questions of the suite `squad`: `eval.squad_items` or `data.eval_size` of them, chosen by
-    `run.seed`."""
+    """The suite's questions: `eval.squad_items` or `data.eval_size`, chosen by `run.seed`."""
     data, questions = recipe.data, list[Question]()
     if sources := suite_sources(recipe):
         setting = "eval.squad_file" if recipe.eval.squad_file else "data.eval_source"
@@ -150,8 +147,7 @@ def eval_questions(recipe: Recipe) -> list[Question]:
 
 
 def suite_sources(recipe: Recipe) -> list[str]:
-    """The sources of the suite `squad`: `eval.squad_file`, `data.eval_source`, or SQuAD's own
-    validation questions.
+    """The suite's sources: `eval.squad_file`, `data.eval_source`, or SQuAD's validation set.
 
     Empty if the questions are held out from the training questions.
     """
@@ -199,8 +195,7 @@ def row(item: Question, tokenizer: Tokenizer, context: int) -> Row | None:
 
 
 def _bisect(too_many: int, fits: Callable[[int], bool]) -> int:
-    """The largest number below `too_many` that fits, given that 0 does and that larger ones fit
-    less."""
+    """The largest number below `too_many` that fits; 0 does, and larger ones fit less."""
     low = 0
     while too_many - low > 1:
         middle = (low + too_many) // 2

@@ -1,5 +1,4 @@
-"""Text to token ids and back: one class for bytes, characters, GPT-2, `tokenizer.json` files and
-byte pairs trained here.
+"""Text to token ids and back: bytes, characters, GPT-2, `tokenizer.json`, byte pairs.
 
 Every kind is an object of the `tokenizers` library, saved as a `tokenizer.json` that `transformers`
 reads too. numpy and `tiktoken` encode bytes, characters and GPT-2, with the same ids and faster.
@@ -85,8 +84,7 @@ class Tokenizer:
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
-        """Matches special tokens in a text that have no mark; the longest one, as `tokenizers`
-        does."""
+        """Matches unmarked special tokens; the longest one, as `tokenizers` does."""
         texts = sorted(self.special, key=len, reverse=True)
         return re.compile(f"(?:{'|'.join(map(re.escape, texts)) or '(?!)'})(?!{MARK})")
 
@@ -121,8 +119,7 @@ class Tokenizer:
         return table
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int64 [n]; half a surrogate pair, which JSON can contain, becomes
-        "?".
+        """Token ids of a text, int64 [n]; half a surrogate pair becomes "?".
 
         Raises UserError for a character that is not in the corpus of a character tokenizer.
         """
@@ -146,16 +143,14 @@ class Tokenizer:
         return ids if self.eot is None else ids[ids != self.eot]
 
     def stretches(self, text: str) -> Iterable[str]:
-        """The text in parts that give the same ids one by one, so that several workers share a long
-        text."""
+        """The text in parts with the same ids one by one, so that workers share a long text."""
         if self.kind in ("byte", "char"):
             return (text[i : i + STRETCH] for i in range(0, len(text), STRETCH))
         # other normalisers may work across a cut
         return cut_at_lines(text) if self.kind == "gpt2" else [text]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; an id without a token (padding of the vocabulary) becomes
-        U+FFFD."""
+        """The text of token ids; an id without a token (a padded vocabulary) becomes U+FFFD."""
         if (table := self._bytes) is not None:
             raw = b"".join(table[i] if i < self.vocab else UNKNOWN.encode() for i in map(int, ids))
             return raw.decode("utf-8", "replace")
@@ -168,8 +163,7 @@ class Tokenizer:
         return "".join(texts)
 
     def byte_lengths(self) -> np.ndarray:
-        """Bytes of UTF-8 text of each id, decoded after another token, int64 [V]; 0 for special
-        tokens."""
+        """UTF-8 bytes of each id, decoded after another token, int64 [V]; 0 for special tokens."""
         sizes = np.zeros(self.vocab, dtype=np.int64)
         if self._bytes is not None:
             sizes[:] = [len(piece) for piece in self._bytes]
@@ -236,8 +230,7 @@ class Tokenizer:
     def encode_marked(
         self, parts: Sequence[tuple[str | int, bool]]
     ) -> tuple[list[int], list[bool]]:
-        """The tokens of texts and special tokens (by id) in one sequence, each with the mark of its
-        part.
+        """The tokens of texts and special tokens (by id), each with the mark of its part.
 
         The joined texts are encoded together; only parts that are ids become special tokens. A
         token over two parts is marked if one of them is.
@@ -268,8 +261,7 @@ class Tokenizer:
 
     @cached_property
     def _sentinels(self) -> tuple[Any, dict[int, str]]:
-        """A copy of the tokenizer in which a random text replaces each special token, and these
-        texts by id.
+        """A copy of the tokenizer with a random text for each special token, and these by id.
 
         The special tokens' own texts are plain text to the copy.
         """
@@ -305,8 +297,7 @@ class Tokenizer:
 
 
 def cut_at_lines(text: str) -> Iterator[str]:
-    """A text in parts of at most `LONGEST_PIECE`, cut after a line's end between two words, which
-    no pair crosses.
+    """A text in parts of at most `LONGEST_PIECE`, cut at a line's end, which no pair crosses.
 
     A run of 400,000 characters without such a place is cut anyway, which can change tokens.
     """
@@ -324,8 +315,7 @@ def cut_at_lines(text: str) -> Iterator[str]:
 
 
 def byte_letters() -> dict[str, int]:
-    """GPT-2's printable letter for each byte: itself in printable Latin-1, else a letter from
-    U+0100 on."""
+    """GPT-2's letter for each byte: itself in printable Latin-1, else from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + place): b for place, b in enumerate(rest)}

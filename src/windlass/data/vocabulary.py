@@ -87,8 +87,7 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
 
 
 def named_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
-    """A tokenizer that needs no corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:NAME_OR_DIR`; `key` names
-    the setting."""
+    """A tokenizer without corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:...`; `key`: the setting."""
     kind, place = kind_of(setting), setting.partition(":")[2]
     if kind == "byte":
         return byte_tokenizer()
@@ -177,8 +176,7 @@ def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
 
 
 def gpt2_tokenizer(directory: str = "") -> Tokenizer:
-    """GPT-2's 50,256 pieces, from `vocab.bpe` and `encoder.json` in a directory or else from the
-    Hub."""
+    """GPT-2's 50,256 pieces, from `vocab.bpe` and `encoder.json` in a directory, or the Hub."""
     require("tiktoken", 'data.tokenizer = "gpt2"')
     if not directory:
         file = hub.tokenizer_directory(GPT2_NAME) / JSON_FILE
@@ -197,8 +195,7 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """Byte pairs learned from texts (Sennrich et al., arXiv 1508.07909): `vocab` ids, 0 ends a
-    text."""
+    """Byte pairs learned from texts (Sennrich et al., arXiv 1508.07909); id 0 ends a text."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -216,8 +213,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, a directory, or a name on the Hub (`NAME` or
-    `NAME@REVISION`).
+    """The tokenizer of a `tokenizer.json`, a directory, or the Hub's `NAME[@REVISION]`.
 
     The configuration beside the file, or else a common name, gives the end-of-text token.
     `transformers` reads older files.

@@ -39,8 +39,7 @@ from windlass.run import Run
 from windlass.seeds import seed_bytes
 
 Event = tuple[int, int | None]  # the index of a text and its next token; None: the text is complete
-# Tokens of a prompt decoded together with the next ones, because some tokenizers drop the space
-# before a text.
+# Prompt tokens decoded with the next ones: some tokenizers drop the space before a text.
 PROMPT_TAIL = 16
 
 
@@ -87,8 +86,7 @@ def next_tokens(logits: Tensor, sampling: Sampling, draws: Sequence[float]) -> T
 
 
 def mask_unlikely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The logits [B, V] with -inf at the tokens excluded by top-k and top-p; ties at the edge of
-    top-k stay."""
+    """Logits [B, V] with -inf where top-k and top-p exclude a token; ties in top-k stay."""
     if 0 < top_k < logits.shape[-1]:
         edge = logits.topk(top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < edge, -torch.inf)
@@ -112,8 +110,7 @@ def prompt_ids(model: Any, tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def window(model: Any) -> int:
-    """Tokens that the model can see at once: its `limit`, which may exceed the `context` of its
-    training."""
+    """Tokens that the model can see at once: `limit`, perhaps more than its `context`."""
     return int(getattr(model, "limit", model.context))
 
 
@@ -187,8 +184,7 @@ def generate_events(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     poll: Callable[[], bool] | None = None,
 ) -> Generator[Event, None, bool]:
-    """Continue prompts: yields (index, token) for each chosen token, and (index, None) when a text
-    is complete.
+    """Continue prompts: yields (index, token), and (index, None) when a text is complete.
 
     When the model's window is full, its first half is dropped. Returns whether all texts are
     complete; False if `poll` asks to stop.
@@ -234,8 +230,7 @@ def generate_events(
 
 
 class _Texts:
-    """Texts continued together: one pass reads the columns that every prompt has, and then each
-    pass one column."""
+    """Texts continued together: first the columns of every prompt, then one column a pass."""
 
     def __init__(
         self, model: Any, members: Sequence[tuple[Sequence[int], int]], sampling: Sampling
@@ -260,8 +255,7 @@ class _Texts:
         return [row[first : self.column] for row in self.rows], self.cache
 
     def add(self, logits: Tensor) -> Iterator[Event]:
-        """Choose the next column from the last logits [B, V], for rows past their prompt; yields
-        the events."""
+        """Choose the next column from logits [B, V], for rows past their prompt; yields events."""
         sampling = self.sampling
         live = [i for i in sorted(self.active) if len(self.rows[i]) == self.column]
         if live:
@@ -302,8 +296,7 @@ def batches(lengths: Sequence[int], batch: int, context: int, max_tokens: int) -
 def in_order(
     events: Iterable[Event], tokenizer: Tokenizer, count: int, after: Sequence[int] = ()
 ) -> Iterator[tuple[int, str]]:
-    """Texts 0 to `count` - 1, generated at once, as (index, piece of text), one text after the
-    other.
+    """Texts 0 to `count` - 1, generated at once, as (index, piece), one after the other.
 
     The first comes as it is generated, the next when the previous one is complete. An empty text
     comes as one empty piece. All follow the tokens `after`. A character comes when all of its
@@ -356,8 +349,7 @@ class TextSampler:
         self.messages: list[dict[str, str]] = []  # the conversation so far, of `reply`
 
     def pieces(self, prompts: list[list[int]], after: Sequence[int]) -> Iterator[tuple[int, str]]:
-        """The continuations of prompts, as (number of the text, next piece of it), text after
-        text."""
+        """The continuations of prompts, as (number of the text, next piece), text after text."""
         tokenizer = self.source.tokenizer
         events = generate_events(
             self.model,
@@ -370,8 +362,7 @@ class TextSampler:
         return in_order(events, tokenizer, len(prompts), after)
 
     def reply(self, message: str) -> Iterator[str]:
-        """The pieces of the model's answer to the next message of a conversation, in the layout of
-        its chat template."""
+        """The pieces of the model's answer to the next message, by its chat template."""
         self.messages.append({"role": "user", "content": message})
         ids = prompt_tokens(self.messages, self.source.template, self.source.tokenizer)
         answer = ""
@@ -390,8 +381,7 @@ def sample(
     model: nn.Module | None = None,
     **settings: Any,
 ) -> Iterator[tuple[int, str]]:
-    """`n` texts that continue a prompt, as (number of the text, next piece of it), text after text;
-    a function of the seed.
+    """`n` texts after a prompt, as (number of the text, next piece); a function of the seed.
 
     Args:
         run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of

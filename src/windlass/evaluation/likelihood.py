@@ -1,5 +1,4 @@
-"""The likelihood of given tokens: the validation loss, and HellaSwag (arXiv 1905.07830), the
-likeliest of four endings."""
+"""The likelihood of given tokens: validation loss, and HellaSwag (arXiv 1905.07830)."""
 
 from __future__ import annotations
 
@@ -154,8 +153,7 @@ def log_likelihoods(
     poll: Callable[[], bool] | None = None,
     progress: Progress | None = None,
 ) -> list[Likelihood] | None:
-    """Log-likelihood of each ending after its context; every rank has all rows and gets all
-    results.
+    """Log-likelihood of each ending after its context, of all rows on every rank.
 
     One rank scores a row, and a row longer than the model's context loses its beginning. Rows in a
     pass have similar lengths. Padding is at their end, where a causal model does not see it.
@@ -220,8 +218,7 @@ class Item:
 
 
 def read_items(file: str = "", limit: int = 0) -> list[Item]:
-    """The first `limit` (0: all) validation items, from a JSONL file or `datasets`; UserError if
-    there are none."""
+    """The first `limit` (0: all) items, from a JSONL file or `datasets`; UserError if none."""
     rows: Iterable[tuple[str, Any]]
     if file:
         if not Path(file).is_file():

@@ -37,8 +37,7 @@ def run_harness(
     task_manager: Any = None,
     **how: Any,
 ) -> dict[str, Any] | None:
-    """Scores of tasks of the harness, their names joined by `+`: `TASK/METRIC` → number, and
-    `runtime_s`.
+    """Scores of tasks, their names joined by `+`: `TASK/METRIC` → number, and `runtime_s`.
 
     `how` is `autocast` and `poll`. Raises UserError if the harness is not installed or has no such
     task.
@@ -48,8 +47,7 @@ def run_harness(
     from lm_eval import simple_evaluate
 
     started = time.perf_counter()
-    # The harness seeds the random generators. They are restored, so that an evaluation does not
-    # change the training.
+    # The harness seeds the generators; they are restored, so that the training does not change.
     python, numpy = random.getstate(), np.random.get_state()
     devices = [ranks.device] if ranks.device.type == "cuda" else []
     try:
@@ -79,8 +77,7 @@ def run_harness(
 
 
 def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
-    """The model as an `lm_eval.api.model.LM`; its methods raise `Interrupted` if `poll` asks to
-    stop."""
+    """The model as an `lm_eval.api.model.LM`; raises `Interrupted` if `poll` asks to stop."""
     from lm_eval.api.model import LM
 
     start = prompt_ids(model, tokenizer, "")  # before a text without a context

@@ -1,5 +1,4 @@
-"""A saved model and its tokenizer, from a run, a checkpoint, a directory of `transformers`, or
-`hf:NAME`."""
+"""A saved model and its tokenizer: a run, a checkpoint, a Hugging Face directory or name."""
 
 from __future__ import annotations
 
@@ -109,8 +108,7 @@ def find_source(
 
 
 def open_model(source: Source, ranks: Ranks) -> nn.Module:
-    """The model with its weights, parallelized for `ranks` by the recipe's strategy, in evaluation
-    mode.
+    """The model with its weights in evaluation mode, parallelized by the recipe's strategy.
 
     Each rank reads only its own part of the weights.
     """
@@ -138,8 +136,7 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Dropout off inside the context; afterwards each module's mode is restored, and parameters are
-    sharded again.
+    """Dropout off inside; afterwards modes are restored and parameters sharded again.
 
     Without a backward pass FSDP2 leaves the root's parameters gathered, and an optimizer made then
     would train the wrong ones.
@@ -166,8 +163,7 @@ def same_tokenizer(source: Source, directory: Path) -> bool:
 
 
 def stop_tokens(source: Source, model: nn.Module) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's, the end of a turn, and the model's in
-    `generation_config.json`."""
+    """The tokens that end a text: the tokenizer's, a turn's, and `generation_config.json`'s."""
     tokens = chat.stop_tokens(source.tokenizer, source.template)
     directory: Path | None = getattr(unwrap(model), "directory", None)
     if directory is None:

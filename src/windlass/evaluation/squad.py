@@ -36,8 +36,7 @@ def exact_match(prediction: str, reference: str) -> float:
 
 
 def f1(prediction: str, reference: str) -> float:
-    """Harmonic mean of precision and recall over the bags of normalised words; 0 without a shared
-    word."""
+    """Harmonic mean of precision and recall over bags of normalised words; 0 if none is shared."""
     predicted, wanted = normalise(prediction).split(), normalise(reference).split()
     shared = sum((Counter(predicted) & Counter(wanted)).values())
     if not shared:
@@ -78,8 +77,7 @@ def evaluate_squad(
     max_tokens: int = 0,
     **how: Any,
 ) -> tuple[dict[str, float], dict[str, str]] | None:
-    """Exact Match and F1 in percent, `items`, `runtime_s`, `samples_per_s`; and the predictions,
-    question id → answer.
+    """Exact Match and F1 in percent, `items`, time and speed; and predictions by question id.
 
     One of the ranks generates an answer greedily, up to the end-of-text token or `max_tokens` (0:
     about 160 characters). A prompt that leaves no space for an answer in the context loses the end

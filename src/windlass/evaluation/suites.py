@@ -1,5 +1,4 @@
-"""The suites (loss, hellaswag, squad, lm-eval:TASKS) and the command `eval`: a model's scores, and
-their record.
+"""The suites (loss, hellaswag, squad, lm-eval:TASKS), the command `eval`, and its record.
 
 During training a `Suites` object measures the suites of `eval.suites` on the current model.
 `evaluate` opens a saved model, and rank 0 writes one JSON file per step: `results` (suite → scores)
@@ -48,8 +47,7 @@ Scores = dict[str, Any]  # of a suite, as in an `eval` line of the ledger
 
 @dataclass
 class Suites:
-    """Measures the suites of a recipe on a model. All ranks call it together; items are read and
-    tokenized once."""
+    """Measures a recipe's suites on a model; all ranks call it, and items are read once."""
 
     recipe: Recipe  # `eval` and `data` give the items, `train.precision` the arithmetic
     tokenizer: Tokenizer
@@ -71,8 +69,7 @@ class Suites:
 
         `whole`: also measure the loss of all validation data, besides the loss of `eval.batches`.
         """
-        # Only the loss of text has passes of one shape. Others must not change how the training is
-        # compiled.
+        # Only the loss of text has passes of one shape; others must not recompile the training.
         fixed = suite == LOSS_SUITE and self.recipe.data.format == "text"
         how: dict[str, Any] = {
             "autocast": partial(autocast, self.recipe, self.ranks.device),
@@ -145,8 +142,7 @@ class Suites:
 
 
 def with_train_loss(scores: Scores, train: Scores) -> Scores:
-    """The scores of a validation set with the loss of a part of the training set; time and speed
-    are of both."""
+    """The scores of a validation set with the loss of training samples; time is of both."""
     runtime_s = scores["runtime_s"] + train["runtime_s"]
     samples = scores.get("full_samples", scores["samples"]) + train["samples"]
     both = {"runtime_s": runtime_s, "samples_per_s": samples / runtime_s}
@@ -154,8 +150,7 @@ def with_train_loss(scores: Scores, train: Scores) -> Scores:
 
 
 def items_hash(items: Sequence[Any]) -> str:
-    """Eight hexadecimal digits, equal for the same items; scores of other items are not
-    comparable."""
+    """Eight hexadecimal digits, equal for the same items; other scores are not comparable."""
     return hashlib.sha256(repr(items).encode()).hexdigest()[:8]
 
 
@@ -232,8 +227,7 @@ def evaluate(
 def _settings(
     recipe: Recipe, changes: Collection[str], suites: list[str], world: int
 ) -> dict[str, Any]:
-    """The settings for measuring a saved model: sharded if its training was, else whole on each
-    rank."""
+    """The settings for measuring a saved model; it is sharded if its training was."""
     sharded = world > 1 and recipe.strategy(1).shards_parameters
     gpu = recipe.parallel.device != "cpu" and torch.cuda.is_available()
     settings = {
@@ -250,8 +244,7 @@ def _settings(
 
 
 def precision_of(recipe: Recipe, changes: Collection[str], gpu: bool) -> str:
-    """The precision for measuring a saved model: the run's on a GPU, fp32 on a CPU, unless
-    overridden."""
+    """The precision for a saved model: the run's on a GPU, fp32 on a CPU, unless overridden."""
     own = recipe.train.precision
     return own if gpu or own == "fp64" or "train.precision" in changes else "fp32"
 
@@ -315,8 +308,7 @@ def measured_on(
 
 
 def write(result: Evaluation, folder: Path) -> Evaluation:
-    """Add scores to the record of their step in `folder`, and write SQuAD's predictions for the
-    official script."""
+    """Add scores to their step's record in `folder`, and write SQuAD's predictions."""
     path = folder / f"{_step_name(result.step)}.json"
     keys = ("model", "step", "results", "measured")
     record: dict[str, Any] = {key: getattr(result, key) for key in keys}
@@ -331,8 +323,7 @@ def write(result: Evaluation, folder: Path) -> Evaluation:
 
 
 def write_predictions(folder: Path, step: int | None, predictions: Mapping[str, str]) -> Path:
-    """Write SQuAD's predictions at a step, question id → answer, to a file in `folder`. Raises
-    OSError."""
+    """Write SQuAD's predictions, question id → answer, to a file in `folder`; OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"squad-predictions-{_step_name(step)}.json"
     text = json.dumps(dict(predictions), ensure_ascii=False, indent=0) + "\n"
