@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from windlass.study.study import Study
     from windlass.study.sweep import sweep
     from windlass.telemetry.trackers import replay as track
+    from windlass.training.callbacks import Suite
     from windlass.training.setup import train
     from windlass.verification import verify
 
@@ -30,6 +31,7 @@ __all__ = [
     "Recipe",
     "Run",
     "Study",
+    "Suite",
     "__version__",
     "evaluate",
     "export",
@@ -48,6 +50,7 @@ _MODULES = {
     "Recipe": "recipe",
     "Run": "run",
     "Study": "study.study",
+    "Suite": "training.callbacks",
     "evaluate": "evaluation.suites",
     "export": "interop.export",
     "plan": "estimate.plan",

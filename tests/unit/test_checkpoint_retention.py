@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +16,10 @@ from windlass.checkpoint.retention import (
     Committed,
     Lineage,
     Policy,
-    best_step,
+    Scores,
     retain,
+    scores_by_step,
+    without_improvement,
 )
 from windlass.recipe import Horizon
 from windlass.recipe.settings import CheckpointSettings
@@ -74,10 +78,13 @@ FOREVER = Policy(last=1, keep_forever=lambda step: step % 20 == 0, start=10)
     ],
 )
 def test_what_stays_and_why(checkpoints, policy, scores, expected) -> None:
-    steps = {c.serial: c.step for c in checkpoints}
+    steps, measured = (
+        {c.serial: c.step for c in checkpoints},
+        Scores(scores, policy.measure == "loss"),
+    )
     why = {
         steps[serial]: reasons
-        for serial, reasons in retain(checkpoints, policy, scores).items()
+        for serial, reasons in retain(checkpoints, policy, measured).items()
         if reasons
     }
     assert why == {step: [reason] for step, reason in expected.items()}
@@ -92,12 +99,21 @@ def test_scores_are_the_finite_values_in_the_ledger() -> None:
     ]
     wanted = {"loss": {1: 3.0}, "squad.f1": {1: 10.0}, "hellaswag.acc": {}}
     assert {measure: retention.scores_by_step(lines, measure) for measure in wanted} == wanted
-    assert best_step({}, "loss") is None and best_step({2: 1.0, 1: 1.0, 0: NAN}, "loss") == 1
-    assert best_step({1: 1.3, 2: 1.2}, "loss.bits_per_byte") == 2, "less is better, too"
-    assert (
-        best_step({1: 3.0, 2: 2.0, 3: INF}, "squad.f1") == 1
-        and best_step({1: 3.0, 2: 2.0, 3: -INF}, "loss") == 2
-    )
+    assert Scores().best is None and Scores({2: 1.0, 1: 1.0, 0: NAN}).best == 1
+    assert Scores({1: 3.0, 2: 2.0, 3: INF}, lower=False).best == 1
+    assert Scores({1: 3.0, 2: 2.0, 3: -INF}).best == 2
+
+
+def test_a_suite_of_ones_own_says_whether_less_is_better() -> None:
+    lines: list[dict[str, Any]] = [
+        {"kind": "eval", "step": 1, "suite": "own:x", "error": 0.1, "right": 0.1},
+        {"kind": "eval", "step": 2, "suite": "own:x", "error": 0.2, "right": 0.2},
+    ]
+    assert scores_by_step(lines, "own:x.error").best == 2, "more is better if it says nothing"
+    lines = [line | {"lower": ["error"]} for line in lines]
+    assert scores_by_step(lines, "own:x.error").best == 1
+    assert scores_by_step(lines, "own:x.right").best == 2
+    assert without_improvement(lines, "own:x.error") == 1
 
 
 saved = st.builds(
@@ -119,7 +135,7 @@ def test_properties(
     checkpoints: list[Committed], scores: dict[int, float], last: int, keep_best: bool, signal: int
 ) -> None:
     policy = Policy(last, keep_best, signal=signal)
-    why = retain(checkpoints, policy, scores)
+    why = retain(checkpoints, policy, Scores(scores))
     assert set(why) == {c.serial for c in checkpoints}
     staying = [c for c in checkpoints if why[c.serial]]
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
@@ -130,9 +146,9 @@ def test_properties(
     stops = [c for c in newest_first if c.reason == EMERGENCY]
     assert all(c in staying for c in stops[:signal])
     measured = {c.step: scores[c.step] for c in checkpoints if c.step in scores}
-    assert not keep_best or not measured or best_step(measured, "loss") in {c.step for c in staying}
+    assert not keep_best or not measured or Scores(measured).best in {c.step for c in staying}
     # What stays would stay again: a second look deletes nothing more.
-    assert all(retain(staying, policy, scores).values())
+    assert all(retain(staying, policy, Scores(scores)).values())
 
 
 def test_a_policy_with_two_horizons_keeps_what_either_wants() -> None:

@@ -41,7 +41,6 @@ from windlass.checkpoint.retention import (
     Lineage,
     committed,
     policy_of,
-    ranked,
     read_lineage,
     retain,
     scores_by_step,
@@ -258,7 +257,7 @@ def _best(run: Run, entries: list[Entry], measure: str) -> list[Path]:
     if lineage is not None:  # the ledger's scores of abandoned steps may be of other weights
         oldest, last = lineage.serial, lineage.step
         entries = [e for e in entries if not e.manifest or e.serial > oldest or e.step <= last]
-    scored = [e for step in ranked(scores, measure) for e in entries if e.step == step]
+    scored = [e for step in scores.ranked() for e in entries if e.step == step]
     return [e.path for e in (*scored, *(e for e in entries if e.step not in scores))]
 
 

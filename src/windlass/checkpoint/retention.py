@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -78,52 +79,54 @@ def policy_of(
     )
 
 
-def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> dict[int, float]:
-    """The finite values of a measure (`loss`, or `SUITE.NAME` as `squad.f1`) in a ledger's `eval` lines, by step.
+class Scores(dict[int, float]):
+    """Values of a measure by step; `lower`: whether less is better."""
 
-    Of evaluations on other items than the last one (a resume changed `eval.batches`) there are none: they do not compare.
+    def __init__(self, values: Mapping[int, float] = MappingProxyType({}), lower: bool = True):
+        super().__init__(values)
+        self.lower = lower
+
+    def ranked(self) -> list[int]:
+        """The steps with a finite value, the best one first, and of equal ones the earlier first."""
+        sign = 1 if self.lower else -1
+        finite = [step for step, value in self.items() if math.isfinite(value)]
+        return sorted(finite, key=lambda step: (sign * self[step], step))
+
+    @property
+    def best(self) -> int | None:
+        """The step with the best value."""
+        return next(iter(self.ranked()), None)
+
+
+def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> Scores:
+    """The finite values of a measure (`loss`, or `SUITE.NAME` as `squad.f1`) in `eval` lines.
+
+    Only evaluations of the same items as in the last one count (see `comparable`).
     """
     suite, _, name = measure.partition(".")
-    return {
-        int(line["step"]): float(line[name or suite])
-        for line in comparable(
-            [line for line in lines if line["kind"] == "eval" and line.get("suite", LOSS) == suite]
-        )
-        if line.get(name or suite) is not None and math.isfinite(float(line[name or suite]))
-    }
+    own = [x for x in lines if x["kind"] == "eval" and x.get("suite", LOSS) == suite]
+    values = {int(x["step"]): float(x.get(name or suite, math.nan)) for x in comparable(own)}
+    finite = {step: value for step, value in values.items() if math.isfinite(value)}
+    return Scores(finite, lower_is_better(measure, own))
 
 
 def without_improvement(lines: Sequence[Mapping[str, Any]], measure: str) -> int:
-    """How many evaluations of a measure, up to the last of a ledger's `eval` lines, came after the best one."""
-    scores, suite = scores_by_step(lines, measure), measure.partition(".")[0]
-    top = best_step(scores, measure)
-    steps = {
-        line["step"] for line in comparable([x for x in lines if x.get("suite", LOSS) == suite])
-    }
-    return sum(top is None or step > top for step in steps)
+    """The number of evaluations of a measure since the best one."""
+    top, suite = scores_by_step(lines, measure).best, measure.partition(".")[0]
+    own = comparable([x for x in lines if x.get("suite", LOSS) == suite])
+    return sum(top is None or step > top for step in {x["step"] for x in own})
 
 
 def comparable(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those of a suite's `eval` lines that were measured on the same items as the last one."""
-    return [
-        line for line in lines if all(line.get(key) == lines[-1].get(key) for key in SAME_ITEMS)
-    ]
+    """The `eval` lines of a suite that measured the same items as the last one.
 
-
-def ranked(scores: Mapping[int, float], measure: str) -> list[int]:
-    """The steps with a finite score, the best first: the lowest loss, or the highest value of another measure."""
-    sign = 1 if lower_is_better(measure) else -1
-    finite = [step for step in scores if math.isfinite(scores[step])]
-    return sorted(finite, key=lambda step: (sign * scores[step], step))
-
-
-def best_step(scores: Mapping[int, float], measure: str) -> int | None:
-    """The step with the best score; the first of equal ones."""
-    return next(iter(ranked(scores, measure)), None)
+    A resume with another `eval.batches` changes the items, and then the values do not compare.
+    """
+    return [x for x in lines if all(x.get(key) == lines[-1].get(key) for key in SAME_ITEMS)]
 
 
 def retain(
-    checkpoints: Iterable[Committed], policy: Policy, scores: Mapping[int, float]
+    checkpoints: Iterable[Committed], policy: Policy, scores: Scores
 ) -> dict[int, list[str]]:
     """Why each checkpoint stays, by its serial number; those with an empty list may go.
 
@@ -138,7 +141,7 @@ def retain(
     signal = {c.serial for c in [c for c in newest_first if c.reason == EMERGENCY][: policy.signal]}
     steps = {c.step for c in newest_first}
     present = {step: score for step, score in scores.items() if step in steps}
-    top = best_step(present, policy.measure) if policy.best else None
+    top = Scores(present, scores.lower).best if policy.best else None
     # An older checkpoint of the same step is another one: only the newest of it has the score.
     best_serial = next((c.serial for c in newest_first if c.step == top), None)
     why = {}

@@ -34,6 +34,7 @@ from windlass.checkpoint.retention import (
     PERIODIC,
     Committed,
     Policy,
+    Scores,
     committed,
     read_lineage,
     retain,
@@ -224,7 +225,7 @@ class Saver:
         state: State,
         counters: Mapping[str, Any],
         meta: Mapping[str, Any] | None = None,
-        scores: Mapping[int, float] | None = None,
+        scores: Scores | None = None,
         while_waiting: Callable[[], None] | None = None,
     ) -> None:
         """Copy the state, which may change when this returns. Only an outcome says that it is durable.
@@ -261,7 +262,7 @@ class Saver:
             total_bytes=state.total_bytes,
             failed=failed,
         )
-        job = (commit, copied, time.perf_counter() - begin, begin - called, dict(scores or {}))
+        job = (commit, copied, time.perf_counter() - begin, begin - called, scores or Scores())
         self._started, self._began, self.newest = self._started + 1, time.monotonic(), step
         if not self.background:
             self._write(*job)
@@ -306,7 +307,7 @@ class Saver:
         copied: Any,
         staged_s: float,
         waited_s: float,
-        scores: Mapping[int, float],
+        scores: Scores,
     ) -> None:
         """Write and commit. Any error becomes the outcome. `copied` is the event of `fill`."""
         began, error = time.perf_counter(), ""
@@ -355,7 +356,7 @@ class Saver:
                 serials.append(lineage.serial)
         return 1 + max(serials, default=0)
 
-    def _clean_up(self, scores: Mapping[int, float]) -> None:
+    def _clean_up(self, scores: Scores) -> None:
         """Remove leftovers of earlier saves, and the checkpoints that retention does not keep."""
         for name in names_in(self.directory):
             # Another rank may have begun a later save of this attempt: its directory stays.

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from windlass.checkpoint.retention import (
     LOSS,
-    best_step,
     comparable,
     scores_by_step,
 )
@@ -166,7 +165,7 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     alike = comparable([x for x in evals if x.get("suite", LOSS) == suite])
     scored = [x for x in alike if x.get(name or suite) is not None and x["step"] > 0]
     scores, speed = scores_by_step(lines, measure), throughput(lines)
-    top, last = best_step(scores, measure), train[-1] if train else {}
+    top, last = scores.best, train[-1] if train else {}
     summaries = [x for x in lines if x["kind"] == "summary"]
     return {
         "step": last.get("step", 0),

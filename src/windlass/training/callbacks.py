@@ -24,9 +24,23 @@ from windlass.parallel.parallelize import autocast, unwrap
 from windlass.recipe import Recipe
 from windlass.recipe.settings import OWN_SUITE
 
-Suite = Callable[
-    [Any, int], Mapping[str, Any]
-]  # of the model, in evaluation mode, and the step: its measures
+Measuring = Callable[[Any, int], Mapping[str, Any]]
+"""A suite as a function of the model, in evaluation mode, and the step; it returns numbers by name."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite that says which of its numbers get better as they fall.
+
+    A function alone is a suite, too. More of its numbers is better, except for the names that
+    Windlass knows, as `loss` and `perplexity`.
+    """
+
+    measure: Measuring
+    lower: Sequence[str] = ()
+
+    def __call__(self, model: Any, step: int) -> Mapping[str, Any]:
+        return self.measure(model, step)
 
 
 @dataclass(frozen=True)
@@ -98,7 +112,7 @@ class Callbacks:
     on_step: Callable[[Step], object] | None = None
     on_eval: Callable[[Evaluated], object] | None = None
     on_save: Callable[[Saved], object] | None = None
-    own: Mapping[str, Suite] = field(default_factory=dict)  # suites by their names
+    own: Mapping[str, Measuring] = field(default_factory=dict)  # suites by their names
     asked: str = ""  # why the run is to stop; empty: it is not
     logged: dict[str, float] = field(default_factory=dict)  # since the last `log` line
 
@@ -137,7 +151,7 @@ class Callbacks:
 
     def suites(
         self, state: Any, ranks: Ranks, recipe: Recipe
-    ) -> dict[str, Callable[[nn.Module], dict[str, float]]]:
+    ) -> dict[str, Callable[[nn.Module], dict[str, Any]]]:
         """The user's suites by their names in the ledger; `state.step` is read when one is measured."""
         return {
             OWN_SUITE + name: partial(self.measure, name, state, ranks, recipe) for name in self.own
@@ -145,7 +159,7 @@ class Callbacks:
 
     def measure(
         self, name: str, state: Any, ranks: Ranks, recipe: Recipe, model: nn.Module
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """The numbers of a suite. Those of rank 0 count, so that all ranks call the same model the best."""
         started = time.perf_counter()
         with (
@@ -160,12 +174,11 @@ class Callbacks:
             raise UserError(
                 f'{where} returned {numbers!r}; return a dictionary of numbers, as {{"score": 0.3}}'
             )
-        measured = {str(key): number(value, f"{where}: {key}") for key, value in numbers.items()}
-        return dict(
-            ranks.broadcast_object(
-                "own suite", measured | {"runtime_s": time.perf_counter() - started}
-            )
-        )
+        measured: dict[str, Any] = {str(k): number(v, f"{where}: {k}") for k, v in numbers.items()}
+        measured["runtime_s"] = time.perf_counter() - started
+        if lower := list(getattr(self.own[name], "lower", ())):
+            measured["lower"] = lower
+        return dict(ranks.broadcast_object("own suite", measured))
 
 
 @contextlib.contextmanager

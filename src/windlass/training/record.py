@@ -18,7 +18,7 @@ import psutil
 import torch
 from torch import nn
 
-from windlass.checkpoint.retention import LOSS, best_step, scores_by_step, without_improvement
+from windlass.checkpoint.retention import LOSS, Scores, scores_by_step, without_improvement
 from windlass.checkpoint.save import SaveOutcome
 from windlass.data.facts import Facts, lines, warnings
 from windlass.data.loader import StepBatch
@@ -251,7 +251,7 @@ class Recorder:
         self.ledger.write("event", self.state.step if step is None else step, event=event, **fields)
 
     @property
-    def scores(self) -> dict[int, float]:
+    def scores(self) -> Scores:
         """Of `checkpoint.best`, by step."""
         return scores_by_step(self.evaluations, self.plan.recipe.checkpoint.best)
 
@@ -266,7 +266,7 @@ class Recorder:
         """The event of the run's end; `early`: by `train.early_stop`, and why."""
         measure, scores, why = self.plan.recipe.checkpoint.best, self.scores, dict[str, Any]()
         if early:
-            count, step = without_improvement(self.evaluations, measure), best_step(scores, measure)
+            count, step = without_improvement(self.evaluations, measure), scores.best
             since = (
                 "there was none"
                 if step is None
@@ -442,7 +442,7 @@ class Recorder:
         evaluated = [
             x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS
         ]  # NaN, too
-        top = best_step(scores, measure)
+        top = scores.best
         self.ledger.write(
             "summary",
             state.step,

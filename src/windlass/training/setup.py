@@ -51,7 +51,7 @@ from windlass.run import Run, read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.timing import Goodput, peak_flops
 from windlass.training import start
-from windlass.training.callbacks import Callbacks, Evaluated, Saved, Step, Suite
+from windlass.training.callbacks import Callbacks, Evaluated, Measuring, Saved, Step
 from windlass.training.checks import check_loss_is_a_sum, tie_groups, uses_dropout
 from windlass.training.memory import micro_batch_of
 from windlass.training.nonfinite import BadSteps, check_is_deferred
@@ -79,7 +79,7 @@ def train(
     *,
     on_eval: Callable[[Evaluated], object] | None = None,
     on_save: Callable[[Saved], object] | None = None,
-    suites: Mapping[str, Suite] | None = None,
+    suites: Mapping[str, Measuring] | None = None,
     fresh: bool = False,
     extend_to: int | str = 0,
     branch_from: str = "",
@@ -100,7 +100,8 @@ def train(
         data: Samples of the user's own; with no tokenizer no text is generated.
         on_step, on_eval, on_save: Called after every step, evaluation and committed save, with an object that has `step`,
             `log(name, value)` and `stop()`, and `loss`, `results` or `path`. Each rank calls them; `on_save` rank 0 alone.
-        suites: Suites of your own by name: `f(model, step)` gives a dictionary of numbers at each evaluation.
+        suites: Suites of your own by name: `f(model, step)` gives a dictionary of numbers at each
+            evaluation; `windlass.Suite(f, lower=[NAME])` says that less of a number is better.
         fresh: Set an existing run directory aside.
         extend_to: Continue to so many steps or epochs (`"3 epochs"`), past the horizon of the run in the directory.
         branch_from: `RUN@STEP` or `RUN@best`: begin a new run from that checkpoint.

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from windlass import processes
-from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, PERIODIC, best_step
+from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, PERIODIC
 from windlass.checkpoint.save import SaveOutcome, Saver
 from windlass.checkpoint.state_dict import State, gather_state
 from windlass.data.chat import stop_tokens
@@ -349,7 +349,7 @@ class Trainer:
             step
             and settings.keep_best
             and self.saver.newest != step
-            and best_step(recorder.scores, settings.best) == step
+            and recorder.scores.best == step
         ):
             self.save(BEST)
         self.callbacks.evaluated(step, self.model, measured, self.ranks)
