@@ -200,7 +200,11 @@ class Run:
             if line["kind"] in ("train", "eval", "log"):
                 suite = line.get("suite", "")
                 prefix = "eval_" if suite == "loss" else f"{suite}." if suite else ""
-                own = {k: v for k, v in line.items() if k not in PLACE and not isinstance(v, dict | list)}
+                own = {
+                    k: v
+                    for k, v in line.items()
+                    if k not in PLACE and not isinstance(v, dict | list)
+                }
                 rows.setdefault(line["step"], {}).update(
                     {f"{prefix}{k}": v for k, v in own.items()}
                 )
