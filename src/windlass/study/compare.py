@@ -48,9 +48,9 @@ def evaluated(run: Run, recipe: Recipe, lines: Sequence[Line]) -> Evaluated | No
     saved = read_json(run.path / "tokenizer" / "windlass.json").get("fingerprint")
     own_split = recipe.data.eval_split and recipe.data.sources[0].startswith("hf:")
     held_out = () if recipe.data.eval_source or own_split else HELD_OUT
-    tokens, bits, size = int(last.get("tokens", 0)), float(last.get("bits_per_byte") or 0), None
+    tokens, bits, size = int(last.get("tokens", 0)), last.get("bits_per_byte"), None
     if bits and math.isfinite(bits):
-        size = float(last["loss"]) * tokens / (math.log(2) * bits)
+        size = last["loss"] * tokens / (math.log(2) * bits)
     tokenizer = str(saved or [flat.get(key) for key in TOKENIZER])
     text = last_start(lines).get("data", {}).get("val", {}).get("text", "")
     data = {key: flat.get(key) for key in (*held_out, *VALIDATION)}

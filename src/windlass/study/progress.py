@@ -7,11 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
 
+from windlass.checkpoint.retention import LOSS
 from windlass.study.grid import short_names
 from windlass.study.results import CellResult
 from windlass.study.study import Study
 from windlass.telemetry import terminal
-from windlass.telemetry.measures import duration, short
+from windlass.telemetry.measures import duration, of_eval, short
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -21,9 +22,9 @@ NOTEBOOK_WIDTH = 140
 
 
 def measure_name(study: Study) -> str:
-    """The measure that ranks a study's cells, in words."""
-    names = {"loss": "validation loss", "loss.bits_per_byte": "bits per byte"}
-    return names.get(study.measure, study.measure)
+    """The measure that ranks a study's cells, in words; of another suite as in the recipe."""
+    suite, _, name = study.measure.partition(".")
+    return of_eval(name or suite).heading.lower() if suite == LOSS else study.measure
 
 
 class Progress:
@@ -97,7 +98,7 @@ class Progress:
 
 def cells_table(study: Study, results: Sequence[CellResult], width: int) -> Group:
     """The cells as a table for a terminal of `width` columns."""
-    best = "best" if study.measure == "loss" else f"best {measure_name(study)}"
+    best = "best" if study.measure == LOSS else f"best {measure_name(study)}"
     settings = short_names(study.keys).values()
     head = ["cell", *settings, "state", "step", "left", "loss", "val loss", best]
     head += ["tok/s", "device-h", "reason"]

@@ -160,7 +160,7 @@ def time_left(train: Sequence[Line], steps: int | None) -> float | None:
 def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     """The fields of a CellResult that come from the effective lines of a run's ledger."""
     train, evals = ([x for x in lines if x["kind"] == kind] for kind in ("train", "eval"))
-    losses = [float(x["loss"]) for x in evals if x.get("suite", LOSS) == LOSS and "loss" in x]
+    losses = [x["loss"] for x in evals if x.get("suite", LOSS) == LOSS and "loss" in x]
     suite, _, name = measure.partition(".")  # `loss`, or as `squad.f1`
     alike = comparable([x for x in evals if x.get("suite", LOSS) == suite])
     scored = [x for x in alike if x.get(name or suite) is not None and x["step"] > 0]
@@ -171,13 +171,13 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
         "step": last.get("step", 0),
         "last_step": max((x["step"] for x in (*train, *evals)), default=0),
         "steps": last_start(lines).get("steps"),
-        "loss": float(last["loss"]) if "loss" in last else None,
-        "first_loss": float(train[0]["loss"]) if train and "loss" in train[0] else None,
+        "loss": last.get("loss"),
+        "first_loss": train[0].get("loss") if train else None,
         "eval_loss": losses[-1] if losses else None,
         "best_loss": min(scores_by_step(lines, LOSS).values(), default=None),
         "score": None if top is None else scores[top],
         "evaluations": tuple(
-            Evaluation(str(x.get("time", "")), x["step"], float(x[name or suite])) for x in scored
+            Evaluation(str(x.get("time", "")), x["step"], x[name or suite]) for x in scored
         ),
         "tokens": int(last.get("tokens", 0)),
         "tokens_per_s": speed.tokens_per_s if speed else None,

@@ -264,7 +264,7 @@ def run_numbers(run: Run, warmup: int) -> dict[str, float]:
     }
     answers = [x for x in lines if x["kind"] == "eval" and x.get("suite") == SQUAD_SUITE]
     whole |= {name: answers[-1].get(name) for name in ("exact_match", "f1")} if answers else {}
-    return values | {name: float(value) for name, value in whole.items() if value is not None}
+    return values | {name: value for name, value in whole.items() if value is not None}
 
 
 def _probe(study: Study, setup: Setup, warmup: int) -> Mapping[str, float]:
