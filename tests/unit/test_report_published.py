@@ -16,7 +16,7 @@ from windlass.reports.study import read_study
 from windlass.reports.tables import MEASURES
 from windlass.reports.view import EPOCH_LOSS, view, views
 from windlass.study.grid import WORLD, Scaling
-from windlass.study.setups import SETUP_MEASURES
+from windlass.telemetry.measures import SETUP as SETUP_MEASURES
 
 BASELINE = [
     "Train Loss (Final)",

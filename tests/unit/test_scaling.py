@@ -22,8 +22,9 @@ from windlass.reports.scaling_charts import scaling_charts
 from windlass.run import Run, timestamp
 from windlass.study.grid import NODES, REPEAT, WORLD, Scaling
 from windlass.study.projection import projections
-from windlass.study.setups import SETUP_MEASURES, STEP_TIMES, read_setups, windows
+from windlass.study.setups import read_setups, windows
 from windlass.study.study import Study
+from windlass.telemetry.measures import SETUP, STEP_PARTS
 
 
 @pytest.fixture
@@ -176,7 +177,7 @@ def test_the_parts_of_a_step_sum_to_it_and_a_negative_difference_is_said_to_be_n
 
     study = build(Scaling("strong"), worlds(1, 2, 4), step, probe=probe)
     for row in read_setups(study):
-        assert sum(row.values.get(name, 0.0) for name in STEP_TIMES) == pytest.approx(
+        assert sum(row.values.get(name, 0.0) for name in STEP_PARTS) == pytest.approx(
             row.values["step_ms"]
         )
     one, two, four = read_setups(study)
@@ -213,7 +214,7 @@ def test_without_a_probe_communication_has_a_reason_and_no_number(build):
 def test_every_number_is_there_or_has_a_reason_and_cells_that_wait_or_failed_are_rows(build):
     study = build(Scaling("strong"), worlds(1, 2, 4), 50.0, waiting=[2], failed=[1])
     for row in read_setups(study):
-        assert set(SETUP_MEASURES) == set(row.values) & set(SETUP_MEASURES) | set(row.missing)
+        assert set(SETUP) == set(row.values) & set(SETUP) | set(row.missing)
         assert all(row.missing.values()) and not set(row.values) & set(row.missing)
     _, failed, waiting = read_setups(study)
     assert (failed.state, failed.missing["speedup"]) == (

@@ -13,7 +13,8 @@ from windlass.reports.scaling import read_scaling, sentences, setup_values, term
 from windlass.reports.study import read_study
 from windlass.reports.write import report
 from windlass.study.grid import WORLD, Scaling
-from windlass.study.setups import SETUP_MEASURES, read_setups
+from windlass.study.setups import read_setups
+from windlass.telemetry.measures import SETUP
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_the_tables_have_every_setup_with_its_state_and_reasons(strong, tmp_path
         "failed: exit code 1: out of memory"
     ]
     assert (
-        set(SETUP_MEASURES) <= set(table[0])
+        set(SETUP) <= set(table[0])
         and float(table[1]["step_ms"]) == 56
         and float(table[1]["step_ms_low"]) == 54
     )

@@ -108,7 +108,7 @@ def exit_code(study: Study, only: int | None = None) -> int:
 
 def show_winners(progress: Progress, study: Study, world: int) -> None:
     """Print medians over seeds, and the command that trains each winner, or why there is none."""
-    from windlass.study.progress import measure_name
+    from windlass.telemetry.measures import title_of
 
     for group in study.groups():
         if group.seeds and group.median is not None:
@@ -118,7 +118,7 @@ def show_winners(progress: Progress, study: Study, world: int) -> None:
     winners, remark = study.winners()
     for best in winners:
         over = f", median of {best.seeds}" if best.seeds else ""
-        score = f"{measure_name(study)} {best.median:.4f}{over}"
+        score = f"{title_of(study.measure)} {best.median:.4f}{over}"
         progress.notify(f"best: {best.label} ({score})")
         for line in filter(None, study.winner_command(best.assignment, world)):
             progress.notify(f"  {line}")

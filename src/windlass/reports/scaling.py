@@ -18,49 +18,25 @@ from windlass.reports.table import Column, Table
 from windlass.reports.text import show
 from windlass.study.grid import NODES, WORLD, Scaling
 from windlass.study.projection import Projection, projections
-from windlass.study.setups import SETUP_MEASURES, Setup, read_setups
+from windlass.study.setups import Setup, read_setups
+from windlass.telemetry.measures import SETUP, Measure
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from windlass.study.study import Study
 
-COLUMNS: dict[str, tuple[str, str, str]] = {
-    "setup": ("Setup", "setup", ""),
-    "state": ("State", "state", ""),
-    "layers": ("Layers", "layers", "count"),
-    "batch_per_device": ("Samples of a rank in a step", "batch/rank", "amount"),
-    "global_batch": ("Samples of a step", "batch", "count"),
-    "parameters": ("Parameters", "parameters", "count"),
-    "flops_per_device": ("GFLOP of a rank in a step", "GFLOP/rank", "giga"),
-    "step_ms": ("Step (ms)", "step ms", "rate"),
-    "spread": ("Lowest to highest (ms)", "low to high", ""),
-    "samples_per_s": ("Samples/s", "samples/s", "rate"),
-    "steps_per_s": ("Steps/s", "steps/s", "hours"),
-    "util_pct": ("Utilisation (%)", "util. %", "rate"),
-    "exact_match": ("Exact match", "EM", "score"),
-    "f1": ("F1", "F1", "score"),
-    "peak_mem_mb": ("Peak memory, fullest rank (MB)", "memory MB", "mb"),
-    "pareto": ("Pareto front", "pareto", ""),
-    "recommended": ("Recommended", "best", ""),
-    "tokens_per_s_per_device": ("Tokens/s of a rank", "tok/s/rank", "count"),
-    "mfu": ("MFU", "MFU", "share"),
-    "speedup": ("Speed-up", "speed-up", "hours"),
-    "efficiency": ("Efficiency", "eff.", "share"),
-    "serial_fraction": ("Serial fraction", "serial", "hours"),
-    "ratio": ("Runtime ÷ baseline's", "runtime÷", "share"),
-    "compute_ms": ("Computing (ms)", "compute", "rate"),
-    "exposed_ms": ("Communication exposed (ms)", "comm.", "rate"),
-    "data_ms": ("Waiting for data (ms)", "data", "rate"),
-    "host_ms": ("Host (ms)", "host", "rate"),
-    "predicted_ms": ("Predicted step (ms)", "predicted", "rate"),
-    "predicted_error": ("Prediction's error", "error", "share"),
-    "train_loss_mean": ("Training loss, mean", "loss", "loss"),
-    "runtime_s": ("Runtime (s)", "runtime s", "rate"),
-    "startup_s": ("Start-up (s)", "start-up s", "rate"),
-    "compile_s": ("Compiling (s)", "compile s", "rate"),
+SPREAD = Measure("spread", "Lowest to highest (ms)", "", short="low to high")
+COLUMNS = {
+    column.name: column
+    for measure in (
+        Measure("setup", "Setup", "", short="setup"),
+        Measure("state", "State", "", short="state"),
+        *SETUP.values(),
+    )
+    for column in (measure, *[SPREAD] * (measure.name == "step_ms"))
 }
-"""What people see, by name: the heading, the terminal's heading, the kind of number."""
+"""The columns of the table by name; people see those with a heading."""
 IF_DIFFERENT = frozenset(
     "layers batch_per_device global_batch parameters flops_per_device pareto recommended".split()  # noqa: SIM905
 )
@@ -140,8 +116,8 @@ def read_scaling(seen: StudyView) -> ScalingView | None:
 def setup_values(seen: StudyView, table: Sequence[Setup] | None = None) -> list[dict[str, Any]]:
     """Everything about each setup by name, for the published tables.
 
-    They are its settings, the medians of its finished runs' measures, its numbers of SETUP_MEASURES, `setup`,
-    `state`, and `reasons`: why a number is missing, by name.
+    They are its settings, the medians of its finished runs' measures, its numbers of
+    `measures.SETUP`, `setup`, `state`, and `reasons`: why a number is missing, by name.
     """
     runs, setups = {view.run.path: view.values for view in seen.views}, []
     for row in read_setups(seen.study, seen.results) if table is None else table:
@@ -164,16 +140,17 @@ def setup_table(study: Study, setups: Sequence[Setup], notes: bool = True) -> Ta
     strategies = any("pareto" in row.values for row in setups)
     keys = dict.fromkeys(k for row in setups for k in row.assignment if k not in (WORLD, NODES))
     ends = [f"{n}_{end}" for n in ("step_ms", "samples_per_s") for end in ("low", "high")]
-    names = [*dict.fromkeys(("setup", "state", *keys, *COLUMNS, *SETUP_MEASURES)), *ends]
+    names = [*dict.fromkeys(("setup", "state", *keys, *COLUMNS)), *ends]
     names += ["repeats", "remarks", "reasons"]
     cells = [_cells(row) for row in setups]
     columns = []
     for name in names:
-        heading, short, kind = COLUMNS.get(name, ("", "", ""))
-        values = {show(row[name], kind) for row in cells if row.get(name) is not None}
-        shown = name in COLUMNS and len(values) > (name in IF_DIFFERENT)
+        column = COLUMNS.get(name, Measure(name, kind=""))
+        values = {show(row[name], column.kind) for row in cells if row.get(name) is not None}
+        shown = bool(column.heading) and len(values) > (name in IF_DIFFERENT)
         shown &= strategies or name not in OF_STRATEGIES
-        columns.append(Column(name, heading, kind, short, shown, in_csv=name != "spread"))
+        head = (column.heading, column.kind, column.short, shown)
+        columns.append(Column(name, *head, in_csv=name != "spread"))
     text = sentences(study, setups) if notes else []
     return Table("scaling", columns, [[*map(row.get, names)] for row in cells], "Setups", text)
 
@@ -184,7 +161,7 @@ def _cells(row: Setup) -> dict[str, Any]:
         "setup": row.name,
         "state": f"{row.state}: {row.reason}" if row.reason else row.state,
         **row.assignment,
-        **{name: row.values.get(name) for name in SETUP_MEASURES},
+        **{name: row.values.get(name) for name in SETUP},
         "repeats": len(row.results),
         "remarks": "; ".join(row.remarks),
         "reasons": "; ".join(f"{name}: {text}" for name, text in row.missing.items()),
@@ -302,7 +279,7 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
     """Why columns are empty: a sentence for each reason and its setups."""
     skipped = (*UNEXPLAINED, *(OF_RANKS if scaling.mode == "strategies" else OF_STRATEGIES))
     empty: dict[tuple[str, ...], list[str]] = {}  # by reason and setups, the columns
-    for name, (heading, _, _) in COLUMNS.items():
+    for name, heading in ((c.name, c.heading) for c in SETUP.values() if c.heading):
         without: dict[str, list[str]] = {}
         for row in measured:
             if name in row.missing and name not in skipped:

@@ -10,7 +10,8 @@ import numpy as np
 from windlass.reports.charts import Axis, Chart, Series
 from windlass.reports.text import show
 from windlass.study.grid import Scaling
-from windlass.study.setups import STEP_TIMES, Setup, baseline
+from windlass.study.setups import Setup, baseline
+from windlass.telemetry.measures import SETUP, STEP_PARTS
 
 PART_COLOURS = {"compute_ms": 0, "exposed_ms": 1, "data_ms": 5, "host_ms": 4}
 
@@ -110,10 +111,10 @@ def step_parts(table: Sequence[Setup]) -> Chart | None:
     if not divided:
         return None
     series = []
-    for part, name in STEP_TIMES.items():
+    for part in STEP_PARTS:
         y = np.array([float(setup.values.get(part, 0.0)) for setup in divided])
         texts = [f"{show(ms, 'rate')} ms" for ms in y.tolist()]
-        series.append(Series(name, y, colour=PART_COLOURS[part], texts=texts))
+        series.append(Series(SETUP[part].words, y, colour=PART_COLOURS[part], texts=texts))
     totals = np.sum([one.y for one in series], axis=0)
     notes = [show(float(total), "rate") for total in totals]
     bars = Axis(names=[setup.name for setup in divided], notes=notes)

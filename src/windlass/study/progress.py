@@ -12,19 +12,13 @@ from windlass.study.grid import short_names
 from windlass.study.results import CellResult
 from windlass.study.study import Study
 from windlass.telemetry import terminal
-from windlass.telemetry.measures import duration, of_eval, short
+from windlass.telemetry.measures import duration, short, title_of
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 EVERY_SECONDS = 30.0  # between two lines of a cell that trains, without a table
 NOTEBOOK_WIDTH = 140
-
-
-def measure_name(study: Study) -> str:
-    """The measure that ranks a study's cells, in words; of another suite as in the recipe."""
-    suite, _, name = study.measure.partition(".")
-    return of_eval(name or suite).heading.lower() if suite == LOSS else study.measure
 
 
 class Progress:
@@ -98,7 +92,7 @@ class Progress:
 
 def cells_table(study: Study, results: Sequence[CellResult], width: int) -> Group:
     """The cells as a table for a terminal of `width` columns."""
-    best = "best" if study.measure == LOSS else f"best {measure_name(study)}"
+    best = "best" if study.measure == LOSS else f"best {title_of(study.measure)}"
     settings = short_names(study.keys).values()
     head = ["cell", *settings, "state", "step", "left", "loss", "val loss", best]
     head += ["tok/s", "device-h", "reason"]

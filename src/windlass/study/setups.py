@@ -21,58 +21,12 @@ from windlass.run import Line, Run, last_start, timestamp
 from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, Cell, Scaling, short_names
 from windlass.study.results import CellResult
 from windlass.study.study import Study
+from windlass.telemetry.measures import SETUP, STEP_PARTS
 from windlass.telemetry.timing import BEGINS, STEP_PHASES
 
 LOW_EFFICIENCY = 0.7  # a lower one gets a remark
-STEP_TIMES = {
-    "compute_ms": "computing",
-    "exposed_ms": "communication",
-    "data_ms": "waiting for data",
-    "host_ms": "the host",
-}
-"""The parts of a step, which sum to it."""
 COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
 """Numbers that compare a setup with the baseline."""
-
-SETUP_MEASURES: dict[str, str] = {
-    "world": "ranks",
-    "nodes": "hosts",
-    "layers": "layers of the model",
-    "batch_per_device": "samples per rank in a step",
-    "global_batch": "samples in a step",
-    "parameters": "parameters of the model",
-    "flops_per_device": "FLOPs per rank in a step, forward and backward",
-    "step_ms": "time of a step after the warm-up: median over the windows of `train` lines",
-    "samples_per_s": "samples in a step over its time",
-    "steps_per_s": "steps a second, after the warm-up",
-    "tokens_per_s": "tokens a second, all ranks",
-    "tokens_per_s_per_device": "tokens a second per rank",
-    "mfu": "model FLOPs utilisation",
-    "speedup": "throughput over the baseline's; weak: efficiency times N / N0",
-    "efficiency": "strong and fixed-data T(N0) N0 / (T(N) N), weak T(N0) / T(N)",
-    "serial_fraction": "Karp-Flatt: (1/speed-up - 1/p) / (1 - 1/p) with p = N/N0",
-    "samples_factor": "samples/s over the baseline's",
-    "runtime_factor": "the baseline's runtime over this one's",
-    "ratio": "this runtime over the baseline's: printed as weak efficiency in an exercise",
-    "compute_ms": "part of a step: forward, backward and optimizer of the probe",
-    "exposed_ms": "part of a step: communication that computing does not hide",
-    "data_ms": "part of a step: waiting for data",
-    "host_ms": "part of a step: the rest",
-    "predicted_ms": "time of a step from the machine's measured rates",
-    "predicted_error": "predicted over measured time of a step, less 1",
-    "startup_s": "from the start of the process to its first evaluation or step",
-    "compile_s": "compiling",
-    "runtime_s": "wall time of the whole run",
-    "samples_per_s_whole_run": "all samples over the run's wall time without its start-up",
-    "train_loss": "the last training loss",
-    "train_loss_mean": "mean training loss of the run's steps",
-    "peak_mem_mb": "peak memory of the fullest rank: allocated on its GPU, or resident on a CPU",
-    "util_pct": "mean utilisation of the GPU, or of a CPU's threads, in training steps",
-    "exact_match": "SQuAD's exact match at the last evaluation, if the suite is on",
-    "f1": "SQuAD's F1 at the last evaluation, if the suite is on",
-    "pareto": "whether no setup is both faster and smaller in memory",
-    "recommended": "whether it is the recommended setup",
-}
 
 
 @dataclass(frozen=True)
@@ -84,7 +38,7 @@ class Setup:
     results: list[CellResult]  # one for each repeat
     state: str  # of its cells; of several states the one furthest from finished
     reason: str = ""
-    values: dict[str, Any] = field(default_factory=dict)  # by a name of SETUP_MEASURES
+    values: dict[str, Any] = field(default_factory=dict)  # by a name of `measures.SETUP`
     # Lowest and highest over the repeats.
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)  # why a number is missing
@@ -293,7 +247,7 @@ def _probe(study: Study, setup: Setup, warmup: int) -> Mapping[str, float]:
 
 
 def _divide(setup: Setup, probe: Mapping[str, float]) -> None:
-    """Divide a setup's step into STEP_TIMES.
+    """Divide a setup's step into STEP_PARTS.
 
     Computing and host are the probe's; its forward and backward pass are scaled to the tokens of a
     rank's step, padding included. The step's excess over the probe, both without waiting for data,
@@ -384,12 +338,12 @@ def _largest_excess(setup: Setup, base: Setup) -> str:
     """
     if "compute_ms" not in setup.values or "compute_ms" not in base.values:
         return "without a probe it is not known which part of the step grew"
-    ideal = {part: base.values.get(part, 0.0) for part in STEP_TIMES}
+    ideal = {part: base.values.get(part, 0.0) for part in STEP_PARTS}
     ideal["compute_ms"] *= setup.values["flops_per_device"] / base.values["flops_per_device"]
     excess = {part: setup.values.get(part, 0.0) - ms for part, ms in ideal.items()}
     part = max(excess, key=lambda part: excess[part])
     more = f"{excess[part]:.3g} ms of a step more than with perfect scaling"
-    return f"{STEP_TIMES[part]} grew most, by {more}"
+    return f"{SETUP[part].words} grew most, by {more}"
 
 
 def _recommend(table: list[Setup]) -> None:
@@ -427,12 +381,12 @@ def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
     """For each number why a setup would lack it."""
     if not setup.start:
         state = f"{setup.state}: {setup.reason}" if setup.reason else setup.state
-        return dict.fromkeys(SETUP_MEASURES, "not run yet" if state == "waiting" else state)
+        return dict.fromkeys(SETUP, "not run yet" if state == "waiting" else state)
     if not setup.measured:
         why = f"no line of the ledger begins after {scaling.warmup} steps of warm-up"
-        return dict.fromkeys(SETUP_MEASURES, why)
+        return dict.fromkeys(SETUP, why)
     weak = scaling.mode == "weak"
-    reasons = dict.fromkeys(SETUP_MEASURES, "not measured") | {
+    reasons = dict.fromkeys(SETUP, "not measured") | {
         "mfu": f"no peak is known of {setup.start.get('device')}",
         "compile_s": "not compiled",
         "exposed_ms": "no communication on one rank",
