@@ -90,7 +90,7 @@ def measured(join: Any, r: Recipe, vocab: int, micro: int, accumulation: int) ->
             gc.collect()
             rest = meter.peak = meter.total
             for k in range(accumulation):
-                with sync_gradients(model, k == accumulation - 1):
+                with sync_gradients(model, ranks.strategy, k == accumulation - 1):
                     with autocast(r, ranks.device):
                         loss = model(tokens, tokens)
                     (loss / 1000).backward()

@@ -20,7 +20,7 @@ from windlass.data.loader import Loader
 from windlass.data.samples import Rows
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.optim.schedule import factor
+from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import parallelize, unwrap
 from windlass.recipe import Horizon
@@ -93,7 +93,7 @@ def trained(join, recipe, divisor: float = 1.0):
         for number, micro_batches in zip(range(STEPS), loader, strict=False):
             if divisor != 1.0:
                 object.__setattr__(micro_batches, "valid_tokens", int(micro_batches.valid_tokens * divisor))
-            result = step(micro_batches, factor(recipe.optim.schedule, horizon, number))
+            result = step(micro_batches, lr_multiplier(recipe.optim.schedule, horizon, number))
             losses.append(float(collectives.sum_over_ranks(result.loss, ranks)))
             norms.append(float(result.grad_norm))
         loader.close()

@@ -24,7 +24,7 @@ def loss_and_norm(model, settings, ranks) -> tuple[float, float]:
     """The loss and the gradient norm of four samples, dealt to the ranks."""
     draw = torch.from_numpy(np.random.default_rng(0).integers(0, 64, (4, 17)))
     mine = draw.chunk(ranks.world)[ranks.rank]
-    with sync_gradients(model, True):
+    with sync_gradients(model, ranks.strategy, True):
         with autocast(settings, ranks.device):
             loss = model(mine[:, :-1], mine[:, 1:]) / 64
         loss.backward()

@@ -67,7 +67,7 @@ def step(model: nn.Module, join: Join, ranks: Any, settings: Any, accumulation: 
     valid = sum_async([int(sum((labels != -100).sum() for _, labels in mine))], ranks).wait()[0]
     total = torch.zeros((), dtype=torch.float64)
     for k, (tokens, labels) in enumerate(mine):
-        with sync_gradients(model, k == len(mine) - 1), autocast(settings, ranks.device):
+        with sync_gradients(model, ranks.strategy, k == len(mine) - 1), autocast(settings, ranks.device):
             loss = model(tokens, labels) / valid
         loss.backward()
         total += loss.detach()
@@ -161,7 +161,7 @@ def gradient_bytes(join: Join) -> dict[str, int]:
         settings = recipe(train__precision="fp64", **CASES[case])
         with join(settings) as ranks:
             model = parallelize(toy(), ranks, settings)
-            with sync_gradients(model, False):
+            with sync_gradients(model, ranks.strategy, False):
                 model(*micro_batch(join.rank)).backward()
             states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
             groups = [s._fsdp_param_group for s in states if s._fsdp_param_group]
@@ -211,7 +211,7 @@ def low_precision(join: Join) -> dict[tuple[str, str], Any]:
                 numbers = range(join.rank, 4, join.world)
                 for k in numbers:
                     tokens, labels = micro_batch(k)
-                    with sync_gradients(model, k == numbers[-1]), autocast(settings, ranks.device):
+                    with sync_gradients(model, ranks.strategy, k == numbers[-1]), autocast(settings, ranks.device):
                         part = model(tokens, labels) / 20
                     part.backward()
                     loss += part.detach()
@@ -244,7 +244,7 @@ def embeddings_gradient(join: Join, world_strategy: str) -> torch.Tensor:
     with join(settings) as ranks:
         model = parallelize(toy(dtype=torch.float32, tied=False), ranks, settings)
         tokens = torch.ones(2, 1000 // join.world, dtype=torch.int64)
-        with sync_gradients(model, True), autocast(settings, ranks.device):
+        with sync_gradients(model, ranks.strategy, True), autocast(settings, ranks.device):
             loss = model(tokens, tokens + 1)
         loss.backward()
         return whole(unwrap(model).embedding.weight.grad)[1].clone()

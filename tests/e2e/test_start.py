@@ -22,7 +22,7 @@ from windlass.checkpoint.retention import Lineage, write_lineage
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 from windlass.launch.local import launch
-from windlass.optim.schedule import factor
+from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon, Recipe
 from windlass.reports.view import view
 from windlass.run import Run, read_lines
@@ -131,7 +131,7 @@ def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path):
     longer = train(recipe, extend_to=20)
     extended = [(e["step"], e["extended_from"]) for e in longer.events if e.get("extended_from")]
     assert extended == [(6, 12)], "the decay began at step 8"
-    rates = [factor(recipe.optim.schedule, Horizon(20, 44, 8), step) for step in range(20)]
+    rates = [lr_multiplier(recipe.optim.schedule, Horizon(20, 44, 8), step) for step in range(20)]
     assert [line["lr"] for line in longer.lines("train")] == [
         recipe.optim.lr * rate for rate in rates
     ]
@@ -151,7 +151,7 @@ def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_pa
     assert starts(longer)[1:] == [("resumed", 12)] and same(
         longer, untouched(recipe, "train.steps=20"), 20
     )
-    rates = [factor(recipe.optim.schedule, Horizon(16, 44, 8), step) for step in range(20)]
+    rates = [lr_multiplier(recipe.optim.schedule, Horizon(16, 44, 8), step) for step in range(20)]
     assert [line["lr"] for line in longer.lines("train")] == [
         recipe.optim.lr * rate for rate in rates
     ]

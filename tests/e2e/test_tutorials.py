@@ -23,7 +23,7 @@ import pytest
 import hf_fixtures
 from helpers import overrides, write_corpus
 from windlass.cli import main
-from windlass.optim.schedule import factor
+from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon
 from windlass.run import Run
 
@@ -229,7 +229,7 @@ def test_the_stitched_run_of_the_exercises_is_the_beginning_of_the_long_one(
         e["step"] for e in run.events if e["event"] == "resumed"
     ] == [50]
     schedule, horizon = run.recipe.optim.schedule, Horizon(4400, 0, 1)
-    whole = [run.recipe.optim.lr * factor(schedule, horizon, step) for step in range(100)]
+    whole = [run.recipe.optim.lr * lr_multiplier(schedule, horizon, step) for step in range(100)]
     assert [line["lr"] for line in run.lines("train")] == pytest.approx(whole) and whole[43] == max(
         whole
     )

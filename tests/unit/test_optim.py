@@ -12,7 +12,7 @@ from windlass.model.gpt import GPT
 from windlass.model.size import describe_sizes
 from windlass.optim.build import build_optimizer, count_groups, describe_groups, make_groups, set_lr
 from windlass.optim.muon import COEFFICIENTS, Muon, orthogonalise, update_scale
-from windlass.optim.schedule import factor
+from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon, ModelSettings, OptimSettings, Recipe, ScheduleSettings
 
 
@@ -227,7 +227,9 @@ def horizon(steps):
 
 
 def curve(updates, **settings):
-    return [factor(ScheduleSettings(**settings), horizon(updates), i) for i in range(updates)]
+    return [
+        lr_multiplier(ScheduleSettings(**settings), horizon(updates), i) for i in range(updates)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -278,8 +280,8 @@ def test_gpt2_124m():
             if it < 715
             else 6e-5 + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (lr - 6e-5)
         )
-        assert lr * factor(s, h, it) == pytest.approx(want, rel=1e-12), it
-    assert lr * factor(s, h, 0) == pytest.approx(8.391608e-07, rel=1e-6)
+        assert lr * lr_multiplier(s, h, it) == pytest.approx(want, rel=1e-12), it
+    assert lr * lr_multiplier(s, h, 0) == pytest.approx(8.391608e-07, rel=1e-6)
 
 
 def test_nanogpt_decays_over_more_steps_than_it_runs():
@@ -287,7 +289,7 @@ def test_nanogpt_decays_over_more_steps_than_it_runs():
     s, h = ScheduleSettings(kind="cosine", warmup=100, final=0.1, steps=5000), horizon(300)
     for it in range(100, 300):
         coefficient = 0.5 * (1.0 + math.cos(math.pi * (it - 100) / (5000 - 100)))
-        assert 1e-3 * factor(s, h, it) == pytest.approx(
+        assert 1e-3 * lr_multiplier(s, h, it) == pytest.approx(
             1e-4 + coefficient * (1e-3 - 1e-4), rel=1e-12
         )
 

@@ -10,7 +10,7 @@ from windlass.cli import main
 from windlass.estimate.milestones import checkpoints_to_come, milestones
 from windlass.estimate.optimum import resolve_steps
 from windlass.estimate.plan import plan
-from windlass.optim.schedule import factor, phases
+from windlass.optim.schedule import lr_multiplier, phases
 from windlass.recipe import Horizon, Recipe
 from windlass.study.grid import cells_of, expand, parse_axis
 from windlass.study.presets import load_study
@@ -94,11 +94,11 @@ def test_a_short_run_of_shakespeare_keeps_the_schedule_of_the_long_one():
     short, long = Horizon(100, 3921, 512), Horizon(5000, 3921, 64)
     assert recipe.batch(8).tokens_per_step == 131_072 and recipe.train.global_batch == 8 * 64
     for step in (0, 50, 99):
-        expected = factor(whole.optim.schedule, long, step)
-        assert factor(recipe.optim.schedule, short, step) == pytest.approx(expected), step
+        expected = lr_multiplier(whole.optim.schedule, long, step)
+        assert lr_multiplier(recipe.optim.schedule, short, step) == pytest.approx(expected), step
     assert (
-        factor(recipe.optim.schedule, short, 99) == 1.0
-        and factor(whole.optim.schedule, short, 99) < 0.2
+        lr_multiplier(recipe.optim.schedule, short, 99) == 1.0
+        and lr_multiplier(whole.optim.schedule, short, 99) < 0.2
     )
 
 
@@ -118,7 +118,7 @@ def test_quotas_of_gpt2_124m():
     assert checkpoints_to_come(recipe, horizon) == 10 + 4 + 1 + 2 + 1, (
         "four epochs before the last ten, one being written"
     )
-    assert factor(recipe.optim.schedule, horizon, horizon.steps) == pytest.approx(0.1)
+    assert lr_multiplier(recipe.optim.schedule, horizon, horizon.steps) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Batches for the loop: read ahead in the background, each rank its slices of the global batch.
 
-Which samples a step has, and in which micro-batch, is decided by arithmetic alone (`data/order.py`, `BatchPlan`); the
-thread here only reads them earlier than they are needed.
+Arithmetic alone decides which samples a step and a micro-batch have (`data/order.py`, `BatchPlan`);
+the thread here only reads them early.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,13 +37,13 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's share of one optimizer step."""
+    """This rank's samples of one optimizer step."""
 
     step: int  # the step about to be done, counted from 1
     first_sample: int  # global number of the step's first sample
     micro: list[MicroBatch]
     valid_tokens: int  # unmasked labels of this rank
-    real_tokens: int  # its tokens without padding, those of masked prompts included
+    real_tokens: int  # its tokens without padding, masked prompts included
     wait_ms: float = 0.0  # how long the loop had to wait for it
 
 
@@ -57,14 +57,11 @@ class Loader(Iterator[StepBatch]):
         data_rank: int,  # whose share is read
         seed: int,
         kind: str = "shuffled",  # `data.order`
-        device: torch.device
-        | str = "cpu",  # where the tensors go; to CUDA from pinned memory, without waiting
+        device: torch.device | str = "cpu",  # to CUDA from pinned memory, without waiting
         prefetch: int = 2,  # steps read ahead; 0: read when asked
         first_step: int = 0,  # steps already done
-        skipped: Sequence[
-            tuple[int, int]
-        ] = (),  # ranges [start, stop) of global sample numbers that are left out
-        length_buckets: bool = False,  # sort the samples of a step by length first: less padding in a micro-batch
+        skipped: Sequence[tuple[int, int]] = (),  # ranges [start, stop) of sample numbers to omit
+        length_buckets: bool = False,  # sort a step's samples by length: less padding
     ):
         if not len(samples):
             raise ValueError("there is no sample to load")
@@ -73,10 +70,8 @@ class Loader(Iterator[StepBatch]):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.samples, self.batch, self.data_rank = samples, batch, data_rank
         self.seed, self.kind = seed, kind
-        self.skipped, self.length_buckets = (
-            tuple(skipped),
-            length_buckets and hasattr(samples, "length"),
-        )
+        self.skipped = tuple(skipped)
+        self.length_buckets = length_buckets and hasattr(samples, "length")
         self._next, self._stop = first_step + 1, threading.Event()
         self._error: BaseException | None = None
         self._queue: queue.Queue[StepBatch | BaseException] | None = None
@@ -94,9 +89,9 @@ class Loader(Iterator[StepBatch]):
         return cast(StepBatch, self.poll(None))
 
     def poll(self, timeout: float | None = 0.0) -> StepBatch | None:
-        """The next batch, or None where it is not there within `timeout` seconds (None: wait).
+        """The next batch, or None if it does not come within `timeout` seconds (None: wait).
 
-        An error of the background thread is raised here, at every call from then on.
+        Raises an error of the background thread, in every call from then on.
         """
         if self._error is not None:
             raise self._error
@@ -104,11 +99,8 @@ class Loader(Iterator[StepBatch]):
             raise ValueError("the loader is closed")
         started = time.perf_counter()
         try:
-            batch = (
-                self._queue.get(timeout != 0, timeout or None)
-                if self._queue
-                else self._read(self._next)
-            )
+            ahead = self._queue
+            batch = ahead.get(timeout != 0, timeout or None) if ahead else self._read(self._next)
         except queue.Empty:
             return None
         if not isinstance(batch, StepBatch):
@@ -122,8 +114,12 @@ class Loader(Iterator[StepBatch]):
         return replace(batch, micro=micro, wait_ms=1e3 * (time.perf_counter() - started))
 
     def close(self, patience: float | None = CLOSE_SECONDS) -> None:
-        """Stop reading ahead; may be called again. The thread ends after the read that it is in; it is waited for, for `patience`
-        seconds (None: until it ends, since a source may not support two readers), then abandoned: it keeps no process alive."""
+        """Stop reading ahead; may be called again.
+
+        Waits up to `patience` seconds for the thread to finish its read (None: until it has,
+        because a source may not support two readers). A late thread does not keep the process
+        alive.
+        """
         self._stop.set()
         if self._queue is not None:
             self._thread.join(patience)
@@ -135,18 +131,19 @@ class Loader(Iterator[StepBatch]):
         self.close()
 
     def _read(self, step: int) -> StepBatch | None:
-        """This rank's micro-batches of a step (counted from 1), in host memory; None where the loader is closed meanwhile."""
+        """This rank's micro-batches of a step (counted from 1), in host memory; None if the loader
+        is closed meanwhile."""
         numbers = step_samples(step - 1, self.batch.global_batch, self.skipped)
         epochs, places = np.divmod(numbers, len(self.samples))
         shards, indices = getattr(self.samples, "shard_samples", None), np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
             order = Order(self.kind, self.seed, epoch, len(self.samples), shards)
             indices[epochs == epoch] = order[places[epochs == epoch]]
+        length: Any = getattr(self.samples, "length", None)
         if self.length_buckets:
-            lengths = [self.samples.length(i) for i in indices.tolist()]  # type: ignore[attr-defined]
+            lengths = list(map(length, indices.tolist()))
             indices = indices[np.argsort(lengths, kind="stable")]
         size, micro, valid, real = self.batch.micro_batch, list[MicroBatch](), 0, 0
-        length = getattr(self.samples, "length", None)
         for k in self.batch.micro_batches(self.data_rank):
             if self._stop.is_set():
                 return None
@@ -161,7 +158,7 @@ class Loader(Iterator[StepBatch]):
         return StepBatch(step, int(numbers[0]), micro, valid, real)
 
     def _read_ahead(self, batches: queue.Queue[StepBatch | BaseException], step: int) -> None:
-        """Fill the queue until the loader is closed or an error comes, which is then the last thing in the queue."""
+        """Fill the queue until the loader is closed; an error is the last item in the queue."""
 
         def put(item: StepBatch | BaseException) -> None:
             while not self._stop.is_set():
@@ -193,10 +190,9 @@ def eval_batches(
     *,
     first: int = 0,
 ) -> Iterator[Batch[Tensor]]:
-    """The samples from `first` up to `limit_samples` (0: all), each once over all ranks, in equally many micro-batches on
-    every rank.
+    """The samples from `first` up to `limit_samples` (0: all), each once over all data ranks.
 
-    Rows past the last sample are all masked: every rank makes the same forward passes.
+    Every rank gets the same number of batches; rows past the last sample are masked.
     """
     count = min(limit_samples, len(samples)) if limit_samples else len(samples)
     for turn in range(-(-(count - first) // (micro_batch * data_world))):

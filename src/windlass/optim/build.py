@@ -1,4 +1,4 @@
-"""From the recipe's `[optim]` to an optimizer over a model's parameters: each in exactly one group, a tied one once."""
+"""From the recipe's `[optim]` to an optimizer over a model's parameters, each in one group."""
 
 from __future__ import annotations
 
@@ -15,15 +15,10 @@ from windlass.optim.muon import Muon, new_state
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
 from windlass.recipe.settings import OptimSettings
 
-FUSED_DEVICES = {
-    "cpu",
-    "cuda",
-    "mps",
-    "xpu",
-}  # with PyTorch's AdamW in one kernel for all tensors, 4 to 5 times faster
-Group = dict[
-    str, Any
-]  # `name`, `params`, `base_lr`, `lr`, `weight_decay`, and `muon` where the optimizer is Muon
+# With PyTorch's AdamW in one kernel for all tensors, 4 to 5 times faster.
+FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
+ParameterGroup = dict[str, Any]
+"""`name`, `params`, `base_lr`, `lr`, `weight_decay`, and `muon` if the optimizer is Muon."""
 
 
 def build_optimizer(
@@ -33,11 +28,12 @@ def build_optimizer(
     replicas: DeviceMesh | None = None,
     shard_state: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a recipe, for a model that is already parallelized; `set_lr` sets its learning rate.
+    """The optimizer of a recipe, for a parallelized model; `set_lr` sets its learning rate.
 
     Args:
-        model: Not wrapped (see `unwrap`), its parameters plain tensors or DTensors (FSDP2); for `muon` it has `blocks()`.
-        device_type: Where the training computes (`"cpu"`, `"cuda"`); with offloaded parameters not where they lie.
+        model: Not wrapped (see `unwrap`); for `muon` it has `blocks()`.
+        device_type: Where the training computes (`"cpu"`, `"cuda"`), also if parameters are
+            offloaded.
         replicas: Ranks that hold equal plain parameters (a mesh of one dimension); with `muon` they
             share the work.
         shard_state: Divide the optimizer state among the `replicas` (`shard_optim`).
@@ -50,32 +46,22 @@ def build_optimizer(
     fused = settings.kind in ("adamw", "muon") or settings.options.get("fused")
     lines = device_type == "cpu" and fused  # see LINE_BYTES
     for g in groups if mesh is not None else ():
-        any_row, whole = (
-            not lines or g.get("muon", False),
-            [p for p in g["params"] if not isinstance(p, DTensor)],
-        )
-        rows |= {p: nn.Parameter(own_rows(p, mesh, placement(p, mesh, any_row))) for p in whole}
-        g["params"] = [rows.get(p, p) for p in g["params"]]
-    adam: dict[str, Any] = {
-        "betas": settings.betas,
-        "eps": settings.eps,
-        "fused": devices <= FUSED_DEVICES,
-    }
+        any_row = not lines or g.get("muon", False)
+        own = {p: own_rows(p, mesh, placement(p, mesh, any_row)) for p in g["params"]}
+        rows |= {p: nn.Parameter(part) for p, part in own.items()}
+        g["params"] = [rows[p] for p in g["params"]]
+    fused_adam = devices <= FUSED_DEVICES
+    adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps, "fused": fused_adam}
     if settings.kind == "muon":
-        momentum = settings.muon_momentum
-        optimizer: torch.optim.Optimizer = Muon(
-            groups,
-            momentum=momentum,
-            **adam,
-            device_type=device_type,
-            group=replicas.get_group() if replicas is not None else None,
-        )
+        adam |= {"momentum": settings.muon_momentum, "device_type": device_type}
+        group = replicas.get_group() if replicas is not None else None
+        optimizer: torch.optim.Optimizer = Muon(groups, **adam, group=group)
     elif settings.kind == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=settings.lr, **adam)
     else:
         optimizer = build_torch_optimizer(groups, settings)
     if settings.kind in ("adamw", "muon"):
-        # Allocated now and not in the first update: if memory runs out, it does so before a parameter has changed.
+        # Allocated now: if memory runs out, it does so before the first update changes a parameter.
         for g in optimizer.param_groups:
             for p in g["params"]:
                 optimizer.state[p] = new_state(p.detach(), g)
@@ -83,20 +69,16 @@ def build_optimizer(
 
 
 def torch_optimizer(settings: OptimSettings) -> type[Any] | None:
-    """The class in `torch.optim` that a recipe names, None for our own; UserError for an unknown name or option."""
+    """The class in `torch.optim` that a recipe names, None for our own; UserError for an unknown
+    name or option."""
     if not settings.kind.startswith("torch.optim."):
         return None
+    # The base; needs a closure; needs sparse gradients.
+    excluded = ("Optimizer", "LBFGS", "SparseAdam")
     optimizers: dict[str, Any] = {
         name: one
         for name, one in vars(torch.optim).items()
-        if inspect.isclass(one)
-        and issubclass(one, torch.optim.Optimizer)
-        and name
-        not in (
-            "Optimizer",
-            "LBFGS",
-            "SparseAdam",
-        )  # the base; wants a closure; wants sparse gradients
+        if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer) and name not in excluded
     }
     name = settings.kind.removeprefix("torch.optim.")
     if (optimizer := optimizers.get(name)) is None:
@@ -105,9 +87,8 @@ def torch_optimizer(settings: OptimSettings) -> type[Any] | None:
     taken = set(inspect.signature(optimizer).parameters) - {"params", "lr", "weight_decay"}
     for option in settings.options:
         if option not in taken:
-            raise UserError(
-                f"optim.options: {settings.kind} takes no {option}; {did_you_mean(option, taken)}"
-            )
+            instead = did_you_mean(option, taken)
+            raise UserError(f"optim.options: {settings.kind} takes no {option}; {instead}")
     try:  # the class checks the values, before anything is written
         one_step(optimizer([nn.Parameter(torch.zeros(3, 2))], lr=settings.lr, **settings.options))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -129,8 +110,10 @@ def one_step(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     ]
 
 
-def build_torch_optimizer(groups: list[Group], settings: OptimSettings) -> torch.optim.Optimizer:
-    """An optimizer of `torch.optim`; UserError where its state cannot be sharded like the parameters and they are."""
+def build_torch_optimizer(
+    groups: list[ParameterGroup], settings: OptimSettings
+) -> torch.optim.Optimizer:
+    """An optimizer of `torch.optim`; UserError if parameters are sharded and its state cannot be."""
     optimizer: Any = torch_optimizer(settings)
     sharded = next(
         (p for g in groups for p in g["params"] if isinstance(p, DTensor) and p.dim()), None
@@ -141,12 +124,9 @@ def build_torch_optimizer(groups: list[Group], settings: OptimSettings) -> torch
             DTensor.from_local(some, sharded.device_mesh, sharded.placements, run_check=False)
         )
         try:
-            shapes = {
-                x.shape for x in one_step(optimizer([probe], lr=settings.lr, **settings.options))
-            }
-        except (
-            RuntimeError
-        ):  # torch has not written one of its operations for tensors that are sharded
+            state = one_step(optimizer([probe], lr=settings.lr, **settings.options))
+            shapes = {tensor.shape for tensor in state}
+        except RuntimeError:  # torch lacks one of its operations for sharded tensors
             shapes = {torch.Size([0])}
         if shapes - {torch.Size(), probe.shape}:  # rows of a matrix do not determine its factors
             why = f"{settings.kind} needs whole parameters, and here each rank updates rows of them"
@@ -160,27 +140,28 @@ def build_torch_optimizer(groups: list[Group], settings: OptimSettings) -> torch
     return built
 
 
-def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Give every group its peak learning rate times `factor`; a host-side number, so nothing waits or recompiles."""
+def set_lr(optimizer: torch.optim.Optimizer, multiplier: float) -> None:
+    """Give every group its peak learning rate times `multiplier`; a number on the host, so nothing
+    waits or recompiles."""
     for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * factor
+        group["lr"] = group["base_lr"] * multiplier
 
 
-def make_groups(model: Any, settings: OptimSettings) -> list[Group]:
-    """`decay` and `no_decay`; with `muon` the blocks' matrices (`muon.decay`) and the rest (`adamw.decay`, `adamw.no_decay`).
+def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
+    """`decay` and `no_decay`; with `muon` the blocks' matrices (`muon.decay`) and the rest
+    (`adamw.decay`, `adamw.no_decay`).
 
-    Embeddings, positions, the head, biases and norms are no linear maps between hidden spaces and stay with AdamW, as the
-    author of Muon advises; he also advises to orthogonalise queries, keys and values separately where one matrix holds all
-    three. The model lists its blocks with `blocks()` and says with `matrix_parts(name)`, if it has it, how many rows each of
-    the matrices stacked in one parameter has.
+    AdamW updates embeddings, positions, the head, biases and norms, because they are not linear
+    maps between hidden spaces; so the author of Muon advises. He also advises to orthogonalise queries,
+    keys and values separately if one matrix holds all three. The model lists its blocks with
+    `blocks()`, and may have `matrix_parts(name)`: the rows of each matrix stacked in a parameter.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if settings.kind != "muon":
         return _split_by_decay(parameters, settings, settings.lr, "")
     inside = {id(p) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
-    matrices, rest = (
-        [p for p in parameters if (id(p) in inside) == muon] for muon in (True, False)
-    )
+    matrices = [p for p in parameters if id(p) in inside]
+    rest = [p for p in parameters if id(p) not in inside]
     names = {id(p): name for name, p in model.named_parameters()}
     split = getattr(model, "matrix_parts", lambda name: ())
     groups = _split_by_decay(matrices, settings, settings.muon_lr, "muon.")
@@ -193,27 +174,25 @@ def make_groups(model: Any, settings: OptimSettings) -> list[Group]:
     ]
 
 
-def count_groups(model: Any, settings: OptimSettings) -> list[Group]:
-    """Tensors and parameters, over all shards, of each group of trained parameters, with its weight decay."""
-    groups = make_groups(model, settings)
-    sizes = [
-        {"tensors": len(g["params"]), "parameters": sum(p.numel() for p in g["params"])}
-        for g in groups
-    ]
+def count_groups(model: Any, settings: OptimSettings) -> list[dict[str, Any]]:
+    """The tensors and parameters (over all shards) of each group, with its weight decay."""
     return [
-        {key: g[key] for key in ("name", "weight_decay")} | size
-        for g, size in zip(groups, sizes, strict=True)
+        {
+            "name": g["name"],
+            "weight_decay": g["weight_decay"],
+            "tensors": len(g["params"]),
+            "parameters": sum(p.numel() for p in g["params"]),
+        }
+        for g in make_groups(model, settings)
     ]
 
 
-def describe_groups(groups: list[Group]) -> str:
-    """The groups in words: 26 decayed tensors with 10,740,096 parameters, 13 undecayed with 4,992."""
+def describe_groups(groups: list[dict[str, Any]]) -> str:
+    """As text: 26 decayed tensors with 10,740,096 parameters, 13 undecayed with 4,992."""
     totals: dict[str, list[int]] = {}
     for g in groups:
-        total, at = (
-            totals.setdefault(g["name"].rpartition(".")[0], [0] * 4),
-            0 if g["weight_decay"] else 2,
-        )
+        total = totals.setdefault(g["name"].rpartition(".")[0], [0] * 4)
+        at = 0 if g["weight_decay"] else 2
         total[at] += g["tensors"]
         total[at + 1] += g["parameters"]
     text = "{:,} decayed tensors with {:,} parameters, {:,} undecayed with {:,}"
@@ -224,8 +203,9 @@ def describe_groups(groups: list[Group]) -> str:
 
 def _split_by_decay(
     parameters: list[nn.Parameter], settings: OptimSettings, lr: float, prefix: str
-) -> list[Group]:
-    """One or two groups; with `optim.decay_on = "matrices"` weight decay is for two and more (global) dimensions."""
+) -> list[ParameterGroup]:
+    """One or two groups; with `optim.decay_on = "matrices"` weight decay is for parameters of two
+    and more (global) dimensions."""
     split: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": []}
     for p in parameters:
         split["decay" if settings.decay_on == "all" or p.ndim >= 2 else "no_decay"].append(p)

@@ -1,12 +1,13 @@
 """Muon on matrices and AdamW on everything else, as one optimizer.
 
-Muon replaces the momentum of a matrix by the nearest matrix whose singular values are all about one (K. Jordan et al.,
-https://kellerjordan.github.io/posts/muon/; at scale: arXiv 2502.16982). "About": five steps of an odd quintic polynomial,
-x -> a x + b x^3 + c x^5 on every singular value, with coefficients that trade exactness for speed of rise at zero.
+Muon replaces the momentum of a matrix by the nearest matrix whose singular values are all about one
+(K. Jordan et al., https://kellerjordan.github.io/posts/muon/; at scale: arXiv 2502.16982). "About":
+five steps of an odd quintic polynomial, x -> a x + b x^3 + c x^5 on every singular value, with
+coefficients that trade exactness for a fast rise at zero.
 
-That needs the whole matrix. Where it is sharded (FSDP2), the matrices of the model are divided over the ranks of the
-sharding group: each rank receives the shards of its own matrices, orthogonalises them, and sends the pieces back, so
-that the work is shared and the result is that of one process, bit for bit.
+That needs the whole matrix. If matrices are cut, the ranks divide them: each rank receives the
+pieces of its own matrices, orthogonalises them and sends the pieces back. The ranks share the work,
+and with FSDP2 the result equals that of one process bit for bit.
 """
 
 from __future__ import annotations
@@ -22,11 +23,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim.adamw import adamw
 
-COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # from Jordan's post: steepest at 0, and [0, 1] goes to about [0.7, 1.2]
+# From Jordan's post: steepest at 0, and [0, 1] goes to about [0.7, 1.2].
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 Matrix = tuple[Any, tuple[int, ...]]
 """A parameter, and the rows of each of the matrices stacked in it."""
@@ -34,7 +32,8 @@ Placements = tuple[Placement, ...]
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int] = ()) -> Tensor:
-    """About U V^T of U S V^T, by Newton-Schulz steps in `dtype`; of each by itself where matrices of `parts` rows are stacked."""
+    """About U V^T of U S V^T, by Newton-Schulz steps in `dtype`; each by itself if matrices of
+    `parts` rows are stacked."""
     if len(parts) > 1:
         return torch.cat([orthogonalise(part, dtype) for part in matrix.split(list(parts))])
     a, b, c = COEFFICIENTS
@@ -42,9 +41,8 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int] = ())
     tall = x.size(0) > x.size(1)
     if tall:
         x = x.T  # so that the gram matrix is taken on the shorter side
-    x = x / x.norm().clamp(
-        min=1e-7
-    )  # the Frobenius norm, an upper bound of the largest singular value
+    # The Frobenius norm is an upper bound of the largest singular value.
+    x = x / x.norm().clamp(min=1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -52,17 +50,23 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int] = ())
 
 
 def update_scale(shape: Sequence[int]) -> float:
-    """What the update of a matrix [rows = outputs, columns = inputs] is multiplied by, besides the learning rate."""
+    """The factor of a matrix's update besides the learning rate; the shape is [outputs, inputs]."""
     return math.sqrt(max(1.0, shape[0] / shape[1]))
 
 
 class Muon(torch.optim.Optimizer):
     """Groups with `muon=True` hold matrices that are orthogonalised; the others are AdamW's.
 
-    State by parameter: `momentum_buffer`, or AdamW's `step`, `exp_avg`, `exp_avg_sq`; each is shaped and sharded like its
-    parameter, so that a checkpoint treats it like any other. A group has its own `lr`, `weight_decay` (decoupled, times
-    the learning rate) and `muon`; with `parts`, for each matrix the rows of those stacked in it. The momentum of matrices is a
-    running mean, and the update looks ahead (Nesterov).
+    State of a parameter: `momentum_buffer`, or AdamW's `step`, `exp_avg`, `exp_avg_sq`; each is
+    shaped and sharded like its parameter. The momentum of matrices is a running mean, and the
+    update looks ahead (Nesterov).
+
+    Args:
+        groups: Each has `params`, `lr`, `weight_decay` (decoupled, times the learning rate), `muon`
+            and perhaps `parts`: for each matrix the rows of the matrices stacked in it.
+        momentum, betas, eps, fused: as in torch's Muon and AdamW.
+        device_type: Where matrices are orthogonalised.
+        group: Ranks that hold equal plain tensors (DDP) and share the work.
     """
 
     def __init__(
@@ -76,23 +80,19 @@ class Muon(torch.optim.Optimizer):
         device_type: str = "cpu",
         group: dist.ProcessGroup | None = None,
     ):
-        # Matrices are orthogonalised on `device_type`; the ranks of `group` hold equal plain tensors (DDP) and share the work.
         self.device_type, self.group = device_type, group
-        # The name by which torch asks whether `found_inf` makes the update conditional, on the device.
+        # torch's name for whether `found_inf` makes the update conditional, on the device.
         self._step_supports_amp_scaling = fused
         self.found_inf: Tensor | None = None
-        self.dtype = (
-            torch.bfloat16 if device_type == "cuda" else None
-        )  # of the Newton-Schulz steps; None: the matrix's
+        # Of the Newton-Schulz steps; None: the matrix's.
+        self.dtype = torch.bfloat16 if device_type == "cuda" else None
         super().__init__(list(groups), {"lr": 0.0, "weight_decay": 0.0, "muon": False})
         for g in self.param_groups:
-            g.update(
-                {"momentum": momentum}
-                if g["muon"]
-                else {"betas": betas, "eps": eps, "fused": fused}
-            )
             if g["muon"]:
+                g.update(momentum=momentum)
                 g.setdefault("parts", [(p.shape[0],) for p in g["params"]])
+            else:
+                g.update(betas=betas, eps=eps, fused=fused)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -141,24 +141,20 @@ class Muon(torch.optim.Optimizer):
             weight.copy_(self._if_finite(new, weight))
 
     def _momentum(self, p: Tensor, g: dict[str, Any]) -> Tensor:
-        """Move this rank's part of a momentum towards the gradient, and look one step ahead of it."""
+        """Move this rank's part of a momentum towards the gradient, and look one step ahead."""
         if not self.state[p]:
             self.state[p] = new_state(p, g)
         rate = g["momentum"]
         gradient, momentum = _local(p.grad), _local(self.state[p]["momentum_buffer"])
-        gradient = self._if_finite(
-            gradient, momentum
-        )  # replaced by the momentum it leaves the momentum as it was
+        gradient = self._if_finite(gradient, momentum)  # the momentum stays
         momentum.lerp_(gradient, 1 - rate)
         return gradient.lerp(momentum, rate)
 
     def _if_finite(self, new: Tensor, old: Tensor) -> Tensor:
-        """`new`, or `old` where this step's gradients were not finite: decided on the device, the host does not wait."""
-        return (
-            new
-            if self.found_inf is None
-            else torch.where(self.found_inf.to(new.device) > 0, old, new)
-        )
+        """`new`, or `old` if this step's gradients were not finite; the host does not wait."""
+        if self.found_inf is None:
+            return new
+        return torch.where(self.found_inf.to(new.device) > 0, old, new)
 
     def _orthogonalised(self, matrices: list[Matrix], ahead: Iterator[Tensor]) -> Iterator[Tensor]:
         """This rank's part of each orthogonalised update, in order; a few matrices at a time."""

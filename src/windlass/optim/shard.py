@@ -1,8 +1,9 @@
-"""ZeRO-1 (`parallel.strategy = "shard_optim"`): each rank holds the optimizer's state of its rows of each parameter.
+"""ZeRO-1: each rank holds the optimizer state of its rows of each parameter (`shard_optim`).
 
-Parameters and gradients are whole on every rank, as with DDP, which adds the gradients up. Of each parameter rank r updates
-the r-th of `world` equal pieces of consecutive rows, cut as FSDP2 cuts them; then the ranks gather the updated rows. The
-update of a number is the one that `ddp` makes, bit for bit. It sends 3 bytes for every 2 of `ddp`.
+Parameters and gradients are whole on every rank, and DDP adds the gradients up. Rank r updates the
+r-th of `world` equal pieces of each parameter's rows, cut as FSDP2 cuts them. Then the ranks gather
+the updated rows. The update equals that of `ddp` bit for bit. `shard_optim` sends 3 bytes for every
+2 of `ddp`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 GATHER_BYTES = 2**25
-"""Parameters are gathered together up to this size, so that small ones share a message."""
+"""Parameters up to this size together are gathered in one message."""
 LINE_BYTES = 64
-"""On a CPU torch's fused AdamW works in pieces of this size, and rounds what is left at a tensor's end in another way."""
+"""On a CPU torch's fused AdamW works in pieces of this size, and rounds the rest of a tensor in
+another way."""
 
 
 def own_rows(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """This rank's part of a tensor that is whole on every rank: a view of its rows (`Shard(0)`), or of all of it."""
+    """This rank's part of a tensor that is whole on every rank: a view of its rows (`Shard(0)`), or
+    of all of it."""
     assert tensor.is_contiguous(), "rows of a tensor in column-major order"
     local = tensor.detach()
     if placement.is_shard():
@@ -34,32 +37,31 @@ def own_rows(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
 
 
 def placement(p: Tensor, mesh: DeviceMesh, any_row: bool) -> Placement:
-    """How a parameter is divided: by rows, or not at all where it is a scalar, or a cut inside a line is not allowed (`any_row`)."""
+    """How a parameter is divided: by rows, but not at all if it is a scalar. Without `any_row` the
+    cut may not be inside a line either."""
     if not p.dim():
         return Replicate()
-    bytes_of_a_rank = -(-p.shape[0] // mesh.size()) * p[0].nbytes
-    return (
-        Shard(0)
-        if any_row or bytes_of_a_rank % LINE_BYTES == 0 or mesh.size() == 1
-        else Replicate()
-    )
+    each = -(-p.shape[0] // mesh.size()) * p[0].nbytes  # bytes of a rank
+    by_rows = any_row or each % LINE_BYTES == 0 or mesh.size() == 1
+    return Shard(0) if by_rows else Replicate()
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """An optimizer of this rank's rows, for whole parameters: hands it the gradients' rows, and gathers what it updated."""
+    """An optimizer of this rank's rows, for whole parameters: it passes on the gradients' rows, and
+    gathers the updated rows.
+
+    `rows` has for each whole parameter the DTensor that the inner optimizer trains instead, which
+    is also the key of its state.
+    """
 
     def __init__(
         self, rows: dict[nn.Parameter, Any], optimizer: torch.optim.Optimizer, mesh: DeviceMesh
     ):
-        # `rows`: by whole parameter what the optimizer trains in its place, a DTensor, and the key of its state. The base
-        # class would create groups and state of its own.
+        # No super().__init__(): the base class would create groups and state.
         self.rows, self.mesh, self.inner = rows, mesh, optimizer
-        self.param_groups, self.state, self.defaults = (
-            optimizer.param_groups,
-            optimizer.state,
-            optimizer.defaults,
-        )
-        # As torch's fused optimizers and Muon have them: whether the device may leave an update out, and where it says so.
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.defaults = optimizer.defaults
+        # torch's names for whether the device may skip an update, and for the flag that says so.
         self._step_supports_amp_scaling = getattr(optimizer, "_step_supports_amp_scaling", False)
         self.found_inf: Tensor | None = None
         self.buckets: list[list[nn.Parameter]] = []
@@ -86,19 +88,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             p.grad = rows.grad = None
 
     def _gather(self, bucket: list[nn.Parameter]) -> None:
-        """Every rank's rows of some parameters into the whole ones, in one collective; the host does not wait."""
+        """Gather every rank's rows of some parameters in one collective; the host does not wait."""
         world = self.mesh.size()
-        sizes = [
-            -(-p.shape[0] // world) * p[0].numel() for p in bucket
-        ]  # of the first rank, which has the most rows
+        # The first rank has the most rows.
+        sizes = [-(-p.shape[0] // world) * p[0].numel() for p in bucket]
         sent = bucket[0].new_zeros(sum(sizes))
         for part, p in zip(sent.split(sizes), bucket, strict=True):
             local = self.rows[p].to_local()
             part[: local.numel()].copy_(local.reshape(-1))
         received = sent.new_empty(world, len(sent))
-        gather: Any = getattr(
-            dist, "all_gather_single", dist.all_gather_into_tensor
-        )  # its name from torch 2.13 on
+        # torch 2.13 renamed it.
+        gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         gather(received.view(-1), sent, group=self.mesh.get_group())
         for part, p in zip(received.split(sizes, dim=1), bucket, strict=True):
-            p.copy_(part.reshape(-1)[: p.numel()].view(p.shape))  # what is missing lies at the end
+            p.copy_(part.reshape(-1)[: p.numel()].view(p.shape))  # the gap is at the end

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 def code_for(
     name: str, capability: tuple[int, int], built_for: Sequence[str], torch: str, cuda: str
 ) -> tuple[str, str]:
-    """A sentence about a device, and what to do where torch has no code for it, else empty.
+    """A sentence about a device, and the remedy if torch has no code for it, else empty.
 
-    `built_for` is that of torch.cuda.get_arch_list: code for an earlier minor number of the same generation runs, PTX
-    (`compute_`) of any earlier one is compiled.
+    `built_for` is torch.cuda.get_arch_list(). A device runs code for an earlier minor number of its
+    generation, and compiles PTX (`compute_`) of any earlier one.
     """
     own = f"sm_{capability[0]}{capability[1]}"
     same = [m for m in (re.fullmatch(rf"sm_{capability[0]}(\d)[a-z]?", a) for a in built_for) if m]
@@ -25,7 +25,8 @@ def code_for(
     if (5, 0) <= capability <= (7, 0):
         index = "install torch from the index whose name ends in cu126"
         wheel = f"the wheels of the same torch for CUDA 12.6 have it: {index}"
-    return (
-        f"{name} is {own}, and torch {torch} for CUDA {cuda} was built for {', '.join(built_for)} only",
-        wheel,
+    architectures = ", ".join(built_for)
+    problem = (
+        f"{name} is {own}, and torch {torch} for CUDA {cuda} was built for {architectures} only"
     )
+    return problem, wheel

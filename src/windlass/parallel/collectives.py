@@ -1,7 +1,7 @@
-"""The collectives beside the model's own: sums of counts and losses, the gradient's norm, flags that all act on.
+"""Collectives besides the model's: sums of counts and losses, the gradient norm, flags for all.
 
-Counts, losses and flags travel as a few numbers over the gloo control group: asynchronously, and never on the device's
-stream. The gradient's norm stays on the device.
+Counts, losses and flags are a few numbers that travel over gloo: asynchronously, and never on the
+device's stream. The gradient norm stays on the device.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from windlass.parallel.dist import Ranks
 from windlass.parallel.mesh import shard_groups
 
-CHUNK = 4096  # elements of a gradient whose squares are added in the gradient's own precision (on a CPU)
+CHUNK = 4096  # elements whose squares are added in the gradient's own precision (on a CPU)
 
 
 class Pending:
-    """Numbers that are being reduced over the ranks: int64 where all are ints (exact), float64 else.
+    """Numbers that are being reduced over the ranks, int64 if all are ints (exact), else float64.
 
-    Every rank begins this (and everything else on the control group) in the same order.
+    Every rank begins its reductions in the same order.
     """
 
     def __init__(
@@ -38,19 +38,20 @@ class Pending:
         self._work = group and dist.all_reduce(self._numbers, op, group, async_op=True)
 
     def wait(self) -> list[float]:
-        """The reduced numbers, the same on every rank; ints where ints were given."""
+        """The reduced numbers, equal on the ranks that reduce; ints if ints were given."""
         if self._work is not None:
             self._work.wait()
         return self._numbers.tolist()
 
 
 def sum_async(numbers: Sequence[float], ranks: Ranks) -> Pending:
-    """Begin to add up numbers over the ranks."""
+    """Begin to add up numbers over the ranks that see different tokens."""
     return Pending(numbers, ranks)
 
 
 def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """The sum of a tensor over the ranks, in place, on its own device; on CUDA the host does not wait."""
+    """Add up a tensor over the ranks that see different tokens, in place on its own device; on CUDA
+    the host does not wait."""
     on_host = tensor.device.type == "cpu"
     if group := ranks.mesh.loss_ranks if on_host else ranks.mesh.loss_group:
         dist.all_reduce(tensor, group=group)
@@ -58,7 +59,8 @@ def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def max_async(flags: Sequence[int], ranks: Ranks) -> Pending:
-    """Begin to take the largest of each flag over the ranks: what one has seen before a step, all act on after it."""
+    """Begin to take the largest of each flag over all ranks: they act together after a step on what
+    one of them saw before it."""
     return Pending(flags, ranks, dist.ReduceOp.MAX)
 
 
@@ -68,7 +70,8 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor
 
     The squares of a piece are added over the groups of the mesh dimensions that cut it, so each
     shard counts once, a replicated gradient once, a tied tensor once. The squares are added in the
-    gradients' own precision (at least float32) in small chunks, in float64 between the chunks. The host does not wait.
+    gradients' own precision (at least float32) in small chunks, in float64 between the chunks. The
+    host does not wait.
     """
     grads = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
@@ -82,16 +85,14 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor
         total += squares
     if stages := ranks.mesh.part("pp"):
         dist.all_reduce(total, group=stages.get_group())
-    return total.sqrt().to(
-        torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-    )
+    double = any(g.dtype == torch.float64 for g in grads)
+    return total.sqrt().to(torch.float64 if double else torch.float32)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply all gradients by a scalar tensor, in place; the host waits for it only where gradients are offloaded."""
-    for (device, dtype), grads in _by_kind(
-        p.grad for p in dict.fromkeys(parameters) if p.grad is not None
-    ).items():
+    """Multiply gradients by a scalar tensor, in place; the host waits only for offloaded ones."""
+    every = (p.grad for p in dict.fromkeys(parameters) if p.grad is not None)
+    for (device, dtype), grads in _by_kind(every).items():
         torch._foreach_mul_(grads, factor.detach().to(device, dtype))
 
 
@@ -99,17 +100,17 @@ def _by_kind(grads: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
     """This rank's part of gradients, by device and type."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        kinds.setdefault((grad.device, grad.dtype), []).append(
-            grad.to_local() if isinstance(grad, DTensor) else grad
-        )
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        kinds.setdefault((grad.device, grad.dtype), []).append(local)
     return kinds
 
 
 def _square_sum(grads: Iterable[Tensor], device: torch.device) -> Tensor:
     """The sum of squares of this rank's part of gradients, a float64 scalar on `device`.
 
-    On a CPU torch adds up a long float32 tensor in few lanes: a norm over 38 million elements is wrong by 0.27 %. In chunks
-    of CHUNK, added up in float64, it is right to 2e-9, and as fast. On CUDA torch works in small chunks by itself.
+    On a CPU torch adds up a long float32 tensor in few lanes: a norm over 38 million elements is
+    wrong by 0.27 %. Chunks of CHUNK elements, added up in float64, have an error of 2e-9 and cost
+    no time. On CUDA torch works in small chunks by itself.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (where, dtype), local in _by_kind(grads).items():

@@ -1,7 +1,9 @@
-"""The ranks as one group: the store, process groups and meshes, small exchanges, time limits, and an end without a hang.
+"""The ranks as one group: the store, process groups, small exchanges, time limits, and an end
+without a hang.
 
-A start has two halves. `init_store` connects the ranks by a key-value store and waits until all have come; from then on a
-failure of one rank, written there, ends the waits of the others. `init_process_group` chooses the device and makes the groups.
+A start has two halves. `init_store` connects the ranks by a key-value store and waits for all of
+them; from then on a rank writes its failure there, which ends the waits of the others.
+`init_process_group` chooses the device and creates the mesh.
 """
 
 from __future__ import annotations
@@ -35,16 +37,15 @@ from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable from which gloo takes its network interface
-EXIT_SECONDS = (
-    10.0  # a rank that failed has ended after this long, also where its communicators still wait
-)
+EXIT_SECONDS = 10.0  # after which a failed rank ends even if its communicators still wait
 STOP_SECONDS = 30.0  # how long rank 0, which holds the store, waits at a clean end for the others
-POLL_SECONDS = 0.02  # how often a rank that waits on the store looks: between two looks Python handles its signals
+POLL_SECONDS = 0.02  # between two looks of a rank that waits on the store; signals come through
 GLOO_NOISE = r"\[[^]]*\.cc:\d+\] |\. This is typically .*"
 STORES: dict[tuple[str, int], dist.Store] = {}
-"""The store of this process, by its address: the one thing that lasts from a training or evaluation to the next one. Ranks that
-are ahead may begin the next one before rank 0 has ended this one, and would connect to a server that is closing; and the socket
-that our launcher opened for it serves once."""
+"""The stores of this process by address; they outlast a training or evaluation.
+
+Ranks that are ahead may begin the next one before rank 0 has ended this one, and would connect to a
+server that is closing. Also, the socket that our launcher opened serves only once."""
 LOST_CONTACT = (
     r"connection closed by peer|connection reset|timed out|timeout|broken pipe|socket|nccl"
 )
@@ -53,14 +54,15 @@ LOST_CONTACT = (
 class Ranks:
     """This rank among all, from `init_store` to the end of the `with` block.
 
-    A rank that leaves the block by an exception reports that, and joins no collective any more.
+    A rank that leaves the block by an exception reports it and joins no more collectives.
 
     Attributes:
         device: this rank's device; the CPU before `init_process_group`.
         strategy: what the ranks divide among themselves.
         mesh: who computes what; before `init_process_group` a mesh without groups.
         store: the key-value store of this attempt; None with the strategy `single`.
-        status, mark: where this rank is, for messages; `mark(step, phase)` notes it (on CUDA: where its host is).
+        status, mark: this rank's step and phase, for messages; `mark(step, phase)` sets them (on
+            CUDA: the host's).
     """
 
     def __init__(
@@ -77,11 +79,10 @@ class Ranks:
         self._restore = process_settings()
 
     def set_timeout(self, seconds: float) -> None:
-        """From now on a collective or a wait on the store may take so long."""
+        """Set the longest time of a collective or of a wait on the store."""
         self._timeout = seconds
-        if (
-            self._heartbeat is not None and self.device.type == "cuda"
-        ):  # gloo's collectives end in time by themselves
+        # gloo's collectives end in time by themselves.
+        if self._heartbeat is not None and self.device.type == "cuda":
             self._heartbeat.progress_seconds = seconds
         if self.store is None:
             return
@@ -90,7 +91,7 @@ class Ranks:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def all_gather_object(self, name: str, value: Any) -> list[Any]:
-        """Every rank's value (anything that JSON holds), in order of the ranks; waits for all. Not for the hot path."""
+        """Every rank's value (anything that JSON holds), in order of the ranks; waits for all."""
         return self._exchange(f"gather/{name}", value, range(self.world))
 
     def broadcast_object(self, name: str, value: Any = None) -> Any:
@@ -107,7 +108,8 @@ class Ranks:
         return self._wait(keys)
 
     def _wait(self, keys: dict[int, str]) -> list[Any]:
-        """The values of a key of each of some ranks; DistStoreError when the time is over or any rank has failed."""
+        """The values of one key of each rank; DistStoreError after the time limit, or if a rank has
+        failed."""
         assert self.store is not None
         until, pause = time.monotonic() + self._timeout, 0.0005
         while not self.store.check(list(keys.values())):
@@ -127,23 +129,20 @@ class Ranks:
         if self._heartbeat:
             self._heartbeat.stop()
         if self.store is not None:
-            with contextlib.suppress(
-                dist.DistError
-            ):  # a rank that failed after its last collective says so itself
+            everyone = [f"done/{rank}" for rank in range(self.world)]
+            # A rank that fails after its last collective reports that itself.
+            with contextlib.suppress(dist.DistError):
                 self.store.set(f"done/{self.rank}", "1")
                 if self.main:
-                    self.store.wait(
-                        [f"done/{rank}" for rank in range(self.world)],
-                        timedelta(seconds=STOP_SECONDS),
-                    )
+                    self.store.wait(everyone, timedelta(seconds=STOP_SECONDS))
         if self.store is not None and dist.is_initialized():
             dist.destroy_process_group()
         self.store, self.mesh = None, Mesh(Sizes(), 0)
 
     def fail(self, error: BaseException) -> processes.Failure:
-        """Report that this rank cannot continue; returns the failure that came first, its own or another rank's.
+        """Report that this rank cannot continue; returns the first failure, this or another rank's.
 
-        From now on it joins no collective. Its process is ended after EXIT_SECONDS if it does not end by itself.
+        The rank joins no more collectives. Its process ends after EXIT_SECONDS at the latest.
         """
         self._failed = True
         text = f"{type(error).__name__}: {re.sub(GLOO_NOISE, '', first_line(error))}"
@@ -165,9 +164,7 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self._restore()
-        if (
-            error is None or self.world == 1 or isinstance(error, Stopped)
-        ):  # all ranks stop together
+        if error is None or self.world == 1 or isinstance(error, Stopped):  # all stop together
             self.stop()
         elif not self._failed:
             lost = lost_contact(error)
@@ -175,16 +172,17 @@ class Ranks:
             first = self.fail(error)
             why = f"{first.error}; last seen: {last_seen or 'nothing'}"
             if first.rank != self.rank:
-                why = f"the first failure was that of {first}"
+                why = f"the first failure was {first}"
             if lost:
                 raise RunFailed(str(self.status.failure(f"it lost the others: {why}"))) from error
 
 
 def process_settings() -> Callable[[], None]:
-    """A function that gives the process back the settings that it has now.
+    """A function that restores the process's settings as they are now.
 
-    Computing changes them for the whole process: threads, the arithmetic of matrix products, deterministic kernels,
-    whether compiled blocks are split under DDP, and gloo's network interface, which later processes would inherit.
+    A training changes them for the whole process: threads, the arithmetic of matrix products,
+    deterministic kernels, whether Dynamo splits compiled blocks under DDP, and gloo's network
+    interface, which later processes would inherit.
     """
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -207,10 +205,16 @@ def process_settings() -> Callable[[], None]:
 
 
 def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
-    """Connect to the other ranks: `init_store`, then `init_process_group`; with the strategy `single` there is no group.
+    """Connect to the other ranks: `init_store`, then `init_process_group`.
 
-    `store`: one that the ranks share already. UserError where strategy, device and world do not go together; RunFailed
-    where another rank failed, or did not come within `parallel.startup_timeout_seconds`.
+    Args:
+        env: This process among the ranks.
+        recipe: Its `parallel` section has strategy, device and time limits.
+        store: A store that the ranks share already.
+
+    Raises:
+        UserError: Strategy, device and world do not go together.
+        RunFailed: Another rank failed, or was later than `parallel.startup_timeout_seconds`.
     """
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(init_store(env, recipe, store))
@@ -228,7 +232,7 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
     if not strategy.distributed:
         return ranks
     seconds = recipe.parallel.startup_timeout_seconds
-    # Rank 0 holds the store, on the socket that our launcher opened for it; under torchrun the agent may hold it already.
+    # Rank 0 holds the store, on the socket that our launcher opened; under torchrun the agent may.
     is_master = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     fd = os.environ.get(processes.STORE_FD) if is_master and env.launcher == "windlass" else None
     options: dict[str, Any] = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False}
@@ -243,44 +247,35 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
                 )
                 STORES[address] = dist.TCPStore(*address, env.world, is_master, **options)
             store = STORES[address]
-        # A restart under torchrun sees the old keys, and so does a second training in the same processes.
+        # A restart under torchrun sees old keys; so does a second training in the same processes.
         start = store.add(f"attempt{env.attempt}/starts/{env.rank}", 1)
         ranks.store = dist.PrefixStore(f"attempt{env.attempt}/{start}", store)
         ranks.set_timeout(seconds)
         if env.world > 1:
-            ranks._heartbeat = Heartbeat(
-                ranks.status, env, ranks.store, recipe.parallel.heartbeat_seconds
-            )
+            interval = recipe.parallel.heartbeat_seconds
+            ranks._heartbeat = Heartbeat(ranks.status, env, ranks.store, interval)
             ranks._wait({rank: f"beat/{rank}" for rank in range(env.world)})
             ranks._heartbeat.start()
-            if env.launcher in (
-                "openmpi",
-                "mpi",
-            ):  # they say nothing of hosts, which may have unequal numbers of ranks
+            # These say nothing of hosts, which may have unequal numbers of ranks.
+            if env.launcher in ("openmpi", "mpi"):
                 ranks.env = by_hosts(env, ranks.all_gather_object("host", socket.gethostname()))
     except (dist.DistError, RuntimeError) as error:
         first = ranks.fail(error)
-        why = (
-            first_line(error)
-            if first.rank == env.rank
-            else f"the first failure was that of {first}"
-        )
+        own = first.rank == env.rank
+        why = first_line(error) if own else f"the first failure was {first}"
         where = f"rank {env.rank} of {env.world} did not meet the others at {env.addr}:{env.port}"
         raise RunFailed(f"{where}: {why}") from error
     return ranks
 
 
 def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
-    """The second half of `init_ranks`: device, process group (NCCL on CUDA, gloo on CPU), control group and meshes."""
+    """The second half of `init_ranks`: device, process group (NCCL on CUDA, gloo on CPU), mesh."""
     env, settings = ranks.env, recipe.parallel
     ranks.device = device = choose_device(settings.device, env)
+    on_host = device.type == "cpu" or settings.offload
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
-    elif (
-        env.world > 1
-        and (device.type == "cpu" or settings.offload)
-        and "OMP_NUM_THREADS" not in os.environ
-    ):
+    elif env.world > 1 and on_host and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(processes.thread_share(env.local_world))
     if device.type == "cpu":
         processes.keep_freed_memory()
@@ -291,15 +286,16 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
         return
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     interface = loopback if env.nodes == 1 else interface_to(env.addr)
-    if interface:  # gloo takes that of the host name, which may resolve to nowhere, or to a slow or foreign network
+    if interface:
+        # gloo takes the host name's interface, which may be missing, slow, or a foreign network.
         os.environ.setdefault(INTERFACE, interface)
     timeout = timedelta(seconds=settings.startup_timeout_seconds)
-    backend, store = (
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        dist.PrefixStore("group", ranks.store),
-    )
     dist.init_process_group(
-        backend, store=store, rank=env.rank, world_size=env.world, timeout=timeout
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=dist.PrefixStore("group", ranks.store),
+        rank=env.rank,
+        world_size=env.world,
+        timeout=timeout,
     )
     ranks_of_host = env.local_world if env.nodes > 1 else 0
     sizes = ranks.strategy.sizes(env.world, settings.shard_size, ranks_of_host)
@@ -309,9 +305,10 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
 
 
 def listen_at(env: DistEnv) -> int | None:
-    """A socket for the store that listens at `env.addr` alone; None where that address is not one to be reached at.
+    """A socket for the store that listens only at `env.addr`; None if other hosts cannot reach that
+    address.
 
-    Debian's hosts resolve their own name to 127.0.1.1, where no other host gets to: there torch listens everywhere.
+    Debian's hosts resolve their own name to 127.0.1.1; torch then listens everywhere.
     """
     try:
         address = socket.gethostbyname(env.addr)
@@ -327,7 +324,7 @@ def listen_at(env: DistEnv) -> int | None:
 
 
 def by_hosts(env: DistEnv, hosts: Sequence[str]) -> DistEnv:
-    """With the node and local numbers that follow from every rank's host."""
+    """`env` with the node and local numbers that follow from every rank's host."""
     own, order = hosts[env.rank], list(dict.fromkeys(hosts))
     local_rank, local_world = hosts[: env.rank].count(own), hosts.count(own)
     return replace(
@@ -342,7 +339,7 @@ def lost_contact(error: BaseException) -> bool:
 
 
 def exit_now(code: int) -> None:
-    """End a process that failed: the interpreter would destroy groups whose threads still wait, and abort."""
+    """End a failed process. The interpreter would destroy groups whose threads wait, and abort."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -350,7 +347,8 @@ def exit_now(code: int) -> None:
 
 
 def choose_device(wanted: str, env: DistEnv) -> torch.device:
-    """This rank's device: its own GPU where there are GPUs, else the CPU; UserError where one is wanted and missing."""
+    """This rank's device: its own GPU if there are GPUs, else the CPU; UserError if a wanted GPU is
+    missing."""
     visible = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if not visible and wanted == "cuda":
         raise UserError(
@@ -358,9 +356,8 @@ def choose_device(wanted: str, env: DistEnv) -> torch.device:
         )
     if not visible:
         return torch.device("cpu")
-    if (
-        env.local_world > visible > 1
-    ):  # a single visible device may be this rank's own; if not, NCCL says so
+    # A single visible device may be this rank's own; if it is not, NCCL says so.
+    if env.local_world > visible > 1:
         here = f"{env.local_world} ranks on this host and {visible} CUDA devices"
         raise UserError(f'{here}: start as many ranks as devices, or set parallel.device = "cpu"')
     device = torch.device("cuda", env.local_rank if visible > 1 else 0)

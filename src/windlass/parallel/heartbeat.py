@@ -1,14 +1,16 @@
-"""The heartbeat: each rank shows every few seconds that it lives, and ends when another one failed or fell silent.
+"""The heartbeat: each rank shows every few seconds that it lives, and ends if another is lost.
 
-A thread writes this rank's step and phase under the rank's own key of the store, with a count. Rank 0 watches all counts,
-the others that of rank 0, and all look for the first failure that any rank reported. A rank whose count stands still for
-MISSED intervals (it was suspended, or its host is gone) is lost, and the run ends: within 30 s at the default interval.
+A thread writes this rank's step and phase, with a count, under the rank's key of the store. Rank 0
+watches all counts, the others watch rank 0's, and all look for the first failure that a rank
+reported. A rank is lost if its count stands still for MISSED intervals (it was suspended, or its
+host is gone). Then the run ends: within 30 s at the default interval.
 
-A rank whose host waits for a kernel that never ends goes on beating. So on CUDA rank 0 also judges progress: if a rank
-stands still in a phase that has collectives for almost the time limit of a collective, the rank that is behind all others
-is lost. Rank 0 says so before NCCL's own watchdog, which names neither rank nor phase, aborts the processes.
+A rank whose host waits for a kernel that never ends keeps beating, so on CUDA rank 0 also judges
+progress. If a rank stands still in a phase with collectives for almost the time limit of a
+collective, the rank that is behind all others is lost. Rank 0 says so before NCCL's own watchdog
+aborts the processes, because that names neither rank nor phase.
 
-When rank 0, which holds the store, is suspended, a call to it never returns, in spite of its time limit: see `within`.
+A call to the store never returns, in spite of its time limit, if rank 0 is suspended: see `within`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -31,20 +34,10 @@ from windlass.processes import Failure, RankStatus
 
 MISSED = 5  # intervals without a beat after which a rank is lost
 POLL_SECONDS = 1.0  # how often a rank looks for a reported failure, at least
-EXIT_SECONDS = (
-    2.0  # how long the main thread has to end with a message of its own, once the run is lost
-)
-CAUSE_SECONDS = (
-    1.0  # how long a rank that only lost contact waits for the report of the one that failed
-)
+EXIT_SECONDS = 2.0  # in which the main thread of a lost run may end with its own message
+CAUSE_SECONDS = 1.0  # how long a rank that lost contact waits for the report of the one that failed
 
-ORDER = (
-    "data",
-    "forward",
-    "backward",
-    "optimizer",
-    "step",
-)  # the phases of a step; what else there is comes after it
+ORDER = ("data", "forward", "backward", "optimizer", "step")  # of a step; other phases come after
 HAS_COLLECTIVES = (*ORDER[1:], "evaluation", "sample")  # a user's callbacks may take any time
 
 Result = TypeVar("Result")
@@ -57,15 +50,11 @@ class Heartbeat:
         self.status, self.env, self.store, self.interval = status, env, store.clone(), interval
         self.failure: Failure | None = None  # the first one that this rank has heard of
         self._watched = list(range(1, env.world)) if env.rank == 0 else [0]
-        self._seen: dict[
-            int, tuple[dict[str, Any], float]
-        ] = {}  # of each watched rank: the last new beat, and when
-        self.progress_seconds = (
-            math.inf
-        )  # how long a collective may take; rank 0 judges progress by it
-        self._still: dict[
-            int, tuple[Any, float]
-        ] = {}  # of each rank: its last new place in the run, and when
+        # By watched rank: its last new beat, and when.
+        self._seen: dict[int, tuple[dict[str, Any], float]] = {}
+        self.progress_seconds = math.inf  # of a collective; rank 0 judges progress by it
+        # By rank: its last new place in the run, and when.
+        self._still: dict[int, tuple[Any, float]] = {}
         self._count, self._over = 0, threading.Event()
         self._beat()
 
@@ -77,21 +66,18 @@ class Heartbeat:
         self._over.set()
 
     def report(self, failure: Failure) -> Failure:
-        """Tell the others, and return the failure that came first: another rank's where this one is secondary.
+        """Tell the others, and return the first failure: another rank's if this one is secondary.
 
-        Rank 0, whose end takes the store away, waits a moment until all others have read it.
+        Rank 0 takes the store away when it ends, so it waits a moment for the others to read it.
         """
         until = time.monotonic() + (CAUSE_SECONDS if failure.secondary else 0.0)
-        while (
-            not (first := self.failure or within(EXIT_SECONDS, self._reported))
-            and time.monotonic() < until
-        ):
+        while not (first := self.failure or within(EXIT_SECONDS, self._reported)):
+            if time.monotonic() >= until:
+                break
             time.sleep(0.02)
         if not first:
-            text = within(
-                EXIT_SECONDS,
-                lambda: self.store.compare_set("failure", "", json.dumps(asdict(failure))),
-            )
+            own = json.dumps(asdict(failure))
+            text = within(EXIT_SECONDS, lambda: self.store.compare_set("failure", "", own))
             first = Failure(**json.loads(text)) if text else failure
         self.failure = first
         within(EXIT_SECONDS, lambda: self.store.set(f"heard/{self.env.rank}", "1"))
@@ -101,43 +87,32 @@ class Heartbeat:
         return first
 
     def last_seen(self) -> str:
-        """The last beat of each other rank, to say who is late; empty where the store does not answer."""
+        """The last beat of each other rank, to say who is late; empty if the store is silent."""
         keys = [f"beat/{rank}" for rank in range(self.env.world) if rank != self.env.rank]
-        beats = [
-            json.loads(beat)
-            for beat in within(EXIT_SECONDS, lambda: self.store.multi_get(keys)) or []
-        ]
-        return "; ".join(
-            str(_failure(beat, f"for {time.time() - beat['since']:.0f} s")) for beat in beats
-        )
+        raw = within(EXIT_SECONDS, lambda: self.store.multi_get(keys)) or []
+        now, beats = time.time(), map(json.loads, raw)
+        return "; ".join(str(_failure(beat, f"for {now - beat['since']:.0f} s")) for beat in beats)
 
     def _run(self) -> None:
         beat_due, before = 0.0, time.monotonic()
         while not self._over.wait(min(POLL_SECONDS, self.interval)):
             now = time.monotonic()
-            if (
-                now - before > 3 * self.interval
-            ):  # this process itself was suspended: nobody is late because of that
+            if now - before > 3 * self.interval:  # this process was suspended, so nobody is late
                 self._seen.clear()
             watch = now >= beat_due
             beat_due = now + self.interval if watch else beat_due
-            answered = within(self.interval * MISSED, lambda watch=watch: self._poll(watch))  # type: ignore[misc]
+            poll = partial(self._poll, watch)
+            answered = within(self.interval * MISSED, poll)
             before = time.monotonic()
             if not answered and not self._over.is_set():
-                unseen = {
-                    "rank": 0,
-                    "host": self.env.addr,
-                    "step": self.status.step,
-                    "phase": "unknown",
-                }
-                beat, _ = self._seen.get(0, (unseen, 0.0))
-                self.failure = self.failure or _failure(
-                    beat, f"its store did not answer for {before - now:.0f} s"
-                )
+                unseen = {"rank": 0, "host": self.env.addr, "step": self.status.step}
+                beat, _ = self._seen.get(0, (unseen | {"phase": "unknown"}, 0.0))
+                why = f"its store did not answer for {before - now:.0f} s"
+                self.failure = self.failure or _failure(beat, why)
             if self.failure and not self._over.wait(EXIT_SECONDS):
                 # The main thread did not end by itself: it waits in a collective.
-                why = self.status.failure(f"it ends, because the run lost {self.failure}")
-                print(f"windlass: {why}", file=sys.stderr, flush=True)
+                end = self.status.failure(f"it ends, because the run lost {self.failure}")
+                print(f"windlass: {end}", file=sys.stderr, flush=True)
                 self.status.write(self.failure)
                 os._exit(1)
 
@@ -150,9 +125,9 @@ class Heartbeat:
                 last, since = self._seen.get(rank, ({}, now))
                 if last.get("count") != beat["count"]:
                     self._seen[rank] = (beat, now)
-                elif now - since >= self.interval * MISSED and not self.store.check(
-                    [f"done/{rank}"]
-                ):
+                elif now - since >= self.interval * MISSED:
+                    if self.store.check([f"done/{rank}"]):
+                        continue
                     lost = _failure(beat, f"no heartbeat for {now - since:.0f} s")
                     self.store.compare_set("failure", "", json.dumps(asdict(lost)))
             if self.env.rank == 0:
@@ -169,35 +144,33 @@ class Heartbeat:
             if self._still.get(beat["rank"], (None, 0.0))[0] != place:
                 self._still[beat["rank"]] = (place, now)
         still = [now - self._still[beat["rank"]][1] for beat in beats]
-        # Three intervals earlier than NCCL: a change is seen up to one late, and the end takes up to one.
+        # Three intervals before NCCL: a change is seen up to one late, and the end takes up to one.
         limit = max(self.progress_seconds - 3 * self.interval, self.progress_seconds / 2)
         if (number := behind(beats, still, limit)) is not None:
-            why = f"no progress for {still[number]:.0f} s, while others wait (parallel.timeout_seconds)"
+            seconds = f"{still[number]:.0f} s"
+            why = f"no progress for {seconds}, while others wait (parallel.timeout_seconds)"
             self.store.compare_set("failure", "", json.dumps(asdict(_failure(beats[number], why))))
 
     def _beat(self) -> None:
         self._count += 1
-        self.store.set(
-            f"beat/{self.env.rank}", json.dumps({"count": self._count, **self.status.fields()})
-        )
+        beat = {"count": self._count, **self.status.fields()}
+        self.store.set(f"beat/{self.env.rank}", json.dumps(beat))
 
     def _reported(self) -> Failure | None:
-        return (
-            Failure(**json.loads(self.store.get("failure")))
-            if self.store.check(["failure"])
-            else None
-        )
+        if not self.store.check(["failure"]):
+            return None
+        return Failure(**json.loads(self.store.get("failure")))
 
 
 def behind(beats: Sequence[dict[str, Any]], still: Sequence[float], limit: float) -> int | None:
-    """The number of the beat whose rank is behind all others, if any rank has stood still for `limit` seconds.
+    """The number of the beat whose rank is behind all others, if a rank has stood still for `limit`
+    seconds.
 
-    `still`: for how long each rank has been where it is. Of ranks at the same place the one that came there first counts.
+    `still` has the seconds for which each rank has been in its place. Among ranks in the same place
+    the first to come counts.
     """
-    if not any(
-        s >= limit and beat["phase"] in HAS_COLLECTIVES
-        for beat, s in zip(beats, still, strict=True)
-    ):
+    pairs = zip(beats, still, strict=True)
+    if not any(s >= limit and beat["phase"] in HAS_COLLECTIVES for beat, s in pairs):
         return None
     place = {phase: number for number, phase in enumerate(ORDER)}
     return min(
@@ -213,11 +186,11 @@ def _failure(beat: dict[str, Any], why: str) -> Failure:
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result | None:
-    """What `call` returns, from a thread of its own; None where it fails or takes longer: the thread is left to itself."""
+    """The result of `call` in a thread; None if it fails or is late, which abandons the thread."""
     results: list[Result] = []
 
     def run() -> None:
-        with contextlib.suppress(Exception):  # the store is in rank 0, which may be what was lost
+        with contextlib.suppress(Exception):  # the store is in rank 0, which may be lost
             results.append(call())
 
     thread = threading.Thread(target=run, daemon=True)

@@ -14,6 +14,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,8 @@ class Recipe(BaseModel):
         return "model.init_from" if self.model.init_from else "model.name"
 
     def strategy(self, world: int) -> Strategy:
-        """The sharding strategy with `auto` resolved for a number of ranks; UserError for `single`
-        on several."""
+        """The sharding strategy, with each `auto` resolved for a number of ranks; UserError for
+        `single` on several."""
         auto = "ddp" if world > 1 else "single"
         name = auto if self.parallel.strategy == "auto" else self.parallel.strategy
         if name == "single" and world > 1:
@@ -167,7 +168,8 @@ class Recipe(BaseModel):
                 f'parallel.strategy = "single" is for one rank, and there are {world}; use "ddp" '
                 'or "auto"'
             )
-        return STRATEGIES[name]
+        each = self.parallel.reduce_each_micro_batch
+        return STRATEGIES[name] if each == "auto" else replace(STRATEGIES[name], reduces_each=each)
 
     def batch(self, data_world: int, device: str = "cpu") -> BatchPlan:
         """How the data ranks divide a step's samples; UserError names the sizes that would work."""

@@ -48,7 +48,7 @@ class Strategy:
     shards_optimizer: bool = False  # the optimizer state
     shards_parameters: bool = False  # parameters and gradients as well, with FSDP2
     keeps_gathered: bool = False  # gathered parameters stay until the step's last backward pass
-    reduces_each: bool = False  # the default of `parallel.reduce_each_micro_batch`
+    reduces_each: bool = False  # FSDP2 reduces the gradients of each micro-batch
     grouped: bool = False  # sharding groups of `parallel.shard_size` ranks, replicas of each other
 
     def sizes(self, world: int, shard_size: int = 0, ranks_of_host: int = 0) -> Sizes:

@@ -33,7 +33,7 @@ from windlass.estimate.milestones import measures_all
 from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
 from windlass.evaluation.suites import Suites, write_predictions
 from windlass.optim.build import set_lr
-from windlass.optim.schedule import factor
+from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, sync_gradients, unwrap
@@ -153,7 +153,7 @@ class Trainer:
                 self.stop.training = True  # from here on a signal saves before it ends the process
                 own = [self.stop.requested, self.saver.failures, bool(self.callbacks.asked)]
                 flags = collectives.max_async(own, ranks)
-                lr_factor = factor(recipe.optim.schedule, horizon, state.step)
+                lr_factor = lr_multiplier(recipe.optim.schedule, horizon, state.step)
                 result = self.step(batch, lr_factor)
                 stop_requested, failed_saves, asked = flags.wait()
                 recorder.stepped(batch, result)
@@ -227,7 +227,7 @@ class Trainer:
         for micro in batch.micro:
             if self.facts.dropout:
                 torch.manual_seed(step_seed(self.recipe.run.seed, batch.step, micro.k))
-            with sync_gradients(self.model, micro is batch.micro[-1]):
+            with sync_gradients(self.model, ranks.strategy, micro is batch.micro[-1]):
                 ranks.mark(batch.step, "forward")
                 with timer.phase("forward"), autocast(self.recipe, ranks.device):
                     loss_sum = self.model(micro.batch.tokens, micro.batch.labels)  # [B, T]
