@@ -6,7 +6,7 @@ import pytest
 from report_fixtures import edit
 from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, rates, worlds
 
-from windlass.estimate.memory import Layout
+from windlass.estimate.layout import Layout
 from windlass.estimate.steptime import (
     Collective,
     Rates,

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 
 from windlass.errors import UserError
-from windlass.estimate.memory import layout_of, memory
+from windlass.estimate.layout import layout_of
+from windlass.estimate.memory import memory
 from windlass.estimate.optimum import recipe_vocab
 from windlass.model.size import CountedSizes, checkpoint_bytes
 from windlass.recipe import ModelSettings, Recipe

@@ -15,7 +15,8 @@ from typing import Any, cast
 
 from windlass.errors import UserError, argument, first_line
 from windlass.estimate.devices import TABLE, Device, find_device, this_device
-from windlass.estimate.memory import MemoryRow, layout_of, memory_rows, recommend
+from windlass.estimate.layout import layout_of
+from windlass.estimate.memory import MemoryRow, memory_rows, recommend
 from windlass.estimate.milestones import (
     TIMED,
     Evaluations,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from windlass.estimate.memory import COMPUTE_BYTES, Layout, layout_of
+from windlass.estimate.layout import COMPUTE_BYTES, Layout, layout_of
 from windlass.model.size import CountedSizes, block_parameters, flops_per_token
 
 if TYPE_CHECKING:
