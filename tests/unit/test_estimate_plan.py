@@ -17,7 +17,8 @@ from windlass.estimate import activations
 from windlass.estimate.devices import GIB, find_device
 from windlass.estimate.milestones import evaluations, measures_all, milestones
 from windlass.estimate.optimum import optimal_tokens, resolve_steps
-from windlass.estimate.plan import Subject, assemble, plan
+from windlass.estimate.plan import assemble, plan
+from windlass.estimate.subject import Subject
 from windlass.estimate.time import Speed
 from windlass.model.size import count
 from windlass.recipe import Horizon, Recipe, presets

@@ -16,7 +16,8 @@ from windlass.estimate.milestones import (
     occurrences,
     seconds_until,
 )
-from windlass.estimate.plan import Subject, assumed_speed, past_speed, plan
+from windlass.estimate.plan import assumed_speed, past_speed, plan
+from windlass.estimate.subject import Subject
 from windlass.estimate.time import measured_speed, predicted_and_actual
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, read_lines

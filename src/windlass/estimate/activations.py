@@ -1,6 +1,8 @@
-"""The activations of a model that is no arithmetic here: one forward and backward pass with fake tensors, which take no memory.
+"""The activations of a model of `transformers`, by a forward and a backward pass with fake tensors,
+which take no memory.
 
-Needs torch. Every operation's results are counted until their last reference is gone. The kernels are those of a CPU.
+Needs torch. The results of each operation count until their last reference is gone. The kernels are
+CPU kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ FLASH = 1  # of `torch.nn.attention.SDPBackend`
 
 
 def measure_peaks(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> Peaks:
-    """The bytes of a step beside weights and optimizer state, with two micro-batches, of which one is the recipe's."""
+    """The bytes of a step beside weights and optimizer state for two micro-batches, one of them the
+    recipe's."""
     return tuple(_peaks_of(recipe, vocab, precision, n) for n in sorted({1, max(2, micro_batch)}))
 
 
@@ -62,7 +65,8 @@ def _peaks_of(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> t
 
 
 def _no_packed_rows() -> contextlib.AbstractContextManager[Any]:
-    """Have `transformers` make the masks of real rows: it cannot tell that fake ones hold one text each."""
+    """Make `transformers` build the masks of rows with one text each, which it cannot see in fake
+    rows."""
     masking = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"
     return (
@@ -85,7 +89,8 @@ def _replace_parameters(model: nn.Module) -> None:
 
 
 class Meter(TorchDispatchMode):
-    """Each storage that an operation makes, and its end, as `events`: its number, and its bytes, negative at the end."""
+    """Records in `events` each new storage and its end: its number, and its bytes, negative at the
+    end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +117,8 @@ class Meter(TorchDispatchMode):
 
 
 class Attention(TorchFunctionMode):
-    """Attention with the kernel that real tensors would have: fake ones on a CPU always take the plain one."""
+    """Attention with the kernel of real tensors; fake tensors on a CPU always take the plain
+    one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(

@@ -16,7 +16,8 @@ from typing import Any
 from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument, did_you_mean
 from windlass.estimate.optimum import resolve_steps
-from windlass.estimate.plan import assemble, subject_of
+from windlass.estimate.plan import assemble
+from windlass.estimate.subject import subject_of
 from windlass.processes import usable_cores, visible_gpus
 from windlass.recipe import Changes, Recipe
 from windlass.recipe.strategies import STRATEGIES

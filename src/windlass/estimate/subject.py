@@ -1,0 +1,203 @@
+"""The subject of a plan: recipe, ranks, device and model size, with facts of the prepared data or a
+run's ledger.
+
+It is arithmetic without torch, except for the parameters of a Hugging Face model, which torch
+counts on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from windlass.errors import UserError, argument, first_line
+from windlass.estimate.devices import TABLE, Device, find_device, this_device
+from windlass.estimate.optimum import recipe_vocab
+from windlass.hub import missing_package
+from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
+from windlass.recipe import Recipe
+from windlass.run import Run, last_start
+from windlass.telemetry.timing import peak_flops
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a model; None without the vocabulary or a Hugging Face model's configuration.
+
+    Attributes:
+        non_embedding: parameters in blocks and norms; None for a Hugging Face model.
+        flops_per_token: with attention over the whole context; 6 N for a Hugging Face model.
+        network: architecture, layers, heads and width of a Hugging Face model.
+    """
+
+    vocab: int | None = None
+    parameters: int | None = None
+    trained: int | None = None
+    non_embedding: int | None = None
+    parts: dict[str, int] = field(default_factory=dict)
+    flops_per_token: int | None = None
+    checkpoint_bytes: int | None = None
+    network: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The inputs of a plan.
+
+    Attributes:
+        precision: with `auto` resolved.
+        vocab: rows of the embedding, if the recipe leaves them to the tokenizer.
+        samples_per_epoch: 0 if it is unknown.
+        tokens_per_sample: the average without padding; None if it is unknown.
+        val_samples: samples of the validation set; 0 if there is none, or if it is unknown.
+        reason: why these four are unknown.
+        done: steps done.
+        steps: steps of a run that has begun.
+        counted: sizes of a Hugging Face model, or of a GPT with `freeze`, by a count.
+        hf_reason: why the count failed.
+        activations_reason: why the activations could not be measured.
+    """
+
+    recipe: Recipe
+    world: int
+    device: Device
+    precision: str
+    vocab: int | None = None
+    samples_per_epoch: int = 0
+    tokens_per_sample: float | None = None
+    val_samples: int = 0
+    reason: str = "unknown until the data is prepared"
+    done: int = 0
+    steps: int | None = None
+    counted: CountedSizes | None = None
+    hf_reason: str = ""
+    activations_reason: str = ""
+
+    @property
+    def size(self) -> Size:
+        """The model's size; without the vocabulary only its blocks."""
+        recipe, model, own = self.recipe, self.recipe.model, self.counted
+        if own is not None:
+            flops, on_disk = own.flops_per_token(), own.checkpoint_bytes()
+            return Size(own.vocab, own.total, own.trained, None, {}, flops, on_disk, own.network)
+        if model.kind == "hf":
+            return Size()
+        vocab = model.vocab or self.vocab or recipe_vocab(recipe)
+        sizes, flops = count(model, vocab or 0), flops_per_token(model, vocab or 0)
+        names = ["positions", "attention", "feed_forward", "norms"]
+        names = ["embedding", *names, "head"] if vocab else names
+        parts = {name: getattr(sizes, name) for name in names}
+        if not vocab:
+            return Size(non_embedding=sizes.non_embedding, parts=parts)
+        on_disk = checkpoint_bytes(model, vocab, recipe.optim.kind)
+        return Size(vocab, sizes.total, sizes.total, sizes.non_embedding, parts, flops, on_disk)
+
+
+def subject_of(
+    recipe: Recipe,
+    run: Run | None,
+    past: Sequence[Run],
+    world: int,
+    device: str,
+    memory_bytes: int | None,
+) -> Subject:
+    """The subject of a plan, from the recipe and from the run's ledger or the prepared data."""
+    started: dict[str, Any] = last_start(run.ledger()) if run else {}
+    ranks = world or int(started.get("world", 1))
+    like = last_start(past[0].ledger()) if past and not run else started
+    name = device or str(like.get("device") or "")
+    if name and name.lower() != "cpu":
+        where = find_device(name, memory_bytes)
+        if device and not where.memory_bytes:
+            names = ", ".join(short for short, *_ in TABLE)
+            advice = f"add its memory ({argument('memory_bytes', 'GB*1e9')}), or write cpu, {names}"
+            raise UserError(f"{argument('device', device)} is not in the table; {advice}")
+    else:
+        where = this_device(ranks, memory_bytes, cpu=bool(name) or recipe.parallel.device == "cpu")
+    recipe.batch(ranks, where.kind)  # raises if the ranks do not divide the global batch
+    recipe.strategy(ranks)  # raises for `single` on several ranks
+    precision = str(started.get("precision", "")) if not device else ""
+    precision = precision or recipe.train.precision
+    if precision == "auto":
+        fp16, bf16 = (peak_flops(where.name, kind) for kind in ("fp16", "bf16"))
+        low = "fp16" if fp16 is not None and bf16 is None else "bf16"
+        precision = "fp32" if where.kind == "cpu" else low
+    subject = Subject(recipe, ranks, where, precision)
+    if run is None:
+        return with_counted_sizes(with_prepared_data(subject))
+    train = run.lines("train")
+    last, parameters = train[-1] if train else {}, started.get("parameters")
+    vocab = None
+    if parameters and recipe.model.kind == "gpt":  # linear in the rows of the embedding
+        without, with_one = (count(recipe.model, rows).total for rows in (0, 1))
+        vocab = (int(parameters) - without) // (with_one - without)
+    counted = last.get("samples") and last.get("tokens")
+    subject = replace(
+        subject,
+        vocab=vocab,
+        samples_per_epoch=int(started.get("samples_per_epoch", 0)),
+        tokens_per_sample=last["tokens"] / last["samples"] if counted else None,
+        done=int(last.get("step", started["step"])),
+        steps=int(started["steps"]),
+        val_samples=started.get("data", {}).get("val", {}).get("samples", 0),
+    )
+    return with_counted_sizes(subject)
+
+
+def with_counted_sizes(subject: Subject) -> Subject:
+    """The subject with sizes by a count of parameters, for a Hugging Face model or
+    `model.freeze`."""
+    recipe, model = subject.recipe, subject.recipe.model
+    vocab = 0 if model.kind == "hf" else model.vocab or subject.vocab or recipe_vocab(recipe) or 0
+    if model.kind == "gpt" and not (model.freeze and vocab):
+        return subject
+    try:
+        from windlass.model.build import read_sizes  # needs torch
+
+        return replace(subject, counted=read_sizes(recipe, vocab))
+    except (ImportError, UserError) as error:
+        if model.kind == "gpt":
+            raise
+        reason = str(error)
+        if isinstance(error, ImportError):
+            reason = f"counting a Hugging Face model {missing_package(error)}"
+        return replace(subject, hf_reason=reason)
+
+
+def with_activations(subject: Subject) -> Subject:
+    """The subject with activations of counted sizes, measured by a pass with fake tensors in a few
+    seconds."""
+    recipe, own = subject.recipe, subject.counted
+    if own is None:
+        return subject
+    micro_batch = recipe.batch(subject.world, subject.device.kind).micro_batch
+    try:
+        from windlass.estimate.activations import measure_peaks  # needs torch
+
+        peaks = measure_peaks(recipe, own.vocab, subject.precision, micro_batch)
+        return replace(subject, counted=replace(own, peaks=peaks))
+    except Exception as error:  # code of `transformers`, or an operation without a fake kernel
+        return replace(subject, activations_reason=f"{type(error).__name__}: {first_line(error)}")
+
+
+def with_prepared_data(subject: Subject) -> Subject:
+    """The subject with vocabulary and samples of the prepared data, or with the reason why they are
+    missing."""
+    from windlass.data.prepare import find_prepared, open_samples
+    from windlass.data.samples import real_tokens
+
+    try:
+        if (prepared := find_prepared(subject.recipe)) is None:
+            return subject
+        samples, val = cast(tuple[Any, Any], open_samples(subject.recipe, prepared))
+    except UserError as error:
+        return replace(subject, reason=str(error))
+    tokens = (real_tokens(samples) or 0) / len(samples)
+    return replace(
+        subject,
+        vocab=prepared.tokenizer.vocab,
+        samples_per_epoch=len(samples),
+        tokens_per_sample=tokens,
+        val_samples=len(val or ()),
+    )
