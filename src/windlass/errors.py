@@ -29,8 +29,7 @@ EXTRAS = {
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),
 }
-"""The packages that `pip install windlass-lm` does not bring, by the extra that does."""
-
+"""Packages that `pip install windlass-lm` does not install, by the extra that does."""
 
 # ASCII's unit separator, around an argument that the command line writes as an option
 MARK = "\x1f"
@@ -83,19 +82,21 @@ class Stopped(Message):
 
 
 def installed(package: str) -> bool:
-    """Whether a package is there to import; imports nothing."""
+    """Whether a package can be imported; imports nothing."""
     return sys.modules.get(package) is not None or find_spec(package) is not None
 
 
 def require(package: str, what: str) -> None:
-    """Raise UserError, with what installs it, where `what` (a setting or an option) needs a package
-    that is not there."""
+    """Raise UserError, with the command that installs it, if a package is missing.
+
+    `what` is the setting or option that needs it.
+    """
     if not installed(package):
         raise UserError(f"{what} {needs(package)}")
 
 
 def needs(package: str) -> str:
-    """That a package is needed, and the command that installs it."""
+    """The end of a message about a missing package, with the command that installs it."""
     name = next(
         (f"'windlass-lm[{extra}]'" for extra, packages in EXTRAS.items() if package in packages),
         package,
@@ -104,27 +105,23 @@ def needs(package: str) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
-    """What to write instead of a name that there is not: the nearest of `names`, or where none is
-    near all of them."""
+    """Suggest a valid name for an unknown one: the nearest of `names`, or all if none is near."""
     near = difflib.get_close_matches(name, names := list(names), n=1, cutoff=cutoff)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}"
 
 
 def before_training(name: str) -> str:
-    """The message for a stop before the first step of a start: nothing was done that could be
-    lost."""
+    """The message for a stop before the first step of a start, when there is nothing to lose."""
     return f"stopped by {name} before the first step; nothing to save; start the same command again"
 
 
 def interrupted_twice(step: int) -> str:
-    """The message for a second Ctrl-C at a step, which waits for no save; 0: before the first
-    one."""
+    """The message for a second Ctrl-C at a step, which saves nothing; 0: before the first step."""
     lost = f" at step {step:,}, without a save; the same command resumes from the last one"
     return f"interrupted twice: ended at once{lost if step else '; start the same command again'}"
 
 
 def first_line(error: BaseException, limit: int = 300) -> str:
-    """The first non-empty line of an error's message, at most `limit` characters; its type where
-    there is none."""
+    """The first line of an error's message, at most `limit` characters; its type if it is empty."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)[:limit]

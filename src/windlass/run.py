@@ -1,7 +1,7 @@
 """A run directory and its effective ledger, read without torch.
 
-All that draws, counts or compares runs reads them through here: a run that was killed and resumed
-looks the same to all.
+Reports, plans and studies read runs through this module, so a run that was killed and resumed looks
+the same to all of them.
 """
 
 from __future__ import annotations
@@ -22,27 +22,14 @@ from windlass.errors import UserError, require
 from windlass.fileio import read_json, read_jsonl
 from windlass.recipe import Recipe
 
-Line = dict[
-    str, Any
-]  # of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), `attempt`, and what belongs to the kind
+Line = dict[str, Any]
+"""A line of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), `attempt`, and the kind's fields."""
 
-ALIVE_SECONDS = (
-    60.0  # a run whose heartbeat file is younger counts as running, where its lock cannot tell
-)
-# locked by the process that trains in the directory, from its start to its end, however it ends
-LOCK = ".lock"
-OCCUPIED = (
-    "another process trains in"  # how the error of a training begins whose directory is locked
-)
-PLACE = (
-    "kind",
-    "step",
-    "time",
-    "attempt",
-    "suite",
-    "epoch",
-    "samples_trained",
-)  # fields that say where a line belongs
+ALIVE_SECONDS = 60.0  # a run with a younger heartbeat file is running, if its lock cannot tell
+LOCK = ".lock"  # locked by the training process in the directory from its start to its end
+OCCUPIED = "another process trains in"  # the start of the error about a locked directory
+PLACE = ("kind", "step", "time", "attempt", "suite", "epoch", "samples_trained")
+"""Fields that say where in the run a line belongs."""
 STARTS = ("started", "resumed", "branched")
 ENDINGS = ("finished", "stopped", "preempted", "failed")
 
@@ -69,43 +56,29 @@ def read_lines(path: Path) -> Iterator[Line]:
 def effective(lines: Iterable[Line]) -> list[Line]:
     """The ledger as if no kill had happened, in the order of the steps.
 
-    An attempt that starts at step *s* makes void what earlier attempts wrote of steps past *s*:
-    those steps are done again. Of two lines for one step (same kind, suite and index) the last one
-    counts. Events of starting and ending stay.
+    An attempt that starts at step *s* replaces the lines of earlier attempts after *s*, because it
+    does those steps again. If one step has two lines of the same kind, suite and index, the last
+    one counts. Events of starting and ending stay.
     """
     valid, attempt = list[Line](), 0
     for line in lines:
         number = int(line.get("attempt", attempt))
         if number > attempt or (line["kind"] == "event" and line.get("event") == "resumed"):
             attempt = number
-            valid = [
-                earlier
-                for earlier in valid
-                if earlier["step"] <= line["step"] or _is_restart(earlier)
-            ]
+            valid = [x for x in valid if x["step"] <= line["step"] or _is_restart(x)]
         valid.append(line)
     last: dict[tuple[Any, ...], int] = {}
     for index, line in enumerate(valid):
-        identity = (
-            line["kind"],
-            line["step"],
-            line.get("suite"),
-            line.get("event"),
-            line.get("index"),
-        )
+        identity = (line["kind"], line["step"], *map(line.get, ("suite", "event", "index")))
         last[(*identity, index) if _is_restart(line) else identity] = index
-    return [
-        valid[index]
-        for index in sorted(last.values(), key=lambda index: (valid[index]["step"], index))
-    ]
+    return [valid[i] for i in sorted(last.values(), key=lambda i: (valid[i]["step"], i))]
 
 
 def last_start(ledger: Iterable[Line]) -> Line:
-    """The event of a run's last start, with what it lacks from the starts before it; empty before
-    the first.
+    """The event of a run's last start, with the fields of earlier starts that it lacks.
 
-    The ledger is in the order of the steps, and the last start may have gone back behind those of
-    another one.
+    Empty before the first start. The last start is not always the last line, because a ledger is in
+    the order of the steps and a start may go back.
     """
     starts = [x for x in ledger if x["kind"] == "event" and x.get("event") in (*STARTS, "rewound")]
     merged: Line = {}
@@ -134,20 +107,16 @@ class Run:
         self.devices_dir = path / "devices"  # utilisation and memory, a file a rank
         self.report_dir = path / "report"
         self.log_path = path / "log.txt"  # what the terminal showed, as plain lines
-        self.heartbeat_path = (
-            path / "heartbeat"
-        )  # touched by rank 0 every few seconds while the run lives
-        self.lock_path = (
-            path / LOCK
-        )  # locked by rank 0 while the run lives; names the process and its host
+        self.heartbeat_path = path / "heartbeat"  # rank 0 touches it while the run lives
+        self.lock_path = path / LOCK  # names the process that holds it, and its host
 
     @staticmethod
     def open(path: str | Path) -> Run:
-        """The run at `path`; raises UserError where there is none."""
+        """The run at `path`. Raises UserError if there is none."""
         run = Run(path)
         if not run.recipe_path.is_file():
             raise UserError(
-                f"{path} is no run directory: it has no recipe.toml; by default the runs lie in runs/"
+                f"{path} is not a run directory: it has no recipe.toml; runs lie in runs/ by default"
             )
         return run
 
@@ -158,7 +127,7 @@ class Run:
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """Versions, hosts and devices of the last start; empty where there is none."""
+        """Versions, hosts and devices of the last start; empty before it."""
         return read_json(self.path / "environment.json")
 
     @property
@@ -175,17 +144,15 @@ class Run:
 
     def lines(self, kind: str, **where: Any) -> list[Line]:
         """The effective lines of one kind, with the given fields equal to the given values."""
-        return [
-            x
-            for x in self.ledger()
-            if x["kind"] == kind and all(x.get(k) == v for k, v in where.items())
-        ]
+        own = (x for x in self.ledger() if x["kind"] == kind)
+        return [x for x in own if all(x.get(k) == v for k, v in where.items())]
 
     def to_pandas(self, kind: str = "") -> Any:
-        """The ledger as a `pandas.DataFrame`, a row a step: the `train` lines, and beside them
-        `eval_loss`, the measures of other suites (`squad.f1`) and what callbacks have logged
-        (`log.NAME`). With a kind (`train`, `eval`, `sample`, `event`, `summary`, `log`) all its
-        lines and fields.
+        """The ledger as a `pandas.DataFrame` with a row for each step.
+
+        The columns are the fields of `train` lines, `eval_loss`, the measures of other suites
+        (`squad.f1`) and the values of callbacks (`log.NAME`). With a kind (`train`, `eval`,
+        `sample`, `event`, `summary`, `log`): all its lines and fields.
         """
         require("pandas", "Run.to_pandas")
         import pandas
@@ -194,9 +161,8 @@ class Run:
             frame = pandas.json_normalize(self.lines(kind))
             return frame.set_index("step") if len(frame) else frame
         rows: dict[int, Line] = {}
-        for line in sorted(
-            self.ledger(), key=lambda line: line["kind"] != "train"
-        ):  # whose columns come first
+        # the columns of `train` lines come first
+        for line in sorted(self.ledger(), key=lambda line: line["kind"] != "train"):
             if line["kind"] in ("train", "eval", "log"):
                 suite = line.get("suite", "")
                 prefix = "eval_" if suite == "loss" else f"{suite}." if suite else ""
@@ -205,25 +171,20 @@ class Run:
                     for k, v in line.items()
                     if k not in PLACE and not isinstance(v, dict | list)
                 }
-                rows.setdefault(line["step"], {}).update(
-                    {f"{prefix}{k}": v for k, v in own.items()}
-                )
+                row = rows.setdefault(line["step"], {})
+                row |= {f"{prefix}{k}": v for k, v in own.items()}
         return pandas.DataFrame.from_dict(rows, orient="index").sort_index().rename_axis("step")
 
     def __repr__(self) -> str:
-        """Its path, its state, how far it is and its last loss."""
         lines = self.ledger()
         steps = next(
             (x["steps"] for x in reversed(lines) if x["kind"] == "event" and "steps" in x), "?"
         )
         text = [f"{self.state}, step {lines[-1]['step']} of {steps}" if lines else self.state]
         for kind, word in (("train", "loss"), ("eval", "val loss")):
-            own = [
-                x
-                for x in lines
-                if x["kind"] == kind and "loss" in x and x.get("suite", "loss") == "loss"
-            ]
-            text += [f"{word} {float(own[-1]['loss']):.4f}"] if own else []
+            own = [x for x in lines if x["kind"] == kind and x.get("suite", "loss") == "loss"]
+            losses = [x["loss"] for x in own if "loss" in x]
+            text += [f"{word} {losses[-1]:.4f}"] if losses else []
         return f"Run({self.path}: {', '.join(text)})"
 
     @property
@@ -248,24 +209,27 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`new`, `running`, `finished`, `stopped` (as asked), `preempted` (by a signal), both with
-        everything saved, or `failed` (also: killed)."""
+        """`new`, `running`, `finished`, `stopped` (as asked), `preempted` (by a signal) or `failed`.
+
+        A stopped or preempted run has everything saved. A killed run is a failed one.
+        """
         return self.state_by(read_lines(self.metrics_path))
 
     def state_by(self, lines: Iterable[Line]) -> str:
         """The state by the raw lines of the ledger."""
         events = [str(line["event"]) for line in lines if _is_restart(line)]
-        last = next(
-            (event for event in reversed(events) if event in (*ENDINGS, *STARTS)), "started"
-        )
-        return (
-            last if last in ENDINGS else "running" if self.alive else "failed" if events else "new"
-        )
+        last = next((x for x in reversed(events) if x in (*ENDINGS, *STARTS)), "started")
+        if last in ENDINGS:
+            return last
+        return "running" if self.alive else "failed" if events else "new"
 
 
 def lock_held(path: Path) -> bool | None:
-    """Whether a process holds a run's lock; None where this host cannot know (no lock file, no
-    locks, another host's)."""
+    """Whether a process holds a run's lock.
+
+    None if this host cannot know: there is no lock file, the file system has no locks, or another
+    host has locked it.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file closes
@@ -274,6 +238,5 @@ def lock_held(path: Path) -> bool | None:
         return True
     except (OSError, ValueError):
         return None
-    return (
-        False if isinstance(holder, dict) and holder.get("host") == socket.gethostname() else None
-    )
+    here = isinstance(holder, dict) and holder.get("host") == socket.gethostname()
+    return False if here else None

@@ -24,18 +24,15 @@ from windlass.telemetry.measures import short
 NOTEBOOK = 100  # columns of a line there
 BAR = 20  # columns; where there is no room for half of it, there is no bar
 LASTS_SECONDS = 5.0  # a phase of the start that takes longer says what it does
-DRAW_SECONDS, LINE_SECONDS = (
-    0.25,
-    10.0,
-)  # between two pictures of a bar; between two lines of progress elsewhere
+# between two pictures of a bar, and between two lines of progress without one
+DRAW_SECONDS, LINE_SECONDS = 0.25, 10.0
 
 
 class Console:
     """Shows a run of `steps` steps on the terminal and writes `log.txt`.
 
-    In a terminal there is a live line, and evaluations and saves are lines above it; elsewhere
-    every logged step is a line. Ranks other than 0 show warnings alone. `stream`: by default the
-    process's standard output.
+    A terminal has a live line, with evaluations and saves as lines above it; elsewhere each logged
+    step is a line. Ranks other than 0 show warnings alone. `stream`: by default standard output.
     """
 
     def __init__(
@@ -52,12 +49,8 @@ class Console:
         self._log: TextIO | None = None
         if log_path is not None:
             self.open_log(log_path)
-        if (
-            rank == 0
-            and self._stream
-            and self._stream.isatty()
-            and os.environ.get("TERM") != "dumb"
-        ):
+        dumb = os.environ.get("TERM") == "dumb"
+        if rank == 0 and self._stream and self._stream.isatty() and not dumb:
             self._terminal = terminal.rich_console(self._stream)
 
     def open_log(self, path: Path) -> None:
@@ -86,12 +79,10 @@ class Console:
         threads: str = "",
         launch: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Show what is about to run; `first_step`: steps that were done before."""
+        """Show the run's facts; `first_step`: the number of steps that are done already."""
         self.done()
-        tokens, about = (
-            short(self.steps * tokens_per_step),
-            "about " * ("lengths" in data),
-        )  # rows differ in length
+        tokens = short(self.steps * tokens_per_step)
+        about = "about " * ("lengths" in data)  # rows differ in length
         resumed = f", resumed after step {first_step:,}" if first_step else ""
         passes = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
         sources = ": ".join(data[key] for key in ("data", "training") if key in data)
@@ -116,18 +107,13 @@ class Console:
             from rich.live import Live
 
             self._step = first_step
-            self._live = Live(
-                get_renderable=self._line,
-                console=self._terminal,
-                auto_refresh=False,
-                transient=True,
-            )
+            options: dict[str, Any] = {"auto_refresh": False, "transient": True}
+            self._live = Live(get_renderable=self._line, console=self._terminal, **options)
             with self._while_terminal_is_there():
                 self._live.start(refresh=True)
 
     def begin(self, doing: str) -> None:
-        """A phase of the start begins, and the one before it has ended: if it lasts, a line says
-        what it does."""
+        """Begin a phase of the start; if it lasts, a line names it."""
         self.done()
         self._timer = threading.Timer(LASTS_SECONDS, self._print, [f"{doing} ..."])
         self._timer.daemon = True
@@ -162,14 +148,13 @@ class Console:
     def step(self, line: Line) -> None:
         """A logged step: a `train` line of the ledger, with `gpu_mem_mb` or `rss_mb` where the
         memory is measured."""
-        # the time left is by the time from the first logged step on, evaluations and saves in it:
-        # what came before (imports, compiling, the evaluation at step 0) does not come again
+        # The estimate of the time left counts from the first logged step, with evaluations and
+        # saves, because imports, compiling and the evaluation at step 0 do not come again.
         self._step = line["step"]
         self._first = self._first or (time.monotonic(), self._step)
         done = self._step - self._first[1]
-        seconds_per_step = (
-            (time.monotonic() - self._first[0]) / done if done else line["step_ms"] / 1e3
-        )
+        since = time.monotonic() - self._first[0]
+        seconds_per_step = since / done if done else line["step_ms"] / 1e3
         shown = line | {"left_s": (self.steps - self._step) * seconds_per_step}
         shown |= {"mtps": line["tokens_per_s"] / 1e6} if "tokens_per_s" in line else {}
         present = [m for m in measures.TRAIN.values() if m.console and m.name in shown]

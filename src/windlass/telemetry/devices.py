@@ -23,22 +23,19 @@ from windlass.run import Run, read_lines
 from windlass.telemetry.ledger import encode, now
 
 MB = 1e6
-LAST_SAMPLES = (
-    20_000  # of each rank, that the means are computed from: ten days on 64 GPUs have 8 GB of them
-)
-PEAK = re.compile(
-    rb'"attempt": (\d+), .*"(peak_alloc_mb|rss_mb)": ([\d.]+)'
-)  # in any sample, without parsing them all
-NAMES = {
+LAST_SAMPLES = 20_000  # of each rank, for the means; ten days on 64 GPUs have 8 GB of samples
+# finds the peaks of all samples without parsing them
+PEAK = re.compile(rb'"attempt": (\d+), .*"(peak_alloc_mb|rss_mb)": ([\d.]+)')
+AVERAGED = {
     "cuda": {"util_pct": "gpu_util_pct"}
     | {name: name for name in ("mem_alloc_mb", "mem_reserved_mb", "mem_used_mb")},
     "cpu": {"util_pct": "cpu_util_pct", "rss_mb": "rss_mb"},
 }
+"""Fields of the samples that have a mean in the `summary` line, with their names there."""
 
 
 class HostProbe:
-    """This process: `rss_mb` resident memory, `util_pct` CPU time since the last call as a share of
-    torch's threads."""
+    """This process: resident memory, and CPU time since the last call in % of torch's threads."""
 
     def __init__(self) -> None:
         import psutil
@@ -49,31 +46,21 @@ class HostProbe:
         self._process.cpu_percent()  # the next call measures from here
 
     def read(self) -> dict[str, float]:
-        rss_mb = round(self._process.memory_info().rss / MB, 2)
-        return {
-            "rss_mb": rss_mb,
-            "util_pct": round(self._process.cpu_percent() / self.about["cores"], 2),
-        }
+        util_pct = round(self._process.cpu_percent() / self.about["cores"], 2)
+        return {"rss_mb": round(self._process.memory_info().rss / MB, 2), "util_pct": util_pct}
 
 
 class CudaProbe:
-    """A GPU: NVML for what the device does (absent where NVML is), torch for what the allocator
-    holds."""
+    """A GPU: NVML measures the device, if it is installed, and torch the allocator's memory."""
 
     def __init__(self, index: int):
         import torch
 
         self.index = index
-        torch.cuda.reset_peak_memory_stats(
-            index
-        )  # else the peak of an earlier run in this process counts
+        torch.cuda.reset_peak_memory_stats(index)  # of an earlier run in this process
         properties = torch.cuda.get_device_properties(index)
-        uuid = str(getattr(properties, "uuid", ""))
-        self.about = {
-            "device": properties.name,
-            "uuid": uuid,
-            "memory_mb": round(properties.total_memory / MB),
-        }
+        uuid, memory = str(getattr(properties, "uuid", "")), round(properties.total_memory / MB)
+        self.about = {"device": properties.name, "uuid": uuid, "memory_mb": memory}
         self._queries: dict[str, Callable[[], float]] = {}
         with contextlib.suppress(Exception):  # no driver, no library: a machine without NVML
             import pynvml as nvml
@@ -90,9 +77,8 @@ class CudaProbe:
             }
 
     def read(self) -> dict[str, float]:
-        from torch.cuda.memory import (
-            memory_stats_as_nested_dict,
-        )  # as fast as it gets: no flattening of 80 counters
+        # the fastest way: it does not flatten 80 counters
+        from torch.cuda.memory import memory_stats_as_nested_dict
 
         sample = {}
         for field, query in self._queries.items():
@@ -128,13 +114,8 @@ class DeviceSampler:
         probe: Any = None,
     ):
         self.path = Path(directory) / f"rank-{rank:05d}.jsonl"
-        self.rank, self.world, self.device, self.every, self.attempt = (
-            rank,
-            world,
-            str(device),
-            every,
-            attempt,
-        )
+        self.rank, self.world, self.device = rank, world, str(device)
+        self.every, self.attempt = every, attempt
         self.warning: str | None = None
         self.cpu_seconds = 0.0  # what the thread itself has used
         self._probe, self._phases = probe, phases
@@ -209,7 +190,7 @@ def summarise_devices(run: Run) -> dict[str, float]:
                     samples.append(sample)
     kind, peak = ("cuda", b"peak_alloc_mb") if b"peak_alloc_mb" in peaks else ("cpu", b"rss_mb")
     stats: dict[str, float] = {}
-    for key, name in NAMES[kind].items():
+    for key, name in AVERAGED[kind].items():
         if values := [float(x[key]) for x in samples if x["phase"] == "train" and key in x]:
             stats[f"avg_{name}"] = round(statistics.fmean(values), 3)
             if key == "util_pct":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import select
@@ -34,9 +35,7 @@ from windlass.telemetry.backends import BACKENDS, Point
 from windlass.variables import scrub
 
 POLL_SECONDS, RETRY_SECONDS = 1.0, 10.0
-WATCH_SECONDS = (
-    5.0  # between two looks at whether the training lives; a closed pipe ends it at once
-)
+WATCH_SECONDS = 5.0  # between two checks that the training lives; a closed pipe ends it at once
 STARTED = ("parameters", "trained", "steps", "precision", "device")
 """Fields of the event of starting that a tracker gets as hyper-parameters beside the recipe's."""
 EACH_RANK = 8  # most ranks with curves of their own; more ranks have mean, lowest and highest
@@ -55,25 +54,16 @@ class Trackers:
 
     def __init__(self, run: Path, names: Sequence[str], flush_seconds: float):
         self.run = run
-        self.processes: dict[
-            str, Any
-        ] = {}  # subprocess.Popen by name; Any: their pipes are never None here
+        self.processes: dict[str, Any] = {}  # subprocess.Popen by name; Any: no pipe is None
         self._notes: list[Note] = []
         self._warned: set[str] = set()
         for name in names:
-            command = [
-                sys.executable,
-                "-m",
-                "windlass.telemetry.trackers",
-                str(run),
-                name,
-                str(flush_seconds),
-            ]
+            arguments = ["windlass.telemetry.trackers", str(run), name, str(flush_seconds)]
             try:
                 (run / "trackers").mkdir(parents=True, exist_ok=True)
                 with open(run / "trackers" / f"{name}.log", "ab") as log:
                     self.processes[name] = subprocess.Popen(
-                        command,
+                        [sys.executable, "-m", *arguments],
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=log,
@@ -86,14 +76,10 @@ class Trackers:
                 self._note(name, f"its exporter could not be started ({error})")
 
     def poll(self) -> list[Note]:
-        """What there is to show since the last call."""
+        """The messages since the last call."""
         for name, process in self.processes.items():
-            code = (
-                process.poll()
-            )  # asked before reading: what an ended process reported is in the pipe
-            for line in (
-                process.stdout.read() or b""
-            ).splitlines():  # lines are short, so the pipe never splits one
+            code = process.poll()  # before reading: then the reports of an ended process are read
+            for line in (process.stdout.read() or b"").splitlines():  # a short line is never split
                 self._note(name, *json.loads(line))
             if code:
                 self._note(name, f"its exporter ended early (exit code {code})")
@@ -101,8 +87,7 @@ class Trackers:
         return notes
 
     def finish(self, timeout: float) -> list[Note]:
-        """Give the trackers `timeout` seconds in all to take the rest of the ledger, then end their
-        processes."""
+        """Wait up to `timeout` seconds until the trackers have the rest, then end the processes."""
         deadline = time.monotonic() + timeout
         for process in self.processes.values():
             process.stdin.close()
@@ -120,8 +105,7 @@ class Trackers:
         return notes + self.poll()
 
     def close(self) -> None:
-        """Close the pipes without waiting, as where the run failed: the exporters send the rest and
-        end."""
+        """Close the pipes without waiting; the exporters send the rest and end."""
         for process in self.processes.values():
             process.stdin.close()
             process.stdout.close()
@@ -129,7 +113,7 @@ class Trackers:
         self.processes = {}
 
     def _note(self, name: str, text: str, warning: bool = True) -> None:
-        """A warning comes with its remedy, the first of each tracker only."""
+        """Keep a message; of warnings the first one of each tracker, with its remedy."""
         if not warning:
             self._notes.append(Note(f"{name}: {text}"))
         elif name not in self._warned:
@@ -139,11 +123,10 @@ class Trackers:
 
 
 def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]:
-    """Send a run's ledger to a tracker, as far as the tracker does not have it; returns what there
-    is to show.
+    """Send the part of a run's ledger that a tracker lacks; returns messages for the user.
 
-    Gives up after `timeout` seconds; 0: waits as long as it takes. Raises UserError where there is
-    nothing to send or no such library, RunFailed where the tracker did not take all of it.
+    `timeout` is in seconds; 0 waits without a limit. Raises UserError if there is nothing to send
+    or the library is missing, and RunFailed if the tracker did not take everything.
     """
     if name not in BACKENDS:
         raise UserError(f"there is no tracker {name}; there are {', '.join(BACKENDS)}")
@@ -162,15 +145,13 @@ def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]
 
 
 def stream(line: Line) -> str:
-    """The sequence of steps that a line belongs to, with one line a step: its kind, with the suite
-    or the index."""
+    """The stream of a line, which has one line per step: its kind, with the suite or the index."""
     return "/".join([line["kind"], *(str(line[key]) for key in ("suite", "index") if key in line)])
 
 
 def point(line: Line) -> Point:
-    """What a line gives a tracker."""
-    sequence, texts = stream(line), {}
-    scalars = dict[str, float]()
+    """The numbers and texts of a line that a tracker gets."""
+    sequence, texts, scalars = stream(line), dict[str, str](), dict[str, float]()
     if line["kind"] == "sample":
         texts = {f"samples/{line.get('index', 0)}": scrub(str(line.get("text", "")))}
     for key, value in numbers(flatten(line)).items():
@@ -230,41 +211,30 @@ class DeviceReader:
             yield self._next.pop(path)
 
     def read(self, line: Line) -> dict[str, float]:
-        """Means by name for a `train` line; those of utilisation over the samples of training
-        steps."""
+        """Means by name for a `train` line; utilisation counts in training steps alone."""
         means, many = dict[str, list[float]](), len(self._files) > EACH_RANK
         for path in self._files:
-            new = [
-                x
-                for x in self._until(path, line["time"])
-                if x.get("attempt") == line.get("attempt")
-            ]
-            for field in (m.tracker for m in measures.DEVICE.values() if m.tracker):
-                samples = [
-                    x
-                    for x in new
-                    if field in x and (field != "util_pct" or x.get("phase") == "train")
-                ]
-                if samples:
-                    name = (
-                        f"device/{field}"
-                        if many
-                        else f"device/rank{samples[0].get('rank', 0)}/{field}"
-                    )
-                    means.setdefault(name, []).append(fmean(x[field] for x in samples))
+            read = self._until(path, line["time"])
+            new = [x for x in read if x.get("attempt") == line.get("attempt")]
+            steps = [x for x in new if x.get("phase") == "train"]
+            for m in measures.DEVICE.values():
+                samples = [x for x in (steps if m.name == "util_pct" else new) if m.name in x]
+                if m.tracker and samples:
+                    rank = "" if many else f"rank{samples[0].get('rank', 0)}/"
+                    values = means.setdefault(f"device/{rank}{m.tracker}", [])
+                    values.append(fmean(x[m.name] for x in samples))
         if not many:
             return {name: value for name, (value,) in means.items()}
         summaries: dict[str, Any] = {"mean": fmean, "min": min, "max": max}
-        return {
-            f"{name}_{what}": of(values)
-            for name, values in means.items()
-            for what, of in summaries.items()
-        }
+        both = itertools.product(means.items(), summaries.items())
+        return {f"{name}_{what}": of(values) for (name, values), (what, of) in both}
 
 
 class Follower:
-    """Sends what is new in a run's ledger to a backend, each step once; `connect` is called again
-    after a failure."""
+    """Sends the new lines of a run's ledger to a backend, each step once.
+
+    `connect` makes the backend, and makes it again after a failure.
+    """
 
     def __init__(self, run: Run, connect: Callable[..., Any]):
         self.run, self.connect = run, connect
