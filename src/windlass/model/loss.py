@@ -1,7 +1,8 @@
 """Cross-entropy from hidden states, without ever holding all logits where the vocabulary is large.
 
-Unusual: the gradient of a sum of cross-entropies is known up to the factor that arrives in the backward pass, so it is
-computed in the forward pass, while a chunk's logits are there: three products with the head's matrix in all, none repeated.
+Unusual: the forward pass computes the gradient of a sum of cross-entropies, which is known up to the
+factor that arrives in the backward pass, while it has a chunk's logits. That takes three products
+with the head's matrix, none repeated.
 
 Legend: N tokens, D model width, V vocabulary.
 """
@@ -23,8 +24,10 @@ CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}  # of logits that are held at a time
 
 
 def head_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, cap: float = 0.0) -> Tensor:
-    """Logits [..., V] of hidden states [..., D], in the arithmetic of the pass; `cap` as in `model.logit_cap`."""
-    weight, bias = (t.full_tensor() if isinstance(t, DTensor) else t for t in (weight, bias))  # type: ignore[assignment]
+    """Logits [..., V] of hidden states [..., D]; `cap` as in `model.logit_cap`."""
+    if isinstance(weight, DTensor):
+        weight = weight.full_tensor()
+        bias = bias.full_tensor() if isinstance(bias, DTensor) else bias
     logits = F.linear(x.to(weight.dtype), weight, bias)
     return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -38,7 +41,8 @@ def cross_entropy_sum(
     cap: float = 0.0,
     chunk: int | None = None,
 ) -> Tensor:
-    """Sum of the cross-entropy over the unmasked labels: a scalar, float32 (float64 for float64 hidden states).
+    """Sum of the cross-entropy over the unmasked labels: a scalar in float32, or float64 like the
+    hidden states.
 
     Args:
         x: Hidden states [..., D].
@@ -47,7 +51,8 @@ def cross_entropy_sum(
         labels: The tokens that follow [...], int64; IGNORE_INDEX where they are masked.
         bias: The head's bias [V], divided like the matrix.
         cap: Soft bound of the logits, 0 for none.
-        chunk: Tokens whose logits are held at a time; None: chosen by the size of the logits; 0: all, through autograd.
+        chunk: Tokens whose logits are held at a time; None: chosen by the size of the logits; 0:
+            all, through autograd.
     """
     x, labels = x.flatten(0, -2), labels.flatten()
     weight, bias, piece = local_piece(weight, bias)

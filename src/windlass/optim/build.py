@@ -113,7 +113,7 @@ def one_step(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def build_torch_optimizer(
     groups: list[ParameterGroup], settings: OptimSettings
 ) -> torch.optim.Optimizer:
-    """An optimizer of `torch.optim`; UserError if parameters are sharded and its state cannot be."""
+    """An optimizer of `torch.optim`; UserError if only its state cannot be sharded."""
     optimizer: Any = torch_optimizer(settings)
     sharded = next(
         (p for g in groups for p in g["params"] if isinstance(p, DTensor) and p.dim()), None
@@ -152,8 +152,8 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     (`adamw.decay`, `adamw.no_decay`).
 
     AdamW updates embeddings, positions, the head, biases and norms, because they are not linear
-    maps between hidden spaces; so the author of Muon advises. He also advises to orthogonalise queries,
-    keys and values separately if one matrix holds all three. The model lists its blocks with
+    maps between hidden spaces; so the author of Muon advises. He also advises to orthogonalise
+    queries, keys and values separately if one matrix holds all three. The model lists its blocks with
     `blocks()`, and may have `matrix_parts(name)`: the rows of each matrix stacked in a parameter.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
