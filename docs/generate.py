@@ -11,7 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from windlass.launch.batch import SCHEDULERS, Site
+from windlass.launch.batch import Site
+from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.submit import Resources, submit_run
 from windlass.recipe import Recipe, presets, settings
 from windlass.recipe.keys import other_tools, values

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from windlass.launch.schedulers import host_name
+
 WATCH_DIR = "WINDLASS_WATCH_DIR"  # that directory; unset without a launcher of ours
 PARENT = "WINDLASS_PARENT"  # the process that this one must not outlive: a launcher, or a sweep
 STORE_FD = "WINDLASS_STORE_FD"  # rank 0: a socket that listens on MASTER_PORT already: nobody else can take it
@@ -221,10 +223,7 @@ class RankStatus:
         for directory in filter(None, (self.directory, os.environ.get(REPORTS))):
             with contextlib.suppress(OSError):
                 Path(directory, f"failure-{self.rank}.json").write_text(json.dumps(asdict(failure)))
-                for name in (
-                    os.environ.get("SLURMD_NODENAME", self.host),
-                    self.host.partition(".")[0],
-                ):
+                for name in (host_name(os.environ) or self.host, self.host.partition(".")[0]):
                     Path(directory, f"host-{name}").touch()
 
 

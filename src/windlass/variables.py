@@ -1,17 +1,15 @@
-"""Environment variables as several rooms read them: SLURM's short lists, and secrets. No torch.
+"""Secrets in environment variables, settings and texts. No torch.
 
-Everything that leaves a run goes through `scrub`: to a tracker, into a report, a model card or environment.json.
+Everything that leaves a run goes through `scrub`: to a tracker, into a report, a model card or
+environment.json.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Mapping
 from typing import Any
-
-from windlass.errors import UserError
 
 # PWD and OLDPWD are the shell's directories: every path would read ***. `_PWD` after another word is a password.
 # `data.text_key` names a field, `tiktoken` a package.
@@ -86,36 +84,3 @@ def scrub(value: Any, environ: Mapping[str, str] | None = None) -> Any:
 
 def _names_secret(key: Any) -> bool:
     return isinstance(key, str) and bool(SECRET_NAME.search(key))
-
-
-def expand_hosts(text: str) -> list[str]:
-    """SLURM's short list as names: `a[08-10,12],b` is a08, a09, a10, a12, b."""
-    hosts = []
-    for item in re.findall(r"(?:[^,\s\[]|\[[^\]]*\])+", text):
-        parts = re.split(r"\[([^\]]*)\]", item)  # text and ranges in turn
-        choices = [
-            [part] if index % 2 == 0 else _numbers(part, text) for index, part in enumerate(parts)
-        ]
-        hosts += ["".join(choice) for choice in itertools.product(*choices)]
-    return hosts
-
-
-def _numbers(ranges: str, text: str) -> list[str]:
-    numbers = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        if not (first.isdigit() and (last or first).isdigit()):
-            raise UserError(f"{text!r} is no list of hosts as SLURM writes it")
-        numbers += [
-            f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)
-        ]
-    return numbers
-
-
-def expand_counts(text: str) -> list[int]:
-    """SLURM's numbers of tasks per node: `4(x2),1` is 4, 4, 1."""
-    return [
-        int(n)
-        for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-        for _ in range(int(times or 1))
-    ]

@@ -19,7 +19,7 @@ from windlass.launch.allocation import (
     save_job,
     wait_for_ranks,
 )
-from windlass.variables import expand_counts, expand_hosts
+from windlass.launch.schedulers.slurm import expand_counts, expand_hosts
 
 SLURM = {
     "SLURM_JOB_ID": "9",

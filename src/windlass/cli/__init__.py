@@ -39,7 +39,7 @@ VERBS = {
     "check": ("cluster", "Check machine, packages, disk and interconnect."),
     "launch": ("cluster", "Run a command on every rank of the allocation."),
     "env": ("cluster", "Print the variables of a saved job for another shell."),
-    "submit": ("cluster", "Submit a training or a study to SLURM or PBS."),
+    "submit": ("cluster", "Submit a training or a study to a scheduler."),
 }
 """The module of each verb and its line in `windlass --help` (80 columns), in the order in which a
 user needs them."""

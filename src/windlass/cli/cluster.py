@@ -79,28 +79,22 @@ def launch(
     from windlass.launch import allocation as here
     from windlass.launch.submit import read_site
 
-    if parent := os.environ.pop(
-        processes.PARENT, ""
-    ):  # a cell ends with its sweep; its ranks have other parents
+    # a cell ends with its sweep; its ranks have other parents
+    if parent := os.environ.pop(processes.PARENT, ""):
         processes.exit_with_parent(int(parent))
-    allocation = here.read_allocation(os.environ, len(processes.visible_gpus())).with_ranks(
-        ranks, per_host
-    )
+    gpus = len(processes.visible_gpus())
+    allocation = here.read_allocation(os.environ, gpus).with_ranks(ranks, per_host)
     launcher = launcher or read_site().launcher
-    if launcher not in ("", *here.LAUNCHERS):
-        raise UserError(f"--launcher {launcher}: there are {', '.join(here.LAUNCHERS)}")
-    by_mpi = allocation.scheduler == "pbs" or (
-        allocation.scheduler != "none" and launcher == "mpiexec"
-    )
+    chosen = here.default_launcher(allocation, launcher)
+    by_mpi = "mpiexec" in (chosen, chosen and here.default_launcher(allocation))
     flavor = here.mpi_flavor(needed=not print_) if by_mpi else ""
-    if port := here.free_port(
-        allocation.hosts[0]
-    ):  # this is the host of rank 0: all ranks meet there
+    # this is the host of rank 0: all ranks meet there
+    if port := here.free_port(allocation.hosts[0]):
         os.environ.setdefault("MASTER_ADDR", allocation.hosts[0])
         os.environ.setdefault("MASTER_PORT", str(port))
     words = here.launch_command(allocation, command, flavor, os.environ, launcher)
     if print_:
-        _show_allocation(allocation, launcher or words[0], len(processes.visible_gpus()))
+        _show_allocation(allocation, launcher or words[0], gpus)
         typer.echo(shlex.join(words))
         return DONE
     if allocation.scheduler == "none":
@@ -108,6 +102,14 @@ def launch(
 
         return launch_local(words, allocation.ranks)
     typer.echo(shlex.join(words), err=True)
+    return _launch_in_job(allocation, words)
+
+
+def _launch_in_job(allocation: Allocation, words: list[str]) -> int:
+    """Run the launcher of a job to its end, pass signals on, and name the hosts that were lost."""
+    from windlass import processes
+    from windlass.launch import allocation as here
+
     with here.reports_dir() as reports:
         environ = os.environ | {processes.REPORTS: reports}
         try:
@@ -116,7 +118,7 @@ def launch(
             raise UserError(
                 f"{words[0]} cannot be started: {error.strerror}; load the module for it"
             ) from None
-        # srun, torchrun and every mpiexec pass SIGUSR1 on to the ranks; at SIGTERM some end them before they have saved.
+        # Every launcher passes SIGUSR1 on; at SIGTERM some end the ranks before they have saved.
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda *_: child.send_signal(signal.SIGUSR1))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child as well
@@ -166,13 +168,14 @@ def env(
     First, in the job's own shell: windlass env --save.
     """
     from windlass.launch import allocation as here
+    from windlass.launch.schedulers import find_job
 
     if save:
         path = here.save_job(os.environ, here.jobs_dir())
         typer.echo(f'saved to {path}; in another shell: eval "$(windlass env)"', err=True)
         return DONE
     variables = here.load_job(here.jobs_dir(), socket.gethostname())
-    job = next(variables[name] for name in here.JOB_ID.values() if name in variables)
+    job = find_job(variables)[1]
     typer.echo(f"the variables of job {job}, which was the last to be saved on this host", err=True)
     for name, value in variables.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
@@ -186,7 +189,7 @@ def submit(
     ],
     overrides: Overrides,
     scheduler: str = typer.Option(
-        "", metavar="slurm|pbs", help="Default: the one that is installed."
+        "", metavar="slurm|pbs|lsf", help="Default: the one that is installed."
     ),
     nodes: int = typer.Option(1, min=1, help="Hosts (of each cell of a study)."),
     gpus_per_node: int = typer.Option(

@@ -58,7 +58,7 @@ def scale(
     retry_failed: bool = Option(False, help="Train failed cells again, and their probes."),
     nodes: str = Option("", metavar="N,N,...", help="Numbers of hosts: submits array jobs."),
     gpus_per_node: GpusPerNode = -1,
-    scheduler: str = Option("", metavar="slurm|pbs", help="Default: the installed one."),
+    scheduler: str = Option("", metavar="slurm|pbs|lsf", help="Default: the installed one."),
     time: str = Option("", metavar="HH:MM:SS", help="Limit of a cell; default: the site's."),
     min_busbw: MinBusbw = 0.0,
     max_size: str = Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),

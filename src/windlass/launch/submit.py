@@ -1,4 +1,4 @@
-"""Submits a run to SLURM or PBS, cancels it, and follows it. No torch."""
+"""Submits a run to a scheduler, cancels it, and follows it. No torch."""
 
 from __future__ import annotations
 
@@ -23,37 +23,24 @@ from windlass.fileio import read_json, write_atomic
 from windlass.launch.batch import (
     EXIT_CODE,
     FOLLOWING,
-    GRACE_SECONDS,
-    SCHEDULERS,
     SUBMITTED,
     TIME,
     Job,
     Site,
     render,
 )
+from windlass.launch.schedulers import SCHEDULERS
+from windlass.launch.schedulers.protocol import GRACE_SECONDS
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.variables import SECRET_NAME
 
-SCRIPT, SNAPSHOT = (
-    "submit.sh",
-    "submit.toml",
-)  # beside it: the script, and the recipe that the job trains
+# In the run's directory: the script, and the recipe that the job trains.
+SCRIPT, SNAPSHOT = "submit.sh", "submit.toml"
 WATCH_SECONDS = 5.0
-PBS_STATES = {
-    "Q": "pending",
-    "H": "held",
-    "W": "waiting",
-    "R": "running",
-    "B": "begun",
-    "S": "suspended",
-    "U": "suspended",
-    "E": "exiting",
-}
-OVER = re.compile(
-    "invalid job|unknown job|has finished", re.IGNORECASE
-)  # what squeue and qstat say of a job that is over
+# what a scheduler says about a job that is over
+OVER = re.compile("invalid job|unknown job|has finished|is not found", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -112,23 +99,26 @@ def read_site(path: Path | None = None) -> Site:
 
 
 def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
-    """`slurm` or `pbs`, as asked, as the site says, or the one that is installed; UserError where there is none."""
-    installed = [name for name, program in SCHEDULERS.items() if shutil.which(program)]
+    """The scheduler that is asked for, the site's, or the installed one; UserError if none is."""
+    installed = [name for name, one in SCHEDULERS.items() if shutil.which(one.SUBMIT)]
     chosen = asked or site.scheduler or next(iter(installed), "")
-    if chosen and chosen not in SCHEDULERS:
-        raise UserError(f"--scheduler {chosen}: there are {' and '.join(SCHEDULERS)}")
     if not chosen:
+        programs = ", ".join(f"{one.SUBMIT} ({one.TITLE})" for one in SCHEDULERS.values())
         raise UserError(
-            "neither sbatch (SLURM) nor qsub (PBS) is on this machine: submit from a login node; --scheduler NAME --dry-run "
-            "prints the script"
+            f"this machine has none of {programs}: submit from a login node; --scheduler NAME "
+            "--dry-run prints the script"
         )
-    if chosen == "pbs" and site.launcher == "srun":
+    if chosen not in SCHEDULERS:
+        raise UserError(f"--scheduler {chosen}: write {', '.join(SCHEDULERS)}")
+    one = SCHEDULERS[chosen]
+    if site.launcher and site.launcher not in one.LAUNCHERS:
         raise UserError(
-            "launcher = srun in the site file is SLURM's, and PBS has none: write mpiexec or torchrun"
+            f"{one.TITLE} has no {site.launcher}: write launcher = {' or '.join(one.LAUNCHERS)} "
+            "in the site file"
         )
     if chosen not in installed and not dry_run:
         raise UserError(
-            f"there is no {SCHEDULERS[chosen]} here: submit from a login node, or look with --dry-run"
+            f"there is no {one.SUBMIT} here: submit from a login node, or look with --dry-run"
         )
     return chosen
 
@@ -299,19 +289,18 @@ def submit(
         raise UserError(
             f"{job.script} cannot be written: {error.strerror}; give another run.dir"
         ) from None
-    program = ["sbatch", "--parsable"] if scheduler == "slurm" else ["qsub"]
+    one = SCHEDULERS[scheduler]
     done = subprocess.run(
-        [*program, str(job.script)], capture_output=True, text=True, check=False, cwd=job.directory
+        one.submit(job.script), capture_output=True, text=True, check=False, cwd=job.directory
     )
     if done.returncode:
         why = (done.stderr or done.stdout).strip()
         raise UserError(
-            f"{program[0]} refused {job.script}: {why}. Change what is asked for: --nodes, --gpus-per-node, --time, or "
-            f"partition, account, constraint, cpus_per_rank and memory_per_rank (0: none) in {site_file()} or --site FILE"
+            f"{one.SUBMIT} refused {job.script}: {why}. Change --nodes, --gpus-per-node or --time, "
+            "or partition, account, constraint, cpus_per_rank and memory_per_rank (0: none) in "
+            f"{site_file()} or --site FILE"
         )
-    job_id = done.stdout.split()[-1].partition(";")[
-        0
-    ]  # SLURM adds `;cluster` where there are several
+    job_id = one.submitted(done.stdout)
     write_atomic(job.logs / SUBMITTED, json.dumps({"scheduler": scheduler, "job": job_id}) + "\n")
     return script, job_id
 
@@ -343,25 +332,19 @@ def _keep_records(directory: Path) -> None:
 
 
 def _state(submitted: Mapping[str, str]) -> str:
-    """The state of a job in words; empty where it is over."""
-    job, scheduler = submitted["job"], submitted["scheduler"]
-    if shutil.which(SCHEDULERS[scheduler]) is None:
+    """The state of a job in words; empty if it is over."""
+    scheduler = SCHEDULERS[submitted["scheduler"]]
+    if shutil.which(scheduler.SUBMIT) is None:
         return ""
-    query = (
-        ["squeue", "--noheader", "-o", "%T %r", "-j", job]
-        if scheduler == "slurm"
-        else ["qstat", job]
-    )
+    query = scheduler.query(submitted["job"])
     done = subprocess.run(query, capture_output=True, text=True, check=False)
     if done.returncode and not OVER.search(done.stderr):  # a scheduler that is busy
         return f"unknown ({(done.stderr or query[0]).strip()})"
-    words = done.stdout.split()
-    if done.returncode or not words:
-        return ""
-    if scheduler == "slurm":
-        why = f" ({words[1]})" if words[0] == "PENDING" and words[1] != "None" else ""
-        return words[0].lower() + why
-    return PBS_STATES.get(words[-2], words[-2])
+    return "" if done.returncode else scheduler.state(done.stdout)
+
+
+def _ask(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def cancel(directory: Path) -> str:
@@ -377,47 +360,15 @@ def cancel(directory: Path) -> str:
         raise UserError(f"job {job} of {directory} is over: there is nothing to cancel")
     if silent := next((state for _, state in alive if state.startswith("unknown")), ""):
         raise RunFailed(f"the scheduler does not say whether the job runs: {silent}; try again")
+    # Schedulers kill a job some seconds after they have asked it to end, too soon for a save. So a
+    # job that waits is deleted. The script of a job that runs gets a signal, lets the ranks save,
+    # and puts nothing back into the queue.
     for submitted, state in alive:
-        commands = _end_on_slurm if submitted["scheduler"] == "slurm" else _end_on_pbs
-        for command in commands(submitted["job"], state):
+        for command in SCHEDULERS[submitted["scheduler"]].cancel(submitted["job"], state, _ask):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RunFailed(f"{shlex.join(command)}: {done.stderr.strip()}")
     return ", ".join(submitted["job"] for submitted, _ in alive)
-
-
-# Both schedulers kill a job some seconds after they have asked it to end: too soon for a save. So what waits is deleted, and
-# the script of what runs gets a signal, after which it lets the ranks save and puts nothing back into the queue.
-
-
-def _end_on_slurm(job: str, state: str) -> list[list[str]]:
-    done = subprocess.run(
-        ["squeue", "--noheader", "-o", "%T", "-j", job], capture_output=True, text=True, check=False
-    )
-    waits = ["scancel", "--state=PENDING", job]
-    return [waits] + [["scancel", "--batch", "--signal=USR2", job]] * bool(
-        set(done.stdout.split()) - {"PENDING", "COMPLETING"}
-    )
-
-
-def _end_on_pbs(job: str, state: str) -> list[list[str]]:
-    if state != "begun":
-        return [
-            ["qsig", "-s", "SIGUSR2", job] if state in ("running", "suspended") else ["qdel", job]
-        ]
-    listed = subprocess.run(
-        ["qstat", "-t", job], capture_output=True, text=True, check=False
-    ).stdout.splitlines()
-    tasks = [
-        (match[1], line.split()[-2])
-        for line in listed
-        if (match := re.match(r"\d+\[(\d+)\]", line))
-    ]
-    waiting = [job.replace("[]", f"[{index}]") for index, letter in tasks if letter in "QHWT"]
-    running = [job.replace("[]", f"[{index}]") for index, letter in tasks if letter in "RSU"]
-    return [["qdel", *waiting]] * bool(waiting) + [["qsig", "-s", "SIGUSR2", *running]] * bool(
-        running
-    )
 
 
 def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_SECONDS) -> None:

@@ -8,19 +8,13 @@ import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from windlass.errors import UserError
-from windlass.variables import expand_counts, expand_hosts
+from windlass.launch.schedulers import SCHEDULERS, find_job
 
 LOOPBACK = "127.0.0.1"
-FIRST_PORT, PORTS = (
-    15_000,
-    15_000,
-)  # derived ports: under the range from which Linux hands out ports
-INTERACTIVE_STEP = (
-    0xFFFF_FFF0  # SLURM's steps that are no srun of the user's (batch, interactive) begin here
-)
+# derived ports: below the range from which Linux hands out ports
+FIRST_PORT, PORTS = 15_000, 15_000
 
 TORCH = {
     "rank": "RANK",
@@ -31,7 +25,7 @@ TORCH = {
     "nodes": "GROUP_WORLD_SIZE",
     "attempt": "WINDLASS_ATTEMPT TORCHELASTIC_RESTART_COUNT",
 }
-VARIABLES = {
+VARIABLES: dict[str, Mapping[str, str]] = {
     "windlass": TORCH,
     "torchrun": TORCH,
     "environment": TORCH,
@@ -40,27 +34,22 @@ VARIABLES = {
         "world": "OMPI_COMM_WORLD_SIZE",
         "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
         "local_world": "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "job": "PMIX_NAMESPACE OMPI_MCA_ess_base_jobid PBS_JOBID SLURM_JOB_ID",
+        "job": "PMIX_NAMESPACE OMPI_MCA_ess_base_jobid",
     },
     "mpi": {
         "rank": "PMI_RANK PALS_RANKID",
         "world": "PMI_SIZE",
-        "local_rank": "PMI_LOCAL_RANK MPI_LOCALRANKID PALS_LOCAL_RANKID SLURM_LOCALID",
+        "local_rank": " ".join(
+            ["PMI_LOCAL_RANK MPI_LOCALRANKID PALS_LOCAL_RANKID"]
+            + [one.RANK.get("local_rank", "") for one in SCHEDULERS.values()]
+        ),
         "local_world": "PMI_LOCAL_SIZE MPI_LOCALNRANKS PALS_LOCAL_SIZE",
         "node": "PALS_NODEID",
-        "job": "PALS_APID PBS_JOBID SLURM_JOB_ID",
+        "job": "PALS_APID",
     },
-    "slurm": {
-        "rank": "SLURM_PROCID",
-        "world": "SLURM_STEP_NUM_TASKS SLURM_NTASKS",
-        "local_rank": "SLURM_LOCALID",
-        "node": "SLURM_NODEID",
-        "nodes": "SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_JOB_NUM_NODES",
-        "attempt": "SLURM_RESTART_COUNT",
-        "job": "SLURM_JOB_ID",
-    },
+    **{name: one.RANK for name, one in SCHEDULERS.items()},
 }
-"""By launcher: the variables that hold each number, the first one that is set counts; what none holds is derived."""
+"""The variables that hold each number, by launcher; the first that is set counts."""
 SIGNS = {
     "windlass": {"WINDLASS_LAUNCHED"},
     "environment": {"RANK", "WORLD_SIZE"},
@@ -71,10 +60,11 @@ SIGNS = {
 
 @dataclass(frozen=True)
 class DistEnv:
-    """One process among all: its numbers, globally and on its host, and the address where rank 0 holds the store.
+    """One process of several: its numbers, globally and on its host, and the address of the store.
 
-    `launcher` is `none` (a plain process), `windlass`, `torchrun`, `environment` (RANK and WORLD_SIZE set by hand),
-    `slurm`, `openmpi` or `mpi`. `attempt` counts restarts of the same job from 0.
+    `launcher` is `none` (a plain process), `windlass`, `torchrun`, `environment` (RANK and
+    WORLD_SIZE set by hand), `openmpi`, `mpi`, or a scheduler whose own launcher started it (`slurm`).
+    `attempt` counts restarts of the same job from 0.
     """
 
     rank: int = 0
@@ -90,38 +80,29 @@ class DistEnv:
 
 
 def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
-    """This process's numbers, from the variables (and, under PBS and MPI, from the host file that they name).
+    """This process's numbers, from the variables and the host file that they may name.
 
-    Variables of the innermost launcher win: our own, torchrun (or RANK and WORLD_SIZE by hand), Open MPI, MPICH and its kin
-    (PMI, PALS), then srun. A launcher's single task is a plain process. UserError where variables are missing or wrong.
+    Variables of the innermost launcher win: Windlass, torchrun (or RANK and WORLD_SIZE by hand),
+    Open MPI, MPICH and its kin (PMI, PALS), then the scheduler's own, as srun. A launcher's single
+    task is a plain process. UserError if variables are missing or wrong.
     """
-    # Whether srun started this process, as one of several tasks. The shell of a batch job also has SLURM_PROCID = 0 and the
-    # job's SLURM_NTASKS, but no step; an interactive shell is a step of its own, with a number near 2**32, and of one task.
-    step, tasks = (
-        environ.get("SLURM_STEP_ID", ""),
-        _number(environ, "SLURM_STEP_NUM_TASKS SLURM_NTASKS", 1),
-    )
-    in_slurm = (
-        "SLURM_PROCID" in environ and step.isdigit() and int(step) < INTERACTIVE_STEP and tasks > 1
-    )
-    launcher = next(
-        (name for name, signs in SIGNS.items() if signs & environ.keys()),
-        "slurm" if in_slurm else "none",
-    )
+    scheduler = next((name for name, one in SCHEDULERS.items() if one.is_rank(environ)), "none")
+    launcher = next((name for name, signs in SIGNS.items() if signs & environ.keys()), scheduler)
     if launcher == "environment" and "TORCHELASTIC_RUN_ID" in environ:
         launcher = "torchrun"
-    own_pmi = (environ.get("PMI_RANK"), environ.get("PMI_SIZE")) == (
-        environ.get("SLURM_PROCID"),
-        str(tasks),
-    )
-    if in_slurm and own_pmi and "RANK" not in environ:
-        launcher = "slurm"  # PMI is srun's own, and names no hosts
+    if launcher in ("mpi", "openmpi") and scheduler != "none":
+        numbers = (_first(environ, VARIABLES[scheduler][name]) for name in ("rank", "world"))
+        if tuple(numbers) == (environ.get("PMI_RANK"), environ.get("PMI_SIZE")):
+            launcher = scheduler  # PMI is srun's own, and names no hosts
     if launcher == "none":
         return DistEnv()
     env = _build(environ, launcher)
     if not (env.rank < env.world and env.local_rank < env.local_world <= env.world):
-        here = f"rank {env.rank} of {env.world}, and on its host rank {env.local_rank} of {env.local_world}"
-        raise UserError(f"the environment ({launcher}) says {here}; ranks count from 0")
+        here = f"on its host rank {env.local_rank} of {env.local_world}"
+        raise UserError(
+            f"the environment ({launcher}) says rank {env.rank} of {env.world}, and {here}; ranks "
+            "count from 0"
+        )
     is_alone = env.world == 1 and VARIABLES[launcher] is not TORCH
     return DistEnv(attempt=env.attempt) if is_alone else env
 
@@ -136,32 +117,22 @@ def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
     local_world = max(1, number("local_world", -(-world // max(1, nodes))))
     nodes = nodes or -(-world // local_world)
     node, local_rank = number("node", rank // local_world), number("local_rank", rank % local_world)
-    if launcher == "slurm":  # hosts may have unequal numbers of tasks: `4(x2),1` is 4, 4, 1
-        tasks = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-        local_world = tasks[node] if node < len(tasks) and sum(tasks) == world else local_world
+    scheduler = SCHEDULERS.get(launcher)
+    if scheduler:  # hosts may have unequal numbers of tasks
+        counts = scheduler.rank_counts(environ)
+        local_world = counts[node] if node < len(counts) and sum(counts) == world else local_world
     addr = environ.get("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _first_host(environ, nodes))
-    job = next((environ[name] for name in names.get("job", "").split() if environ.get(name)), "")
-    step = environ.get("SLURM_STEP_ID", "") if launcher == "slurm" else ""
-    derived = (
-        FIRST_PORT + zlib.crc32(f"{job}.{step}".encode()) % PORTS
-    )  # the same on all ranks of the job
+    job = _first(environ, names["job"]) or find_job(environ)[1] if "job" in names else ""
+    step = _first(environ, names.get("step", ""))
+    # the same on all ranks of the job
+    derived = FIRST_PORT + zlib.crc32(f"{job}.{step}".encode()) % PORTS
     port = _number(environ, "MASTER_PORT", None if names is TORCH and world > 1 else derived)
-    return DistEnv(
-        rank,
-        world,
-        local_rank,
-        local_world,
-        node,
-        nodes,
-        launcher,
-        addr,
-        port,
-        number("attempt", 0),
-    )
+    attempt = number("attempt", 0)
+    return DistEnv(rank, world, local_rank, local_world, node, nodes, launcher, addr, port, attempt)
 
 
 def interface_to(host: str) -> str:
-    """The name of this machine's network interface on the route to a host; empty where only the loopback leads there."""
+    """This machine's network interface on the route to a host; empty if it is the loopback."""
     import psutil
 
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -177,17 +148,18 @@ def interface_to(host: str) -> str:
 
 
 def _first_host(environ: Mapping[str, str], nodes: int) -> str:
-    hosts = ""
-    with contextlib.suppress(OSError):
-        hosts = Path(environ.get("PBS_NODEFILE", "")).read_text()
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        hosts = hosts or environ.get(name, "")
-    with contextlib.suppress(UserError):
-        if names := expand_hosts(hosts):
-            return names[0]
+    for scheduler in SCHEDULERS.values():
+        with contextlib.suppress(UserError):
+            if hosts := scheduler.rank_hosts(environ):
+                return hosts[0]
     raise UserError(
         f"no variable says which of {nodes} hosts is the first: set MASTER_ADDR to rank 0's host"
     )
+
+
+def _first(environ: Mapping[str, str], names: str) -> str:
+    """The first of some variables that is set; empty if none is."""
+    return next((environ[name] for name in names.split() if environ.get(name)), "")
 
 
 def _number(environ: Mapping[str, str], names: str, default: int | None = None) -> int:
@@ -196,7 +168,8 @@ def _number(environ: Mapping[str, str], names: str, default: int | None = None) 
         if text := environ.get(name, "").strip():
             if not text.isdigit():
                 raise UserError(
-                    f"{name}={text!r} in the environment is no number: unset it, or start with a launcher"
+                    f"{name}={text!r} in the environment is not a number: unset it, or start with "
+                    "a launcher"
                 )
             return int(text)
     if default is None:

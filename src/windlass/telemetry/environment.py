@@ -20,6 +20,7 @@ from typing import Any
 
 from windlass import __version__
 from windlass.fileio import write_atomic
+from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.telemetry.ledger import now
 from windlass.variables import HIDDEN, SECRET_NAME, scrub
 
@@ -69,19 +70,9 @@ VARIABLES = (
     "TORCH_NCCL_BLOCKING_WAIT",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
     "TORCH_NCCL_ENABLE_MONITORING",
-    "SLURM_JOB_ID",
-    "SLURM_JOB_NUM_NODES",
-    "SLURM_JOB_PARTITION",
-    "SLURM_CLUSTER_NAME",
-    "PBS_JOBID",
-    "PBS_QUEUE",
-    "PBS_SERVER",
     "HF_HUB_OFFLINE",
+    *(name for one in SCHEDULERS.values() for name in one.LOGGED),
 )
-SCHEDULERS = {
-    "SLURM": ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME"),
-    "PBS": ("PBS_JOBID", "PBS_SERVER"),
-}  # job, machine
 
 
 def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
@@ -160,13 +151,14 @@ def versions(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def describe_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """The scheduler, the job's id and the machine's name as the scheduler has it; empty outside of
-    a job."""
-    for scheduler, (job, name) in SCHEDULERS.items():
-        if job in environ:
-            named = {"machine": environ[name]} if environ.get(name) else {}
-            return {"scheduler": scheduler, "job": environ[job], **named}
-    return {}
+    """The scheduler, the job's id and the machine's name; empty outside a job."""
+    name, job = find_job(environ)
+    if not job:
+        return {}
+    scheduler = SCHEDULERS[name]
+    machine = environ.get(scheduler.MACHINE, "")
+    named = {"machine": machine} if machine else {}
+    return {"scheduler": scheduler.TITLE, "job": job, **named}
 
 
 def describe_hosts(ranks: Sequence[Mapping[str, Any]]) -> list[str]:

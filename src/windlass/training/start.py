@@ -28,6 +28,7 @@ from windlass.checkpoint.retention import LINEAGE, lineage_at, read_lineage, wri
 from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError, argument
 from windlass.fileio import Files
+from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.optim.schedule import phases
 from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe, typed
@@ -261,15 +262,16 @@ def refuse_changes(
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What names the job of this process and stays the same when it is restarted; empty strings where there is none.
+    """What identifies the job of this process and survives a restart; empty strings outside a job.
 
-    `launch`: our launcher's process, or torchrun's run id; `slurm`: the number of the SLURM job.
+    `launch`: the process of Windlass's launcher, or torchrun's run id; `scheduled`: the id that the
+    scheduler gave the job.
     """
     ours = detect_env(environ).launcher == "windlass"
     launch = (
         f"{socket.gethostname()}/{os.getppid()}" if ours else environ.get("TORCHELASTIC_RUN_ID", "")
     )
-    return {"launch": launch, "slurm": environ.get("SLURM_JOB_ID", "")}
+    return {"launch": launch, "scheduled": find_job(environ)[1]}
 
 
 def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
@@ -277,11 +279,12 @@ def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
     env, lineage, job = detect_env(environ), read_lineage(run.path), job_id(environ)
     if lineage is None:
         return False
-    if job["slurm"] and environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0"):
-        return lineage.job.get("slurm") == job["slurm"]
+    scheduler = SCHEDULERS.get(find_job(environ)[0])
+    if scheduler and scheduler.restarts(environ):
+        return lineage.job.get("scheduled") == job["scheduled"]
     return (
         env.attempt > 0
-        and env.launcher != "slurm"
+        and env.launcher not in SCHEDULERS
         and lineage.job.get("launch", "") == job["launch"]
     )
 
