@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from windlass.launch.batch import Site
+from windlass.launch.job import Site
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.submit import Resources, submit_run
 from windlass.recipe import Recipe, presets, settings

@@ -15,7 +15,7 @@ from slurm_cluster import NODES, Cluster
 
 from helpers import wait_for
 from windlass.fileio import read_json
-from windlass.launch.batch import Job, Site
+from windlass.launch.job import Job, Site
 from windlass.launch.submit import cancel, submit
 from windlass.run import Run
 from windlass.study.study import Study

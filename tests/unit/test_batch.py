@@ -15,7 +15,8 @@ import pytest
 from helpers import refused, wait_for, windlass, write_ledger
 from windlass.errors import RunFailed
 from windlass.fileio import read_json
-from windlass.launch.batch import INDEX, Job, Site, render
+from windlass.launch.batch import render
+from windlass.launch.job import INDEX, Job, Site
 from windlass.launch.submit import (
     Resources,
     cancel,

@@ -13,7 +13,8 @@ from helpers import refused, wait_for
 from helpers import windlass as run_windlass
 from windlass.fileio import read_json
 from windlass.launch.allocation import job_variables, launch_command, read_allocation
-from windlass.launch.batch import INDEX, Job, Site, render
+from windlass.launch.batch import render
+from windlass.launch.job import INDEX, Job, Site
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.launch.submit import Resources, cancel, queued, submit_run
 from windlass.recipe import Recipe

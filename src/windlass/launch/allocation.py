@@ -22,7 +22,7 @@ from pathlib import Path
 
 from windlass.errors import BAD_INPUT, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, UserError
 from windlass.fileio import read_json, write_atomic
-from windlass.launch.batch import LAUNCHERS
+from windlass.launch.job import LAUNCHERS
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.variables import SECRET_NAME
 

@@ -11,94 +11,15 @@ out, later starts do so with the hosts that `windlass launch` names.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from windlass.launch.job import INDEX, Job, Site
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.schedulers.protocol import GRACE_SECONDS, Scheduler
 
-LAUNCHERS = tuple(dict.fromkeys(name for one in SCHEDULERS.values() for name in one.LAUNCHERS))
-TIME = r"\d+:[0-5]\d:[0-5]\d"
 SUBMITTED = "job.json"  # in the directory of a run or study: scheduler and id of its last job
 FOLLOWING = "job-*.json"  # beside it: the job that continues one task of an array, by its number
 EXIT_CODE = ".exit"  # of a run's last job, in its directory
-GPU_RANK_CORES = 4  # Python, autograd, NCCL's proxy and the saving thread; small nodes have no more
 PER_HOST = "WINDLASS_PER_HOST"  # set by a script: the ranks that `windlass launch` starts on a host
-
-
-class Site(BaseModel):
-    """A site's settings for every job: the file `~/.config/windlass/site.toml`, or `--site FILE`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    scheduler: str = Field("", pattern=f"^({'|'.join(SCHEDULERS)})?$")
-    """`slurm`, `pbs` or `lsf`; empty: the one that is installed."""
-    partition: str = ""
-    """The partition (SLURM) or queue (PBS, LSF)."""
-    account: str = ""
-    """The account (SLURM, PBS) or project (LSF) that pays for the time."""
-    time: str = Field("", pattern=f"^({TIME})?$")
-    """The default of `--time`, as HH:MM:SS."""
-    gpus_per_node: int = Field(0, ge=0)
-    """GPUs of a node: default and maximum of `--gpus-per-node`; 0: not given."""
-    cpus_per_rank: int = Field(0, ge=0)
-    """Cores for each rank; 0: 4 for a rank with a GPU, else 1."""
-    memory_per_rank: int = Field(-1, ge=-1)
-    """GB of host memory for each rank; -1: computed from the recipe; 0: the job asks for none."""
-    constraint: str = ""
-    """Features of the nodes: SLURM's `--constraint`, resources that PBS adds to each chunk
-    (`system=polaris`), or what LSF selects hosts by (`ngpus>0`)."""
-    mail: str = ""
-    """The address to which the scheduler mails when a job ends or fails."""
-    directives: list[Annotated[str, Field(pattern="^-")]] = []
-    """More options of the scheduler, as after `#SBATCH`, `#PBS` or `#BSUB`; they replace Windlass's
-    options of the same name."""
-    modules: list[str] = []
-    """Modules to load."""
-    setup: list[str] = []
-    """Lines of shell to run first, as `source ~/venv/bin/activate`."""
-    environment: dict[str, str] = {}
-    """Variables to export. No secrets: the script is a file."""
-    launcher: str = Field("", pattern=f"^({'|'.join(LAUNCHERS)})?$")
-    """What starts the ranks: `srun`, `mpiexec` or `torchrun` (one on each host); empty: `srun` under
-    SLURM, else `mpiexec`."""
-    cells_at_once: int = Field(0, ge=0)
-    """Most cells of a study that run at the same time; 0: no limit."""
-    scratch: str = ""
-    """The directory in which jobs of runs work, and to which a relative run.dir is relative; empty: where
-    `submit` is called, in which jobs of studies always work."""
-
-    def cores(self, gpus: int) -> int:
-        """The cores of a rank on hosts with this number of GPUs."""
-        return self.cpus_per_rank or (GPU_RANK_CORES if gpus else 1)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job to submit; paths are absolute."""
-
-    name: str
-    command: Sequence[str]  # run once, in the job's shell; `windlass launch -- …` starts all ranks
-    directory: Path  # where it is run
-    logs: Path  # the directory of `<name>_<id>.out`
-    script: Path  # where the script will be
-    nodes: int = 1
-    ranks_per_node: int = 1
-    gpus_per_node: int = 0
-    memory_gb: int = 0  # of a host; 0: the scheduler's default
-    time: str = ""  # HH:MM:SS; empty: the site's
-    array: Sequence[int] = ()  # task numbers, which the command gets as INDEX
-    # a check that must succeed first, with a log of its own; its exit code ends the job
-    before: Sequence[str] = ()
-    after: Sequence[Sequence[str]] = ()  # commands at the end, whose failures change nothing
-    max_restarts: int = 3  # after lost hosts
-
-
-INDEX = "{index}"  # in a job's command: the number of the array's task
 
 
 def render(job: Job, site: Site, scheduler: str) -> str:

@@ -20,15 +20,8 @@ from pydantic import ValidationError
 from windlass.errors import RunFailed, UserError
 from windlass.estimate.host import host_memory_gb
 from windlass.fileio import read_json, write_atomic
-from windlass.launch.batch import (
-    EXIT_CODE,
-    FOLLOWING,
-    SUBMITTED,
-    TIME,
-    Job,
-    Site,
-    render,
-)
+from windlass.launch.batch import EXIT_CODE, FOLLOWING, SUBMITTED, render
+from windlass.launch.job import TIME, Job, Site
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.schedulers.protocol import GRACE_SECONDS
 from windlass.processes import WINDLASS
@@ -90,6 +83,10 @@ def read_site(path: Path | None = None) -> Site:
         raise UserError(
             "\n".join([*wrong, f"  Its keys are {', '.join(sorted(Site.model_fields))}"])
         ) from None
+    if site.scheduler and site.scheduler not in SCHEDULERS:
+        raise UserError(
+            f"{chosen}: scheduler = {site.scheduler!r}: write one of {', '.join(SCHEDULERS)}"
+        )
     if secret := [name for name in site.environment if SECRET_NAME.search(name)]:
         raise UserError(
             f"{chosen}: environment has {', '.join(secret)}, and a batch script is a file that others may read: leave it out; "

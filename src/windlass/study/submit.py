@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from windlass.launch.batch import INDEX, Job, Site
+from windlass.launch.job import INDEX, Job, Site
 from windlass.launch.submit import (
     Resources,
     find_scheduler,

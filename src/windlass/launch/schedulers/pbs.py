@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from windlass.launch.schedulers.protocol import Ask, Nodes, quoted, read_nodefile
 
 if TYPE_CHECKING:
-    from windlass.launch.batch import Job, Site
+    from windlass.launch.job import Job, Site
 
 TITLE, SUBMIT = "PBS", "qsub"
 LAUNCHERS: tuple[str, ...] = ("mpiexec", "torchrun")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
-    from windlass.launch.batch import Job, Site
+    from windlass.launch.job import Job, Site
 
 GRACE_SECONDS = 120  # between the signal and the time limit
 SECOND_SHELL = 'run `windlass env --save` in the job\'s own shell, and eval "$(windlass env)" here'

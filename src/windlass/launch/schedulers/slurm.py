@@ -13,7 +13,7 @@ from windlass.errors import UserError
 from windlass.launch.schedulers.protocol import GRACE_SECONDS, SECOND_SHELL, Ask, Nodes, quoted
 
 if TYPE_CHECKING:
-    from windlass.launch.batch import Job, Site
+    from windlass.launch.job import Job, Site
 
 TITLE, SUBMIT = "SLURM", "sbatch"
 LAUNCHERS: tuple[str, ...] = ("srun", "mpiexec", "torchrun")
