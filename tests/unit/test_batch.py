@@ -162,12 +162,25 @@ refuse() { echo "qsub: illegal $1 value" >&2; exit 2; }
 echo "$@" >>QUEUED
 case "${@: -1}" in /*) script=$(<"${@: -1}");; *) script=$(cat);; esac
 echo "$script" >>QUEUED
+set -- $(sed -n 's/^#PBS //p' <<<"$script") "$@"
 while [ $# -gt 0 ]; do
   case $1 in
-    -W) [[ $2 =~ depend=[a-z]+:.*\[[0-9-]+\] ]] && { echo "cannot have dependancy on subjob or range" >&2; refuse -W; };;
+    -W) [[ $2 =~ ^depend=[a-z]+:[^:]+$ ]] || refuse -W
+        [[ $2 =~ \[[0-9-]+\] ]] && { echo "cannot have dependancy on subjob or range" >&2; refuse -W; };;
     -a) [[ $2 =~ ^(([0-9]{2})?[0-9]{4})?[0-9]{6}([.][0-9]{2})?$ ]] || refuse -a;;
+    -v) [[ $2 =~ ^[A-Z_]+=[^,]*$ ]] || refuse -v;;
+    -N) [[ $2 =~ ^[A-Za-z0-9_.+-]{1,15}$ ]] || refuse -N;;
+    -l) [[ $2 =~ ^(select=[0-9]+(:[a-z]+=[^:]+)*|place=scatter|walltime=[0-9:]+)$ ]] || refuse -l;;
+    -J) [[ $2 =~ ^[0-9]+-[0-9]+(:[0-9]+)?(%[0-9]+)?$ ]] || refuse -J;;
+    -r) [[ $2 = [yn] ]] || refuse -r;;
+    -j) [[ $2 = oe || $2 = eo || $2 = n ]] || refuse -j;;
+    -m) [[ $2 =~ ^([abe]+|n)$ ]] || refuse -m;;
+    -q|-A|-M|-o|-e) [ "$2" ] || refuse "$1";;
+    -V) set -- -V "$@";;
+    /*) [ $# = 1 ] || refuse script; break;;
+    *) echo "qsub: invalid option $1" >&2; exit 2;;
   esac
-  shift
+  shift 2
 done
 range=$(sed -n 's/^#PBS -J //p' <<<"$script")
 [ "$range" ] || { echo 8.server; exit; }
@@ -661,15 +674,12 @@ def test_the_site_file(tmp_path, monkeypatch):
 )
 def test_cancel_on_pbs_leaves_time_for_a_save(tmp_path, monkeypatch, state, called):
     """`qdel` of a running job kills it after some seconds: its script gets a signal instead, which it passes on."""
-    for tool in ("qsub", "qstat", "qsig", "qdel"):
-        told = (
-            f"echo 'Job id\n---\n7.server run me 0 {state} gpu'"
-            if tool == "qstat"
-            else f'echo {tool} "$@" >{tmp_path}/called'
-        )
-        (tmp_path / tool).write_text(
-            f"#!/bin/sh\n{told if state else 'echo qstat: 7.server Job has finished >&2; exit 35'}\n"
-        )
+    job = f"Job id\n---\n7.server run me 0 {state} gpu"
+    answer = f"echo '{job}'" if state else "echo qstat: 7.server Job has finished >&2; exit 35"
+    tools = {tool: record_calls(tool, tmp_path / "called") for tool in STRICT}
+    tools |= {"qsub": "", "qstat": f'#!/bin/sh\n[ "$*" = 7.server ] || exit 2\n{answer}\n'}
+    for tool, text in tools.items():
+        (tmp_path / tool).write_text(text)
         (tmp_path / tool).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "job.json").write_text('{"scheduler": "pbs", "job": "7.server"}')
@@ -678,6 +688,19 @@ def test_cancel_on_pbs_leaves_time_for_a_save(tmp_path, monkeypatch, state, call
             cancel(tmp_path)
         return
     assert cancel(tmp_path) == "7.server" and (tmp_path / "called").read_text().strip() == called
+
+
+IDS = r"([0-9]+(\[[0-9]*\])?\.server ?)+"
+STRICT = {"qdel": rf"^{IDS}$", "qsig": rf"^-s SIGUSR2 {IDS}$"}
+
+
+def record_calls(tool: str, path: Path) -> str:
+    """A qdel or qsig that writes down how it was called, and rejects what the manual does not have."""
+    return f"""#!/bin/bash
+pattern='{STRICT[tool]}'
+[[ "$*" =~ $pattern ]] || {{ echo "{tool}: usage" >&2; exit 2; }}
+echo {tool} "$@" >>{path}
+"""
 
 
 QSTAT = r"""#!/bin/bash
@@ -705,7 +728,7 @@ def test_cancel_of_an_array_on_pbs_and_of_the_jobs_that_follow(tmp_path, monkeyp
     for tool, text in (
         ("qsub", ""),
         ("qstat", QSTAT),
-        *((t, f'#!/bin/sh\necho {t} "$@" >>{tmp_path}/called\n') for t in ("qsig", "qdel")),
+        *((tool, record_calls(tool, tmp_path / "called")) for tool in STRICT),
     ):
         (tools / tool).write_text(text)
         (tools / tool).chmod(0o755)

@@ -188,9 +188,7 @@ def submit(
         typer.Argument(metavar="RECIPE|STUDY|RUN", help="What to train; a study: its open cells."),
     ],
     overrides: Overrides,
-    scheduler: str = typer.Option(
-        "", metavar="slurm|pbs|lsf", help="Default: the one that is installed."
-    ),
+    scheduler: str = typer.Option("", metavar="slurm|pbs|lsf", help="Default: the installed one."),
     nodes: int = typer.Option(1, min=1, help="Hosts (of each cell of a study)."),
     gpus_per_node: int = typer.Option(
         -1, metavar="G", help="GPUs of each; default: the site's.", show_default=False
@@ -208,24 +206,21 @@ def submit(
     ),
     max_size: str = typer.Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),
     retry_failed: bool = typer.Option(
-        False, "--retry-failed", help="A study: its failed and diverged cells, too."
+        False, "--retry-failed", help="Failed cells of a study, too."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the script and write nothing."),
     watch: bool = typer.Option(
-        False,
-        "--watch",
-        help="Follow state and log until the job is over; also of a run or study that waits or runs.",
+        False, "--watch", help="Follow state and log to the job's end; also of a submitted job."
     ),
-    cancel: bool = typer.Option(
-        False, "--cancel", help="End the job of this run or study; it saves first."
-    ),
+    cancel: bool = typer.Option(False, "--cancel", help="End the job; it saves first."),
 ) -> int:
-    """Submit a training, or the open cells of a study, to SLURM or PBS. It requeues itself at its time limit and resumes.
+    """Submit a training, or the open cells of a study, to SLURM, PBS or LSF (LSF was not run).
+
+    A job requeues itself at its time limit and resumes.
 
     Exit codes: 0 submitted, 2 bad input, also for the scheduler; with --watch those of the run.
     """
     from windlass.launch import submit as jobs
-    from windlass.recipe import Recipe
     from windlass.study.study import Study
 
     directory = Path(recipe)
@@ -238,29 +233,9 @@ def submit(
         nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, valid_size(max_size)
     )
     chosen = jobs.read_site(site)
-    how: dict[str, Any] = {
-        "scheduler": scheduler,
-        "site": chosen,
-        "asked": asked,
-        "dry_run": dry_run,
-    }
-    if Study.is_study(directory):
-        from windlass.study.submit import submit_study
-
-        if overrides:
-            raise UserError(
-                f"{recipe} is a study, whose cells have their settings: leave {' '.join(overrides)} out"
-            )
-        notify = partial(typer.echo, err=True)
-        study = Study.open(directory)
-        submitted = submit_study(study, **how, retry_failed=retry_failed, notify=notify)
-        script = "\n".join(one.script for one in submitted)
-        job = ", ".join(one.job for one in submitted)
-        where = directory
-    else:
-        loaded = Recipe.load(recipe, overrides)
-        script, job = jobs.submit_run(loaded, **how)
-        where = Path(chosen.scratch or Path.cwd()) / loaded.run_dir
+    how = {"scheduler": scheduler, "site": chosen, "asked": asked, "dry_run": dry_run}
+    submit_it = _submit_study if Study.is_study(directory) else _submit_run
+    where, script, job = submit_it(recipe, overrides, how, retry_failed)
     if dry_run:
         sys.stdout.write(script)
         return DONE
@@ -269,6 +244,35 @@ def submit(
         return DONE
     typer.echo(f"submitted job {job}: {where}")
     return _watch(where) if watch else DONE
+
+
+def _submit_study(
+    name: str, overrides: list[str], how: dict[str, Any], retry_failed: bool
+) -> tuple[Path, str, str]:
+    """The study's directory, the scripts of its jobs, and their ids."""
+    from windlass.study.study import Study
+    from windlass.study.submit import submit_study
+
+    if overrides:
+        raise UserError(
+            f"{name} is a study, whose cells have their settings: leave {' '.join(overrides)} out"
+        )
+    notify = partial(typer.echo, err=True)
+    jobs = submit_study(Study.open(Path(name)), **how, retry_failed=retry_failed, notify=notify)
+    script, ids = "\n".join(one.script for one in jobs), ", ".join(one.job for one in jobs)
+    return Path(name), script, ids
+
+
+def _submit_run(
+    name: str, overrides: list[str], how: dict[str, Any], retry_failed: bool
+) -> tuple[Path, str, str]:
+    """The run's directory, the script of its job, and the job's id."""
+    from windlass.launch.submit import submit_run
+    from windlass.recipe import Recipe
+
+    loaded = Recipe.load(name, overrides)
+    script, job = submit_run(loaded, **how)
+    return Path(how["site"].scratch or Path.cwd()) / loaded.run_dir, script, job
 
 
 def _watch(directory: Path) -> int:
