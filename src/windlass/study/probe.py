@@ -150,7 +150,8 @@ def measure_machine(study: Study, cell: Cell, notify: Callable[[str], None], lau
         command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
     try:
-        measured = json.loads(done.stdout[done.stdout.find("{") :])
+        # A scheduler's launcher may print before and after.
+        measured, _ = json.JSONDecoder().raw_decode(done.stdout, done.stdout.index("{"))
     except ValueError:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         notify(f"the machine could not be measured: {last}")
