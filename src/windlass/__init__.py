@@ -1,7 +1,7 @@
 """Windlass: train and fine-tune language models on CPUs and NVIDIA GPUs, from one file.
 
-`dir(windlass)` is the public API: a function for every verb, and the nouns `Recipe`, `Run` and `Study`. Each is imported when
-it is first used, so that `import windlass` costs nothing.
+`dir(windlass)` is the public API: a function for every verb, the nouns `Recipe`, `Run` and `Study`,
+their results and errors. Python imports each at its first use, so `import windlass` costs nothing.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from windlass.data.prepare import prepare
-    from windlass.estimate.plan import plan
-    from windlass.evaluation.generate import sample
+    from windlass.data.prepare import Data, prepare
+    from windlass.errors import RunFailed, Stopped, UserError
+    from windlass.estimate.plan import Plan, plan
     from windlass.evaluation.suites import evaluate
+    from windlass.evaluation.text import generate, sample
     from windlass.interop.export import export
     from windlass.recipe import Recipe
-    from windlass.reports.write import report
+    from windlass.reports.write import Report, report
     from windlass.run import Run
     from windlass.study.scale import scale
     from windlass.study.study import Study
@@ -27,14 +28,46 @@ if TYPE_CHECKING:
     from windlass.verification import verify
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "Data": "data.prepare",
+    "Plan": "estimate.plan",
+    "Recipe": "recipe",
+    "Report": "reports.write",
+    "Run": "run",
+    "RunFailed": "errors",
+    "Stopped": "errors",
+    "Study": "study.study",
+    "Suite": "training.callbacks",
+    "UserError": "errors",
+    "evaluate": "evaluation.suites",
+    "export": "interop.export",
+    "generate": "evaluation.text",
+    "plan": "estimate.plan",
+    "prepare": "data.prepare",
+    "report": "reports.write",
+    "sample": "evaluation.text",
+    "scale": "study.scale",
+    "sweep": "study.sweep",
+    "track": "telemetry.trackers:replay",
+    "train": "training.setup",
+    "verify": "verification",
+}
 __all__ = [
+    "Data",
+    "Plan",
     "Recipe",
+    "Report",
     "Run",
+    "RunFailed",
+    "Stopped",
     "Study",
     "Suite",
+    "UserError",
     "__version__",
     "evaluate",
     "export",
+    "generate",
     "plan",
     "prepare",
     "report",
@@ -46,25 +79,7 @@ __all__ = [
     "verify",
 ]
 
-_MODULES = {
-    "Recipe": "recipe",
-    "Run": "run",
-    "Study": "study.study",
-    "Suite": "training.callbacks",
-    "evaluate": "evaluation.suites",
-    "export": "interop.export",
-    "plan": "estimate.plan",
-    "prepare": "data.prepare",
-    "report": "reports.write",
-    "sample": "evaluation.generate",
-    "scale": "study.scale",
-    "sweep": "study.sweep",
-    "track": "telemetry.trackers:replay",
-    "train": "training.setup",
-    "verify": "verification",
-}
-
-# cuBLAS reads it once, at the first matrix product of the process, and `train.deterministic` needs it.
+# cuBLAS reads it once, at the first matrix product of the process; `train.deterministic` needs it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 

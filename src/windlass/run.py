@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import windlass
 from windlass.errors import UserError, require
 from windlass.fileio import read_json, read_jsonl
 from windlass.recipe import Recipe
@@ -174,6 +175,22 @@ class Run:
                 row = rows.setdefault(line["step"], {})
                 row |= {f"{prefix}{k}": v for k, v in own.items()}
         return pandas.DataFrame.from_dict(rows, orient="index").sort_index().rename_axis("step")
+
+    def evaluate(self, *arguments: Any, **options: Any) -> Any:
+        """The `windlass.evaluate` of this run."""
+        return windlass.evaluate(self, *arguments, **options)
+
+    def sample(self, prompt: str = "", n: int | None = None, **options: Any) -> str | list[str]:
+        """The `windlass.generate` of this run: a text, or with `n` a list of texts."""
+        return windlass.generate(self, prompt, n, **options)
+
+    def report(self, *arguments: Any, **options: Any) -> Any:
+        """The `windlass.report` of this run."""
+        return windlass.report(self, *arguments, **options)
+
+    def export(self, directory: str | Path, **options: Any) -> Path:
+        """The `windlass.export` of this run."""
+        return windlass.export(self, directory, **options)
 
     def __repr__(self) -> str:
         lines = self.ledger()

@@ -14,8 +14,8 @@ import pytest
 from helpers import tiny_recipe
 from windlass import Recipe, train
 from windlass.cli import main
-from windlass.evaluation.generate import TextSampler, sample
 from windlass.evaluation.suites import evaluate
+from windlass.evaluation.text import TextSampler, sample
 
 ITEM = {"ctx": "the cat", "endings": ["sat", "flew", "is blue", "the"], "label": 0}
 

@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 import hf_fixtures
 from windlass.data.vocabulary import load_tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.generate import Sampling, generate, prompt_ids, sample
+from windlass.evaluation.generate import Sampling, generate, prompt_ids
+from windlass.evaluation.text import sample
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel, has_plain_head, open_hf

@@ -41,7 +41,18 @@ def test_every_verb_is_a_documented_function() -> None:
             inspect.Signature.empty,
             "None",
         ), name
-    assert {"Run", "Recipe", "Study"} < set(dir(windlass))
+    nouns = {
+        "Run",
+        "Recipe",
+        "Study",
+        "Data",
+        "Plan",
+        "Report",
+        "UserError",
+        "RunFailed",
+        "Stopped",
+    }
+    assert nouns < set(dir(windlass)) == {*windlass._MODULES, "__version__"}
     with pytest.raises(AttributeError, match="trane"):
         _ = windlass.trane
 
@@ -96,9 +107,14 @@ def test_a_run_from_preparation_to_export(
     )
     pieces = list(windlass.sample(run, "the ", n=2, device="cpu", max_tokens=4))
     assert {number for number, _ in pieces} == {0, 1}
-    assert windlass.report(run).page.read_text().startswith("<!doctype html>")
+    texts = ["".join(piece for i, piece in pieces if i == number) for number in (0, 1)]
+    same = {"device": "cpu", "max_tokens": 4}
+    assert run.sample("the ", 2, **same) == windlass.generate(run, "the ", 2, **same) == texts
+    assert windlass.generate(run, "the ", **same) == texts[0]
+    assert run.evaluate(["loss"]).results["loss"]["loss"] == measured.results["loss"]["loss"]
+    assert run.report().page.read_text().startswith("<!doctype html>")
     assert windlass.plan(recipe).world == 1
-    exported = windlass.export(run, tmp_path / "hf")
+    exported = run.export(tmp_path / "hf")
     assert {"config.json", "model.safetensors"} <= {path.name for path in exported.iterdir()}
 
 

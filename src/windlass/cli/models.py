@@ -95,8 +95,8 @@ def sample(
     with a KV cache, and appear one after the other as they grow.
     """
     import windlass
-    from windlass.evaluation.generate import TextSampler
     from windlass.evaluation.source import find_source
+    from windlass.evaluation.text import TextSampler
 
     settings = {"max_tokens": max_tokens, "temperature": temperature}
     settings |= {"top_k": top_k, "top_p": top_p, **({} if seed is None else {"seed": seed})}

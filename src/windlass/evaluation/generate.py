@@ -12,30 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from windlass.data.chat import prompt_tokens
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import (
-    Source,
     alone,
     evaluating,
-    find_source,
-    open_model,
-    stop_tokens,
 )
 from windlass.parallel.collectives import max_async
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import autocast as recipe_autocast
 from windlass.parallel.parallelize import unwrap, varying_shapes
-from windlass.run import Run
 from windlass.seeds import seed_bytes
 
 Event = tuple[int, int | None]  # the index of a text and its next token; None: the text is complete
@@ -319,83 +310,3 @@ def in_order(
             if current not in ended:
                 break
             current, shown = current + 1, 0
-
-
-class TextSampler:
-    """A saved model on one device, for many samples. Arguments as `sample`."""
-
-    def __init__(
-        self,
-        run: str | Path | Run | Source,
-        device: str = "",
-        *,
-        model: nn.Module | None = None,
-        **settings: Any,
-    ):
-        self.source = run if isinstance(run, Source) else find_source(run, module=model)
-        settings = {
-            "max_tokens": 256,
-            "temperature": 0.8,
-            "seed": self.source.recipe.run.seed,
-        } | settings
-        self.sampling, self.ranks = Sampling(**settings), alone(device or None)
-        self.model = open_model(self.source, self.ranks)
-        has_tokenizer = self.source.tokenizer is not None
-        if not has_tokenizer or not hasattr(unwrap(self.model), "new_cache"):
-            lack = "a model without new_cache" if has_tokenizer else "data without a tokenizer"
-            needs = "text needs a tokenizer and new_cache(batch, length)"
-            raise UserError(f"{self.source.name} is the run of {lack}: {needs}")
-        self.sampling = replace(self.sampling, stop=stop_tokens(self.source, self.model))
-        self.messages: list[dict[str, str]] = []  # the conversation so far, of `reply`
-
-    def pieces(self, prompts: list[list[int]], after: Sequence[int]) -> Iterator[tuple[int, str]]:
-        """The continuations of prompts, as (number of the text, next piece), text after text."""
-        tokenizer = self.source.tokenizer
-        events = generate_events(
-            self.model,
-            prompts,
-            self.sampling,
-            self.ranks,
-            vocab=tokenizer.vocab,
-            autocast=partial(recipe_autocast, self.source.recipe, self.ranks.device),
-        )
-        return in_order(events, tokenizer, len(prompts), after)
-
-    def reply(self, message: str) -> Iterator[str]:
-        """The pieces of the model's answer to the next message, by its chat template."""
-        self.messages.append({"role": "user", "content": message})
-        ids = prompt_tokens(self.messages, self.source.template, self.source.tokenizer)
-        answer = ""
-        for _, piece in self.pieces([ids], after=ids):
-            answer += piece
-            yield piece
-        self.messages.append({"role": "assistant", "content": answer.strip()})
-
-
-def sample(
-    run: str | Path | Run | Source,
-    prompt: str = "",
-    n: int = 1,
-    device: str = "",
-    *,
-    model: nn.Module | None = None,
-    **settings: Any,
-) -> Iterator[tuple[int, str]]:
-    """`n` texts after a prompt, as (number of the text, next piece); a function of the seed.
-
-    Args:
-        run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of
-            `transformers`, `hf:NAME`.
-        prompt: Not part of the pieces; empty: a text from its beginning.
-        n: Number of texts; they are generated together, with a KV cache.
-        device: `cpu` or `cuda`; default: cuda if available.
-        model: An instance of your own class, for a run that trains it; the weights are loaded into
-            it.
-        settings: Fields of `Sampling`: `max_tokens` (default 256), `temperature` (0.8), `top_k`,
-            `top_p`, `seed` (the run's).
-
-    Raises UserError if the model does not exist or a setting is out of its range.
-    """
-    sampler = TextSampler(run, device, model=model, **settings)
-    ids = prompt_ids(sampler.model, sampler.source.tokenizer, prompt)
-    return sampler.pieces([ids] * n, after=ids if prompt else ())
