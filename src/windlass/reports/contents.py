@@ -19,13 +19,13 @@ from windlass.reports.tables import (
     comparison,
     curves,
     evaluations,
-    label,
     results,
     settings_table,
 )
 from windlass.reports.text import plural, show
 from windlass.reports.view import RunView
 from windlass.study.compare import BITS, common_measure
+from windlass.telemetry.measures import of_result
 
 HEADLINES = {
     "eval_loss": "Validation loss",
@@ -141,7 +141,7 @@ def _head(views: Sequence[RunView], study: StudyView | None, scaled: ScalingView
         head = _comparison_head(views)
     for name in ("tokens", "runtime_s", "device_hours"):
         if total := sum(float(view.values.get(name) or 0) for view in views):
-            text = show(total, label(name)[1])
+            text = show(total, of_result(name).kind)
             head.figures.append((f"{HEADLINES[name]} in all", text, ""))
     return head
 
@@ -160,7 +160,7 @@ def _run_head(view: RunView) -> Head:
     parts += extensions
     parts += [f"started {plural(starts, 'time')} and drawn as one curve"] * (starts > 1)
     shown = {name: text for name, text in HEADLINES.items() if name in values}
-    figures = [(text, show(values[name], label(name)[1]), "") for name, text in shown.items()]
+    figures = [(text, show(values[name], of_result(name).kind), "") for name, text in shown.items()]
     notes = view.settings["run.notes"]
     return Head("A run", view.label, ", ".join(parts), view.state, notes=notes, figures=figures)
 

@@ -15,23 +15,13 @@ from windlass.errors import UserError, argument
 from windlass.reports.scaling import setup_values
 from windlass.reports.study import StudyView, read_study
 from windlass.reports.table import Column, Table
-from windlass.reports.tables import MEASURES, label
 from windlass.reports.text import plural
-from windlass.reports.view import EPOCH_LOSS, RunView
+from windlass.reports.view import RunView
 from windlass.study.study import Study
+from windlass.telemetry.measures import EPOCH_LOSS, of_published
 
 # the last one is resident memory on a CPU
 GPU_ONLY = ("mem_alloc_mb", "mem_reserved_mb", "driver_mem_mb", "peak_mem_mb")
-KINDS = {
-    "runtime_s": "rate",
-    "samples_per_s": "rate",
-    "samples_factor": "hours",
-    "runtime_factor": "hours",
-    "gpu_hours": "hours",
-    "steps_per_s": "hours",
-    "exact_match": "rate",
-    "f1": "rate",
-}
 WAITING = {"waiting": "not run yet", "running": "not finished", "interrupted": "not finished"}
 Values = Mapping[str, Any]
 Reason = Callable[[str], str]  # why a name has no value
@@ -89,7 +79,7 @@ def published(
     cells = [
         [why(x) if row.get(x) is None else row[x] for x in columns.values()] for row, why in rows
     ]
-    heads = [Column(heading, heading, kind(x)) for heading, x in columns.items()]
+    heads = [Column(heading, heading, of_published(x).kind) for heading, x in columns.items()]
     return Table(wanted, heads, cells, spec["title"], [spec["note"]] if "note" in spec else [])
 
 
@@ -107,14 +97,6 @@ def preset_of(views: Sequence[RunView], study: Study | None) -> str:
         return (study.scaling.preset if study.scaling else "") or study.recipe.preset
     names = {str(view.settings["preset"]) for view in views}
     return names.pop() if len(names) == 1 else ""
-
-
-def kind(name: str) -> str:
-    """The kind of number of a value; seconds stay seconds, because the heading has the unit."""
-    if name.endswith("_gb"):
-        return "hours"
-    measure = label(name)[1] if name in MEASURES or name.startswith(EPOCH_LOSS) else ""
-    return KINDS.get(name, "rate" if name.endswith("_pct") else measure)
 
 
 def on_gpus(view: RunView) -> bool:

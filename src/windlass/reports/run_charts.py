@@ -16,6 +16,7 @@ from windlass.reports.tracks import Numbers, Track, interpolate
 from windlass.reports.view import RunView
 from windlass.study.compare import BITS, common_measure
 from windlass.study.results import diverged
+from windlass.telemetry.measures import DEVICE, TRAIN, by_chart
 
 POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels
 RANK_POINTS = 400
@@ -23,43 +24,8 @@ FEW_RANKS = 8  # have a line each; more are a mean and a range, with the two ext
 FEW_LINES = 24  # of the ranks of several runs; more are a mean and a range for each run
 AXES = ("step", "tokens", "hours")
 
-TRAIN: tuple[tuple[str, str, str, dict[str, str], float], ...] = (
-    ("lr", "Learning rate", "", {"lr": "learning rate"}, 1),
-    ("grad_norm", "Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, 1),
-    ("throughput", "Throughput", "tokens/s, all ranks", {"tokens_per_s": "tokens/s"}, 1),
-    (
-        "step_time",
-        "Time of a step",
-        "ms",
-        {
-            "step_ms": "whole step",
-            "forward_ms": "forward",
-            "backward_ms": "backward",
-            "optimizer_ms": "optimizer",
-            "data_ms": "waiting for data",
-        },
-        1,
-    ),
-    ("mfu", "Model FLOPs utilisation", "% of the device's peak", {"mfu": "MFU"}, 100),
-)
-"""Charts of the `train` lines: id, title, unit, columns and their names, factor."""
-
-RANKS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
-    (
-        "memory",
-        "Device memory of each rank",
-        "MB",
-        {"mem_alloc_mb": "allocated", "mem_reserved_mb": "reserved"},
-    ),
-    ("resident", "Memory of each rank's process", "MB resident", {"rss_mb": "resident"}),
-    (
-        "utilisation",
-        "Utilisation of each rank",
-        "%, in training steps only",
-        {"util_pct": "utilisation"},
-    ),
-    ("power", "Power of each device", "W", {"power_w": "power"}),
-)
+CURVES = ("lr", "grad_norm", "throughput", "step_time", "mfu")
+"""The order of the charts of `train` lines; charts that it does not name follow."""
 
 PARTS = {
     "train": ("training steps", 0),
@@ -78,12 +44,17 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
     """The charts for which a run has numbers, the loss first; of several runs one column each."""
     drawn = [_loss_chart(views), *_suite_charts(views)]
     logged = [view.logged for view in views]
-    for name in dict.fromkeys(name for track in logged for name in track.measures()):
+    names = (name for track in logged for name in track.columns if name.startswith("log."))
+    for name in dict.fromkeys(names):
         drawn.append(Chart(slug(name), name, "", _columns(views, logged, {name: name})))
-    for key, title, unit, columns, factor in TRAIN:
-        lines = _columns(views, [v.train for v in views], columns, factor, smooth=key != "lr")
-        drawn.append(Chart(key, title, unit, lines, y=Axis(zero=True)))
-    for key, title, unit, columns in RANKS:
+    curves = by_chart(TRAIN)
+    for key in dict.fromkeys((*CURVES, *curves)):
+        first, trains = curves[key][0], [view.train for view in views]
+        columns = {measure.name: measure.text for measure in curves[key]}
+        lines = _columns(views, trains, columns, first.scale, smooth=key != "lr")
+        drawn.append(Chart(key, first.title, first.unit, lines, y=Axis(zero=True)))
+    for key, measures in by_chart(DEVICE).items():
+        title, columns = measures[0].title, {measure.name: measure.text for measure in measures}
         # several runs have a chart for each column
         parts = [{name: text} for name, text in columns.items()] if len(views) > 1 else [columns]
         for number, part in enumerate(parts):
@@ -91,7 +62,7 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
             series = [one for run in range(len(views)) for one in _ranks(views, run, part)]
             own = f"{key}-{slug(what)}" if number else key
             heading = f"{title}, {what}" if what else title
-            drawn.append(Chart(own, heading, unit, series, y=Axis(zero=True)))
+            drawn.append(Chart(own, heading, measures[0].unit, series, y=Axis(zero=True)))
     return [chart for chart in drawn if chart.series]
 
 

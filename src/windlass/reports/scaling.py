@@ -26,17 +26,12 @@ if TYPE_CHECKING:
 
     from windlass.study.study import Study
 
-SPREAD = Measure("spread", "Lowest to highest (ms)", "", short="low to high")
-COLUMNS = {
-    column.name: column
-    for measure in (
-        Measure("setup", "Setup", "", short="setup"),
-        Measure("state", "State", "", short="state"),
-        *SETUP.values(),
-    )
-    for column in (measure, *[SPREAD] * (measure.name == "step_ms"))
+TEXTS = {
+    "setup": Measure("setup", "Setup", "", short="setup"),
+    "state": Measure("state", "State", "", short="state"),
+    "spread": Measure("spread", "Lowest to highest (ms)", "", short="low to high"),
 }
-"""The columns of the table by name; people see those with a heading."""
+"""Columns of setups that are not numbers."""
 IF_DIFFERENT = frozenset(
     "layers batch_per_device global_batch parameters flops_per_device pareto recommended".split()  # noqa: SIM905
 )
@@ -116,8 +111,8 @@ def read_scaling(seen: StudyView) -> ScalingView | None:
 def setup_values(seen: StudyView, table: Sequence[Setup] | None = None) -> list[dict[str, Any]]:
     """Everything about each setup by name, for the published tables.
 
-    They are its settings, the medians of its finished runs' measures, its numbers of
-    `measures.SETUP`, `setup`, `state`, and `reasons`: why a number is missing, by name.
+    They are its settings, the medians of its finished runs' measures, its numbers in SETUP, `setup`,
+    `state`, and `reasons`: why a number is missing, by name.
     """
     runs, setups = {view.run.path: view.values for view in seen.views}, []
     for row in read_setups(seen.study, seen.results) if table is None else table:
@@ -140,17 +135,19 @@ def setup_table(study: Study, setups: Sequence[Setup], notes: bool = True) -> Ta
     strategies = any("pareto" in row.values for row in setups)
     keys = dict.fromkeys(k for row in setups for k in row.assignment if k not in (WORLD, NODES))
     ends = [f"{n}_{end}" for n in ("step_ms", "samples_per_s") for end in ("low", "high")]
-    names = [*dict.fromkeys(("setup", "state", *keys, *COLUMNS)), *ends]
+    names = ["setup", "state", *keys, *SETUP, *ends]
+    names.insert(names.index("step_ms") + 1, "spread")
     names += ["repeats", "remarks", "reasons"]
     cells = [_cells(row) for row in setups]
-    columns = []
+    columns, columns_of = [], SETUP | TEXTS
     for name in names:
-        column = COLUMNS.get(name, Measure(name, kind=""))
-        values = {show(row[name], column.kind) for row in cells if row.get(name) is not None}
-        shown = bool(column.heading) and len(values) > (name in IF_DIFFERENT)
+        own = columns_of.get(name, Measure(name, kind=""))
+        values = {show(row[name], own.kind) for row in cells if row.get(name) is not None}
+        shown = bool(own.heading) and len(values) > (name in IF_DIFFERENT)
         shown &= strategies or name not in OF_STRATEGIES
-        head = (column.heading, column.kind, column.short, shown)
-        columns.append(Column(name, *head, in_csv=name != "spread"))
+        columns.append(
+            Column(name, own.heading, own.kind, own.short, shown, in_csv=name != "spread")
+        )
     text = sentences(study, setups) if notes else []
     return Table("scaling", columns, [[*map(row.get, names)] for row in cells], "Setups", text)
 
@@ -279,12 +276,12 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
     """Why columns are empty: a sentence for each reason and its setups."""
     skipped = (*UNEXPLAINED, *(OF_RANKS if scaling.mode == "strategies" else OF_STRATEGIES))
     empty: dict[tuple[str, ...], list[str]] = {}  # by reason and setups, the columns
-    for name, heading in ((c.name, c.heading) for c in SETUP.values() if c.heading):
+    for name, measure in SETUP.items():
         without: dict[str, list[str]] = {}
         for row in measured:
-            if name in row.missing and name not in skipped:
+            if measure.heading and name in row.missing and name not in skipped:
                 without.setdefault(row.missing[name], []).append(row.name)
-        words = heading.partition(" (")[0]
+        words = measure.title.partition(" (")[0]
         words = words if words.isupper() else words[0].lower() + words[1:]
         for why, setups in without.items():
             empty.setdefault((why, *setups), []).append(words)

@@ -26,7 +26,7 @@ from windlass.study.grid import SEED, short_names
 from windlass.study.grid import label as label_of
 from windlass.study.results import CellResult, SeedGroup
 from windlass.study.study import Study
-from windlass.telemetry.measures import lower_is_better
+from windlass.telemetry.measures import lower_is_better, title_of
 from windlass.variables import scrub
 
 
@@ -100,7 +100,7 @@ def read_study(path: str | Path) -> StudyView:
     winners, remark = study.winners(results) if study.scaling is None else ([], "")
     return StudyView(
         study=study,
-        title={LOSS: "evaluation loss", BITS: "bits per byte"}.get(study.measure, study.measure),
+        title=title_of(study.measure),
         unit="nats per token" if study.measure == LOSS else "",
         results=results,
         views=[view(r.run, label_of(r.cell.assignment)) for r in results if r.begun],

@@ -14,40 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.run import Line, timestamp
+from windlass.telemetry.measures import DEVICE, is_place, is_score
 
 Numbers = NDArray[np.float64]
-
-PLACE = frozenset(
-    [
-        "kind",
-        "step",
-        "time",
-        "attempt",
-        "epoch",
-        "samples",
-        "samples_trained",
-        "tokens",
-        "label_tokens",
-        "suite",
-        "event",
-        "index",
-        "runtime_s",
-        "hours",
-        "batches",
-        "first_batch_s",
-        "comparable",
-        "full_tokens",
-        "full_samples",
-        "train_tokens",
-        "train_samples",
-    ]
-)
-"""Fields that place a line in the run and measure nothing."""
-
-NO_SCORES = frozenset(
-    "samples_per_s tokens_per_s runtime_s items examples perplexity batches".split()  # noqa: SIM905
-)
-"""Fields of an evaluation that are not scores."""
 
 # the events that begin an attempt, with a chart's word for the restart
 STARTS = {
@@ -57,9 +26,6 @@ STARTS = {
     "rewound": "rewound",
 }
 
-DEVICE_FIELDS = tuple(
-    "util_pct mem_alloc_mb mem_reserved_mb mem_used_mb peak_alloc_mb rss_mb power_w".split()  # noqa: SIM905
-)
 # Windlass parses the device samples of all ranks up to this size, and every n-th line beyond it.
 MAX_DEVICE_BYTES = 8_000_000
 
@@ -77,7 +43,7 @@ class Track:
     """Columns of equal length: `step`, `tokens`, `hours` along the run, and the measurements.
 
     A rank's device samples have `hours`, `training` (1 in the phase `train`) and some of
-    DEVICE_FIELDS.
+    DEVICE.
     """
 
     columns: Mapping[str, Numbers]
@@ -97,11 +63,11 @@ class Track:
 
     def measures(self) -> list[str]:
         """The columns that measure something, in the order in which they were first written."""
-        return [name for name in self.columns if name not in PLACE and self.has(name)]
+        return [name for name in self.columns if not is_place(name) and self.has(name)]
 
     def scores(self) -> list[str]:
         """The measures of an evaluation that say how good the model is."""
-        return [name for name in self.measures() if name not in NO_SCORES]
+        return [name for name in self.measures() if is_score(name)]
 
 
 class Attempt(NamedTuple):
@@ -187,7 +153,7 @@ def _rank(path: Path, limit: int, clock: Clock) -> Track:
     rows = sorted((row for row in rows if not math.isnan(row[0])), key=lambda row: row[0])
     columns = {
         name: np.array([number(line.get(name)) for _, line in rows])
-        for name in DEVICE_FIELDS
+        for name in DEVICE
         if any(name in line for _, line in rows)
     }
     training = np.array([line.get("phase", "train") == "train" for _, line in rows], dtype=bool)

@@ -31,6 +31,7 @@ from windlass.reports.tracks import (
 )
 from windlass.run import Line, Run, effective, last_start, read_lines
 from windlass.study.compare import Evaluated, evaluated
+from windlass.telemetry.measures import EPOCH_LOSS, lower_is_better
 from windlass.telemetry.timing import (
     Throughput,
     device_hours,
@@ -41,8 +42,6 @@ from windlass.telemetry.timing import (
 from windlass.variables import scrub
 
 Value = float | int | str | None
-
-EPOCH_LOSS = "eval_loss_epoch_"  # and the number of the epoch: see `losses_by_epoch`
 
 
 class Restart(NamedTuple):
@@ -198,19 +197,17 @@ def _restarts(ledger: Sequence[Line], train: Track, clock: Clock) -> list[Restar
 def _values(v: RunView) -> dict[str, Value]:
     """Every measure of a run; `SUITE_SCORE` for the scores of other suites than the loss.
 
-    Speeds are work divided by time, over the whole run. Device measurements come from the `summary`
-    line, or else from the samples in `devices/`.
+    Speeds are work divided by time, over the whole run.
     """
     summary, start, train, loss = v.summary, v.start, v.train, v.evals.get(LOSS)
     measure = str(v.settings["checkpoint.best"])
     suite, _, field = measure.partition(".")
     score, score_step = best(v, suite, field)
     best_loss, best_step = best(v, LOSS, LOSS)
-    peaks = (float(np.nanmax(t["peak_alloc_mb"])) for t in v.ranks if t.has("peak_alloc_mb"))
     changes = (f"{k} {show(a)} -> {show(b)} after step {s:,}" for s, k, a, b in v.changed_settings)
     total, trained = start.get("parameters"), start.get("trained")
-    epoch = start.get("samples_per_epoch")
-    per_epoch = epoch / start["global_batch"] if epoch is not None else None
+    epoch = start.get("samples_per_epoch", math.nan)
+    per_epoch = first(epoch / start.get("global_batch", 1))
     values: dict[str, Value] = {
         "state": v.state,
         "steps": v.step,
@@ -240,25 +237,16 @@ def _values(v: RunView) -> dict[str, Value]:
         "train_steps_per_s": v.speed and v.speed.steps_per_s,
         "eval_samples_per_s": evaluation_speed(v.ledger).get("eval_samples_per_s"),
         "steps_per_epoch": per_epoch,
-        "mem_alloc_mb": on_ranks(v, "mem_alloc_mb"),
-        "mem_reserved_mb": on_ranks(v, "mem_reserved_mb"),
-        "driver_mem_mb": on_ranks(v, "mem_used_mb"),
-        "peak_mem_mb": first(summary.get("peak_mem_mb"), max(peaks, default=None)),
-        "device_mem_mb": first((v.outcome.device_bytes or math.nan) / 1e6),
-        "rss_mb": on_ranks(v, "rss_mb"),
-        "util_pct": on_ranks(v, "util_pct"),
-        "util_std_pct": on_ranks(v, "util_pct", "std"),
+        **_device_values(v),
         "mfu": v.speed and v.speed.mfu,
         "goodput": v.wall["train"] / v.wall["total"] if v.wall["total"] else None,
         "runtime_s": v.wall["total"] or None,
-        "startup_s": next((x["startup_s"] for x in v.events if x["event"] == "first_step"), None),
+        "startup_s": _of_event(v, "first_step", "startup_s"),
         "predicted_s": v.outcome.predicted_seconds,
         "actual_s": v.outcome.actual_seconds,
         "device_hours": v.device_hours,
         "starts": 1 + len(v.restarts),
-        "ended_early": next(
-            (x.get("reason") for x in reversed(v.events) if x["event"] == "finished"), None
-        ),
+        "ended_early": _of_event(v, "finished", "reason"),
         "changed": "; ".join(changes) or None,
     }
     values |= {f"{EPOCH_LOSS}{n}": x for n, x in losses_by_epoch(loss, per_epoch).items()}
@@ -266,6 +254,26 @@ def _values(v: RunView) -> dict[str, Value]:
         if suite != LOSS:
             values |= {f"{suite}_{name}": last_value(track, name) for name in track.scores()}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _of_event(v: RunView, event: str, field: str) -> Any:
+    """A field of the last event of a kind."""
+    return next((x.get(field) for x in reversed(v.events) if x["event"] == event), None)
+
+
+def _device_values(v: RunView) -> dict[str, Value]:
+    """Memory and utilisation of the devices, from the `summary` line or else from `devices/`."""
+    peaks = (float(np.nanmax(t["peak_alloc_mb"])) for t in v.ranks if t.has("peak_alloc_mb"))
+    return {
+        "mem_alloc_mb": on_ranks(v, "mem_alloc_mb"),
+        "mem_reserved_mb": on_ranks(v, "mem_reserved_mb"),
+        "driver_mem_mb": on_ranks(v, "mem_used_mb"),
+        "peak_mem_mb": first(v.summary.get("peak_mem_mb"), max(peaks, default=None)),
+        "device_mem_mb": first((v.outcome.device_bytes or math.nan) / 1e6),
+        "rss_mb": on_ranks(v, "rss_mb"),
+        "util_pct": on_ranks(v, "util_pct"),
+        "util_std_pct": on_ranks(v, "util_pct", "std"),
+    }
 
 
 def losses_by_epoch(track: Track | None, steps_per_epoch: float | None) -> dict[int, float]:
@@ -287,7 +295,7 @@ def losses_by_epoch(track: Track | None, steps_per_epoch: float | None) -> dict[
 
 
 def best(view: RunView, suite: str, column: str) -> tuple[float | None, int | None]:
-    """The best value of an evaluation, and its step: the lowest loss, or the highest other score.
+    """The best value of an evaluation, and its step: the lowest loss, or the best score.
 
     If a resume changed the evaluated items, only the evaluations since then compare.
     """
@@ -297,7 +305,8 @@ def best(view: RunView, suite: str, column: str) -> tuple[float | None, int | No
     finite = np.where(np.isfinite(track[column]) & (track["comparable"] > 0), track[column], np.nan)
     if np.isnan(finite).all():
         return None, None
-    place = int(np.nanargmin(finite) if suite == LOSS else np.nanargmax(finite))
+    lower = lower_is_better(LOSS if suite == LOSS else f"{suite}.{column}", view.ledger)
+    place = int(np.nanargmin(finite) if lower else np.nanargmax(finite))
     return float(finite[place]), int(track["step"][place])
 
 
