@@ -5,8 +5,13 @@ import json
 import math
 
 import pytest
+from report_fixtures import build_run, edit
 
-from windlass.run import Run, decode, read_lines
+from windlass.reports.run_charts import charts
+from windlass.reports.tables import results
+from windlass.reports.view import view
+from windlass.reports.write import report
+from windlass.run import Run, decode
 from windlass.telemetry import measures
 from windlass.telemetry.console import Console
 from windlass.telemetry.ledger import Ledger
@@ -81,16 +86,29 @@ def test_a_suite_of_ones_own_says_that_less_is_better():
 
 
 def test_a_new_number_of_a_step_is_one_declaration(tmp_path, monkeypatch):
-    new = Measure("entropy", "Entropy", tracker="train/entropy", console="H {:.1f}")
+    new = Measure(
+        *("entropy", "Entropy of the outputs", "score", "nats"),
+        console="H {:.1f}",
+        tracker="train/entropy",
+        chart="entropy",
+        results="Final entropy",
+        principal=True,
+    )
     monkeypatch.setitem(measures.TRAIN, "entropy", new)
-    ledger = Ledger(tmp_path / "metrics.jsonl")
-    line = ledger.write("train", 1, loss=2.0, entropy=5.25, step_ms=1.0)
-    ledger.close()
+    run = build_run(tmp_path / "run")
+    edit(run, lambda line: line | {"entropy": 5.25} if line["kind"] == "train" else line)
+    line = run.lines("train")[-1]
     shown = io.StringIO()
-    console = Console(10, stream=shown)
-    console.step(line)
-    assert "loss 2.0000" in shown.getvalue() and "H 5.2" in shown.getvalue()
-    assert point(next(read_lines(tmp_path / "metrics.jsonl"))).scalars["train/entropy"] == 5.25
+    Console(10, stream=shown).step(line)
+    assert "H 5.2" in shown.getvalue()
+    assert point(line).scalars["train/entropy"] == 5.25
+    seen = view(run)
+    assert ("entropy", "Final entropy", 5.25) in results(seen).rows
+    (chart,) = [chart for chart in charts([seen]) if chart.id == "entropy"]
+    assert (chart.title, chart.unit) == ("Entropy of the outputs", "nats")
+    assert set(chart.series[0].y) == {5.25}
+    page = report(run).page.read_text("utf-8")
+    assert "Final entropy" in page and "Entropy of the outputs" in page
 
 
 def test_every_score_has_a_direction():

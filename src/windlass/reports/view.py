@@ -31,7 +31,7 @@ from windlass.reports.tracks import (
 )
 from windlass.run import Line, Run, effective, last_start, read_lines
 from windlass.study.compare import Evaluated, evaluated
-from windlass.telemetry.measures import EPOCH_LOSS, lower_is_better
+from windlass.telemetry.measures import EPOCH_LOSS, TRAIN, lower_is_better
 from windlass.telemetry.timing import (
     Throughput,
     device_hours,
@@ -249,6 +249,7 @@ def _values(v: RunView) -> dict[str, Value]:
         "ended_early": _of_event(v, "finished", "reason"),
         "changed": "; ".join(changes) or None,
     }
+    values |= {m.name: last_value(train, m.name) for m in TRAIN.values() if m.results}
     values |= {f"{EPOCH_LOSS}{n}": x for n, x in losses_by_epoch(loss, per_epoch).items()}
     for suite, track in v.evals.items():
         if suite != LOSS:
