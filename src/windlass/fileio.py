@@ -1,8 +1,9 @@
-"""File operations that decide what is durable when, and small readers and writers of JSON.
+"""Durable file operations, the atomic writer, the lock, and small readers and writers of JSON.
 
-Everything a save changes on the disk goes through one `Files` object, one operation at a time, so that a test can stop,
-fail or kill the process at each of them (docs/reliability.md). The rules of durability are those of POSIX: a file's
-bytes are on the disk after its `fsync`, a name (a new file, a rename, a removal) after the `fsync` of its directory.
+A save changes the disk through one `Files` object, one operation at a time, so that a test can stop,
+fail or kill the process at each operation (docs/reliability.md). Durability follows POSIX: the bytes
+of a file are on the disk after its `fsync`; a name (a new file, a rename, a removal) is on the disk
+after the `fsync` of its directory.
 """
 
 from __future__ import annotations
@@ -11,23 +12,27 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
+import socket
+import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from windlass.errors import UserError
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 PAGE = 4096
-PIECE_BYTES = (
-    16 * 2**20
-)  # in one write: large, so that a background writer rarely asks for the interpreter's lock
+LOCK_POLL_SECONDS = 0.1
+PIECE_BYTES = 16 * 2**20
+"""Read, written or hashed at once; large, because a thread asks for Python's lock after each piece."""
 
 
 def make_dir(path: Path, instead: str) -> None:
-    """Make a directory that the user named, where it is not there; UserError where nothing can be written to it."""
+    """Make a directory that the user named, unless it exists; UserError if it cannot be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
@@ -38,22 +43,22 @@ def make_dir(path: Path, instead: str) -> None:
 
 @dataclass
 class Output:
-    """A new file that is being written."""
+    """A new file, open for writing."""
 
     files: Files
     path: Path
     descriptor: int
 
     def write(self, data: memoryview | bytes) -> None:
-        """Write all of `data`, also where the system takes it in parts."""
+        """Write all of `data`, even if the system writes it in parts."""
         view = memoryview(data)
         while view:
             self.files.about_to("write", self.path, self, view)
             count = 0
             flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
             if flags & O_DIRECT:
-                # O_DIRECT takes whole pages only. Where the file system refuses it anyway (EINVAL, ENOTSUP, EIO, by
-                # system), the page cache is used from here on; a disk that is full or broken fails again there.
+                # O_DIRECT takes whole pages only. If the file system rejects even those (EINVAL, ENOTSUP
+                # or EIO), the page cache takes the rest; a full or broken disk fails again there.
                 with contextlib.suppress(OSError):
                     count = os.write(self.descriptor, view[: len(view) // PAGE * PAGE])
                 if not count:
@@ -67,7 +72,7 @@ class Output:
 
 
 class Files:
-    """The file operations of a save. Each raises OSError as the system does."""
+    """The file operations of a save; each raises OSError as the system does."""
 
     def about_to(
         self,
@@ -76,7 +81,7 @@ class Files:
         output: Output | None = None,
         data: memoryview | None = None,
     ) -> None:
-        """Called before every operation; tests override it to record, fail or kill at any of them."""
+        """Called before every operation; tests override it to record, fail or kill."""
 
     def make_dir(self, path: Path) -> None:
         """Make a directory, unless it exists."""
@@ -95,23 +100,20 @@ class Files:
     def create(self, path: Path, direct: bool = False) -> Iterator[Output]:
         """A new, empty file for writing, in place of any file of that name.
 
-        With `direct`, where the system offers it, the bytes (from the start of a page on) are not copied to the page
-        cache, which saves about a third of the writer's processor time (benchmarks/direct_write.py).
+        With `direct`, and if the system offers it, the bytes are not copied to the page cache. This
+        saves about a third of the writer's processor time (benchmarks/direct_write.py).
         """
         self.about_to("create", path)
         with open(path, "wb", buffering=0) as file:
             descriptor = file.fileno()
             if direct:
-                with contextlib.suppress(
-                    OSError
-                ):  # not on this file system: `write` sees the flag that is not set
-                    fcntl.fcntl(
-                        descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | O_DIRECT
-                    )
+                with contextlib.suppress(OSError):  # `write` looks whether the flag is set
+                    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+                    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | O_DIRECT)
             yield Output(self, path, descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename a file or directory in one step, in place of a file or an empty directory of that name."""
+        """Rename in one step, in place of a file or an empty directory of that name."""
         self.about_to("rename", target)
         os.replace(source, target)
 
@@ -143,7 +145,7 @@ class Files:
         self._fsync(path)
 
     def sync_tree(self, path: Path) -> None:
-        """Return when all files under a directory that others wrote, and their names, are on the disk."""
+        """Return when everything under a directory is on the disk."""
         for entry in (*path.rglob("*"), path):
             self.about_to("fsync_dir" if entry.is_dir() else "fsync", entry)
             self._fsync(entry)
@@ -154,25 +156,25 @@ class Files:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno not in (
-                errno.EINVAL,
-                errno.ENOTSUP,
-            ):  # file systems without fsync of a directory
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # no fsync of a directory here
                 raise
         finally:
             os.close(descriptor)
 
     def write_bytes(self, path: Path, data: bytes) -> None:
-        """Write a new file, durable when this returns but for its name. A kill may leave it torn."""
+        """Write a new file; its bytes are durable, its name is not. A kill may leave it torn."""
         with self.create(path) as output:
             output.write(data)
             output.sync()
 
     def replace(self, path: Path, data: bytes, durable: bool = True) -> None:
-        """Put a file in place of another one or of none: a reader sees the old or the new one, whole, and with `durable`
-        the new one is on the disk when this returns. One process at a time.
+        """Write a file so that a reader sees the old or the new one, whole; OSError leaves the old one.
+
+        With `durable` the new file is on the disk when this returns, and one process may write it at
+        a time. Without, any number of processes may.
         """
-        fresh = path.with_name(f".{path.name}.new")
+        writer = "" if durable else f".{os.getpid()}"
+        fresh = path.with_name(f".{path.name}{writer}.new")
         try:
             with self.create(fresh) as output:
                 output.write(data)
@@ -188,17 +190,72 @@ class Files:
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write a file that readers see whole or not at all; raises OSError, leaving nothing. Not synced."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """`Files.replace` of a file that need not be durable."""
+    Files().replace(path, data.encode() if isinstance(data, str) else data, durable=False)
+
+
+class LockHeld(Exception):
+    """Another process holds a lock; the message is the content of the lock file, which names it."""
+
+
+def acquire_lock(path: Path, seconds: float = math.inf) -> IO[str] | None:
+    """Hold a lock file until the returned file is closed or this process ends, however it ends.
+
+    Returns None if the file system has no locks. Raises LockHeld after `seconds`, OSError if the file
+    cannot be opened.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The directory may have got another name meanwhile: then this is not the lock of `path`.
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                break
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                file.seek(0)
+                holder = file.read()
+                file.close()
+                raise LockHeld(holder) from None
+            time.sleep(LOCK_POLL_SECONDS)
+        except OSError:
+            file.close()
+            return None
+        file.close()
+    file.truncate(0)
+    file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+    file.flush()
+    return file
+
+
+def locked(path: Path) -> AbstractContextManager[Any]:
+    """Wait for a lock file and hold it in a `with`; a file system without locks does not wait."""
+    return acquire_lock(path) or contextlib.nullcontext()
+
+
+def lock_held(path: Path) -> bool | None:
+    """Whether a process holds a lock file; None if this host cannot know.
+
+    It cannot know if the file does not exist or names another host, or if there are no locks.
+    """
     try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        with path.open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file closes
+            holder = json.loads(file.read())
+    except BlockingIOError:
+        return True
+    except (OSError, ValueError):
+        return None
+    here = isinstance(holder, dict) and holder.get("host") == socket.gethostname()
+    return False if here else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty where the file is missing, torn or holds something else."""
+    """A JSON object from a file; empty if the file is missing, torn or holds something else."""
     with contextlib.suppress(OSError, ValueError):
         value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         return value if isinstance(value, dict) else {}
@@ -206,7 +263,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; a torn line (a kill in mid-write) is left out, a missing file has none."""
+    """The objects of a JSON-lines file, without torn lines; a missing file has none."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -219,5 +276,5 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON; raises ValueError for a NaN or an infinity, which JSON does not have."""
+    """Compact JSON; raises ValueError for a NaN or an infinity, which JSON lacks."""
     return (json.dumps(value, allow_nan=False) + "\n").encode()

@@ -7,9 +7,6 @@ the same to all of them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
-import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ from typing import Any
 
 import windlass
 from windlass.errors import UserError, require
-from windlass.fileio import read_json, read_jsonl
+from windlass.fileio import lock_held, read_json, read_jsonl
 from windlass.recipe import Recipe
 
 Line = dict[str, Any]
@@ -239,21 +236,3 @@ class Run:
         if last in ENDINGS:
             return last
         return "running" if self.alive else "failed" if events else "new"
-
-
-def lock_held(path: Path) -> bool | None:
-    """Whether a process holds a run's lock.
-
-    None if this host cannot know: there is no lock file, the file system has no locks, or another
-    host has locked it.
-    """
-    try:
-        with path.open(encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file closes
-            holder = json.loads(file.read())
-    except BlockingIOError:
-        return True
-    except (OSError, ValueError):
-        return None
-    here = isinstance(holder, dict) and holder.get("host") == socket.gethostname()
-    return False if here else None

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from filelock import FileLock
 
 from helpers import wait_for
+from windlass.fileio import locked
 from windlass.recipe import Recipe
 from windlass.run import read_lines
 from windlass.telemetry.ledger import Ledger
@@ -266,7 +266,7 @@ def test_a_run_that_fails_lets_go_without_waiting(run):
 def test_two_exporters_do_not_write_into_one_tracker(run):
     """The one of a run that was killed still sends the rest; the next start's waits for it."""
     (run / "trackers").mkdir()
-    with FileLock(run / "trackers" / "tensorboard.lock"):
+    with locked(run / "trackers" / "tensorboard.lock"):
         handle = Trackers(run, ["tensorboard"], 60.0)
         notes = train(run, handle)
         time.sleep(3)

@@ -13,7 +13,7 @@ import os
 import platform
 import time
 import zipfile
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,13 +36,13 @@ from windlass.data.shards import EVAL, MAIN, Index, Split
 from windlass.data.sources import slug
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
+from windlass.fileio import LockHeld, acquire_lock, locked
 from windlass.recipe import Recipe, as_recipe
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
 
 LOCK = ".lock"
-LOCK_POLL_SECONDS = 0.2
 # The settings that determine prepared data. The others (order, packing ...) change its reading.
 TEXT_SETTINGS = (
     *("source", "eval_source", "sha256", "tokenizer", "text_key", "split", "eval_split"),
@@ -214,15 +214,11 @@ def _find(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | No
 
 def _lock(directory: Path, progress: Progress) -> AbstractContextManager[Any]:
     """Hold the directory's lock, which the kernel releases when the process ends."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(directory / LOCK, poll_interval=LOCK_POLL_SECONDS)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return lock.acquire(timeout=1)
-    except Timeout:
+        return acquire_lock(directory / LOCK, seconds=1) or nullcontext()
+    except LockHeld:
         progress.note(f"waiting for another process that prepares or checks {directory}")
-        return lock.acquire()
+        return locked(directory / LOCK)
     except OSError as error:
         raise UserError(
             f"{directory} cannot be written ({error.strerror}); give another data.dir"

@@ -22,10 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from windlass.errors import Stopped
-from windlass.fileio import read_json, write_atomic
+from windlass.fileio import locked, read_json, write_atomic
 from windlass.processes import WINDLASS, catch_signals, usable_cores, visible_gpus
 from windlass.recipe import Recipe, typed
 from windlass.run import Run
@@ -178,6 +176,6 @@ def store_rates(
             {name: rate[name] for name in names} for rate in rates if rate["group"] == "all ranks"
         ],
     }
-    with FileLock(study / ".machine.lock"):
+    with locked(study / ".machine.lock"):
         machines = read_json(study / "machine.json") | {f"{nodes}x{len(ranks)}": entry}
         write_atomic(study / "machine.json", json.dumps(machines, indent=1))

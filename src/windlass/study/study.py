@@ -19,11 +19,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from windlass.checkpoint.retention import LOSS
 from windlass.errors import UserError, argument
-from windlass.fileio import read_json, write_atomic
+from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Recipe, plain, presets, typed
 from windlass.run import Run
 from windlass.study.compare import BITS, TOKENIZER
@@ -104,7 +102,7 @@ class Study:
             return Study._of(path, base, grid, scaling)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            with FileLock(path / ".study.lock"):
+            with locked(path / ".study.lock"):
                 before = Study.open(path) if Study.is_study(path) else None
                 study = Study._of(path, base, grid, scaling)
                 if study != before:
@@ -252,7 +250,7 @@ class Study:
 
     def set_status(self, cell: Cell, state: str, reason: str = "") -> None:
         """Store a decision about a cell; an empty state removes it."""
-        with FileLock(self.path / ".statuses.lock"):  # tasks of an array job write concurrently
+        with locked(self.path / ".statuses.lock"):  # tasks of an array job write concurrently
             statuses = self.statuses() | {cell.key: {"state": state, "reason": reason}}
             if not state:
                 del statuses[cell.key]

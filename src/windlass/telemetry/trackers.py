@@ -25,9 +25,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from filelock import FileLock
-
 from windlass.errors import RunFailed, UserError, first_line, require
+from windlass.fileio import acquire_lock
 from windlass.recipe import flatten
 from windlass.run import PLACE, STARTS, Line, Run, decode, effective, last_start, timestamp
 from windlass.telemetry import measures
@@ -341,13 +340,9 @@ def main(run: str, name: str, flush_seconds: str) -> int:
     threading.Thread(
         target=watch_parent, args=(ending, min(float(flush_seconds), 1e6)), daemon=True
     ).start()
-    lock = FileLock(
-        Path(run) / "trackers" / f"{name}.lock"
-    )  # another exporter may send the rest of a killed run
-    with contextlib.suppress(
-        OSError, NotImplementedError
-    ):  # a full disk, or a file system without locks
-        lock.acquire()
+    with contextlib.suppress(OSError):  # a full disk
+        # Held to the end, because another exporter may still send the rest of a killed run.
+        _lock = acquire_lock(Path(run) / "trackers" / f"{name}.lock")
     follower = Follower(Run(run), BACKENDS[name])
     while True:
         last, wait = (

@@ -8,14 +8,12 @@ about the start was done by the first attempt, and a restart resumes from the ne
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import itertools
 import json
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -27,14 +25,14 @@ from windlass.checkpoint.load import Choice, candidates, first_undamaged, open_c
 from windlass.checkpoint.retention import LINEAGE, lineage_at, read_lineage, write_lineage
 from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError, argument
-from windlass.fileio import Files
+from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.optim.schedule import phases
 from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe, typed
 from windlass.recipe.load import UNRECORDED
 from windlass.recipe.units import EPOCHS
-from windlass.run import LOCK, OCCUPIED, Run, last_start, lock_held
+from windlass.run import LOCK, OCCUPIED, Run, last_start
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
@@ -451,35 +449,11 @@ def set_aside(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> Path | None:
 
 
 def acquire_run_lock(run: Path, seconds: float = LOCK_WAIT_SECONDS) -> IO[str] | None:
-    """Hold the lock of a run directory until the returned file is closed or this process ends, however it ends.
+    """Hold the lock of a run directory until the returned file is closed or this process ends.
 
-    None where the file system has no locks; UserError, naming the holder, where it is still held after `seconds`.
+    Returns None if the file system has no locks. Raises UserError, with the holder, after `seconds`.
     """
-    end = time.monotonic() + seconds
-    while True:
-        run.mkdir(parents=True, exist_ok=True)
-        file = (run / LOCK).open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # --fresh in another process may have renamed the directory meanwhile: then this lock is of the old one.
-            if os.path.samestat(os.fstat(file.fileno()), (run / LOCK).stat()):
-                break
-        except FileNotFoundError:
-            pass
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                file.seek(0)
-                holder = file.read()
-                file.close()
-                raise UserError(
-                    f"{OCCUPIED} {run} already ({holder}); wait for it, or stop it"
-                ) from None
-            time.sleep(0.1)
-        except OSError:
-            file.close()
-            return None
-        file.close()
-    file.truncate(0)
-    file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-    file.flush()
-    return file
+    try:
+        return acquire_lock(run / LOCK, seconds)
+    except LockHeld as held:
+        raise UserError(f"{OCCUPIED} {run} already ({held}); wait for it, or stop it") from None
