@@ -1,9 +1,9 @@
 """Durable file operations, the atomic writer, the lock, and small readers and writers of JSON.
 
-A save changes the disk through one `Files` object, one operation at a time, so that a test can stop,
-fail or kill the process at each operation (docs/reliability.md). Durability follows POSIX: the bytes
-of a file are on the disk after its `fsync`; a name (a new file, a rename, a removal) is on the disk
-after the `fsync` of its directory.
+A save changes the disk through one `Files` object, one operation at a time, so that a test can
+stop, fail or kill the process at each operation (docs/reliability.md). Durability follows POSIX:
+the bytes of a file are on the disk after its `fsync`; a name (a new file, a rename, a removal) is
+on the disk after the `fsync` of its directory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)
 PAGE = 4096
 LOCK_POLL_SECONDS = 0.1
 PIECE_BYTES = 16 * 2**20
-"""Read, written or hashed at once; large, because a thread asks for Python's lock after each piece."""
+"""Read, written or hashed at once; a thread asks for Python's lock after each piece."""
 
 
 def make_dir(path: Path, instead: str) -> None:
@@ -57,8 +57,8 @@ class Output:
             count = 0
             flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
             if flags & O_DIRECT:
-                # O_DIRECT takes whole pages only. If the file system rejects even those (EINVAL, ENOTSUP
-                # or EIO), the page cache takes the rest; a full or broken disk fails again there.
+                # O_DIRECT takes whole pages only. If the file system rejects even those (EINVAL,
+                # ENOTSUP, EIO), the page cache takes the rest; a full or broken disk fails there.
                 with contextlib.suppress(OSError):
                     count = os.write(self.descriptor, view[: len(view) // PAGE * PAGE])
                 if not count:
@@ -130,7 +130,7 @@ class Files:
             os.rmdir(path)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a directory and all in it, or a file. Symbolic links are removed, never followed."""
+        """Remove a file, or a directory with its content; symbolic links are not followed."""
         if path.is_symlink() or path.is_file():
             self.unlink(path)
             return
@@ -168,10 +168,10 @@ class Files:
             output.sync()
 
     def replace(self, path: Path, data: bytes, durable: bool = True) -> None:
-        """Write a file so that a reader sees the old or the new one, whole; OSError leaves the old one.
+        """Write a file so that a reader sees the old one or the new one, whole.
 
-        With `durable` the new file is on the disk when this returns, and one process may write it at
-        a time. Without, any number of processes may.
+        With `durable` the new file is on the disk when this returns, and one process at a time may
+        write it. Otherwise any number may. An OSError leaves the old file.
         """
         writer = "" if durable else f".{os.getpid()}"
         fresh = path.with_name(f".{path.name}{writer}.new")
@@ -201,8 +201,8 @@ class LockHeld(Exception):
 def acquire_lock(path: Path, seconds: float = math.inf) -> IO[str] | None:
     """Hold a lock file until the returned file is closed or this process ends, however it ends.
 
-    Returns None if the file system has no locks. Raises LockHeld after `seconds`, OSError if the file
-    cannot be opened.
+    Returns None if the file system has no locks. Raises LockHeld after `seconds`, and OSError if
+    the file cannot be opened.
     """
     end = time.monotonic() + seconds
     while True:
@@ -210,7 +210,7 @@ def acquire_lock(path: Path, seconds: float = math.inf) -> IO[str] | None:
         file = path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The directory may have got another name meanwhile: then this is not the lock of `path`.
+            # Another process may have renamed the directory: then this is not the lock of `path`.
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 break
         except FileNotFoundError:

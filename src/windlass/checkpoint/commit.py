@@ -1,10 +1,10 @@
 """How the ranks of one save agree on one checkpoint, or on none, through the file system. No torch.
 
 Every rank writes its file and then a part, a small JSON file, into a temporary directory. Rank 0
-waits for all parts, writes counters, manifest and digest, makes every byte durable, and renames the
-directory: this one rename is the commit. The other ranks watch for it. Only rank 0 decides. It gives
-up if a part reports an error or comes too late, and renames the directory to `.failed-...`, where
-the other ranks find the reason.
+waits for all parts, writes counters, manifest and digest, makes every byte durable, and renames
+the directory. This rename is the commit, and the other ranks watch for it. Only rank 0 decides. It
+gives up if a part reports an error or comes too late, and renames the directory to `.failed-...`,
+where the other ranks find the reason.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Image:
 
     data: memoryview | bytes = b""  # 8 bytes of header length, the header, the numbers
     tensors: Mapping[str, Any] = field(default_factory=dict)
-    """By name `dtype`, `shape` of the whole tensor, and `chunks`: place in the file, offsets, sizes."""
+    """By name `dtype`, `shape` of the whole tensor, `chunks`: place in the file, offsets, sizes."""
 
 
 @dataclass

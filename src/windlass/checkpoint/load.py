@@ -1,7 +1,7 @@
-"""From a run to a checkpoint without damage, and from a checkpoint to tensors. No file is run as code.
+"""From a run to a checkpoint without damage, and from a checkpoint to tensors.
 
-A choice has two parts, so that ranks can share the hashing. One rank calls `candidates`, which reads
-manifests and lists the possible checkpoints in order of preference. All ranks call
+A choice has two parts, so that ranks can share the hashing. One rank calls `candidates`, which
+reads manifests and lists the possible checkpoints in order of preference. All ranks call
 `first_undamaged`, which hashes one after the other until one is good. Only `recover`, `discard` and
 `rename_damaged` change the disk.
 """
@@ -60,7 +60,7 @@ SHORT_BYTES = 2**16  # it is quicker to read more than to read pieces shorter th
 
 
 class Checkpoint:
-    """A whole checkpoint, read a tensor or a box at a time; `step` and `meta` are the manifest's."""
+    """A whole checkpoint, read by tensor or box; `step` and `meta` are the manifest's."""
 
     def __init__(self, path: Path, manifest: Manifest):
         self.path, self.manifest = path, manifest
@@ -116,7 +116,7 @@ class Checkpoint:
             target.copy_(host)
 
     def _read_shared(self, chunk: Chunk, low: Sequence[int], target: torch.Tensor) -> None:
-        """Fill `target`, a view on the CPU, with the box of a chunk that begins at its index `low`."""
+        """Fill `target`, a view on the CPU, with the box of a chunk that begins at index `low`."""
         import torch
 
         high, item = [*map(operator.add, low, target.shape)], target.element_size()
@@ -150,7 +150,7 @@ def _window(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> t
 def strips(
     sizes: Sequence[int], low: Sequence[int], high: Sequence[int], itemsize: int
 ) -> Iterator[tuple[int, list[int], tuple[int, ...]]]:
-    """Consecutive numbers of an array of `sizes` that together hold the box from `low` up to `high`.
+    """Consecutive numbers of an array that together hold the box from `low` up to `high`.
 
     Each is a box itself: the numbers before it, its first index, its sizes. A strip is wider than
     necessary if the exact one would be short. Rows of the array need one strip, up to PIECE_BYTES.
@@ -173,7 +173,7 @@ def strips(
 
 
 def open_checkpoint(path: str | Path, deep: bool = True) -> Checkpoint:
-    """The checkpoint in a directory; with `deep` every byte is hashed. Raises UserError if damaged."""
+    """The checkpoint in a directory; `deep` hashes every byte. Raises UserError if damaged."""
     path = Path(path)
     try:
         manifest = read_manifest(path)
@@ -340,7 +340,7 @@ def recover(directory: Path, files: Files | None = None) -> list[str]:
 
 
 def discard(path: Path, files: Files) -> None:
-    """Remove a checkpoint. After a kill or power cut it is temporary: its digest goes first, durably."""
+    """Remove a checkpoint: first its digest, durably, so that a kill leaves it temporary."""
     if is_whole(path):
         files.unlink(path / DIGEST)
         files.sync_dir(path)
@@ -391,7 +391,7 @@ class CheckpointList:
 
 
 def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointList:
-    """The checkpoints of a run by step; with `verify` every byte is hashed. UserError: no such run."""
+    """The checkpoints of a run by step; `verify` hashes every byte. UserError: no such run."""
     run = Run.open(run_dir)
     recipe, ledger, directory = run.recipe, run.ledger(), run.checkpoints_dir
     names, horizons = names_in(directory), list[Horizon]()

@@ -1,6 +1,7 @@
 """Which checkpoints stay, and which of them belong to the run's current steps. No torch.
 
-Scores come from the run's ledger: a save begins before its step is evaluated, and a committed checkpoint never changes.
+Scores come from the run's ledger, because a save begins before its step is evaluated, and a
+committed checkpoint never changes.
 """
 
 from __future__ import annotations
@@ -21,61 +22,56 @@ from windlass.recipe import Horizon
 from windlass.recipe.settings import CheckpointSettings
 from windlass.telemetry.measures import lower_is_better
 
-# The reason of a checkpoint: due; the best so far, though not due; written because the run had to stop; a run's end.
+# The reason of a checkpoint: it was due; the best so far; the run had to stop; the end of the run.
 PERIODIC, BEST, EMERGENCY, FINAL = "periodic", "best", "signal", "final"
 LOSS = "loss"
 SAME_ITEMS = ("samples", "items", "items_hash")
-"""The fields of an `eval` line that say what it was measured on; of the validation set it is the first `samples`."""
+"""The fields of an `eval` line that identify the measured items."""
 LINEAGE = "lineage.json"
 
 
 @dataclass(frozen=True)
 class Committed:
-    """A checkpoint, as far as retention needs it."""
+    """The facts about a committed checkpoint that retention needs."""
 
-    serial: int  # counts the commits of a run: the highest is the newest, also after a return to an earlier step
+    serial: int  # number of the commit in the run; the highest is the newest
     step: int
     reason: str = PERIODIC
 
 
 def committed(directory: Path) -> dict[Path, Committed]:
     """The checkpoints in a run's `checkpoints` whose manifests can be read."""
-    entries = ((e.path, e.serial, e.step, e.manifest) for e in list_entries(directory))
     return {
-        path: Committed(serial, step, str(m.meta.get("reason", PERIODIC)))
-        for path, serial, step, m in entries
-        if m
+        e.path: Committed(e.serial, e.step, str(e.manifest.meta.get("reason", PERIODIC)))
+        for e in list_entries(directory)
+        if e.manifest
     }
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What stays: `checkpoint.keep_last`, `keep_best`, `keep_every` as a predicate of a step, `keep_signal`, `best`."""
+    """The settings of retention: see `checkpoint.keep_last` and its neighbours."""
 
     last: int = 10
     best: bool = True
     keep_forever: Callable[[int], bool] = lambda step: False
     measure: str = LOSS
     signal: int = 0
-    start: int | None = (
-        None  # the step that the current lineage started from, where that checkpoint is the run's own
-    )
+    start: int | None = None  # the step of the lineage's first checkpoint, if it is the run's own
 
 
 def policy_of(
     settings: CheckpointSettings, horizons: Sequence[Horizon], lineage: Lineage | None = None
 ) -> Policy:
-    """The policy of a run, whose `keep_every` is measured against any of `horizons` (an extended run has two)."""
-    inside = (
-        lineage is not None and lineage.checkpoint and not Path(lineage.checkpoint).is_absolute()
-    )
+    """The policy of a run; `keep_every` holds for each of `horizons` (an extended run has two)."""
+    inside = lineage and lineage.checkpoint and not Path(lineage.checkpoint).is_absolute()
     return Policy(
         settings.keep_last,
         settings.keep_best,
         lambda step: any(h.due(settings.keep_every, step) for h in horizons),
         settings.best,
         settings.keep_signal,
-        lineage.step if lineage is not None and inside else None,
+        lineage.step if lineage and inside else None,
     )
 
 
@@ -128,12 +124,16 @@ def comparable(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def retain(
     checkpoints: Iterable[Committed], policy: Policy, scores: Scores
 ) -> dict[int, list[str]]:
-    """Why each checkpoint stays, by its serial number; those with an empty list may go.
+    """Why each checkpoint stays, by serial number; one with an empty list may be deleted.
 
-    The newest always stays, and so do the last N that were due or final. One that was written because it was the best, or
-    because the run had to stop, does not push those out, and goes when it is neither the newest nor the best any more; the
-    last `policy.signal` that a stop has written stay. So do final ones (a run may be extended, and its first end is a result)
-    and the one that the current lineage started from. `scores` are values of `policy.measure` by step.
+    These stay:
+
+    - the newest;
+    - the last `policy.last` that were due or final;
+    - the last `policy.signal` that were written because the run had to stop;
+    - the best, by `scores`: values of `policy.measure` by step;
+    - final ones, because the first end of an extended run is a result;
+    - those of `policy.keep_forever`, and the first checkpoint of the current lineage.
     """
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
     regular = [c for c in newest_first if c.reason in (PERIODIC, FINAL)]
@@ -158,29 +158,26 @@ def retain(
     return why
 
 
-# -- lineage ----------------------------------------------------------------------------------------------------------
-# A run goes back when it is extended from before its decay, or resumed from an earlier step; a branch starts at a
-# checkpoint outside. Until the first new save nothing in `checkpoints/` shows that: the newest commit still belongs to
-# the lineage that was left. `lineage.json` does; it is durable before the first step of the new lineage.
+# -- lineage
+# A run goes back if it is extended from before its decay or resumed from an earlier step; a branch
+# starts at a checkpoint of another run. Until the next save, the newest commit still belongs to the
+# abandoned lineage. `lineage.json` records the new one, durably, before its first step.
 
 
 class Lineage(BaseModel):
-    """The checkpoint that the current steps of a run continue from, so that a start never resumes from abandoned ones."""
+    """The checkpoint from which the current steps of a run continue; older steps are abandoned."""
 
     model_config = ConfigDict(frozen=True)
     version: Literal[1] = 1
-    checkpoint: str = ""  # its path, relative to the run where it is one of the run's own; empty: the start is step 0
+    checkpoint: str = ""  # its path, relative to the run if it is the run's own; empty: step 0
     step: Count = 0
-    serial: Count = (
-        0  # the highest number of a commit when the lineage began: only later commits belong to it
-    )
-    job: dict[str, str] = Field(
-        default_factory=dict
-    )  # that began the lineage, to recognise its restarts
+    serial: Count = 0  # of the last commit before the lineage: only later ones belong to it
+    # The job that began the lineage, to recognise its restarts.
+    job: dict[str, str] = Field(default_factory=dict)
 
 
 def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, str]) -> Lineage:
-    """A lineage that begins now, at a checkpoint of the run or of another one, or at step 0."""
+    """A lineage that begins now, at a checkpoint of any run, or at step 0."""
     serial = max((saved.serial for saved in committed(run / "checkpoints").values()), default=0)
     if checkpoint is None:
         return Lineage(serial=serial, job=dict(job))
@@ -190,9 +187,9 @@ def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, 
 
 
 def read_lineage(run: Path) -> Lineage | None:
-    """The run's current lineage; None where none was written, and so every checkpoint belongs to it.
+    """The run's current lineage; None without a file: then every checkpoint belongs to it.
 
-    Raises UserError where the file cannot be understood: to guess would be to risk wrong weights.
+    Raises UserError if the file is malformed, because a guess could resume from wrong weights.
     """
     path = run / LINEAGE
     try:
@@ -200,12 +197,12 @@ def read_lineage(run: Path) -> Lineage | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValidationError):
-        advice = "restore it, or delete it and name the checkpoint to resume from (checkpoint.resume=STEP)"
         raise UserError(
-            f"{path}, which says where the run's current steps began, cannot be read: {advice}"
+            f"{path}, which says where the run's current steps began, cannot be read: restore it, "
+            "or delete it and name the checkpoint to resume from (checkpoint.resume=STEP)"
         ) from None
 
 
 def write_lineage(run: Path, lineage: Lineage, files: Files) -> None:
-    """Put a new lineage in place of the last one; durable when this returns."""
+    """Replace the run's lineage, durably."""
     files.replace(run / LINEAGE, lineage.model_dump_json().encode() + b"\n")

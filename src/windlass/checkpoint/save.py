@@ -1,8 +1,8 @@
 """Saving: the step waits for a copy of the state to the host; a thread writes the copy.
 
-`Saver.save` copies this rank's boxes into a buffer that has the layout of the file (`HostBuffer`) and
-returns. A thread writes the buffer, hashing it on the way, and agrees with the other ranks through
-the file system (`Commit`). Rank 0 then deletes the checkpoints that retention does not keep. `poll`
+`Saver.save` copies this rank's boxes into a buffer that has the layout of the file (`HostBuffer`),
+and returns. A thread writes the buffer, hashing it on the way, and agrees with the other ranks
+through the file system (`Commit`). Rank 0 then deletes the checkpoints that retention does not keep. `poll`
 and `wait` return the outcomes to the trainer, and `Saver` remembers what they mean for a restart.
 
 The thread never touches a process group: its calls would cross the collectives of the training, and
@@ -68,8 +68,8 @@ class HostBuffer:
     For a state on CUDA it is page-locked. The copies are put on the current stream, so they see the
     weights of this step; an event marks their end, and only the writer waits for it.
 
-    The memory is mapped here and registered with CUDA, because `pin_memory=True` rounds a size up to
-    a power of two.
+    The memory is mapped here and registered with CUDA, because `pin_memory=True` rounds a size up
+    to a power of two.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class HostBuffer:
 
 
 def layout(slices: Sequence[Slice], rank: int) -> tuple[bytes, list[tuple[Slice, int]], int]:
-    """The header of the file that holds these boxes, the place of each in the file, the file's size."""
+    """The header of the file that holds these boxes, the place of each box, the file's size."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "windlass": f"boxes of rank {rank}"}}
     places, end = list[tuple[Slice, int]](), 0
     for box in sorted(slices, key=lambda box: -box.tensor.element_size()):  # keeps all aligned
@@ -162,7 +162,7 @@ def register(address: int, size: int, device: torch.device, fail: Callable[[str]
 
 @dataclass
 class Saver:
-    """Saves the state of one rank. Every rank has one, and makes the same saves in the same order."""
+    """Saves the state of one rank. Every rank makes the same saves in the same order."""
 
     directory: Path  # the run's `checkpoints`, on a file system that all ranks share
     rank: int = 0
@@ -228,7 +228,7 @@ class Saver:
         scores: Scores | None = None,
         while_waiting: Callable[[], None] | None = None,
     ) -> None:
-        """Copy the state, which may change when this returns. Only an outcome says that it is durable.
+        """Copy the state, which may change when this returns; it is not durable before its outcome.
 
         Args:
             step: Names the checkpoint; a committed one of the same step is replaced.

@@ -270,7 +270,8 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
     if unknown := sorted(set(saved) - {name for name, _ in trained}):
         raise UserError(
             f"checkpoint {checkpoint.path} has optimizer state for {_some(unknown)}, which the "
-            "optimizer here does not train: the recipe freezes other weights or names another optimizer"
+            "optimizer here does not train: the recipe freezes other weights or has another "
+            "optimizer"
         )
     fused = {id(p): group.get("fused") for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in trained:
@@ -346,7 +347,10 @@ def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
 
 
 def _trained(model: nn.Module, optimizer: Any) -> list[tuple[str, Tensor]]:
-    """The parameters that the optimizer trains, in the model's order; this rank's rows, if it has only those."""
+    """The parameters that the optimizer trains, in the model's order.
+
+    An optimizer of this rank's rows trains these in place of the whole parameters.
+    """
     groups = optimizer.param_groups if optimizer is not None else ()
     trained = {id(p) for group in groups for p in group["params"]}
     rows = optimizer.rows if isinstance(optimizer, ShardedOptimizer) else {}

@@ -1,8 +1,8 @@
-"""A run as a directory that `transformers` loads: weights, configuration, tokenizer, and a card that says its origin.
+"""A run as a directory that `transformers` loads: weights, configuration, tokenizer, model card.
 
-Our GPT becomes GPT-2, Llama or one of its relatives (model/convert.py). If no architecture computes the same, its code is written
-beside the weights (modeling_windlass.py). A model of `transformers` stays what it is: it is
-opened, its adapters are merged, and it saves itself. The directory appears whole or not at all.
+Our GPT becomes GPT-2, Llama or a relative (model/convert.py). If no architecture computes the same,
+its code is written beside the weights (modeling_windlass.py). A model of `transformers` saves
+itself after its adapters are merged. The directory appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-import torch
 from torch import Tensor
 
 from windlass import hub
@@ -44,14 +43,15 @@ FILE_BYTES = 4 * 10**9  # weights in one file, at most
 def export(
     run: str | Path | Run, directory: str | Path, adapter: bool = False, push: str = ""
 ) -> Path:
-    """Write the model of a run as `transformers` reads it, with its tokenizer and a card; returns the directory.
+    """Write a run's model, tokenizer and model card for `transformers`; returns the directory.
+
+    A model of your own code gets only its weights, and a README.md that says how to load them.
 
     Args:
-        run: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best` or a checkpoint's path. Of a model of your own code the
-            weights alone are written, with a README.md that says how to load them.
-        directory: a new or empty directory.
-        adapter: of a model with `model.lora`: only the adapter, as `peft` reads it, instead of the merged model.
-        push: a repository of the Hub, as `NAME/MODEL`, to upload the directory to; a new one is private.
+        run: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best` or a checkpoint's path.
+        directory: A new or empty directory.
+        adapter: Write only the adapter (`model.lora`), for `peft`, instead of the merged model.
+        push: Upload the directory to this repository of the Hub, `NAME/MODEL` (new: private).
 
     Raises:
         UserError: the directory holds something, there is no adapter, or the Hub does not take it.
@@ -112,7 +112,7 @@ def plain_template(tokenizer: Tokenizer) -> str:
 
 
 def _write_own(source: Source, path: Path, directory: Path) -> None:
-    """The weights of a model of the user's own code, which has no counterpart, and how to load them."""
+    """The weights of a model of the user's own code, and how to load them."""
     checkpoint = open_checkpoint(path, deep=False)
     prefix = MODEL + "model." * bool(
         source.run and source.run.environment.get("wrapped")
@@ -122,11 +122,12 @@ def _write_own(source: Source, path: Path, directory: Path) -> None:
     if source.tokenizer is not None:
         save_tokenizer(source.tokenizer, source.template, source.recipe.model.context, directory)
     (directory / "README.md").write_text(
-        f"# {source.recipe.name}\n\nThe weights of `{source.own_model}`, a model of its author's own code, after {source.step} "
-        "steps. No architecture of `transformers` computes it, so `from_pretrained` cannot load them; its own code can "
-        "(weights that are tied are there once):\n\n"
+        f"# {source.recipe.name}\n\nThe weights of `{source.own_model}`, a model of its author's own "
+        f"code, after {source.step} steps. No architecture of `transformers` computes it, so "
+        "`from_pretrained` cannot load them; its own code can (tied weights are saved once):\n\n"
         "```python\nfrom safetensors.torch import load_file\n\n"
-        f'model = {source.own_model}(...)\nmodel.load_state_dict(load_file("model.safetensors"), strict=False)\n```\n',
+        f"model = {source.own_model}(...)\n"
+        'model.load_state_dict(load_file("model.safetensors"), strict=False)\n```\n',
         encoding="utf-8",
     )
 
@@ -188,7 +189,7 @@ def _write_hf(source: Source, directory: Path) -> None:
 
 
 def _write_adapter(source: Source, directory: Path) -> None:
-    """`adapter_config.json` and `adapter_model.safetensors`, for `PeftModel.from_pretrained(base, DIR)`."""
+    """The files for `PeftModel.from_pretrained(base, DIR)`."""
     from peft import get_peft_model_state_dict
 
     model: Any = open_model(source, alone("cpu"))
@@ -215,25 +216,18 @@ def save_weights(
     file_bytes: int = FILE_BYTES,
     stem: str = "model",
 ) -> None:
-    """Tensors as safetensors files of at most about `file_bytes`, with an index where there are several."""
+    """Tensors as safetensors files of about `file_bytes` or less; an index for several files."""
     from huggingface_hub import save_torch_state_dict
 
     # Copies of their own: the format has no views of another tensor's storage.
-    copies = {
-        name: tensor.detach().to(torch.device("cpu")).clone().contiguous()
-        for name, tensor in tensors
-    }
+    copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors}
+    how: dict[str, Any] = {"max_shard_size": file_bytes, "metadata": {"format": "pt"}}
     pattern = stem + "{suffix}.safetensors"
-    how: dict[str, Any] = {
-        "filename_pattern": pattern,
-        "max_shard_size": file_bytes,
-        "metadata": {"format": "pt"},
-    }
-    save_torch_state_dict(copies, directory, **how)
+    save_torch_state_dict(copies, directory, filename_pattern=pattern, **how)
 
 
 def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, directory: Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`, with the chat template where there is one."""
+    """Write `tokenizer.json` and `tokenizer_config.json`, with the chat template if any."""
     inner = tokenizer.inner
     inner.save(str(directory / "tokenizer.json"))
     end = None if tokenizer.eot is None else inner.id_to_token(tokenizer.eot)
@@ -252,10 +246,10 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
 
 
 def card(source: Source, name: str, adapter: bool = False) -> str:
-    """The model card: what it is, what it was trained on and measured at, and its recipe; nothing that is not known."""
+    """The model card: origin, training data, results and recipe, as far as they are known."""
     run, recipe, step = source.run, source.recipe, source.step or 0
     assert run is not None and source.checkpoint is not None
-    # What was measured at this step while training and by `windlass eval` (which counts where both did).
+    # Results at this step, from training and from `windlass eval`, which takes precedence.
     lines: dict[str, dict[str, Any]] = {
         str(line["suite"]): line for line in run.lines("eval", step=step)
     }
@@ -266,39 +260,33 @@ def card(source: Source, name: str, adapter: bool = False) -> str:
         for name, value in decode(line).items()
         if isinstance(value, float) and of_eval(name).role in ("score", "derived")
     )
-    results = (
-        f"## Results at this step\n\n| suite | measure | value |\n|---|---|---|\n{rows}\n"
-        if rows
-        else ""
-    )
+    head = "## Results at this step\n\n| suite | measure | value |\n|---|---|---|\n"
+    results = f"{head}{rows}\n" if rows else ""
     base, origin = _origin(source)
-    loss = next(
-        (line["loss"] for line in reversed(run.lines("train")) if line["step"] <= step),
-        None,
-    )
-    shown = (
-        "" if loss is None else f"; the last logged training loss is {_shown(loss)} nats per token"
-    )
+    losses = [line["loss"] for line in run.lines("train") if line["step"] <= step]
+    shown = ""
+    if losses:
+        shown = f"; the last logged training loss is {_shown(losses[-1])} nats per token"
     tokens = open_checkpoint(source.checkpoint, deep=False).counters["tokens"]
     settings = scrub(recipe.tree())
     data = ", ".join(f"`{scrub(one)}`" for one in recipe.data.sources)
     code = ", trust_remote_code=True" if convert.export_note(recipe.model) else ""
     load = f'model = AutoModelForCausalLM.from_pretrained("{name}"{code})'
-    imports, library = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "transformers",
-    )
+    imports, library = "AutoModelForCausalLM, AutoTokenizer", "transformers"
     if adapter:
         load, library = f'model = AutoPeftModelForCausalLM.from_pretrained("{name}")', "peft"
-        imports = (
-            "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
-        )
+        imports = "AutoTokenizer"
+    imports = f"from transformers import {imports}"
+    if adapter:
+        imports = f"from peft import AutoPeftModelForCausalLM\n{imports}"
     return (
-        f"---\nlibrary_name: {library}\nlicense: unknown\n{base}pipeline_tag: text-generation\ntags:\n- windlass\n---\n\n"
+        f"---\nlibrary_name: {library}\nlicense: unknown\n{base}"
+        "pipeline_tag: text-generation\ntags:\n- windlass\n---\n\n"
         f"# {Path(name).name}\n\n"
-        f"{origin}Trained with Windlass on {data}, recipe `{recipe.preset}` ({recipe.config_hash}): {step:,} steps, "
-        f"{tokens:,} tokens{shown}. No licence was chosen for it.\n\n"
-        f'```python\n{imports}\n\n{load}\ntokenizer = AutoTokenizer.from_pretrained("{name}"{code})\n```\n\n'
+        f"{origin}Trained with Windlass on {data}, recipe `{recipe.preset}` "
+        f"({recipe.config_hash}): {step:,} steps, {tokens:,} tokens{shown}. No licence was chosen for it.\n\n"
+        f"```python\n{imports}\n\n{load}\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}"{code})\n```\n\n'
         f"{results}## Recipe\n\n```toml\n{tomli_w.dumps(settings)}```\n"
     )
 
@@ -308,7 +296,7 @@ def _shown(value: float) -> str:
 
 
 def _origin(source: Source) -> tuple[str, str]:
-    """What the weights began as, for the card's header and in a sentence; empty for a model from scratch."""
+    """The first weights, for the card's header and as a sentence; empty for a new model."""
     m = source.recipe.model
     name = m.init_from or ("" if m.kind == "gpt" or m.from_scratch else m.name)
     if not name or source.run is None:

@@ -1,4 +1,4 @@
-"""`model.init_from`: the weights with which a run begins, from another run or from a directory of `transformers`."""
+"""`model.init_from`: first weights from another run or from a directory of `transformers`."""
 
 from __future__ import annotations
 
@@ -18,39 +18,41 @@ from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 
 # Entries of a configuration that do not change what a network of the same shapes computes.
-IRRELEVANT = (
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "id2label",
-    "label2id",
-    "problem_type",
-    "task_specific_params",
-    "finetuning_task",
-    "initializer_range",
-    "pretraining_tp",
-    "vocab_size",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "router_aux_loss_coef",
-    "output_router_logits",
+IRRELEVANT = frozenset(
+    [
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "task_specific_params",
+        "finetuning_task",
+        "initializer_range",
+        "pretraining_tp",
+        "vocab_size",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "router_aux_loss_coef",
+        "output_router_logits",
+    ]
 )
 IRRELEVANT_PARTS = ("dropout", "_pdrop", "_token_id", "summary_", "chunk_size_feed_forward")
 
 
 def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -> None:
-    """Fill a model, whole or sharded, from what `model.init_from` names: `RUN`, `RUN@STEP`, `RUN@best`, a checkpoint, a
-    directory of `transformers`, or `hf:NAME`.
+    """Fill a model, whole or sharded, from `model.init_from`.
 
-    Collective over `ranks`, where they are given: they share the hashing of a run's checkpoint.
+    This is `RUN`, `RUN@STEP`, `RUN@best`, a checkpoint, a directory of `transformers` or `hf:NAME`.
+    Collective over `ranks`, which share the hashing of a checkpoint.
 
     Raises:
-        UserError: there is no such thing, or its weights do not fit; the message names what would make them fit.
+        UserError: it does not exist, or its weights do not fit; the message names the remedy.
     """
     name = recipe.model.init_from
     path = Path(name).expanduser()
@@ -72,12 +74,10 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
 
 
 def check_same_network(model: nn.Module, directory: Path) -> None:
-    """Raise UserError, with what differs, where `model` is not the network of the weights in `directory`."""
+    """Raise UserError, with the differences, if `directory` holds weights of another network."""
     ours: Any = model
-    here, there = (
-        ours.config.to_dict(),
-        _config(directory, ours.settings.trust_remote_code).to_dict(),
-    )
+    here = ours.config.to_dict()
+    there = _config(directory, ours.settings.trust_remote_code).to_dict()
     differs = [
         f"{key} = {there.get(key)!r} (it is {here.get(key)!r})"
         for key in sorted({*here, *there})
@@ -87,9 +87,10 @@ def check_same_network(model: nn.Module, directory: Path) -> None:
     ]
     if differs:
         raise UserError(
-            f"model.init_from: the weights in {directory} belong to another network than {ours.settings.name}: "
-            f"{'; '.join(differs[:8])}{'; and more' if len(differs) > 8 else ''}. Take its own configuration (model.name), "
-            "or, where the difference is meant, put its weights beside the config.json that you want and name that directory"
+            f"model.init_from: the weights in {directory} belong to another network than "
+            f"{ours.settings.name}: {'; '.join(differs[:8])}{'; and more' * (len(differs) > 8)}. "
+            "Take its own configuration (model.name), or, if you want the difference, put its "
+            "weights beside your config.json and name that directory"
         )
 
 
@@ -103,9 +104,9 @@ def _config(directory: Path, remote_code: bool = False) -> Any:
 
 
 def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
-    """GPT-2's or Llama's weights into our GPT, a tensor at a time.
+    """Copy GPT-2's or Llama's weights into our GPT, a tensor at a time.
 
-    Rows of an embedding for which there are none keep the values that the seed gives them.
+    Rows of an embedding that the file lacks keep their values, which follow from the seed.
     """
     config = _config(directory)
     there = convert.settings_of(config)
@@ -123,12 +124,14 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
     for name in convert.unit_weights(model.settings):
         if (read(name) != 1).any():
             raise UserError(
-                f"model.init_from: in {directory} {name} is not 1: the model norms queries and keys without weights"
+                f"model.init_from: in {directory} {name} is not 1, and the model norms queries and "
+                "keys without weights"
             )
     for name in convert.dropped(model.settings, there):
         if convert.from_hf(model.settings, name, read).any():
             raise UserError(
-                f"model.init_from: the bias for {name} in {directory} is not zero, and the model has none"
+                f"model.init_from: the bias for {name} in {directory} is not zero, and the model "
+                "has no bias there"
             )
     for name, parameter in model.named_parameters():
         value = convert.from_hf(model.settings, name, read)
@@ -138,7 +141,7 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
             value = whole
         if value.shape != parameter.shape:
             raise UserError(
-                f"model.init_from: in {directory} the weight for {name} has the shape {list(value.shape)}, and its "
-                f"configuration says {list(parameter.shape)}"
+                f"model.init_from: in {directory} the weight for {name} has the shape "
+                f"{list(value.shape)}, and its configuration says {list(parameter.shape)}"
             )
         assign(parameter, value)

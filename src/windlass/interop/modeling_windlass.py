@@ -1,11 +1,11 @@
-"""A GPT of Windlass for `transformers`. `windlass export` writes this file beside weights that no architecture there computes.
+"""A GPT of Windlass for `transformers`, written by `windlass export` if no architecture there fits.
 
     model = AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
 
-It needs torch and transformers alone. Modules and weights have the names that they have in Windlass.
+It needs only torch and transformers. Modules and weights have the same names in Windlass.
 
-Legend: B batch, T time (tokens of this pass), S time seen (T and the tokens in the cache), D model width, H heads, K key and
-value heads, E = D / H width of a head, V vocabulary.
+Legend: B batch, T time (tokens of this pass), S time seen (T and the tokens in the cache), D model
+width, H heads, K key and value heads, E = D / H width of a head, V vocabulary.
 """
 
 import torch
@@ -55,37 +55,13 @@ class WindlassConfig(PretrainedConfig):
         tie_word_embeddings=True,
         **more,
     ):
-        self.vocab_size, self.layers, self.heads, self.kv_heads, self.width = (
-            vocab_size,
-            layers,
-            heads,
-            kv_heads,
-            width,
-        )
-        self.ff_width, self.context, self.norm, self.final_norm = (
-            ff_width,
-            context,
-            norm,
-            final_norm,
-        )
-        self.norm_eps, self.position, self.rope_theta, self.activation = (
-            norm_eps,
-            position,
-            rope_theta,
-            activation,
-        )
-        self.attn_bias, self.ff_bias, self.norm_bias, self.head_bias = (
-            attn_bias,
-            ff_bias,
-            norm_bias,
-            head_bias,
-        )
-        self.qk_norm, self.logit_cap, self.dropout, self.init_std = (
-            qk_norm,
-            logit_cap,
-            dropout,
-            init_std,
-        )
+        self.vocab_size, self.layers, self.width = vocab_size, layers, width
+        self.heads, self.kv_heads, self.ff_width = heads, kv_heads, ff_width
+        self.context, self.position, self.rope_theta = context, position, rope_theta
+        self.norm, self.final_norm, self.norm_eps = norm, final_norm, norm_eps
+        self.attn_bias, self.ff_bias, self.norm_bias = attn_bias, ff_bias, norm_bias
+        self.head_bias, self.qk_norm, self.logit_cap = head_bias, qk_norm, logit_cap
+        self.activation, self.dropout, self.init_std = activation, dropout, init_std
         super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
 
 
@@ -107,7 +83,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; with fewer key and value heads than heads, neighbouring heads share theirs."""
+    """Causal self-attention; if K < H, neighbouring heads share key and value heads."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -176,9 +152,8 @@ class Block(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x, rotary, mask, cache):
-        x = x + F.dropout(
-            self.attn(self.attn_norm(x), rotary, mask, cache), self.dropout, self.training
-        )
+        h = self.attn(self.attn_norm(x), rotary, mask, cache)
+        x = x + F.dropout(h, self.dropout, self.training)
         return x + F.dropout(self.ff(self.ff_norm(x)), self.dropout, self.training)
 
 
@@ -233,7 +208,10 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         **_,
     ):
-        """Logits [B, T, V] of the last `logits_to_keep` tokens (0: all), and with `labels` the mean loss of the next tokens."""
+        """Logits [B, T, V] of the last `logits_to_keep` tokens (0: all), and the mean loss.
+
+        The loss of the next tokens is computed if there are `labels`.
+        """
         m = self.config
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
@@ -263,7 +241,7 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
 
     @staticmethod
     def _mask(attention_mask, start, length, device):
-        """What each token sees [B, 1, T, S]; None: itself and all before it, with nothing in the cache."""
+        """The tokens that each token sees [B, 1, T, S]; None: causal, with an empty cache."""
         if attention_mask is not None and attention_mask.dim() == 4:
             return attention_mask
         padded = attention_mask is not None and not bool(attention_mask.all())
@@ -272,9 +250,8 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         seen = torch.ones(length, start + length, dtype=torch.bool, device=device).tril(start)
         if not padded:
             return seen
-        own = torch.eye(
-            length, dtype=torch.bool, device=device
-        )  # a padding token sees itself, as a row needs something
+        # A padding token sees itself, because each row must see a token.
+        own = torch.eye(length, dtype=torch.bool, device=device)
         alone = torch.cat([own.new_zeros(length, start), own], dim=1)
         return (seen & attention_mask[:, None, None, :].bool()) | alone
 
@@ -285,6 +262,5 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         half = torch.arange(0, width, 2, device=x.device, dtype=dtype) / width
         angles = places.to(dtype).unsqueeze(-1) * self.config.rope_theta**-half
         cos, sin = angles.cos(), angles.sin()
-        return torch.cat([cos, cos], dim=-1).unsqueeze(2), torch.cat([-sin, sin], dim=-1).unsqueeze(
-            2
-        )
+        cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        return cos.unsqueeze(2), sin.unsqueeze(2)
