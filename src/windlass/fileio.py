@@ -221,7 +221,9 @@ def acquire_lock(path: Path, seconds: float = math.inf) -> IO[str] | None:
                 holder = file.read()
                 file.close()
                 raise LockHeld(holder) from None
+            file.close()  # only the holder has it open for long
             time.sleep(LOCK_POLL_SECONDS)
+            continue
         except OSError:
             file.close()
             return None
