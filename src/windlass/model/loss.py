@@ -56,9 +56,7 @@ def cross_entropy_sum(
     """
     x, labels = x.flatten(0, -2), labels.flatten()
     weight, bias, piece = local_piece(weight, bias)
-    if (
-        chunk is None
-    ):  # chunks as even as possible, each of at most CHUNK_BYTES; none where one would do
+    if chunk is None:  # even chunks of at most CHUNK_BYTES; 0 if one is enough
         most = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * len(weight)))
         chunks = -(-len(labels) // most)
         chunk = 0 if chunks <= 1 else -(-len(labels) // chunks)
@@ -101,6 +99,16 @@ def log_softmax(logits: Tensor, piece: Piece | None) -> Tensor:
     return logits.sub_(total.log_())
 
 
+def local_target(labels: Tensor, piece: Piece | None, log_p: Tensor) -> tuple[Tensor, Any]:
+    """The column of each label in this rank's log-probabilities, and 1 if it is there, else 0."""
+    target = labels.clamp(min=0).unsqueeze(1)
+    if piece is None:
+        return target, 1
+    row = target - piece.first
+    target = row.clamp(0, log_p.shape[1] - 1)
+    return target, (row == target).to(log_p.dtype)
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Logits, loss and gradients, a chunk of tokens at a time."""
 
@@ -130,9 +138,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for start in range(0, len(labels), chunk):
                 part = slice(start, start + chunk)
                 unmasked = (labels[part] != IGNORE_INDEX).unsqueeze(1)
-                rows = (
-                    x[part].to(dtype).masked_fill(~unmasked, 0.0)
-                )  # a NaN in a masked row has no effect
+                # A NaN in a masked row has no effect.
+                rows = x[part].to(dtype).masked_fill(~unmasked, 0.0)
                 logits = F.linear(rows, head, shift).to(total)
                 slope = None
                 if cap:  # in place: the capped logits, and the slope of the cap at each of them
@@ -141,12 +148,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     logits.mul_(cap)
                 log_p = log_softmax(logits, piece)
                 del logits  # a chunk of logits is large: freed as soon as possible
-                target = labels[part].clamp(min=0).unsqueeze(1)
-                here: Any = 1  # whether this rank holds the target's row
-                if piece:
-                    row = target - piece.first
-                    target = row.clamp(0, log_p.shape[1] - 1)
-                    here = (row == target).to(total)
+                target, here = local_target(labels[part], piece, log_p)
                 loss -= log_p.gather(1, target).mul_(unmasked).mul_(here).sum()
                 if not any(wants):
                     continue
