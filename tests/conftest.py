@@ -43,6 +43,7 @@ for _signal in (
 REPOSITORY = Path(__file__).parent.parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under xdist one worker runs a whole file, and one all tests of the SLURM cluster, which exists once."""
     for item in items:

@@ -205,13 +205,9 @@ def submit(
         0.0, min=0, metavar="GB/S", help="What `windlass check` must measure first."
     ),
     max_size: str = typer.Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),
-    retry_failed: bool = typer.Option(
-        False, "--retry-failed", help="Failed cells of a study, too."
-    ),
+    retry_failed: bool = typer.Option(False, "--retry-failed", help="Failed cells, too."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the script and write nothing."),
-    watch: bool = typer.Option(
-        False, "--watch", help="Follow state and log to the job's end; also of a submitted job."
-    ),
+    watch: bool = typer.Option(False, "--watch", help="Follow state and log to the job's end."),
     cancel: bool = typer.Option(False, "--cancel", help="End the job; it saves first."),
 ) -> int:
     """Submit a training, or the open cells of a study, to SLURM, PBS or LSF (LSF was not run).

@@ -65,9 +65,8 @@ def export(
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         raise UserError(f"{directory} is a file or not empty: name a new directory")
     if adapter and not model.lora.rank:
-        raise UserError(
-            f"{run} has no adapter (model.lora.rank is 0): leave {argument('adapter')} out"
-        )
+        problem = f"{run} has no adapter (model.lora.rank is 0)"
+        raise UserError(f"{problem}: leave {argument('adapter')} out")
     partial, there = directory.with_name(f".{directory.name}.partial"), directory.is_dir()
     shutil.rmtree(partial, ignore_errors=True)
     make_dir(directory, "name another directory")
@@ -81,14 +80,13 @@ def export(
             _write_gpt(source, source.checkpoint, partial)
         else:
             _write_hf(source, partial)
+        texts = dict[str, str]()
         if source.recipe.data.format == "chat" and not source.template.source:
-            (partial / "chat_template.jinja").write_text(
-                plain_template(source.tokenizer), encoding="utf-8"
-            )
+            texts["chat_template.jinja"] = plain_template(source.tokenizer)
         if not source.own_model:
-            (partial / "README.md").write_text(
-                card(source, push or directory.name, adapter), encoding="utf-8"
-            )
+            texts["README.md"] = card(source, push or directory.name, adapter)
+        for name, text in texts.items():
+            (partial / name).write_text(text, encoding="utf-8")
         os.umask(umask := os.umask(0))
         for file in partial.iterdir():  # those of some libraries are for their owner alone
             file.chmod(0o666 & ~umask)

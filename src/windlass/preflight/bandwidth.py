@@ -1,4 +1,5 @@
-"""Matrix products on each device, and collectives by size: medians of repeated, synchronised calls."""
+"""Matrix products on each device, and collectives by size: medians of repeated, synchronised
+calls."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ BUFFERS = 3  # of the message's size, that `collectives` and the backend hold
 
 
 def matrix_products(device: torch.device) -> dict[str, float]:
-    """TFLOP/s of square matrix products by precision: fp32 and, on a GPU, bf16 where it has it, else fp16."""
+    """TFLOP/s of square matrix products by precision: fp32 and, on a GPU, bf16 where it has it,
+    else fp16."""
     on_gpu = device.type == "cuda"
     half = (
         torch.bfloat16
@@ -72,7 +74,8 @@ def collectives(
 def _calls(
     group: dist.ProcessGroup, whole: torch.Tensor, part: torch.Tensor, other: torch.Tensor
 ) -> dict[str, Callable[[], object]]:
-    """Each collective on these buffers: `whole` and `other` of the full size, `part` one rank's share of it."""
+    """Each collective on these buffers: `whole` and `other` of the full size, `part` one rank's
+    share of it."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     to, source = (dist.get_global_rank(group, (rank + step) % world) for step in (1, -1))
     # torch 2.13 renamed these two, and warns of the old names

@@ -1,4 +1,5 @@
-"""`check`: what every rank finds on its host, compared over all ranks, then matrix products and collectives."""
+"""`check`: what every rank finds on its host, compared over all ranks, then matrix products and
+collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import socket
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,9 @@ CONNECT_SECONDS = 3.0
 class Check:
     """What a check came to.
 
-    `ranks` are the facts of each rank, `rates` one row for each group, collective and size (`algbw` and `busbw` in GB/s), and
-    `busbw` the bus bandwidth of the largest all-reduce over all ranks; None where there is one rank, or it failed.
+    `ranks` are the facts of each rank, `rates` one row for each group, collective and size (`algbw`
+    and `busbw` in GB/s), and `busbw` the bus bandwidth of the largest all-reduce over all ranks;
+    None where there is one rank, or it failed.
     """
 
     findings: list[Finding]
@@ -57,7 +59,8 @@ class Check:
     busbw: float | None
 
     def exit_code(self, min_busbw: float = 0.0) -> int:
-        """1 with a problem; else by the bandwidth asked for: 44 where it was not measured, 46 where it is lower."""
+        """1 with a problem; else by the bandwidth asked for: 44 where it was not measured, 46 where
+        it is lower."""
         if any(finding.status == PROBLEM for finding in self.findings):
             return FAILED
         if min_busbw and self.busbw is None:
@@ -72,10 +75,12 @@ def check(
     gate: bool = False,
     show: Callable[[str], None] = lambda text: None,
 ) -> Check:
-    """Check machine, packages, disks and interconnect as one rank among those of the launcher; every rank gets the result.
+    """Check machine, packages, disks and interconnect as one rank among those of the launcher;
+    every rank gets the result.
 
-    `recipe` gives device, directories and trackers; `max_bytes` is the largest message (0: 16 MiB on a CPU, 512 MiB on a
-    GPU, and 4 GiB there with `gate`: a bandwidth is asked for). Takes seconds on one host, and minutes at most.
+    `recipe` gives device, directories and trackers; `max_bytes` is the largest message (0: 16 MiB
+    on a CPU, 512 MiB on a GPU, and 4 GiB there with `gate`: a bandwidth is asked for). Takes
+    seconds on one host, and minutes at most.
     """
     env = detect_env()
     with init_ranks(env, recipe.replace("parallel.strategy=auto")) as ranks:
@@ -144,7 +149,8 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
 
 
 def _nvml(device: torch.device) -> dict[str, Any]:
-    """The driver, uncorrected memory errors and the reasons why the clock is low, where NVML says."""
+    """The driver, uncorrected memory errors and the reasons why the clock is low, where NVML
+    says."""
     facts: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # no library, or a driver that does not say
         import pynvml
@@ -163,7 +169,8 @@ def _nvml(device: torch.device) -> dict[str, Any]:
 
 
 def _probe_disks(ranks: Ranks, recipe: Recipe, facts: dict[str, Any]) -> None:
-    """Space and write speed of the run's and the data's directory, and whether a file of rank 0 is seen by this rank."""
+    """Space and write speed of the run's and the data's directory, and whether a file of rank 0 is
+    seen by this rank."""
     places = {"run directory": recipe.run_dir, "data directory": Path(recipe.data.dir or "data")}
     facts["disks"] = {}
     check = ranks.broadcast_object(
@@ -204,7 +211,8 @@ def _probe_disks(ranks: Ranks, recipe: Recipe, facts: dict[str, Any]) -> None:
 
 
 def message_sizes(ranks: Ranks, max_bytes: int, gate: bool) -> tuple[int, ...]:
-    """The sizes to measure, in bytes: up to `max_bytes`, or up to what the ranks' memory holds of the default."""
+    """The sizes to measure, in bytes: up to `max_bytes`, or up to what the ranks' memory holds of
+    the default."""
     if ranks.device.type == "cpu":
         default: tuple[int, ...] = CPU_SIZES
         free = math.inf
@@ -219,7 +227,8 @@ def message_sizes(ranks: Ranks, max_bytes: int, gate: bool) -> tuple[int, ...]:
 def measure_groups(
     ranks: Ranks, sizes: tuple[int, ...], show: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """The collectives over all ranks; on several hosts also inside this host, and between hosts (one rank of each)."""
+    """The collectives over all ranks; on several hosts also inside this host, and between hosts
+    (one rank of each)."""
     places = ranks.all_gather_object("place", [ranks.env.node, ranks.env.local_rank])
     members: dict[str, dict[int, list[int]]] = {
         "one host": defaultdict(list),
@@ -250,7 +259,8 @@ def measure_groups(
 
 
 def _merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One row for each group, collective and size: the slowest rank's, with the bus bandwidth of each rank."""
+    """One row for each group, collective and size: the slowest rank's, with the bus bandwidth of
+    each rank."""
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for rank, rates in enumerate(by_rank):
         for rate in rates:
@@ -271,101 +281,94 @@ def findings_of(
 ) -> list[Finding]:
     """The findings from the facts of all ranks."""
     hosts = {one["rank"]: one["host"] for one in ranks}
-    nodes = {
-        one["node"]: one for one in reversed(ranks)
-    }  # the first rank of each host speaks for it
-    results = [
-        findings.same(
-            "Windlass", {r["rank"]: f"{r['windlass']} ({r['code']})" for r in ranks}, hosts
-        ),
-        findings.same("recipe", {r["rank"]: r["config"] for r in ranks}, hosts),
-        replace(
-            findings.same("platform", {r["rank"]: r["platform"] for r in ranks}, hosts),
-            status=OK,
-            advice="",
-        ),
-        findings.same(
-            "Python and torch", {r["rank"]: f"{r['python']}, {r['torch']}" for r in ranks}, hosts
-        ),
-    ]
+    nodes = {one["node"]: one for one in reversed(ranks)}  # the first rank of each host
+    results = same_everywhere(ranks, hosts)
     for one in ranks:
         where = f" (rank {one['rank']}, {one['host']})" if len(ranks) > 1 else ""
-        new = []
-        if "capability" in one:
-            capability = (one["capability"][0], one["capability"][1])
-            new.append(
-                findings.architecture(
-                    one["name"], capability, one["built_for"], one["torch"], one["cuda"]
-                )
-            )
-            new.append(
-                Finding("memory", f"{one['free_gb']:,.1f} of {one['total_gb']:,.1f} GB free")
-            )
-            if errors := one.get("ecc_errors"):
-                new.append(
-                    Finding(
-                        "ECC", f"{errors} uncorrected errors", PROBLEM, "take this GPU out of use"
-                    )
-                )
-            if reasons := one.get("throttled"):
-                new.append(
-                    Finding(
-                        "clock rate",
-                        f"throttled: {', '.join(reasons)}",
-                        WARNING,
-                        "the GPU is slowed down",
-                    )
-                )
-        results += [Finding(f"{x.name}{where}", x.text, x.status, x.advice) for x in new]
+        results += [replace(x, name=f"{x.name}{where}") for x in gpu_findings(one)]
     if "cuda" in ranks[0]["device"] and "driver" in ranks[0]:
         results.append(findings.driver(ranks[0]["driver"], ranks[0]["cuda"]))
-    results.append(
-        Finding(
-            "precisions",
-            ", ".join(sorted(set.intersection(*(set(r["precisions"]) for r in ranks)))),
-        )
-    )
-    for name, first in ranks[0]["disks"].items():
-        disks = [one["disks"][name] for one in ranks]
-        if failures := sorted(
-            {f"{d['error']} on {hosts[r]}" for r, d in enumerate(disks) if d["error"]}
-        ):
-            advice = "make it writable, or give another run.dir or data.dir"
-            results.append(
-                Finding(name, f"{first['path']}: {'; '.join(failures)}", PROBLEM, advice)
-            )
-            continue
-        slowest = min(d["write_mb_s"] for d in disks)
-        shared = all(d["shared"] for d in disks)
-        results.append(
-            findings.disk(name, first["path"], first["free_gb"], slowest, shared, len(nodes))
-        )
+    precisions = set.intersection(*(set(one["precisions"]) for one in ranks))
+    results.append(Finding("precisions", ", ".join(sorted(precisions))))
+    results += disk_findings(ranks, hosts, len(nodes))
     for one in nodes.values():
         where = f" ({one['host']})" if len(nodes) > 1 else ""
         cuda = findings.cuda(one["cuda"], one["cuda_available"], one["gpus"], one["device"])
         limits = findings.limits(one["shm_gb"], one["files"])
-        results += [replace(found, name=f"{found.name}{where}") for found in (cuda, *limits)]
+        results += [replace(x, name=f"{x.name}{where}") for x in (cuda, *limits)]
     if len(nodes) > 1:
-        results.append(
-            findings.clock(max(one["time"] for one in ranks) - min(one["time"] for one in ranks))
-        )
+        times = [one["time"] for one in ranks]
+        results.append(findings.clock(max(times) - min(times)))
     results += findings.nccl_variables(environ, len(nodes)) + services(recipe, environ)
-    measures = {
+    return results + slow_ranks(ranks, rates, hosts)
+
+
+def same_everywhere(ranks: list[dict[str, Any]], hosts: dict[int, str]) -> list[Finding]:
+    """Whether all ranks have the same code, recipe, platform (which may differ), Python and
+    torch."""
+    facts = {
+        "Windlass": {r["rank"]: f"{r['windlass']} ({r['code']})" for r in ranks},
+        "recipe": {r["rank"]: r["config"] for r in ranks},
+        "platform": {r["rank"]: r["platform"] for r in ranks},
+        "Python and torch": {r["rank"]: f"{r['python']}, {r['torch']}" for r in ranks},
+    }
+    same = [findings.same(name, by_rank, hosts) for name, by_rank in facts.items()]
+    return [replace(x, status=OK, advice="") if x.name == "platform" else x for x in same]
+
+
+def gpu_findings(one: dict[str, Any]) -> list[Finding]:
+    """Architecture, memory, memory errors and clock rate of a rank's GPU; none on a CPU."""
+    if "capability" not in one:
+        return []
+    major, minor, *_ = one["capability"]
+    built = (one["built_for"], one["torch"], one["cuda"])
+    memory = f"{one['free_gb']:,.1f} of {one['total_gb']:,.1f} GB free"
+    new = [findings.architecture(one["name"], (major, minor), *built), Finding("memory", memory)]
+    if errors := one.get("ecc_errors"):
+        text = f"{errors} uncorrected errors"
+        new.append(Finding("ECC", text, PROBLEM, "take this GPU out of use"))
+    if reasons := one.get("throttled"):
+        text = f"throttled: {', '.join(reasons)}"
+        new.append(Finding("clock rate", text, WARNING, "the GPU is slowed down"))
+    return new
+
+
+def disk_findings(
+    ranks: list[dict[str, Any]], hosts: dict[int, str], nodes: int
+) -> Iterator[Finding]:
+    """Whether the ranks can write to run and data directory, and how fast the slowest can."""
+    for name, first in ranks[0]["disks"].items():
+        disks = [one["disks"][name] for one in ranks]
+        errors = {f"{d['error']} on {hosts[r]}" for r, d in enumerate(disks) if d["error"]}
+        if errors:
+            text = f"{first['path']}: {'; '.join(sorted(errors))}"
+            advice = "make it writable, or give another run.dir or data.dir"
+            yield Finding(name, text, PROBLEM, advice)
+            continue
+        slowest = min(d["write_mb_s"] for d in disks)
+        shared = all(d["shared"] for d in disks)
+        yield findings.disk(name, first["path"], first["free_gb"], slowest, shared, nodes)
+
+
+def slow_ranks(
+    ranks: list[dict[str, Any]], rates: list[dict[str, Any]], hosts: dict[int, str]
+) -> list[Finding]:
+    """A warning for each measurement in which a rank is much slower than the mean."""
+    precisions = ranks[0]["tflops"]
+    measured = {
         f"{name} matrix products": {r["rank"]: r["tflops"][name] for r in ranks}
-        for name in ranks[0]["tflops"]
+        for name in precisions
     }
-    measures |= {
-        f"{r['group']}, {r['collective']} of {r['size']:,} bytes": r["ranks"] for r in rates
-    }
-    for name, by_rank in measures.items():
-        if slow := findings.outliers(by_rank):
-            text = ", ".join(f"rank {rank} on {hosts[rank]}: {by_rank[rank]:.3g}" for rank in slow)
-            mean = sum(by_rank.values()) / len(by_rank)
-            text += f"; mean {mean:.3g}"
-            results.append(
-                Finding(f"slow: {name}", text, WARNING, "look at this host, or leave it out")
-            )
-    return results
+    for rate in rates:
+        name = f"{rate['group']}, {rate['collective']} of {rate['size']:,} bytes"
+        measured[name] = rate["ranks"]
+    slow = []
+    for name, by_rank in measured.items():
+        if numbers := findings.outliers(by_rank):
+            text = ", ".join(f"rank {n} on {hosts[n]}: {by_rank[n]:.3g}" for n in numbers)
+            text += f"; mean {sum(by_rank.values()) / len(by_rank):.3g}"
+            slow.append(Finding(f"slow: {name}", text, WARNING, "look at this host, or drop it"))
+    return slow
 
 
 def services(recipe: Recipe, environ: Mapping[str, str]) -> list[Finding]:

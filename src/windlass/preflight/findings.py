@@ -1,7 +1,7 @@
 """What a rank finds on its host, and how ranks are compared, as pure functions of facts. No torch.
 
-Sources: the formulas of bus bandwidth are those of nccl-tests (doc/PERFORMANCE.md); the rule for outliers, more than one
-standard deviation and a tenth off, follows Megatron-LM's GPU sniff test.
+Sources: the formulas of bus bandwidth are those of nccl-tests (doc/PERFORMANCE.md); the rule for
+outliers, more than one standard deviation and a tenth off, follows Megatron-LM's GPU sniff test.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ class Finding:
 
 
 def bus_bandwidth(collective: str, size: int, seconds: float, world: int) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in GB/s of one collective over `size` bytes (nccl-tests' sizes and factors).
+    """Algorithm and bus bandwidth in GB/s of one collective over `size` bytes (nccl-tests' sizes
+    and factors).
 
-    `size` is what nccl-tests calls size: the whole buffer of an all-reduce, the gathered result of an all-gather, what goes
-    into a reduce-scatter and an all-to-all, one message of a send and receive.
+    `size` is what nccl-tests calls size: the whole buffer of an all-reduce, the gathered result of
+    an all-gather, what goes into a reduce-scatter and an all-to-all, one message of a send and
+    receive.
     """
     algorithm = size / seconds / 1e9
     part = (world - 1) / world
@@ -40,7 +42,8 @@ def bus_bandwidth(collective: str, size: int, seconds: float, world: int) -> tup
 
 
 def outliers(values: Mapping[int, float]) -> list[int]:
-    """The ranks whose value is under the mean by more than one standard deviation and by more than a tenth."""
+    """The ranks whose value is under the mean by more than one standard deviation and by more than
+    a tenth."""
     if len(values) < 3:  # of two, none is the odd one
         return []
     mean, deviation = statistics.mean(values.values()), statistics.pstdev(values.values())
@@ -54,13 +57,15 @@ def outliers(values: Mapping[int, float]) -> list[int]:
 def architecture(
     name: str, capability: tuple[int, int], built_for: Sequence[str], torch: str, cuda: str
 ) -> Finding:
-    """Whether this torch has code for this device (`built_for` as torch.cuda.get_arch_list gives it)."""
+    """Whether this torch has code for this device (`built_for` as torch.cuda.get_arch_list gives
+    it)."""
     text, advice = code_for(name, capability, built_for, torch, cuda)
     return Finding("device", text, PROBLEM if advice else OK, advice)
 
 
 def driver(version: str, cuda: str) -> Finding:
-    """Whether the NVIDIA driver is new enough for torch's CUDA (minor versions are compatible: NVIDIA's CUDA release notes)."""
+    """Whether the NVIDIA driver is new enough for torch's CUDA (minor versions are compatible:
+    NVIDIA's CUDA release notes)."""
     needed = {"11": "450.80", "12": "525.60", "13": "580"}.get(cuda.partition(".")[0], "0")
     have, least = (tuple(map(int, re.findall(r"\d+", text))) for text in (version, needed))
     text = f"driver {version}, torch's CUDA {cuda}"
@@ -152,7 +157,8 @@ def same(name: str, values: Mapping[int, str], hosts: Mapping[int, str]) -> Find
 
 
 def nccl_variables(environ: Mapping[str, str], nodes: int) -> list[Finding]:
-    """The NCCL variables that are set, with advice on those that slow a run down or hide its errors."""
+    """The NCCL variables that are set, with advice on those that slow a run down or hide its
+    errors."""
     advice = {
         "NCCL_P2P_DISABLE": (
             "1",

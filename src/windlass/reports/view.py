@@ -204,6 +204,7 @@ def _values(v: RunView) -> dict[str, Value]:
     suite, _, field = measure.partition(".")
     score, score_step = best(v, suite, field)
     best_loss, best_step = best(v, LOSS, LOSS)
+    network = describe_network(start["network"]) if start.get("network") else None
     changes = (f"{k} {show(a)} -> {show(b)} after step {s:,}" for s, k, a, b in v.changed_settings)
     total, trained = start.get("parameters"), start.get("trained")
     epoch = start.get("samples_per_epoch", math.nan)
@@ -217,7 +218,7 @@ def _values(v: RunView) -> dict[str, Value]:
         "samples": first(summary.get("samples"), last_value(train, "samples")),
         "parameters": first(summary.get("parameters"), total),
         "trainable": trainable(trained, total) if total and trained not in (None, total) else None,
-        "network": describe_network(start["network"]) if start.get("network") else None,
+        "network": network,
         "world": first(summary.get("world"), start.get("world"), len(v.ranks) or None),
         "train_loss": last_value(train, "loss"),
         "train_loss_mean": first(summary.get("train_loss_mean")),
@@ -252,8 +253,8 @@ def _values(v: RunView) -> dict[str, Value]:
     values |= {m.name: last_value(train, m.name) for m in TRAIN.values() if m.results}
     values |= {f"{EPOCH_LOSS}{n}": x for n, x in losses_by_epoch(loss, per_epoch).items()}
     for suite, track in v.evals.items():
-        if suite != LOSS:
-            values |= {f"{suite}_{name}": last_value(track, name) for name in track.scores()}
+        scores = track.scores() if suite != LOSS else ()
+        values |= {f"{suite}_{name}": last_value(track, name) for name in scores}
     return {name: value for name, value in values.items() if value is not None}
 
 
