@@ -1,4 +1,4 @@
-"""`make lint`: files of at most 450 lines, functions of at most 60, and no import circle, imports in functions counted."""
+"""`make lint`: files of at most 500 lines, functions of at most 60, and no import circle, imports in functions counted."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "src" / "windlass"
-FILE_LINES, FUNCTION_LINES = 450, 60
-LONGER = {"training/trainer.py:loop": 100}
-"""The training loop stays in one piece."""
+FILE_LINES, FUNCTION_LINES = 500, 60
+LONGER = {"training/trainer.py:loop": 100, "training/trainer.py:__init__": 90}
+"""The training loop and the set-up before it stay in one piece each."""
 
 
 def main() -> int:

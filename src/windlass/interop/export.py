@@ -54,12 +54,11 @@ def export(
         push: Upload the directory to this repository of the Hub, `NAME/MODEL` (new: private).
 
     Raises:
-        UserError: the directory holds something, there is no adapter, or the Hub does not take it.
+        UserError: the directory is not empty, there is no adapter, or the Hub rejects it.
     """
     if push:
         hub.check_push(push)
-    source, directory = find_source(run), Path(directory)
-    model = source.recipe.model
+    source, directory, model = (found := find_source(run)), Path(directory), found.recipe.model
     if source.checkpoint is None:
         raise UserError(f"{run} is a directory of transformers already")
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):

@@ -195,10 +195,7 @@ def _restarts(ledger: Sequence[Line], train: Track, clock: Clock) -> list[Restar
 
 
 def _values(v: RunView) -> dict[str, Value]:
-    """Every measure of a run; `SUITE_SCORE` for the scores of other suites than the loss.
-
-    Speeds are work divided by time, over the whole run.
-    """
+    """Every measure of a run, speeds over the whole run; `SUITE_SCORE` for other suites' scores."""
     summary, start, train, loss = v.summary, v.start, v.train, v.evals.get(LOSS)
     measure = str(v.settings["checkpoint.best"])
     suite, _, field = measure.partition(".")
