@@ -19,7 +19,7 @@ from windlass.training.trainer import Trainer
 
 
 def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool = False) -> Trainer:
-    """Call its `step(batch, lr_factor)`; the events of skipped steps are in `recorder.events`."""
+    """Call its `step(batch, lr_multiplier)`; the events of skipped steps are in `recorder.events`."""
     state, events = TrainState(), list[dict[str, Any]]()
     precision = resolve_precision(recipe.train.precision, ranks.device)
     recorder: Any = SimpleNamespace(
@@ -30,8 +30,7 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         event=lambda name, **more: events.append(more),
     )
     scaler = LossScaler(ranks.device, state) if precision == "fp16" else None
-    parts: dict[str, Any] = dict.fromkeys(Trainer.__dataclass_fields__)
-    parts |= {
+    parts: dict[str, Any] = {
         "recipe": recipe,
         "ranks": ranks,
         "model": model,
@@ -45,4 +44,6 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         "facts": SimpleNamespace(precision=precision, dropout=uses_dropout(model)),
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),
     }
-    return Trainer(**parts)
+    trainer = Trainer.__new__(Trainer)
+    vars(trainer).update(parts)
+    return trainer

@@ -200,3 +200,28 @@ def kill_when(words, condition):
     assert process.poll() is None, "it ended before the condition held"
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def each_step(call: Callable[[Any], object]) -> Any:
+    """A callback that calls a function after each step."""
+    from windlass import Callback
+
+    class EachStep(Callback):
+        def on_step(self, now: Any) -> None:
+            call(now)
+
+    return EachStep()
+
+
+def record_trainers(patch: pytest.MonkeyPatch) -> list[Any]:
+    """The trainers that `train` makes from now on in this process, the newest last."""
+    from windlass.training.trainer import Trainer
+
+    trainers, make = list[Any](), Trainer.__init__
+
+    def record(self: Any, *parts: Any) -> None:
+        make(self, *parts)
+        trainers.append(self)
+
+    patch.setattr(Trainer, "__init__", record)
+    return trainers

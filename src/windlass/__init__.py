@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from windlass.study.study import Study
     from windlass.study.sweep import sweep
     from windlass.telemetry.trackers import replay as track
-    from windlass.training.callbacks import Suite
-    from windlass.training.setup import train
+    from windlass.training.api import train
+    from windlass.training.callbacks import Callback, Suite
     from windlass.verification import verify
 
 __version__ = "0.1.0"
 
 _MODULES = {
+    "Callback": "training.callbacks",
     "Data": "data.prepare",
     "Plan": "estimate.plan",
     "Recipe": "recipe",
@@ -50,10 +51,11 @@ _MODULES = {
     "scale": "study.scale",
     "sweep": "study.sweep",
     "track": "telemetry.trackers:replay",
-    "train": "training.setup",
+    "train": "training.api",
     "verify": "verification",
 }
 __all__ = [
+    "Callback",
     "Data",
     "Plan",
     "Recipe",

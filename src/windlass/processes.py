@@ -26,6 +26,7 @@ from windlass.launch.schedulers import host_name
 
 WATCH_DIR = "WINDLASS_WATCH_DIR"  # that directory; unset without a launcher of ours
 PARENT = "WINDLASS_PARENT"  # the process that this one must not outlive: a launcher, or a sweep
+QUIET_END = "WINDLASS_QUIET_END"  # set if another process shows the end of this run
 STORE_FD = "WINDLASS_STORE_FD"  # rank 0: a socket that listens on MASTER_PORT already: nobody else can take it
 REPORTS = "WINDLASS_REPORTS"  # in a job: a directory that its hosts share, for the ranks' exit codes and failures
 STOPPED = "stopped"  # the phase of a rank that has saved and is about to say so and to exit

@@ -423,15 +423,16 @@ def run_rank(task: dict[str, Any]) -> None:
         reads.append([int(i) for i in indices])
         return read(indices)
 
-    def on_step(now: Any) -> None:
-        if now.step == task.get("kill_after"):
-            while not any((recipe.run_dir / "checkpoints").glob("step-????????")):
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+    class AtStep(windlass.Callback):
+        def on_step(self, now: Any) -> None:
+            if now.step == task.get("kill_after"):
+                while not any((recipe.run_dir / "checkpoints").glob("step-????????")):
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
 
     data.train.read = recorded  # type: ignore[method-assign]
     with contextlib.suppress(Stopped):
-        windlass.train(recipe, model, data, on_step=on_step, stop_at=task.get("stop_at", 0))
+        windlass.train(recipe, model, data, callbacks=[AtStep()], stop_at=task.get("stop_at", 0))
     if "record" in task:
         Path(f"{task['record']}-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(reads))
 

@@ -8,17 +8,18 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))
 from helpers import wait_for
-from windlass import Recipe, train
+from windlass import Callback, Recipe, train
 
 recipe = Recipe.load("quickstart", sys.argv[1:])
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
 
-def on_step(now: Any) -> None:
-    if first and now.step == 8:
-        wait_for(lambda: any((recipe.run_dir / "checkpoints").glob("step-*")), 60)
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
+class AtStep(Callback):
+    def on_step(self, now: Any) -> None:
+        if first and now.step == 8:
+            wait_for(lambda: any((recipe.run_dir / "checkpoints").glob("step-*")), 60)
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
-train(recipe, on_step=on_step)
+train(recipe, callbacks=[AtStep()])

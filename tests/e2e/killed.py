@@ -11,18 +11,21 @@ import sys
 import time
 from typing import Any
 
-from windlass import Recipe, train
+from windlass import Callback, Recipe, train
 
 recipe, kill_after = Recipe.load(sys.argv[1], sys.argv[3:]), int(sys.argv[2])
 
 
-def on_step(now: Any) -> None:
-    if now.step != kill_after:
-        return
-    deadline = time.monotonic() + 60
-    while not any((recipe.run_dir / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
+class AtStep(Callback):
+    def on_step(self, now: Any) -> None:
+        if now.step != kill_after:
+            return
+        deadline = time.monotonic() + 60
+        while (
+            not any((recipe.run_dir / "checkpoints").glob("step-*")) and time.monotonic() < deadline
+        ):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-train(recipe, on_step=on_step)
+train(recipe, callbacks=[AtStep()])

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from helpers import each_step, record_trainers
 from windlass import train
 from windlass.errors import RunFailed
 from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training import setup
 from windlass.training.trainer import Trainer
 
 KILLED = Path(__file__).parent / "killed.py"
@@ -41,12 +41,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def trainers(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
     """The trainers that `train` set up in this process, the newest last."""
-    trainers: list[Trainer] = []
-    set_up: Any = setup.set_up
-    monkeypatch.setattr(
-        setup, "set_up", lambda *parts: (trainers.append(set_up(*parts)), trainers[-1])[1]
-    )
-    return trainers
+    return record_trainers(monkeypatch)
 
 
 def settings(
@@ -106,7 +101,7 @@ def failed(recipe: Recipe, **options: Any) -> Run:
         raise RunFailed("a failure of the test")
 
     with pytest.raises(RunFailed):
-        train(recipe, on_step=fail, **options)
+        train(recipe, callbacks=[each_step(fail)], **options)
     return Run(recipe.run_dir)
 
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
 
-from helpers import refused
+from helpers import each_step, refused
 from hf_fixtures import config
-from windlass import Recipe, evaluate, export, sample, train
+from windlass import Callback, Recipe, evaluate, export, sample, train
 from windlass.launch.local import launch
 from windlass.run import Run
 
@@ -63,7 +63,7 @@ def test_a_model_and_samples_of_ones_own(tmp_path, page):
         recipe(tmp_path / "run"),
         page["MyModel"](),
         page["data"],
-        lambda now: losses.append((now.step, now.loss)),
+        callbacks=[each_step(lambda now: losses.append((now.step, now.loss)))],
     )
     lines, evaluated = run.lines("train"), run.lines("eval")
     assert run.state == "finished" and losses == [(line["step"], line["loss"]) for line in lines]
@@ -76,7 +76,7 @@ STRATEGIES = ("ddp", "shard_optim", "full_shard", "shard_grad_op", "hybrid_shard
 RANK = """
 import sys, torch
 from pathlib import Path
-from windlass import Recipe, train
+from windlass import Callback, Recipe, train
 names = {{}}
 exec(Path(sys.argv[1]).read_text(), names)
 for strategy in {strategies}:
@@ -220,11 +220,21 @@ def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
         ],
     )
 
-    def on_step(now):
-        now.log("loss", -1.0)  # a name of ours
-        now.log("norm", sum(p.detach().square().sum() for p in now.model.parameters()).sqrt())
-        if now.step == 3:
-            now.stop("enough")
+    class AtStep(Callback):
+        def on_step(self, now):
+            [group] = {g["lr"] for g in now.optimizer.param_groups}
+            seen.append((now.lr, group, now.epoch, now.batch.micro[0].batch.tokens.shape[1]))
+            now.log("loss", -1.0)  # a name of ours
+            now.log("norm", sum(p.detach().square().sum() for p in now.model.parameters()).sqrt())
+            if now.step == 3:
+                now.stop("enough")
+
+    class Others(Callback):
+        def on_evaluation(self, now):
+            seen.append((now.step, sorted(now.results)))
+
+        def on_save(self, now):
+            seen.append((now.step, now.path.name))
 
     def train_on(**callbacks):
         suites = {
@@ -237,9 +247,7 @@ def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
         )
 
     run = train_on(
-        on_step=on_step,
-        on_eval=lambda now: seen.append((now.step, sorted(now.results))),
-        on_save=lambda now: seen.append((now.step, now.path.name)),
+        callbacks=[AtStep(), Others()],
     )
     assert run.state == "stopped" and [
         e["reason"] for e in run.events if e["event"] == "stopped"
@@ -270,7 +278,8 @@ def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
     [
         ({"suites": {"x y": print}}, ("suites", "x y")),
         ({"suites": {"x": lambda model, step: 3}}, ("suites['x']", "dictionary")),
-        ({"on_step": lambda now: now.log("x", "a")}, ("log('x'", "not a number")),
+        ({"callbacks": [each_step(lambda now: now.log("x", "a"))]}, ("log('x'", "not a number")),
+        ({"callbacks": [print]}, ("callbacks", "windlass.Callback")),
     ],
 )
 def test_what_a_callback_may_not_do_is_one_message(tmp_path, page, more, words):
@@ -363,3 +372,27 @@ def test_a_run_of_ones_own_model_is_opened_with_it(tmp_path, page):
     assert exported.keys() == fresh.state_dict().keys()
     assert all(torch.equal(exported[name], value) for name, value in fresh.state_dict().items())
     assert "MyModel" in (tmp_path / "weights" / "README.md").read_text()
+
+
+def test_a_dataset_of_torch_is_data(tmp_path):
+    class Rows(torch.utils.data.Dataset):
+        def __init__(self, length):
+            self.length = length
+
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            return torch.arange(index, index + self.length) % 20
+
+    small = recipe(tmp_path / "run", *PAGE_MODEL)
+    run = train(small, data=Rows(small.model.context + 1))
+    assert run.state == "finished"
+    with refused("data", "model.context"):
+        train(small, data=Rows(3), fresh=True)
+
+
+def test_train_starts_local_ranks(tmp_path):
+    small = recipe(tmp_path / "run", *PAGE_MODEL, "data.source=shakespeare")
+    with refused("world=2", "torchrun"):
+        train(small, world=2, callbacks=[Callback()])

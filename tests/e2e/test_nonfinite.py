@@ -10,14 +10,14 @@ import pytest
 import torch
 from small_runs import corpus, recipe_of, settings, stopped, trainers
 
-from helpers import refused
-from windlass import train
+from helpers import each_step, refused
+from windlass import Callback, train
 from windlass.checkpoint.load import open_checkpoint
 from windlass.errors import RunFailed
 from windlass.launch.local import launch
 from windlass.parallel import parallelize
 from windlass.run import Run
-from windlass.training import setup, state
+from windlass.training import setup, state, trainer
 from windlass.training.state import SCALE_START
 
 __all__ = ["corpus", "trainers"]
@@ -33,14 +33,15 @@ def spoil(trainers):
     def after(step: int, factor: float, once: bool = True):
         done: list[int] = []
 
-        def on_step(now: Any) -> None:
-            if now.step == step and not (once and done):
-                done.append(now.step)
-                with torch.no_grad():
-                    for parameter in trainers[-1].model.parameters():
-                        parameter.mul_(factor)
+        class AtStep(Callback):
+            def on_step(self, now: Any) -> None:
+                if now.step == step and not (once and done):
+                    done.append(now.step)
+                    with torch.no_grad():
+                        for parameter in trainers[-1].model.parameters():
+                            parameter.mul_(factor)
 
-        return on_step
+        return AtStep()
 
     return after
 
@@ -54,7 +55,7 @@ def test_a_nonfinite_step_stops_the_run_with_step_and_rank(corpus, tmp_path, spo
     with refused(
         "step 8:", "loss not finite on rank 0", "optim.lr", "train.on_nonfinite", error=RunFailed
     ):
-        train(recipe, on_step=spoil(7, NAN))
+        train(recipe, callbacks=[spoil(7, NAN)])
     assert run.state == "failed" and [
         "step 8" in reason for _, reason in events(run, "failed", "reason")
     ] == [True]
@@ -65,11 +66,11 @@ def test_a_bad_step_that_is_only_seen_later_is_in_no_checkpoint(
     corpus, tmp_path, spoil, monkeypatch
 ):
     """As on CUDA, forced here: between logs the update is called off on the device, and a save looks before it saves."""
-    monkeypatch.setattr(setup, "check_is_deferred", lambda *_: True)
+    monkeypatch.setattr(trainer, "check_is_deferred", lambda *_: True)
     with refused("step 5:", "loss not finite", error=RunFailed):
         train(
             recipe_of(corpus, tmp_path / "run", **{"telemetry.every": 100, "eval.every": 0}),
-            on_step=spoil(4, NAN),
+            callbacks=[spoil(4, NAN)],
         )
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000003"]
 
@@ -77,7 +78,7 @@ def test_a_bad_step_that_is_only_seen_later_is_in_no_checkpoint(
 def test_rewind_goes_back_and_leaves_the_samples_out(corpus, tmp_path, spoil):
     run = train(
         recipe_of(corpus, tmp_path / "run", **{"train.on_nonfinite": "rewind"}),
-        on_step=spoil(7, NAN),
+        callbacks=[spoil(7, NAN)],
     )
     assert events(run, "rewound", "left_out") == [(6, [48, 64])]
     assert [line["step"] for line in run.lines("train")] == list(range(1, 13))
@@ -92,7 +93,7 @@ def test_a_rewind_that_does_not_help_ends(corpus, tmp_path, spoil):
     with refused(
         "returned to step 3 3 times", "checkpoint.resume=STEP", "optim.lr", error=RunFailed
     ):
-        train(recipe, on_step=spoil(4, NAN, once=False))
+        train(recipe, callbacks=[spoil(4, NAN, once=False)])
 
 
 def test_a_rewind_before_the_first_save_of_a_lineage_goes_back_to_its_start(
@@ -104,7 +105,7 @@ def test_a_rewind_before_the_first_save_of_a_lineage_goes_back_to_its_start(
     stopped(recipe, 9)
     spoil_4 = spoil(4, NAN)
     back = recipe.replace("checkpoint.resume='3'")
-    run = train(back, on_step=lambda now: (steps.append(now.step), spoil_4(now)))
+    run = train(back, callbacks=[each_step(lambda now: (steps.append(now.step), spoil_4(now)))])
     assert [step for step, _ in events(run, "rewound", "reason")] == [3]
     assert steps == [4, *range(4, 13)]
 
@@ -118,7 +119,7 @@ def test_skips_are_counted_and_many_in_a_row_stop(corpus, tmp_path, spoil):
         "checkpoint.every": 1,
     }
     with refused("3 updates in a row", "train.max_skips", error=RunFailed):
-        train(recipe_of(corpus, tmp_path / "run", **more), on_step=spoil(7, NAN))
+        train(recipe_of(corpus, tmp_path / "run", **more), callbacks=[spoil(7, NAN)])
     run = Run(tmp_path / "run")
     assert events(run, "skipped", "in_a_row") == [(8, 1), (9, 2), (10, 3)] and not events(
         run, "save_failed", "reason"
@@ -132,12 +133,12 @@ def test_a_loss_spike_stops_the_run_or_rewinds_it(corpus, tmp_path, spoil):
         corpus, tmp_path / "run", **SPIKES | {"train.on_spike": "stop", "telemetry.every": 7}
     )
     with refused("step 32:", "spike", "train.on_spike", error=RunFailed):
-        train(recipe, on_step=spoil(31, JUMP))
+        train(recipe, callbacks=[spoil(31, JUMP)])
     back = recipe.replace(
         "train.on_spike=rewind", "train.steps=40", f"run.dir='{tmp_path / 'back'}'"
     )
     assert [
-        step for step, _ in events(train(back, on_step=spoil(31, JUMP)), "rewound", "reason")
+        step for step, _ in events(train(back, callbacks=[spoil(31, JUMP)]), "rewound", "reason")
     ] == [30]
 
 
@@ -145,7 +146,7 @@ def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, spoil):
     """A skipped spike leaves the weights as they are and is no measure for the next one: it would be skipped for ever."""
     more = SPIKES | {"train.on_spike": "skip", "train.max_skips": 4}
     with refused("4 updates in a row", "train.spike_sigmas", error=RunFailed):
-        train(recipe_of(corpus, tmp_path / "run", **more), on_step=spoil(31, JUMP))
+        train(recipe_of(corpus, tmp_path / "run", **more), callbacks=[spoil(31, JUMP)])
     assert events(Run(tmp_path / "run"), "spike", "in_a_row") == [
         (32, 1),
         (33, 2),
@@ -193,22 +194,23 @@ def test_a_resume_in_another_precision_is_noted_and_scales_from_the_start(
 REWINDS = """
 import json, os, sys, torch
 from pathlib import Path
-from windlass import Recipe, train
+from windlass import Callback, Recipe, train
 from windlass.checkpoint.format import Entry
 
 recipe, rank, verify, calls, done = Recipe.load("quickstart", sys.argv[1:]), os.environ["RANK"], Entry.verify, [], []
 Entry.verify = lambda self, rank=0, world=1: (calls.append([self.step, rank, world]), verify(self, rank, world))[1]
 
-def on_step(now):
-    if now.step == 7 and not done:
-        done.append(calls.clear())
-        if rank == "0":
-            file = max((recipe.run_dir / "checkpoints" / "step-00000006").glob("*.safetensors"))
-            file.write_bytes(file.read_bytes()[:-1] + b"x")
-        with torch.no_grad():
-            [parameter.mul_(float("nan")) for parameter in now.model.parameters()]
+class AtStep(Callback):
+    def on_step(self, now):
+        if now.step == 7 and not done:
+            done.append(calls.clear())
+            if rank == "0":
+                file = max((recipe.run_dir / "checkpoints" / "step-00000006").glob("*.safetensors"))
+                file.write_bytes(file.read_bytes()[:-1] + b"x")
+            with torch.no_grad():
+                [parameter.mul_(float("nan")) for parameter in now.model.parameters()]
 
-train(recipe, on_step=on_step)
+train(recipe, callbacks=[AtStep()])
 Path(recipe.run_dir, f"calls-{rank}").write_text(json.dumps(calls))
 """
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from small_runs import corpus, curve, recipe_of, settings, start, stopped, untouched  # noqa: F401 - a fixture
 
-from helpers import refused
+from helpers import each_step, refused
 from windlass import train
 from windlass.data.order import permute
 from windlass.data.prepare import open_data
@@ -94,7 +94,7 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
     }
     recipe = recipe_of(corpus, tmp_path / "run", **more)
     losses: list[float] = []
-    whole = untouched(recipe, on_step=lambda now: losses.append(now.loss))
+    whole = untouched(recipe, callbacks=[each_step(lambda now: losses.append(now.loss))])
     assert len(losses) == 14 and whole.summary["train_loss_mean"] == pytest.approx(
         np.mean(losses), rel=1e-6
     )
@@ -273,7 +273,7 @@ def test_what_to_write_where_memory_runs_out(corpus: Path, tmp_path: Path, memor
         train(recipe_of(corpus, tmp_path / "given", micro=8))
     later = recipe_of(corpus, tmp_path / "later", micro=2)
     with refused("step 5 (forward)", "train.micro_batch=1", error=RunFailed):
-        train(later, on_step=lambda now: memory_for(1) if now.step == 4 else None)
+        train(later, callbacks=[each_step(lambda now: memory_for(1) if now.step == 4 else None)])
     assert Run(tmp_path / "later").events[-1]["event"] == "failed"
     memory_for(0)
     with refused("micro-batches of 1", "activation_checkpointing", error=RunFailed):

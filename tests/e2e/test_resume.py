@@ -19,7 +19,7 @@ from small_runs import (
 )
 
 from helpers import refused
-from windlass import train
+from windlass import Callback, train
 from windlass.data.prepare import prepare
 from windlass.errors import RunFailed, UserError
 from windlass.launch.local import launch
@@ -58,15 +58,16 @@ def test_the_memory_of_saves_is_reserved_after_the_first_step(corpus, tmp_path, 
     """Of the size that the file has: weights and optimizer state, and the header."""
     sizes = []
 
-    def on_step(now):
-        if now.step == 3:
-            saver = trainers[0].saver
-            saver._reserving.join()
-            sizes.append(saver._buffer._bytes.numel())
+    class AtStep(Callback):
+        def on_step(self, now):
+            if now.step == 3:
+                saver = trainers[0].saver
+                saver._reserving.join()
+                sizes.append(saver._buffer._bytes.numel())
 
     run = train(
         recipe_of(corpus, tmp_path / "run", **{"checkpoint.every": 6, "eval.every": 0}),
-        on_step=on_step,
+        callbacks=[AtStep()],
     )
     files = [file.stat().st_size for file in run.checkpoints_dir.rglob("*.safetensors")]
     assert files and all(sizes[0] - 4096 < size <= sizes[0] for size in files)

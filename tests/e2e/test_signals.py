@@ -30,8 +30,8 @@ from small_runs import (
     untouched,
 )
 
-from helpers import best_step, command, refused, wait_for
-from windlass import train
+from helpers import best_step, command, each_step, refused, wait_for
+from windlass import Callback, train
 from windlass.checkpoint import commit
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.save import Saver
@@ -39,7 +39,7 @@ from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training import trainer
+from windlass.training import evaluator, trainer
 
 __all__ = ["corpus", "trainers"]
 
@@ -308,13 +308,14 @@ def test_a_save_is_begun_only_where_the_grace_allows_it(
         Saver, "last_seconds", property(lambda self: takes, lambda self, value: None), raising=False
     )
 
-    def on_step(now: Any) -> None:
-        if now.step == 4:  # all ranks act on it one step later
-            os.kill(os.getpid(), signal.SIGTERM)
+    class AtStep(Callback):
+        def on_step(self, now: Any) -> None:
+            if now.step == 4:  # all ranks act on it one step later
+                os.kill(os.getpid(), signal.SIGTERM)
 
     words = () if saved else ("70 s", "60 s", "2 steps are lost", "checkpoint.every")
     with refused(*words, error=Stopped if saved else RunFailed):
-        train(recipe, on_step=on_step)
+        train(recipe, callbacks=[AtStep()])
     assert sorted(int(p.name[5:]) for p in run.checkpoints_dir.glob("step-*")) == (
         [3, 5] if saved else [3]
     )
@@ -331,7 +332,7 @@ def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, wha
         corpus, tmp_path / "run", **{"eval.sample_every": 4, "eval.sample_tokens": 3, **own}
     )
     whole = untouched(recipe)
-    place, name = (trainer.Suites, "measure") if what == "evaluation" else (trainer, "generate")
+    place, name = (evaluator.Suites, "measure") if what == "evaluation" else (evaluator, "generate")
     original, steps = getattr(place, name), []
 
     def cut(*things: object, **more: object) -> object:
@@ -341,7 +342,7 @@ def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, wha
 
     with monkeypatch.context() as patch, refused(f"after step {at}", error=Stopped):
         patch.setattr(place, name, cut)
-        train(recipe, on_step=lambda now: steps.append(now.step))
+        train(recipe, callbacks=[each_step(lambda now: steps.append(now.step))])
     run = Run(recipe.run_dir)
     assert run.state == "preempted"
     assert at not in [

@@ -26,7 +26,7 @@ from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon, Recipe
 from windlass.reports.view import view
 from windlass.run import Run, read_lines
-from windlass.training import setup
+from windlass.training import setup, trainer
 from windlass.training.start import acquire_run_lock, is_restart, job_id, resolve_start, set_aside
 
 __all__ = ["corpus"]
@@ -37,23 +37,25 @@ FLAT = {"optim.schedule.kind": "constant"}
 # A rank that is killed after step 8 of its first attempt, and a training that waits after step 2 for a file.
 AGAIN = """
 import json, os, signal, sys
-from windlass import Recipe, train
+from windlass import Callback, Recipe, train
 
-def on_step(now):
-    if now.step == 8 and os.environ["WINDLASS_ATTEMPT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
+class AtStep(Callback):
+    def on_step(self, now):
+        if now.step == 8 and os.environ["WINDLASS_ATTEMPT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
 
-train(Recipe.load("quickstart", sys.argv[2:]), on_step=on_step, **json.loads(sys.argv[1]))
+train(Recipe.load("quickstart", sys.argv[2:]), callbacks=[AtStep()], **json.loads(sys.argv[1]))
 """
 HOLD = """
 import pathlib, sys, time
-from windlass import Recipe, train
+from windlass import Callback, Recipe, train
 
-def on_step(now):
-    while now.step == 2 and not pathlib.Path(sys.argv[1]).exists():
-        time.sleep(0.05)
+class AtStep(Callback):
+    def on_step(self, now):
+        while now.step == 2 and not pathlib.Path(sys.argv[1]).exists():
+            time.sleep(0.05)
 
-train(Recipe.load("quickstart", sys.argv[2:]), on_step=on_step)
+train(Recipe.load("quickstart", sys.argv[2:]), callbacks=[AtStep()])
 """
 
 
@@ -83,9 +85,10 @@ def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monke
     def fail(*_: object) -> None:
         raise RunFailed("a failure of the test")
 
-    for name in ("candidate_checkpoints", "prepare_model", "Recorder"):
+    places = ((setup, "candidate_checkpoints"), (setup, "prepare_model"), (trainer, "Recorder"))
+    for module, name in places:
         with monkeypatch.context() as patch, pytest.raises(RunFailed):
-            patch.setattr(setup, name, fail)
+            patch.setattr(module, name, fail)
             train(recipe, extend_to=16)
     assert not resolve_start(longer).finished
     failed(longer)

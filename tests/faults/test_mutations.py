@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers import each_step, record_trainers
 from windlass import train
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -24,7 +25,6 @@ def whole(tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("whole")
     draw = random.Random(1)
     (folder / "text.txt").write_text("".join(draw.choice("abcdefgh ") for _ in range(787)))
-    trainers, set_up = [], setup.set_up
 
     def left_out(now: Any) -> None:
         if now.step == 2:
@@ -33,11 +33,11 @@ def whole(tmp_path_factory) -> Run:
             trainers[0].scaler.scale = trainers[0].scaler.scale / 2  # as an overflow does
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "set_up", lambda *a: (trainers.append(set_up(*a)), trainers[-1])[1])
+        trainers = record_trainers(patch)
         patch.setattr(
             trainer, "Loader", lambda *a, **k: loader(*a, **{**k, "skipped": ((58, 61),)})
         )
-        return train(recipe(folder, folder / "run"), on_step=left_out)
+        return train(recipe(folder, folder / "run"), callbacks=[each_step(left_out)])
 
 
 loader = trainer.Loader

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from helpers import curve
+from helpers import curve, record_trainers
 
 pytestmark = pytest.mark.gpu
 KILLED = Path(__file__).parents[1] / "e2e" / "killed.py"
@@ -30,28 +30,28 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
     strategy: str,
 ) -> None:
     """The writer of step 4 waits until step 6 is done; weights and optimizer state have changed twice by then."""
-    from windlass import train
+    from windlass import Callback, train
     from windlass.checkpoint.commit import Commit
     from windlass.checkpoint.load import open_checkpoint
     from windlass.checkpoint.state_dict import named_state
-    from windlass.training import setup
 
-    trainers, set_up, commit = [], setup.set_up, Commit.run
-    monkeypatch.setattr(setup, "set_up", lambda *a: (trainers.append(set_up(*a)), trainers[-1])[1])
+    trainers, commit = record_trainers(monkeypatch), Commit.run
     snapshots, two_steps_later = dict[int, dict[str, Any]](), threading.Event()
 
     def late_commit(self: Commit, *arguments: Any) -> Any:
         assert self.step != 4 or two_steps_later.wait(60)
         return commit(self, *arguments)
 
-    def on_step(now: Any) -> None:
-        tensors, _ = named_state(trainers[0].model, trainers[0].optimizer)
-        local = {
-            name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()
-        }
-        snapshots[now.step] = {name: t.detach().clone() for name, t in local.items()}
-        if now.step == 6:
-            two_steps_later.set()
+    class AtStep(Callback):
+        def on_step(self, now: Any) -> None:
+            tensors, _ = named_state(trainers[0].model, trainers[0].optimizer)
+            local = {
+                name: t.full_tensor() if hasattr(t, "full_tensor") else t
+                for name, t in tensors.items()
+            }
+            snapshots[now.step] = {name: t.detach().clone() for name, t in local.items()}
+            if now.step == 6:
+                two_steps_later.set()
 
     monkeypatch.setattr(Commit, "run", late_commit)
     settings = (
@@ -59,7 +59,7 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
         f"parallel.strategy={strategy}",
         "checkpoint.every=4",
     )
-    run = train(recipe("run", *settings), on_step=on_step)
+    run = train(recipe("run", *settings), callbacks=[AtStep()])
     assert len(snapshots) == 8
     for step in (4, 8):
         checkpoint = open_checkpoint(run.checkpoints_dir / f"step-{step:08d}")

@@ -31,30 +31,34 @@ def test_the_host_never_waits_between_two_logs(
     """Steps 4 to 8 of 10, of which 1 and 10 are logged: torch raises an error at whatever waits for the device."""
     import torch
 
-    from windlass import train
+    from windlass import Callback, train
 
-    def on_step(now: Any) -> None:
-        if device == "cuda" and now.step in (3, 8):
-            torch.cuda.set_sync_debug_mode("error" if now.step == 3 else "default")
+    class AtStep(Callback):
+        def on_step(self, now: Any) -> None:
+            if device == "cuda" and now.step in (3, 8):
+                torch.cuda.set_sync_debug_mode("error" if now.step == 3 else "default")
 
-    run = train(recipe("run", "train.steps=10", "telemetry.every=100", *settings), on_step=on_step)
+    run = train(
+        recipe("run", "train.steps=10", "telemetry.every=100", *settings), callbacks=[AtStep()]
+    )
     assert [step for step, *_ in curve(run)] == [1, 10]
 
 
 def test_times_tokens_and_mfu_are_those_of_the_clock(
     recipe: Callable[..., Any], device: str
 ) -> None:
-    from windlass import train
+    from windlass import Callback, train
     from windlass.telemetry.timing import peak_flops
 
     clock = {}
 
-    def on_step(now: Any) -> None:
-        assert now.loss > 0  # waits for the device
-        clock[now.step] = time.perf_counter()
+    class AtStep(Callback):
+        def on_step(self, now: Any) -> None:
+            assert now.loss > 0  # waits for the device
+            clock[now.step] = time.perf_counter()
 
     settings = ("train.steps=40", "telemetry.every=10", "train.deterministic=false")
-    run = train(recipe("run", *settings), on_step=on_step)
+    run = train(recipe("run", *settings), callbacks=[AtStep()])
     lines = [line for line in run.lines("train") if line["step"] > 1]
     tokens_per_step = run.recipe.train.global_batch * run.recipe.model.context
     measured = sum(line["step_ms"] * 10 for line in lines if line["step"] > 10) / 1e3

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers import curve
+from helpers import curve, record_trainers
 
 pytestmark = pytest.mark.gpu
 
@@ -73,24 +73,26 @@ def test_a_bad_step_is_skipped_on_the_device_and_seen_at_the_next_log(
 ) -> None:
     import torch
 
-    from windlass import train
+    from windlass import Callback, train
     from windlass.errors import RunFailed
-    from windlass.training import setup
+    from windlass.training import trainer
 
-    trainers, set_up = [], setup.set_up
-    monkeypatch.setattr(setup, "set_up", lambda *a: (trainers.append(set_up(*a)), trainers[-1])[1])
+    trainers = record_trainers(monkeypatch)
     if device == "cpu":  # where the host looks at each step, unless it is told not to
-        monkeypatch.setattr(setup, "check_is_deferred", lambda *_: True)
+        monkeypatch.setattr(trainer, "check_is_deferred", lambda *_: True)
     before = list[Any]()
 
     def local(parameters: Any) -> list[Any]:
         return [p.detach().to_local() if hasattr(p, "to_local") else p.detach() for p in parameters]
 
-    def on_step(now: Any) -> None:
-        first, *others = local(trainers[0].model.parameters())
-        if now.step == 5:  # the gradient of the next step is not finite, because one weight is not
-            before.extend(p.clone() for p in others)
-            first.fill_(float("nan"))
+    class AtStep(Callback):
+        def on_step(self, now: Any) -> None:
+            first, *others = local(trainers[0].model.parameters())
+            if (
+                now.step == 5
+            ):  # the gradient of the next step is not finite, because one weight is not
+                before.extend(p.clone() for p in others)
+                first.fill_(float("nan"))
 
     settings = (
         "telemetry.every=4",
@@ -99,7 +101,7 @@ def test_a_bad_step_is_skipped_on_the_device_and_seen_at_the_next_log(
         f"optim.kind={kind}",
     )
     with pytest.raises(RunFailed) as error:
-        train(recipe("run", *settings), on_step=on_step)
+        train(recipe("run", *settings), callbacks=[AtStep()])
     assert "step 6: loss not finite on rank 0" in str(error.value)
     _, *after = local(trainers[0].model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), (

@@ -19,7 +19,7 @@ from windlass import Recipe
 from windlass.cli import as_typed
 from windlass.errors import RunFailed, Stopped, UserError, argument
 from windlass.run import Run
-from windlass.training.callbacks import Evaluated, Saved, Step
+from windlass.training.callbacks import EvaluationEvent, SaveEvent, StepEvent
 
 
 def test_every_verb_is_a_documented_function() -> None:
@@ -248,14 +248,14 @@ def test_a_plan_is_shown_as_the_verb_prints_it(capsys: pytest.CaptureFixture[str
 def test_a_callbacks_object_has_what_the_docs_say() -> None:
     page = Path(__file__).parents[2] / "docs" / "train.md"
     [sentences] = re.findall(
-        r"`on_step`[^\n]*`on_eval` .*?wait",
+        r"`on_step`[^\n]*`on_evaluation` .*?wait",
         page.read_text(encoding="utf-8").split("## From Python")[1],
         re.S,
     )
     names = {name for name in re.findall(r"`(\w+)`", sentences) if not name.startswith("on_")}
     there = {
         name
-        for kind in (Step, Evaluated, Saved)
+        for kind in (StepEvent, EvaluationEvent, SaveEvent)
         for name in [*kind.__dataclass_fields__, *vars(kind)]
     }
-    assert {"loss", "results", "path"} <= names <= there
+    assert {"lr", "batch", "optimizer", "epoch", "loss", "results", "path"} <= names <= there

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers import tiny_recipe, wait_for, write_corpus
+from helpers import each_step, tiny_recipe, wait_for, write_corpus
 from windlass import evaluate, train
 from windlass.checkpoint.load import candidates, open_checkpoint
 from windlass.training import setup, threads, trainer
@@ -72,7 +72,7 @@ def test_the_choice_is_recorded_and_a_resume_takes_it_up(corpus, tmp_path, monke
     monkeypatch.setattr(threads, "probe", None)  # a resume does not measure
     torch.set_num_threads(2)
     used = set[int]()
-    run = train(recipe, on_step=lambda now: used.add(torch.get_num_threads()))
+    run = train(recipe, callbacks=[each_step(lambda now: used.add(torch.get_num_threads()))])
     assert used == {1}
     assert [
         event["threads"] for event in run.events if event["event"] in ("started", "resumed")
@@ -101,7 +101,7 @@ def test_a_training_and_an_evaluation_give_the_process_its_settings_back(corpus,
         recipe = tiny_recipe(
             corpus, tmp_path / "run", train__threads=1, train__deterministic=True, train__steps=2
         )
-        run = train(recipe, on_step=lambda now: during.add(settings()))
+        run = train(recipe, callbacks=[each_step(lambda now: during.add(settings()))])
         assert during == {(1, "highest", True, False)} and settings() == before
         evaluate(run, overrides=["train.threads=1"], on_result=lambda *_: during.add(settings()))
         assert (
@@ -113,7 +113,7 @@ def test_a_training_and_an_evaluation_give_the_process_its_settings_back(corpus,
             raise ArithmeticError
 
         with pytest.raises(ArithmeticError):
-            train(recipe, on_step=fail, fresh=True)
+            train(recipe, callbacks=[each_step(fail)], fresh=True)
         assert settings() == before
         train(tiny_recipe(corpus, tmp_path / "ddp", parallel__strategy="ddp", train__steps=1))
         assert os.environ.get("GLOO_SOCKET_IFNAME") == network

@@ -17,13 +17,11 @@ from typer import Option
 
 from windlass.cli import Json, Overrides, RecipeName, print_json
 from windlass.errors import DONE, FAILED, UserError, first_line
+from windlass.processes import QUIET_END
 
 if TYPE_CHECKING:
     from windlass.run import Run
     from windlass.verification import Proof
-
-
-QUIET_END = "WINDLASS_QUIET_END"  # set if another process shows the run's end, as for `--world N`
 
 
 def train(
@@ -82,7 +80,7 @@ def train(
         problem = f"this process is one of {env.world} ({env.launcher})"
         raise UserError(f"--world {world}: {problem}; leave --world out")
     with StopSignals():  # while torch is imported; the training has its own
-        from windlass.training.setup import train as run_training
+        from windlass.training.api import train as run_training
 
         run = run_training(loaded, **start, stop_at=stop_at)
     return show_end(run) if env.rank == 0 and run.state == "finished" else DONE

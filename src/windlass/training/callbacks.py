@@ -1,7 +1,5 @@
-"""A user's own code in a training: callbacks that see it, log a measure or stop it, and suites that measure the model.
-
-They run on every rank, because a sharded model computes on all ranks together; `on_save` runs on rank 0.
-"""
+"""A user's code in a training: callbacks that see it, log a number or stop it, and suites that
+measure the model."""
 
 from __future__ import annotations
 
@@ -16,13 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from windlass.data.loader import StepBatch
 from windlass.errors import UserError
 from windlass.evaluation.source import evaluating
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, unwrap
-from windlass.recipe import Recipe
+from windlass.recipe import Horizon, Recipe
 from windlass.recipe.settings import OWN_SUITE
+from windlass.training.state import TrainState
 
 Measuring = Callable[[Any, int], Mapping[str, Any]]
 """A suite as a function of the model, in evaluation mode, and the step; it returns numbers by name."""
@@ -33,7 +34,7 @@ class Suite:
     """A suite that says which of its numbers get better as they fall.
 
     A function alone is a suite, too. More of its numbers is better, except for the names that
-    Windlass knows, as `loss` and `perplexity`.
+    Windlass knows, such as `loss` and `perplexity`.
     """
 
     measure: Measuring
@@ -45,153 +46,190 @@ class Suite:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves behind, on the device: nothing here was waited for."""
+    """The numbers of a step. The tensors are on the device, and nothing has waited for them."""
 
-    loss: Tensor  # scalar: this rank's share; the sum over the ranks (where it was taken, in place) is the loss per unmasked label
+    loss: Tensor  # scalar: this rank's part of the loss per unmasked label, until summed over ranks
     grad_norm: Tensor  # scalar: the global norm before clipping, the same on every rank
-    tokens: int  # of the step over all ranks, without padding
-    label_tokens: int  # those that count in the loss: masked prompts do not
-    padded_tokens: (
-        int  # tokens of the step with padding and masked ones, over all ranks: what was computed
-    )
-    spike: float | None = (
-        None  # the loss over all ranks, where it is a spike and the update was not made
-    )
+    tokens: int  # over all ranks, without padding
+    label_tokens: int  # tokens that count in the loss: masked prompts do not
+    padded_tokens: int  # tokens over all ranks with padding and masked ones: all that was computed
+    spike: float | None = None  # the global loss if it is a spike and there was no update
 
 
 @dataclass
-class Moment:
-    """What a callback is called with: `step` steps are completed, and `model` is as it is after them."""
+class Event:
+    """What a callback receives. `model` and `optimizer` are as they are after `step` steps."""
 
     step: int
+    epoch: float  # epochs of the training data done
     model: nn.Module
+    optimizer: Optimizer
     _callbacks: Callbacks = field(repr=False)
 
     def log(self, name: str, value: Any) -> None:
-        """Write a measure of your own, a number, into ledger, trackers and report, at the step where the run stands."""
-        self._callbacks.logged[name] = number(value, f"log({name!r}, ...)")
+        """Write a number as `log.NAME` into the ledger, trackers and report, at the present step."""
+        self._callbacks.logged[name] = as_float(value, f"log({name!r}, ...)")
 
     def stop(self, reason: str = "") -> None:
-        """Have the run saved and stopped after the next step, on all ranks at the same one; it can be resumed."""
-        self._callbacks.asked = reason or "a callback"
+        """Save and stop the run after the next step, on all ranks; it can be resumed."""
+        self._callbacks.stop_reason = reason or "a callback"
 
 
 @dataclass
-class Step(Moment):
-    """Of `on_step`. To read a number waits for the device."""
+class StepEvent(Event):
+    """After a step."""
 
+    lr: float  # of this step's update, before the multiplier of a parameter group
+    batch: StepBatch  # this rank's samples: `batch.micro[i].batch.tokens` [B, T], `.labels`
     _result: StepResult = field(repr=False)
 
     @property
-    def loss(self) -> float:  # over all ranks
+    def loss(self) -> float:
+        """The loss over all ranks, per unmasked label. Waits for the device."""
         return float(self._result.loss)
 
     @property
-    def grad_norm(self) -> float:  # before clipping
+    def grad_norm(self) -> float:
+        """The global gradient norm before clipping. Waits for the device."""
         return float(self._result.grad_norm)
 
 
 @dataclass
-class Evaluated(Moment):
-    """Of `on_eval`; `results`: suite → its measures."""
+class EvaluationEvent(Event):
+    """After an evaluation."""
 
-    results: dict[str, dict[str, Any]]
+    results: dict[str, dict[str, Any]]  # suite -> its scores
 
 
 @dataclass
-class Saved(Moment):
-    """Of `on_save`; saves are written in the background, so `step`, of the checkpoint, may lie behind the run's."""
+class SaveEvent(Event):
+    """After a committed save. `step` is the checkpoint's: the run may be past it."""
 
     path: Path
 
 
-@dataclass
-class Callbacks:
-    """The user's functions, and what they asked for."""
+class Callback:
+    """A user's code in a training: subclass it and override what you need.
 
-    on_step: Callable[[Step], object] | None = None
-    on_eval: Callable[[Evaluated], object] | None = None
-    on_save: Callable[[Saved], object] | None = None
-    own: Mapping[str, Measuring] = field(default_factory=dict)  # suites by their names
-    asked: str = ""  # why the run is to stop; empty: it is not
-    logged: dict[str, float] = field(default_factory=dict)  # since the last `log` line
+    Every rank calls `on_step` and `on_evaluation`, because a sharded model computes on all ranks
+    together. Rank 0 alone calls `on_save`.
+    """
+
+    def on_step(self, event: StepEvent) -> None: ...
+
+    def on_evaluation(self, event: EvaluationEvent) -> None: ...
+
+    def on_save(self, event: SaveEvent) -> None: ...
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """The callbacks and suites that `train` was given."""
+
+    callbacks: Sequence[Callback] = ()
+    suites: Mapping[str, Measuring] = field(default_factory=dict)
 
     def check(self, recipe: Recipe) -> None:
-        """Raise UserError where a suite has no usable name, or none measures what the recipe calls the best."""
-        for name in self.own:
+        """Raise UserError if a callback or a suite cannot be used, or `checkpoint.best` has no suite."""
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise UserError(
+                    f"callbacks: {callback!r} is not a windlass.Callback; subclass it and give an object"
+                )
+        for name in self.suites:
             if not re.fullmatch(r"\w+", name):
                 raise UserError(
-                    f"suites: {name!r} is no name for a suite; use letters, digits and _"
+                    f"suites: {name!r} cannot be the name of a suite; use letters, digits and _"
                 )
         best = recipe.checkpoint.best
-        suite = best.partition(".")[0]
-        if suite.startswith(OWN_SUITE) and (name := suite.removeprefix(OWN_SUITE)) not in self.own:
+        suite, _, _ = best.partition(".")
+        name = suite.removeprefix(OWN_SUITE)
+        if suite.startswith(OWN_SUITE) and name not in self.suites:
             give = f'train(..., suites={{"{name}": f}})'
-            raise UserError(f"checkpoint.best: {best} is measured by a suite of your own: {give}")
+            raise UserError(f"checkpoint.best: {best} needs a suite of your own: {give}")
 
-    def stepped(self, step: int, model: nn.Module, result: StepResult, ranks: Ranks) -> None:
-        if self.on_step is not None:
-            with own_code(ranks, step):
-                self.on_step(Step(step, unwrap(model), self, result))
 
-    def evaluated(
-        self, step: int, model: nn.Module, lines: Sequence[Mapping[str, Any]], ranks: Ranks
-    ) -> None:
-        if self.on_eval is not None:
-            results = {
-                line["suite"]: {key: value for key, value in line.items() if key != "suite"}
-                for line in lines
-            }
-            with own_code(ranks, step):
-                self.on_eval(Evaluated(step, unwrap(model), self, results))
+@dataclass
+class Callbacks:
+    """Calls the user's code, and keeps what it logged and whether it asked for a stop."""
 
-    def saved(self, step: int, model: nn.Module, path: Path) -> None:
-        if self.on_save is not None:
-            self.on_save(Saved(step, unwrap(model), self, path))
+    code: UserCode
+    recipe: Recipe
+    ranks: Ranks
+    state: TrainState
+    horizon: Horizon
+    model: nn.Module
+    optimizer: Optimizer
+    stop_reason: str = ""  # empty: no callback asked for a stop
+    logged: dict[str, float] = field(default_factory=dict)  # since `take_logged`
 
-    def suites(
-        self, state: Any, ranks: Ranks, recipe: Recipe
-    ) -> dict[str, Callable[[nn.Module], dict[str, Any]]]:
-        """The user's suites by their names in the ledger; `state.step` is read when one is measured."""
-        return {
-            OWN_SUITE + name: partial(self.measure, name, state, ranks, recipe) for name in self.own
-        }
+    def overrides(self, method: str) -> bool:
+        """Whether a callback overrides this method."""
+        default = getattr(Callback, method)
+        return any(getattr(type(one), method) is not default for one in self.code.callbacks)
 
-    def measure(
-        self, name: str, state: Any, ranks: Ranks, recipe: Recipe, model: nn.Module
-    ) -> dict[str, Any]:
-        """The numbers of a suite. Those of rank 0 count, so that all ranks call the same model the best."""
-        started = time.perf_counter()
-        with (
-            own_code(ranks, state.step),
-            evaluating(model),
-            torch.no_grad(),
-            autocast(recipe, ranks.device),
-        ):
-            numbers = self.own[name](unwrap(model), state.step)
-        where = f"suites[{name!r}]"
-        if not isinstance(numbers, Mapping):
+    def stepped(self, lr: float, batch: StepBatch, result: StepResult) -> None:
+        if self.overrides("on_step"):
+            with self.user_code():
+                event = StepEvent(*self._common(self.state.step), lr, batch, result)
+                for callback in self.code.callbacks:
+                    callback.on_step(event)
+
+    def evaluated(self, scores: Sequence[Mapping[str, Any]]) -> None:
+        results = {one["suite"]: {k: v for k, v in one.items() if k != "suite"} for one in scores}
+        with self.user_code():
+            event = EvaluationEvent(*self._common(self.state.step), results)
+            for callback in self.code.callbacks:
+                callback.on_evaluation(event)
+
+    def saved(self, step: int, path: Path) -> None:
+        event = SaveEvent(*self._common(step), path)
+        for callback in self.code.callbacks:
+            callback.on_save(event)
+
+    def take_logged(self) -> dict[str, float]:
+        """What callbacks have logged since the last call."""
+        logged, self.logged = self.logged, {}
+        return logged
+
+    def suites(self) -> dict[str, Callable[[nn.Module], dict[str, Any]]]:
+        """The user's suites by their names in the ledger."""
+        return {OWN_SUITE + name: partial(self._measure, name) for name in self.code.suites}
+
+    def _common(self, step: int) -> tuple[int, float, nn.Module, Optimizer, Callbacks]:
+        epoch = self.state.samples / self.horizon.samples_per_epoch
+        return step, epoch, unwrap(self.model), self.optimizer, self
+
+    def _measure(self, name: str, model: nn.Module) -> dict[str, Any]:
+        """The scores of a suite: those of rank 0, so that all ranks agree on the best checkpoint."""
+        began, where = time.perf_counter(), f"suites[{name!r}]"
+        arithmetic = autocast(self.recipe, self.ranks.device)
+        with self.user_code(), evaluating(model), torch.no_grad(), arithmetic:
+            scores = self.code.suites[name](unwrap(model), self.state.step)
+        if not isinstance(scores, Mapping):
+            example = '{"score": 0.3}'
             raise UserError(
-                f'{where} returned {numbers!r}; return a dictionary of numbers, as {{"score": 0.3}}'
+                f"{where} returned {scores!r}; return a dictionary of numbers, such as {example}"
             )
-        measured: dict[str, Any] = {str(k): number(v, f"{where}: {k}") for k, v in numbers.items()}
-        measured["runtime_s"] = time.perf_counter() - started
-        if lower := list(getattr(self.own[name], "lower", ())):
+        measured: dict[str, Any] = {
+            str(key): as_float(value, f"{where}: {key}") for key, value in scores.items()
+        }
+        measured["runtime_s"] = time.perf_counter() - began
+        if lower := list(getattr(self.code.suites[name], "lower", ())):
             measured["lower"] = lower
-        return dict(ranks.broadcast_object("own suite", measured))
+        return dict(self.ranks.broadcast_object("own suite", measured))
+
+    @contextlib.contextmanager
+    def user_code(self) -> Iterator[None]:
+        """The phase is `callback` meanwhile: a user's code may take any time."""
+        before = self.ranks.status.phase
+        self.ranks.mark(self.state.step, "callback")
+        yield
+        self.ranks.mark(self.state.step, before)
 
 
-@contextlib.contextmanager
-def own_code(ranks: Ranks, step: int) -> Iterator[None]:
-    """The user's code runs, which may take any time: the phase is `callback`."""
-    before = ranks.status.phase
-    ranks.mark(step, "callback")
-    yield
-    ranks.mark(step, before)
-
-
-def number(value: Any, where: str) -> float:
-    """A number of the user's, also a tensor's or an array's only one."""
+def as_float(value: Any, where: str) -> float:
+    """A user's number as a float, also from a tensor or an array with one element."""
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +38,8 @@ from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.callbacks import StepResult
 from windlass.training.checks import check_first_loss
-from windlass.training.start import StartPlan
-from windlass.training.state import LossSum, TrainState
+from windlass.training.start import StartPlan, decide_on_rank_0
+from windlass.training.state import TrainState
 from windlass.training.threads import Contention
 
 HEARTBEAT_SECONDS = 10.0  # between touches of the file by which `windlass runs` tells a running run from a killed one
@@ -86,7 +86,6 @@ class Recorder:
         )
         self.horizon, self.goodput, self.timer = horizon, goodput, StepTimer(ranks.device, goodput)
         settings, run = plan.recipe.telemetry, plan.run
-        self.losses = LossSum(state, ranks)
         self.started_up = False  # whether this start has done a step
         # Ends of epochs that are shorter than the distance of two `train` lines are no lines of their own.
         self.logs_epochs = (
@@ -233,18 +232,42 @@ class Recorder:
             if outcome.warning:
                 self.console.warning(outcome.warning)
 
+    def read_measured(self, step: int) -> set[str]:
+        """Read the effective evaluations; returns which of `eval` and `sample` exist at `step`."""
+        read = self.run.lines  # without lines of steps that are done again
+        lines = decide_on_rank_0(self.ranks, "measured", lambda: read("eval") + read("sample"))
+        self.evaluations = [line for line in lines if line["kind"] == "eval"]
+        return {line["kind"] for line in lines if line["step"] == step}
+
+    def evaluated(self, scores: Mapping[str, Any]) -> None:
+        """An `eval` line."""
+        where = {"epoch": self.epoch, "samples_trained": self.state.samples}
+        line = self.ledger.write("eval", self.state.step, **scores, **where)
+        self.console.eval(line)
+        self.evaluations.append(line)
+
+    def rewound(self, reason: str, first: int, stop: int) -> None:
+        """After a rewind that leaves out samples `first` to `stop`: later lines replace those of
+        the steps that are done again."""
+        step = self.state.step
+        self.evaluations = [line for line in self.evaluations if line["step"] <= step]
+        self.ledger.attempt += 1
+        self.sampler.attempt = self.ledger.attempt
+        self.event("rewound", reason=reason, left_out=[first, stop])
+        left_out = f"samples {first} to {stop} are left out"
+        self.console.warning(f"{reason}: back to step {step}, {left_out}")
+        self.restart_counts()
+
     def restart_counts(self) -> None:
         """At a start or after a rewind: speeds are measured from here on."""
         self.logged = (self.state.step, self.state.samples, self.state.tokens, self.padded_tokens)
         self.timer.read()
 
     def log(self, measures: dict[str, float]) -> None:
-        """A `log` line with what callbacks have logged at this step, under names of their own; takes it out."""
+        """A `log` line with what callbacks have logged at this step, as `log.NAME`."""
         if measures:
-            self.ledger.write(
-                "log", self.state.step, **{f"log.{name}": value for name, value in measures.items()}
-            )
-            measures.clear()
+            fields = {f"log.{name}": value for name, value in measures.items()}
+            self.ledger.write("log", self.state.step, **fields)
 
     def event(self, event: str, step: int | None = None, **fields: Any) -> None:
         """An `event` line."""
@@ -284,14 +307,9 @@ class Recorder:
         return self.state.samples / self.horizon.samples_per_epoch
 
     def stepped(self, batch: StepBatch, result: StepResult) -> None:
-        """Count a step that is done. Waits for the device after the first one of a start alone."""
+        """Report a completed step. Waits for the device only after the first step of a start."""
         state = self.state
-        state.step += 1
-        state.samples += self.horizon.samples_per_step
-        state.tokens += result.tokens
-        state.label_tokens += result.label_tokens
         self.padded_tokens += result.padded_tokens
-        self.losses.add(result.loss)
         self.console.tick(state.step)
         if not self.started_up:
             self.first_step()
@@ -355,7 +373,6 @@ class Recorder:
 
     def train(self, loss: float, lr: float, grad_norm: float, loss_scale: float | None) -> None:
         """A `train` line: the step's own loss over all ranks, and speeds since the last line. Waits for the device."""
-        self.losses.read()
         state, times, world, flops = (
             self.state,
             self.timer.read(),

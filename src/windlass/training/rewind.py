@@ -15,7 +15,7 @@ from windlass.errors import RunFailed
 from windlass.training.nonfinite import BadSteps
 from windlass.training.record import Recorder
 from windlass.training.start import choose_undamaged, decide_on_rank_0
-from windlass.training.state import LossScaler, TrainState
+from windlass.training.state import LossScaler, LossSum, TrainState
 
 MAX_REWINDS = 3  # how often a run returns to the same checkpoint before it gives up
 
@@ -28,6 +28,7 @@ class Rewinder:
     model: nn.Module
     optimizer: Optimizer
     scaler: LossScaler | None
+    losses: LossSum
     recorder: Recorder
     bad_steps: BadSteps
     times: dict[int, int] = field(default_factory=dict)  # how often the run returned to a step
@@ -48,21 +49,13 @@ class Rewinder:
             raise RunFailed(
                 f"{reason}; the run returned to step {checkpoint.step} {MAX_REWINDS} times: {advice}"
             )
-        recorder.losses.reset()
+        self.losses.reset()
         restore(checkpoint, self.model, self.optimizer)
         saved = TrainState.from_json(checkpoint.counters)
         start = int(step_samples(saved.step, recorder.horizon.samples_per_step, saved.skipped)[0])
-        saved.skipped = [*state.skipped, (start, stop_sample)]
-        vars(state).update(vars(saved))  # in place: the parts of a training share the state
+        state.return_to(saved, left_out=(start, stop_sample))
         self.bad_steps.reset()
         if self.scaler is not None:
             self.scaler.load(state)
         self.saver.resume_from(state.step)
-        recorder.evaluations = [line for line in recorder.evaluations if line["step"] <= state.step]
-        recorder.ledger.attempt += 1  # its lines replace those after this step
-        recorder.sampler.attempt = recorder.ledger.attempt
-        recorder.event("rewound", reason=reason, left_out=[start, stop_sample])
-        recorder.console.warning(
-            f"{reason}: back to step {state.step}, samples {start} to {stop_sample} are left out"
-        )
-        recorder.restart_counts()
+        recorder.rewound(reason, start, stop_sample)

@@ -51,6 +51,22 @@ class TrainState:
     loss_sum: float = 0.0  # of all steps whose loss was finite
     losses: int = 0  # how many these are
 
+    def advance(self, samples: int, tokens: int, label_tokens: int) -> None:
+        """Count a completed step."""
+        self.step += 1
+        self.samples += samples
+        self.tokens += tokens
+        self.label_tokens += label_tokens
+
+    def return_to(self, checkpoint: TrainState, left_out: tuple[int, int]) -> None:
+        """Go back to the counters of a checkpoint, and leave out a range of samples from there.
+
+        In place, because the parts of a training share the state.
+        """
+        skipped = [*self.skipped, left_out]
+        vars(self).update(vars(checkpoint))
+        self.skipped = skipped
+
     def to_json(self) -> dict[str, Any]:
         """The counters as JSON values."""
         return asdict(self)

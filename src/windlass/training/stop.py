@@ -13,12 +13,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from windlass import processes
 from windlass.errors import INTERRUPTED, STOPPED, before_training, interrupted_twice
 
 # People, SLURM and PBS send the first four; the kernel sends SIGHUP when a terminal or an ssh connection is closed.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+class HasStep(Protocol):
+    """What counts the completed steps."""
+
+    step: int
 
 
 class StopSignals:
@@ -28,18 +35,11 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.requested, self.received_at = (
-            False,
-            0.0,
-        )  # whether and when this rank received the first signal
-        self.name = "a stop signal on another rank"  # or that of the first signal here
-        self.training = (
-            False  # whether the first optimizer step has begun: from then on a signal is a flag
-        )
-        self.step: Callable[[], int] = lambda: 0  # steps completed
-        self.before_exit: Callable[[str], object] = lambda name: (
-            None
-        )  # called with its name before it ends the process
+        self.requested, self.received_at = False, 0.0  # of the first signal on this rank
+        self.name = "a stop signal on another rank"  # or the name of the first signal here
+        self._held = False  # whether a signal is only a flag: from the first optimizer step on
+        self._state: HasStep | None = None
+        self._before_exit: Callable[[str], object] | None = None
         self._catching = processes.catch_signals(STOP_SIGNALS, self._handle)
 
     def __enter__(self) -> StopSignals:
@@ -49,14 +49,23 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         self._catching.__exit__(None, None, None)
 
+    def follow(self, state: HasStep, before_exit: Callable[[str], object]) -> None:
+        """Name the step of `state` in messages, and call `before_exit` with the signal's name
+        before it ends the process."""
+        self._state, self._before_exit = state, before_exit
+
+    def hold(self) -> None:
+        """From here on the first signal sets a flag only."""
+        self._held = True
+
     def _handle(self, number: int) -> None:
         name = signal.Signals(number).name
-        if not self.training and number == signal.SIGINT and hasattr(sys, "ps1"):
-            raise KeyboardInterrupt  # a notebook or an interpreter is not to end with the run
-        if not self.training:
+        if not self._held and number == signal.SIGINT and hasattr(sys, "ps1"):
+            raise KeyboardInterrupt  # a notebook or an interpreter must not end with the run
+        if not self._held:
             self._exit(STOPPED, before_training(name), name)
         if self.requested and number == signal.SIGINT:
-            self._exit(INTERRUPTED, interrupted_twice(self.step()))
+            self._exit(INTERRUPTED, interrupted_twice(self._state.step if self._state else 0))
         if not self.requested:
             self.requested, self.name, self.received_at = True, name, time.monotonic()
 
@@ -65,11 +74,11 @@ class StopSignals:
         # goes to the descriptor; a live line has hidden the terminal's cursor: it is shown again.
         with contextlib.suppress(Exception):
             os.write(2, (("\x1b[?25h" if os.isatty(2) else "") + f"windlass: {message}\n").encode())
-            if name:
-                self.before_exit(name)
+            if name and self._before_exit:
+                self._before_exit(name)
         processes.report_code(code)
         os._exit(code)
 
     def seconds_since(self) -> float:
-        """Seconds since the first signal on this rank; 0 where there was none."""
+        """Seconds since the first signal on this rank; 0 without a signal."""
         return time.monotonic() - self.received_at if self.requested else 0.0

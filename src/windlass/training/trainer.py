@@ -1,10 +1,12 @@
-"""The loop of a training: forward, backward, clip, update, log; save, evaluate and stop when it is time.
+"""A training on one rank: set-up in order, then the loop of forward, backward, clip, update and log.
 
-- Everything random is a pure function of `(seed, step, micro-batch)`: a resume needs counters and no generator states.
-- The loss is a sum over the step's unmasked labels on all ranks, divided once by their global number: world size,
-  accumulation and padding change nothing but rounding.
-- What one rank knows (a stop signal, failed saves), all act on after the same step: the flags travel over the gloo
-  group while the step computes (`max_async`). After an exception no collective is called: other ranks may be gone.
+- Everything random is a pure function of `(seed, step, micro-batch)`, so a resume needs counters
+  and no generator states.
+- The loss is a sum over the step's unmasked labels on all ranks, divided once by their global
+  number. World size, accumulation and padding change nothing but rounding.
+- All ranks act on a flag of one rank (a stop signal, failed saves) after the same step: flags
+  travel over the gloo group while the step computes (`max_async`).
+- No collective is called after an exception, because other ranks may be gone.
 """
 
 from __future__ import annotations
@@ -13,77 +15,160 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from contextlib import ExitStack
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from windlass import processes
 from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, PERIODIC
-from windlass.checkpoint.save import SaveOutcome, Saver
-from windlass.checkpoint.state_dict import State, gather_state
-from windlass.data.chat import stop_tokens
+from windlass.checkpoint.save import SaveOutcome
+from windlass.checkpoint.state_dict import State, gather_state, named_state, state_bytes
+from windlass.data.facts import describe
 from windlass.data.loader import Loader, StepBatch
 from windlass.data.prepare import Data
 from windlass.errors import RunFailed, Stopped, UserError, first_line
-from windlass.estimate.milestones import measures_all
-from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
-from windlass.evaluation.suites import Suites, write_predictions
-from windlass.optim.build import set_lr
+from windlass.model.convert import export_note
+from windlass.optim.build import build_optimizer, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
-from windlass.parallel.dist import Ranks
+from windlass.parallel.dist import init_process_group, init_store
+from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, sync_gradients, unwrap
-from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.recipe.settings import LOSS_SUITE
-from windlass.training import memory
-from windlass.training.callbacks import Callbacks, StepResult
+from windlass.telemetry.console import Console
+from windlass.telemetry.timing import Goodput
+from windlass.training import memory, setup, start
+from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import startup_checks
-from windlass.training.nonfinite import BadSteps
-from windlass.training.record import ModelFacts, Recorder
+from windlass.training.evaluator import Evaluator
+from windlass.training.nonfinite import BadSteps, check_is_deferred
+from windlass.training.record import Recorder
 from windlass.training.rewind import Rewinder
-from windlass.training.start import decide_on_rank_0
-from windlass.training.state import LossScaler, TrainState, step_seed
+from windlass.training.start import StartPlan, decide_on_rank_0
+from windlass.training.state import LossScaler, LossSum, step_seed
 from windlass.training.stop import StopSignals
+from windlass.training.threads import set_threads
 
 DATA_WAIT_SECONDS = 0.5  # how long the data may be late before the loop looks at signals
-FAILING_SAVE_SECONDS = 5.0  # how long a run that fails waits for a checkpoint that is being written
-TRACKER_RESERVE_SECONDS = (
-    2.0  # left of the grace after a signal when the trackers must have finished
-)
+FAILING_SAVE_SECONDS = 5.0  # how long a run that fails waits for a save in progress
+TRACKER_RESERVE_SECONDS = 2.0  # left of the grace after a signal once the trackers have finished
 
 
-@dataclass(kw_only=True)
 class Trainer:
-    """A training on one rank. Each method is called by every rank at the same step."""
+    """A training on one rank. Every rank calls each method at the same step."""
 
-    recipe: Recipe
-    stop: StopSignals
-    ranks: Ranks
-    data: Data
-    batch: BatchPlan
-    horizon: Horizon
-    model: nn.Module  # parallelized; call it for the loss
-    facts: ModelFacts
-    optimizer: Optimizer
-    parameters: list[nn.Parameter]  # those that are trained
-    scaler: LossScaler | None  # with fp16
-    state: TrainState
-    bad_steps: BadSteps
-    saver: Saver
-    meta: dict[str, Any]  # of every checkpoint: hashes of recipe and data, optimizer, precision
-    rewinder: Rewinder
-    suites: Suites  # of evaluation
-    recorder: Recorder
-    callbacks: Callbacks
-    stop_at: int
-    ends_early: bool = False  # by `train.early_stop`: no step is to follow
+    def __init__(
+        self,
+        plan: StartPlan,
+        stop: StopSignals,
+        stack: ExitStack,
+        module: nn.Module | None,
+        data: Data | None,
+        code: UserCode,
+        stop_at: int = 0,
+    ):
+        """Make every part in order; `stack` closes the parts in reverse order.
+
+        `module` and `data` are the user's; None: the recipe's.
+        """
+        self.recipe, self.stop, self.stop_at = plan.recipe, stop, stop_at
+        self.ends_early = False  # set by `train.early_stop`: no further step
+        recipe, goodput, custom = plan.recipe, Goodput(), module is not None
+        self.ranks = ranks = stack.enter_context(init_store(detect_env(), recipe))
+        self.data = data = setup.open_shared(plan, ranks, data)
+        init_process_group(ranks, recipe)
+        self.batch, self.horizon = setup.batch_and_horizon(plan, ranks, data, custom)
+        built = setup.make_model(plan, data, module)
+        console = Console(self.horizon.steps, ranks.rank)
+        stack.callback(console.close)
+        place = setup.open_run_directory(plan, ranks, console, self.horizon, stack)
+
+        if not custom:
+            decide_on_rank_0(ranks, "write", lambda: setup.begin_run(plan, data, place.choice))
+        console.begin("building the model, with its first weights")
+        self.model, self.facts = setup.prepare_model(
+            recipe, plan.run, ranks, data, built, custom, place.choice
+        )
+        if custom:  # the run begins only after the module's forward pass has worked
+            decide_on_rank_0(ranks, "write", lambda: setup.begin_run(plan, data, place.choice))
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = build_optimizer(
+            unwrap(self.model),
+            recipe.optim,
+            ranks.device.type,
+            ranks.mesh.replicas,
+            ranks.strategy.shards_optimizer,
+        )
+        self.state, recorded = setup.load_state(
+            place, recipe, ranks, data, self.batch, self.facts, self.model, self.optimizer, console
+        )
+        console.begin("measuring how many CPU threads are fastest")
+        micro_batch = self.batch.micro_batch
+        threads = set_threads(recipe, self.model, micro_batch, data.vocab, ranks, recorded, custom)
+        ranks.mark(self.state.step, "start")
+        fp16 = self.facts.precision == "fp16"
+        self.scaler = LossScaler(ranks.device, self.state) if fp16 else None
+        self.losses = LossSum(self.state, ranks)
+
+        self.saver = setup.open_saver(plan, ranks, self.horizon, place.name)
+        self.meta = setup.describe_checkpoints(recipe, data, self.facts)
+        origin = setup.describe_origin(module and built, self.model, self.facts, ranks)
+        self.recorder = recorder = Recorder(
+            plan,
+            ranks,
+            self.facts,
+            self.horizon,
+            self.state,
+            goodput,
+            place.attempt,
+            origin,
+            console,
+            stack,
+        )
+        stop.follow(self.state, lambda name: recorder.event("preempted", reason=name, saved=True))
+        self.callbacks = Callbacks(
+            code, recipe, ranks, self.state, self.horizon, self.model, self.optimizer
+        )
+        self.evaluator = Evaluator(
+            recorder, self.model, data, micro_batch, self.callbacks.suites(), self.poll_stop
+        )
+        self.report_start(plan, place, threads, custom)
+        deferred = check_is_deferred(ranks.device, self.optimizer, recipe.parallel.offload)
+        self.bad_steps = BadSteps(recorder, recipe.train, self.scaler, deferred)
+        self.rewinder = Rewinder(
+            self.saver,
+            self.model,
+            self.optimizer,
+            self.scaler,
+            self.losses,
+            recorder,
+            self.bad_steps,
+        )
+
+    def report_start(
+        self, plan: StartPlan, place: setup.RunPlace, threads: str, custom: bool
+    ) -> None:
+        """Report how this run starts, and write the settings that a resume has changed."""
+        notes = [*place.notes]
+        if self.ranks.main:
+            notes += setup.shortages(plan, self.horizon, self.state.step, self.checkpoint_bytes())
+        notes += [note] if not custom and (note := export_note(self.recipe.model)) else []
+        path = str(place.choice.path) if place.choice else ""
+        model = unwrap(self.model)
+        self.recorder.started(self.batch, threads, describe(self.data), model, path, notes)
+        if plan.changes:
+            decide_on_rank_0(self.ranks, "settings", lambda: start.write_settings(plan))
+        if place.choice is not None:
+            self.saver.resume_from(self.state.step)
+
+    def checkpoint_bytes(self) -> int:
+        """The size of a checkpoint; torch's optimizers have no state before their first step."""
+        size = state_bytes(named_state(self.model, self.optimizer)[0])
+        return size + (0 if self.optimizer.state else 8 * self.facts.sizes.trained)
 
     def run(self) -> None:
-        """Train to the last step and write the summary; raises Stopped where a signal ends it before."""
+        """Train to the last step and write the summary; raises Stopped if a signal ends it."""
         try:
             self.begin()
             if 0 < self.stop_at <= self.state.step < self.horizon.steps:
@@ -92,74 +177,63 @@ class Trainer:
                 self.finish()
         except BaseException as error:
             with contextlib.suppress(Exception):  # no collective in here
-                if isinstance(
-                    error, RunFailed
-                ):  # decided by this rank itself: what is being written is good
+                if isinstance(error, RunFailed):  # this rank raised it: a save in progress is good
                     self.wait_for_saves(FAILING_SAVE_SECONDS)
                 if not isinstance(error, Stopped | UserError):
-                    self.recorder.event(
-                        "failed", reason=first_line(error), phase=self.ranks.status.phase
-                    )
+                    phase = self.ranks.status.phase
+                    self.recorder.event("failed", reason=first_line(error), phase=phase)
             raise
 
     def begin(self) -> None:
-        """Check the model; evaluate and sample where that is due at this step and a stop or kill has left it undone."""
-        recorder, step = self.recorder, self.state.step
-        self.stop.step = lambda: self.state.step
-        run = recorder.run  # its effective ledger has no lines of steps that are done again
-        lines = decide_on_rank_0(
-            self.ranks, "measured", lambda: run.lines("eval") + run.lines("sample")
-        )
-        recorder.evaluations = [line for line in lines if line["kind"] == "eval"]
-        done = {line["kind"] for line in lines if line["step"] == step}
+        """Check the model; evaluate and sample if that is due at this step and a stop or kill has
+        left it undone."""
+        recorder, step, compiles = self.recorder, self.state.step, self.recipe.train.compile
+        done = recorder.read_measured(step)
         if self.recipe.train.startup_checks:
             startup_checks(self.model, self.facts.ties, self.facts.precision, self.ranks)
         self.ends_early = recorder.stops_improving()
-        if self.evaluation_due() and (self.ends_early or "eval" not in done):
+        if self.evaluator.due and (self.ends_early or "eval" not in done):
             self.evaluate()
-        if self.sample_due() and "sample" not in done:
-            self.sample()
+        if self.evaluator.sample_due and "sample" not in done:
+            self.evaluator.sample()
         recorder.enter_epoch()
-        size = f"{self.batch.accumulation} x {self.batch.micro_batch} x {self.batch.context:,} tokens on each rank"
-        recorder.console.begin(
-            f"{'compiling, and ' * self.recipe.train.compile}the first step: {size}"
-        )
-        recorder.goodput.enter("compile" if self.recipe.train.compile else "train")
+        micro, tokens = self.batch.micro_batch, self.batch.context
+        size = f"{self.batch.accumulation} x {micro} x {tokens:,} tokens on each rank"
+        recorder.console.begin(f"{'compiling, and ' * compiles}the first step: {size}")
+        recorder.goodput.enter("compile" if compiles else "train")
         recorder.restart_counts()
 
     def loop_within_memory(self) -> bool:
-        """The loop; again with smaller micro-batches where memory runs out in its first step and we chose their size."""
+        """The loop; again with smaller micro-batches if memory runs out in its first step and
+        Windlass chose their size."""
         while True:
             try:
                 return self.loop()
             except torch.OutOfMemoryError:
                 self.batch = memory.smaller_micro_batch(self.batch, self.recorder)
-            memory.prepare_retry(self.batch, self.optimizer, self.recorder, self.suites)
+            memory.prepare_retry(self.batch, self.optimizer, self.recorder, self.evaluator.suites)
 
-    def loop(self) -> bool:
-        """Step, log, save, evaluate; whether that came to its end, and was not stopped as asked."""
-        state, horizon, recipe, ranks, recorder = (
-            self.state,
-            self.horizon,
-            self.recipe,
-            self.ranks,
-            self.recorder,
-        )
+    def loop(self) -> bool:  # noqa: PLR0915 (the algorithm in one piece)
+        """Step, log, save, evaluate; False if a stop was asked for before the end."""
+        state, horizon, recipe = self.state, self.horizon, self.recipe
+        ranks, recorder, evaluator = self.ranks, self.recorder, self.evaluator
         first_step, loader = state.step + 1, self.open_loader()
         try:
             while state.step < horizon.steps and not self.ends_early:
-                recorder.log(self.callbacks.logged)
+                recorder.log(self.callbacks.take_logged())
                 batch = self.next_batch(loader)
-                self.stop.training = True  # from here on a signal saves before it ends the process
-                own = [self.stop.requested, self.saver.failures, bool(self.callbacks.asked)]
-                flags = collectives.max_async(own, ranks)
-                lr_factor = lr_multiplier(recipe.optim.schedule, horizon, state.step)
-                result = self.step(batch, lr_factor)
-                stop_requested, failed_saves, asked = flags.wait()
+                self.stop.hold()  # from here on a signal saves before it ends the process
+                asked = bool(self.callbacks.stop_reason)
+                own_flags = [self.stop.requested, self.saver.failures, asked]
+                flags = collectives.max_async(own_flags, ranks)
+                multiplier = lr_multiplier(recipe.optim.schedule, horizon, state.step)
+                lr = recipe.optim.lr * multiplier
+                result = self.step(batch, multiplier)
+                stop_requested, failed_saves, stop_asked = flags.wait()
+                state.advance(horizon.samples_per_step, result.tokens, result.label_tokens)
+                self.losses.add(result.loss)
                 recorder.stepped(batch, result)
-                if (
-                    state.step == first_step
-                ):  # it compiled and filled caches; a collective of a later step is quicker
+                if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
                     self.saver.reserve(self.tensors())
 
@@ -167,53 +241,45 @@ class Trainer:
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
                 often = recipe.checkpoint.every, recipe.checkpoint.keep_every
                 save_due = any(horizon.due(every, state.step) for every in often)
-                evaluation_due = self.evaluation_due()
-                stopping = bool(stop_requested) or (
-                    not last and (bool(asked) or state.step == self.stop_at)
-                )
-                # What is logged, saved or measured must be finite; on a CPU every step is looked at.
-                look = (
-                    not self.bad_steps.deferred or log_due or save_due or evaluation_due or stopping
-                )
+                evaluation_due = evaluator.due
+                asked = bool(stop_asked) or state.step == self.stop_at
+                stopping = bool(stop_requested) or (asked and not last)
+                # All that is logged, saved or measured must be finite; a CPU checks every step.
+                due = log_due or save_due or evaluation_due or stopping
+                look = due or not self.bad_steps.deferred
                 if rewind_reason := self.bad_steps.decide(result.grad_norm, result.spike, look):
                     loader.close(None)
                     self.wait_for_saves()
-                    self.rewinder.rewind(
-                        rewind_reason, batch.first_sample + self.batch.global_batch
-                    )
+                    stop_sample = batch.first_sample + self.batch.global_batch
+                    self.rewinder.rewind(rewind_reason, stop_sample)
                     loader = self.open_loader()
                     continue
 
-                if log_due or self.callbacks.on_step is not None:
+                if log_due or self.callbacks.overrides("on_step"):
                     collectives.sum_over_ranks(result.loss, ranks)  # in place
-                self.callbacks.stepped(state.step, self.model, result, ranks)
+                self.callbacks.stepped(lr, batch, result)
                 if log_due:  # waits for the device
                     scale = float(self.scaler.scale) if self.scaler is not None else None
-                    recorder.train(
-                        float(result.loss),
-                        recipe.optim.lr * lr_factor,
-                        float(result.grad_norm),
-                        scale,
-                    )
+                    self.losses.read()
+                    recorder.train(float(result.loss), lr, float(result.grad_norm), scale)
                 if save_due and self.saver.newest != state.step:
                     self.save()
                 complete = not evaluation_due or self.evaluate()
-                if complete and self.sample_due():
-                    complete = self.sample()
+                if complete and evaluator.sample_due:
+                    complete = evaluator.sample()
                 self.report(self.saver.poll())
                 recorder.poll()
                 if failed_saves >= recipe.checkpoint.max_failed_saves and not last:
-                    raise RunFailed(
-                        f"{failed_saves} saves in a row failed (see above; checkpoint.max_failed_saves)"
-                    )
-                # A signal may cut an evaluation or a sample short: the next start makes it up, at this very step.
+                    advice = "see above; checkpoint.max_failed_saves"
+                    raise RunFailed(f"{failed_saves} saves in a row failed ({advice})")
+                # If a signal cut the evaluation short, the next start repeats it at this step.
                 if stopping or not complete:
                     return self.stop_run()
         finally:
             loader.close()
         return True
 
-    def step(self, batch: StepBatch, lr_factor: float) -> StepResult:
+    def step(self, batch: StepBatch, lr_multiplier: float) -> StepResult:
         """One optimizer step on this rank's micro-batches: forward, backward, clip, update."""
         ranks, timer, precision = self.ranks, self.recorder.timer, self.facts.precision
         scale = self.scaler.scale if self.scaler is not None else None
@@ -231,11 +297,11 @@ class Trainer:
                 ranks.mark(batch.step, "forward")
                 with timer.phase("forward"), autocast(self.recipe, ranks.device):
                     loss_sum = self.model(micro.batch.tokens, micro.batch.labels)  # [B, T]
-                share = loss_sum / max(1, counts.wait()[0])
+                micro_loss = loss_sum / max(1, counts.wait()[0])
                 ranks.mark(batch.step, "backward")
                 with timer.phase("backward"):
-                    (share if scale is None else share * scale).backward()
-            loss += share.detach()
+                    (micro_loss if scale is None else micro_loss * scale).backward()
+            loss += micro_loss.detach()
 
         ranks.mark(batch.step, "optimizer")
         with timer.phase("optimizer"):
@@ -254,7 +320,7 @@ class Trainer:
                     ranks.device.type != "cpu" or float(multiplier) != 1.0
                 ):  # on CUDA the host does not wait to see
                     collectives.scale_gradients(self.parameters, multiplier)
-                set_lr(self.optimizer, lr_factor)
+                set_lr(self.optimizer, lr_multiplier)
                 self.optimizer.step()
             if self.scaler is not None:
                 self.scaler.update(bad)
@@ -304,102 +370,26 @@ class Trainer:
             self.ranks.mark(status.step, status.phase)  # it makes progress
         return self.stop.requested
 
-    def evaluation_due(self) -> bool:
-        """Whether the suites are measured at this step: before the first and after the last, and by `eval.every`."""
-        step, every = self.state.step, self.recipe.eval.every
-        ends = step in (0, self.horizon.steps)
-        return (
-            bool(self.suites.names)
-            and every not in (0, 0.0)
-            and (ends or self.horizon.due(every, step))
-        )
-
     def evaluate(self, suites: Sequence[str] = ()) -> bool:
-        """Measure the suites (by default all) and save the best model so far; False where a stop cut it short: nothing is written."""
-        step, recorder, settings, measured = (
-            self.state.step,
-            self.recorder,
-            self.recipe.checkpoint,
-            [],
-        )
-        with recorder.outside("eval"):
-            self.ranks.mark(step, "evaluation")
-            last = step == self.horizon.steps or self.ends_early
-            whole = last and measures_all(self.recipe, self.horizon, len(self.data.val or ()))
-            for suite in suites or self.suites.names:
-                progress = partial(recorder.console.progress, f"evaluating {suite}")
-                result = self.suites.measure(suite, self.model, self.poll_stop, whole, progress)
-                if result is None:
-                    return False
-                numbers, predictions = result
-                measured.append({"suite": suite, **numbers})
-                if predictions and self.ranks.main:
-                    try:
-                        write_predictions(recorder.run.path / "eval", step, predictions)
-                    except OSError as error:  # the scores are in the ledger
-                        recorder.console.warning(
-                            f"{suite}: the predictions were not written: {error}"
-                        )
-        where = {"epoch": recorder.epoch, "samples_trained": self.state.samples}
-        for fields in measured:
-            line = recorder.ledger.write("eval", step, **fields, **where)
-            recorder.console.eval(line)
-            recorder.evaluations.append(line)
-        if (
-            step
-            and settings.keep_best
-            and self.saver.newest != step
-            and recorder.scores.best == step
-        ):
+        """Measure the suites (default: all), and save the model if it is the best so far.
+
+        False if a stop cut the measurement short: then nothing is written.
+        """
+        state, recorder, checkpoint = self.state, self.recorder, self.recipe.checkpoint
+        last = state.step == self.horizon.steps or self.ends_early
+        scores = self.evaluator.measure(suites, last)
+        if scores is None:
+            return False
+        unsaved = state.step and checkpoint.keep_best and self.saver.newest != state.step
+        if unsaved and recorder.scores.best == state.step:
             self.save(BEST)
-        self.callbacks.evaluated(step, self.model, measured, self.ranks)
+        self.callbacks.evaluated(scores)
         if last or not recorder.stops_improving():
             return True
-        self.ends_early = (
-            True  # so this was the last evaluation: the loss once more, with all validation data
-        )
-        samples = len(self.data.val or ())
-        bounded = 0 < self.recipe.eval.batches * self.batch.global_batch < samples
-        more = bounded and measures_all(self.recipe, self.horizon, samples)
-        return not more or LOSS_SUITE not in self.recipe.eval.suites or self.evaluate([LOSS_SUITE])
-
-    def sample_due(self) -> bool:
-        """Whether a text is generated at this step; a user's own model or tokenizer may not be able to."""
-        able = hasattr(unwrap(self.model), "new_cache") and hasattr(self.data.tokenizer, "encode")
-        return able and self.horizon.due(self.recipe.eval.sample_every, self.state.step)
-
-    def sample(self) -> bool:
-        """Texts from the recipe's prompt, equal on every rank and world size; False as in `evaluate`."""
-        settings, tokenizer, recorder, step = (
-            self.recipe.eval,
-            self.data.tokenizer,
-            self.recorder,
-            self.state.step,
-        )
-        prompt = prompt_ids(self.model, tokenizer, settings.prompt)
-        sampling = Sampling(
-            max_tokens=settings.sample_tokens,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            seed=self.recipe.run.seed,
-            stop=stop_tokens(tokenizer, self.data.template),
-        )
-        with recorder.outside("sample"):
-            self.ranks.mark(step, "sample")
-            generated = generate(
-                self.model,
-                [prompt] * settings.sample_count,
-                sampling,
-                self.ranks,
-                vocab=tokenizer.vocab,
-                autocast=partial(autocast, self.recipe, self.ranks.device),
-                poll=self.poll_stop,
-            )
-        for index, ids in enumerate(generated or []):
-            text = settings.prompt + text_after(tokenizer, prompt if settings.prompt else [], ids)
-            recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)
-            recorder.console.sample(text, step)
-        return generated is not None
+        # No step follows, so measure the loss once more, with all validation data.
+        self.ends_early = True
+        more = self.evaluator.measures_more(self.batch.global_batch)
+        return not more or self.evaluate([LOSS_SUITE])
 
     def tensors(self) -> State:
         """This rank's share of model and optimizer."""
@@ -411,7 +401,7 @@ class Trainer:
         reason = FINAL if state.step == self.horizon.steps else reason  # is never deleted
         with recorder.outside("save"):
             self.ranks.mark(state.step, "save")
-            recorder.losses.read()
+            self.losses.read()
             if self.scaler is not None:
                 self.scaler.save(state)
             else:
@@ -440,7 +430,7 @@ class Trainer:
         for outcome in outcomes:
             self.recorder.saved(outcome)
             if not outcome.error and self.ranks.main:
-                self.callbacks.saved(outcome.step, self.model, outcome.path)
+                self.callbacks.saved(outcome.step, outcome.path)
         return not any(outcome.error for outcome in outcomes)
 
     def stop_run(self) -> bool:
@@ -450,7 +440,7 @@ class Trainer:
             self.recorder,
             self.recipe.checkpoint.grace_seconds,
         )
-        own = [self.stop.requested, self.stop.seconds_since(), self.callbacks.asked]
+        own = [self.stop.requested, self.stop.seconds_since(), self.callbacks.stop_reason]
         signals = self.ranks.all_gather_object("signals", own)
         signalled, since = (
             any(requested for requested, *_ in signals),
@@ -472,7 +462,7 @@ class Trainer:
             raise RunFailed(
                 f"stopped by {reason} at step {step}, and its checkpoint could not be saved"
             )
-        recorder.log(self.callbacks.logged)
+        recorder.log(self.callbacks.take_logged())
         recorder.event("preempted" if signalled else "stopped", reason=reason, saved=True)
         recorder.ledger.sync()
         flush = self.recipe.telemetry.flush_seconds
@@ -497,7 +487,7 @@ class Trainer:
             raise RunFailed(
                 "the last checkpoint could not be saved (see above); train again to try once more"
             )
-        recorder.log(self.callbacks.logged)
+        recorder.log(self.callbacks.take_logged())
         recorder.sampler.stop()
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written
         recorder.summary()

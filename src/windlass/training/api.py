@@ -1,0 +1,147 @@
+"""`train`: one rank of a training in this process, or all ranks as local processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from windlass.data.dataset import from_dataset
+from windlass.data.prepare import Data, prepare
+from windlass.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, RunFailed, Stopped, UserError
+from windlass.launch.local import launch
+from windlass.optim.build import torch_optimizer
+from windlass.parallel.dist import init_store
+from windlass.parallel.env import detect_env
+from windlass.parallel.parallelize import attention_without_plans
+from windlass.processes import QUIET_END, WINDLASS
+from windlass.recipe import Recipe, as_recipe
+from windlass.run import Run
+from windlass.training.callbacks import Callback, Measuring, UserCode
+from windlass.training.start import StartPlan, check_shared, resolve_start
+from windlass.training.stop import StopSignals
+from windlass.training.trainer import Trainer
+
+
+def train(
+    recipe: Recipe | Run | str | Path,
+    model: nn.Module | None = None,
+    data: Data | Dataset[Any] | None = None,
+    *,
+    world: int = 1,
+    callbacks: Sequence[Callback] = (),
+    suites: Mapping[str, Measuring] | None = None,
+    fresh: bool = False,
+    extend_to: int | str = 0,
+    branch_from: str = "",
+    stop_at: int = 0,
+) -> Run:
+    """Train a recipe and return the run.
+
+    Windlass resumes a run directory that holds a committed checkpoint, and returns a finished run
+    unchanged. A signal before the first step ends the process with exit code 75, because nothing
+    can be lost. In a notebook, an interrupt before the first step is a KeyboardInterrupt.
+
+    Args:
+        recipe: A recipe, a preset's name, a `.toml` file, or a run.
+        model: Your own module, trained from the weights it has. `forward(tokens [B, T], labels
+            [B, T])` returns the loss summed over labels that are not -100. FSDP2, activation
+            checkpointing and compilation need `blocks()`, the list of its repeated parts. If it
+            has `vocab`, Windlass compares that with the data's; if it has `new_cache` (as in
+            `GPT`), Windlass samples from it. A causal language model of `transformers` works as
+            it is.
+        data: Your own samples, or a map-style `torch.utils.data.Dataset` of integer token
+            tensors [T + 1] for `model.context` T. Windlass generates no text without a tokenizer.
+        world: The number of ranks, as local processes. They train the recipe alone: give your
+            own model, data, callbacks and suites under `torchrun`. With 1 this process is a rank
+            of the launcher that started it, or trains alone.
+        callbacks: Objects of `windlass.Callback`, called in order.
+        suites: Your own suites by name. `f(model, step)` returns a dictionary of numbers at each
+            evaluation; `windlass.Suite(f, lower=[NAME])` says that less of a number is better.
+        fresh: Rename an existing run directory first.
+        extend_to: Continue to this many steps or epochs (`"3 epochs"`), past the run's horizon.
+        branch_from: `RUN@STEP` or `RUN@best`: begin a new run from that checkpoint.
+        stop_at: Save, stop and return after this step.
+
+    Raises:
+        UserError: The recipe, the data, the directory or the environment is wrong.
+        RunFailed: The run cannot continue: a non-finite step, a lost rank, a full disk.
+        Stopped: A signal stopped the run, and everything is saved.
+    """
+    with StopSignals() as stop, ExitStack() as stack:
+        wanted, code = as_recipe(recipe), UserCode(callbacks, suites or {})
+        torch_optimizer(wanted.optim)  # raises for an optimizer that torch lacks
+        plan = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
+        if plan.finished:
+            return finished_run(plan, wanted)
+        plan.recipe.check_packages()
+        code.check(plan.recipe)
+        if world != 1 and detect_env().launcher == "none":
+            if model is not None or data is not None or callbacks or suites:
+                own = "your own model, data, callbacks and suites"
+                raise UserError(
+                    f"world={world}: processes of their own cannot receive {own}; "
+                    "run the script under torchrun instead, without world"
+                )
+            wanted.batch(world)  # raises if the ranks cannot share the global batch
+            prepare(wanted)  # once, before the ranks
+        else:
+            if plan.recipe.data.format != "text":  # rows of varying lengths
+                stack.enter_context(attention_without_plans())
+            samples = data if isinstance(data, Data | None) else from_dataset(data, plan.recipe)
+            Trainer(plan, stop, stack, model, samples, code, stop_at).run()
+            world = 1
+    if world != 1:
+        start = {"fresh": fresh, "extend-to": extend_to, "branch-from": branch_from}
+        train_locally(wanted, world, start | {"stop-at": stop_at})
+    # The parts refer to each other: free the device's memory, files and sockets now.
+    gc.collect()
+    return Run(plan.run.path)  # reads the recipe again, which an extension has changed
+
+
+def finished_run(plan: StartPlan, wanted: Recipe) -> Run:
+    """Say that the run is finished. On several hosts, first check that all of them see it."""
+    env = detect_env()
+    if env.nodes > 1:
+        with init_store(env, wanted) as ranks:
+            check_shared(ranks, plan.run.path, None)
+    if env.rank == 0:
+        text = f"{plan.run.path} is finished: {plan.why_finished}"
+        print(f"{text}; it is returned as it is; extend it to train on")
+    return plan.run
+
+
+def train_locally(recipe: Recipe, world: int, options: Mapping[str, Any]) -> None:
+    """Train with `world` local processes; their messages go to stderr.
+
+    Raises UserError, Stopped or RunFailed, as the first rank that ended.
+    """
+    arguments = [
+        f"--{name}={value}" for name, value in options.items() if value and value is not True
+    ]
+    arguments += [f"--{name}" for name, value in options.items() if value is True]
+    with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
+        path = Path(folder, "recipe.toml")
+        path.write_text(recipe.toml(), encoding="utf-8")
+        place = f"run.dir='{recipe.run_dir.absolute()}'"
+        before = os.environ.get(QUIET_END)
+        os.environ[QUIET_END] = "1"
+        try:
+            code = launch([*WINDLASS, "train", str(path), place, *arguments], world)
+        finally:
+            os.environ.pop(QUIET_END)
+            os.environ.update({QUIET_END: before} if before else {})
+    if code in (STOPPED, INTERRUPTED):
+        saved = "everything is saved" if code == STOPPED else "the last steps were not saved"
+        raise Stopped(f"a signal stopped the {world} ranks; {saved}")
+    if code == BAD_INPUT:
+        raise UserError(f"the {world} ranks rejected their input (see the message above)")
+    if code != DONE:
+        raise RunFailed(f"training with {world} ranks failed (see the message above)")

@@ -1,0 +1,121 @@
+"""The evaluations and the sampled texts of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from windlass.data.chat import stop_tokens
+from windlass.data.prepare import Data
+from windlass.estimate.milestones import measures_all
+from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
+from windlass.evaluation.suites import Scores, Suites, write_predictions
+from windlass.parallel.parallelize import autocast, unwrap
+from windlass.recipe.settings import LOSS_SUITE
+from windlass.training.record import Recorder
+
+
+class Evaluator:
+    """Measures the suites, and samples texts. All ranks call it at the same step."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        data: Data,
+        micro_batch: int,
+        own_suites: Mapping[str, Callable[[Any], Scores]],
+        stop_requested: Callable[[], bool],
+    ):
+        """`stop_requested` is called between the passes of a measurement."""
+        self.recorder, self.model, self.data = recorder, model, data
+        self.recipe, self.ranks = recorder.plan.recipe, recorder.ranks
+        self.state, self.horizon = recorder.state, recorder.horizon
+        self.stop_requested = stop_requested
+        self.suites = Suites(
+            self.recipe, data.tokenizer, self.ranks, data.val, micro_batch, own_suites, data.train
+        )
+
+    @property
+    def due(self) -> bool:
+        """Whether the suites are measured at this step: at both ends and by `eval.every`."""
+        step, every = self.state.step, self.recipe.eval.every
+        if not self.suites.names or every in (0, 0.0):
+            return False
+        return step in (0, self.horizon.steps) or self.horizon.due(every, step)
+
+    def measure(self, suites: Sequence[str], last: bool) -> list[dict[str, Any]] | None:
+        """Measure and record the suites (none given: all); None if a stop cut it short.
+
+        `last`: the last evaluation of the run, with all validation data if the recipe says so.
+        """
+        step, recorder, measured = self.state.step, self.recorder, list[dict[str, Any]]()
+        with recorder.outside("eval"):
+            self.ranks.mark(step, "evaluation")
+            whole = last and measures_all(self.recipe, self.horizon, len(self.data.val or ()))
+            for suite in suites or self.suites.names:
+                progress = partial(recorder.console.progress, f"evaluating {suite}")
+                result = self.suites.measure(
+                    suite, self.model, self.stop_requested, whole, progress
+                )
+                if result is None:
+                    return None
+                scores, predictions = result
+                measured.append({"suite": suite, **scores})
+                if predictions and self.ranks.main:
+                    try:
+                        write_predictions(recorder.run.path / "eval", step, predictions)
+                    except OSError as error:  # the scores are in the ledger
+                        text = f"{suite}: the predictions were not written: {error}"
+                        recorder.console.warning(text)
+        for scores in measured:
+            recorder.evaluated(scores)
+        return measured
+
+    def measures_more(self, global_batch: int) -> bool:
+        """Whether an evaluation that turns out to be the last measures more validation data."""
+        samples = len(self.data.val or ())
+        bounded = 0 < self.recipe.eval.batches * global_batch < samples
+        whole = bounded and measures_all(self.recipe, self.horizon, samples)
+        return whole and LOSS_SUITE in self.recipe.eval.suites
+
+    @property
+    def sample_due(self) -> bool:
+        """Whether to generate a text at this step; a user's model or tokenizer may be unable to."""
+        able = hasattr(unwrap(self.model), "new_cache") and hasattr(self.data.tokenizer, "encode")
+        return able and self.horizon.due(self.recipe.eval.sample_every, self.state.step)
+
+    def sample(self) -> bool:
+        """Generate texts from the recipe's prompt, equal on every rank and world size.
+
+        False if a stop cut it short: then nothing is written.
+        """
+        settings, tokenizer = self.recipe.eval, self.data.tokenizer
+        recorder, step = self.recorder, self.state.step
+        prompt = prompt_ids(self.model, tokenizer, settings.prompt)
+        sampling = Sampling(
+            max_tokens=settings.sample_tokens,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            seed=self.recipe.run.seed,
+            stop=stop_tokens(tokenizer, self.data.template),
+        )
+        with recorder.outside("sample"):
+            self.ranks.mark(step, "sample")
+            generated = generate(
+                self.model,
+                [prompt] * settings.sample_count,
+                sampling,
+                self.ranks,
+                vocab=tokenizer.vocab,
+                autocast=partial(autocast, self.recipe, self.ranks.device),
+                poll=self.stop_requested,
+            )
+        for index, ids in enumerate(generated or []):
+            text = settings.prompt + text_after(tokenizer, prompt if settings.prompt else [], ids)
+            recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)
+            recorder.console.sample(text, step)
+        return generated is not None
