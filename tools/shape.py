@@ -8,8 +8,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "src" / "windlass"
 FILE_LINES, FUNCTION_LINES = 500, 60
-LONGER = {"training/trainer.py:loop": 100, "training/trainer.py:__init__": 90}
-"""The training loop and the set-up before it stay in one piece each."""
+LONGER = {
+    "training/trainer.py:loop": 100,
+    "training/trainer.py:__init__": 90,
+    "training/api.py:train": 70,
+}
+"""The training loop and the set-up before it stay in one piece each; `train` documents its arguments."""
 
 
 def main() -> int:

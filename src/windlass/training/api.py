@@ -45,23 +45,21 @@ def train(
 ) -> Run:
     """Train a recipe and return the run.
 
-    Windlass resumes a run directory that holds a committed checkpoint, and returns a finished run
-    unchanged. A signal before the first step ends the process with exit code 75, because nothing
-    can be lost. In a notebook, an interrupt before the first step is a KeyboardInterrupt.
+    Windlass resumes a run with a committed checkpoint, and returns a finished run unchanged. A
+    signal before the first step ends the process with exit code 75 (in a notebook an interrupt is
+    a KeyboardInterrupt), because nothing can be lost.
 
     Args:
         recipe: A recipe, a preset's name, a `.toml` file, or a run.
-        model: Your own module, trained from the weights it has. `forward(tokens [B, T], labels
+        model: Your own module, trained from its present weights. `forward(tokens [B, T], labels
             [B, T])` returns the loss summed over labels that are not -100. FSDP2, activation
-            checkpointing and compilation need `blocks()`, the list of its repeated parts. If it
-            has `vocab`, Windlass compares that with the data's; if it has `new_cache` (as in
-            `GPT`), Windlass samples from it. A causal language model of `transformers` works as
-            it is.
+            checkpointing and compilation need `blocks()`, the list of its repeated parts. With
+            `vocab` Windlass compares it with the data; with `new_cache` (as in `GPT`) it samples.
+            A causal language model of `transformers` works as it is.
         data: Your own samples, or a map-style `torch.utils.data.Dataset` of integer token
             tensors [T + 1] for `model.context` T. Windlass generates no text without a tokenizer.
-        world: The number of ranks, as local processes. They train the recipe alone: give your
-            own model, data, callbacks and suites under `torchrun`. With 1 this process is a rank
-            of the launcher that started it, or trains alone.
+        world: Ranks, as local processes, which train the recipe alone. With 1 this process is a
+            rank of the launcher that started it, or trains alone.
         callbacks: Objects of `windlass.Callback`, called in order.
         suites: Your own suites by name. `f(model, step)` returns a dictionary of numbers at each
             evaluation; `windlass.Suite(f, lower=[NAME])` says that less of a number is better.
@@ -83,22 +81,16 @@ def train(
             return finished_run(plan, wanted)
         plan.recipe.check_packages()
         code.check(plan.recipe)
-        if world != 1 and detect_env().launcher == "none":
-            if model is not None or data is not None or callbacks or suites:
-                own = "your own model, data, callbacks and suites"
-                raise UserError(
-                    f"world={world}: processes of their own cannot receive {own}; "
-                    "run the script under torchrun instead, without world"
-                )
-            wanted.batch(world)  # raises if the ranks cannot share the global batch
-            prepare(wanted)  # once, before the ranks
+        locally = world != 1 and detect_env().launcher == "none"
+        if locally:
+            own = model is not None or data is not None or callbacks or suites
+            prepare_locally(wanted, world, bool(own))
         else:
             if plan.recipe.data.format != "text":  # rows of varying lengths
                 stack.enter_context(attention_without_plans())
             samples = data if isinstance(data, Data | None) else from_dataset(data, plan.recipe)
             Trainer(plan, stop, stack, model, samples, code, stop_at).run()
-            world = 1
-    if world != 1:
+    if locally:
         start = {"fresh": fresh, "extend-to": extend_to, "branch-from": branch_from}
         train_locally(wanted, world, start | {"stop-at": stop_at})
     # The parts refer to each other: free the device's memory, files and sockets now.
@@ -116,6 +108,15 @@ def finished_run(plan: StartPlan, wanted: Recipe) -> Run:
         text = f"{plan.run.path} is finished: {plan.why_finished}"
         print(f"{text}; it is returned as it is; extend it to train on")
     return plan.run
+
+
+def prepare_locally(recipe: Recipe, world: int, own: bool) -> None:
+    """Check that local processes can train the recipe, and prepare its data once, before them."""
+    if own:
+        problem = "local processes cannot receive your own model, data, callbacks or suites"
+        raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
+    recipe.batch(world)  # raises if the ranks cannot share the global batch
+    prepare(recipe)
 
 
 def train_locally(recipe: Recipe, world: int, options: Mapping[str, Any]) -> None:

@@ -26,7 +26,8 @@ from windlass.recipe.settings import OWN_SUITE
 from windlass.training.state import TrainState
 
 Measuring = Callable[[Any, int], Mapping[str, Any]]
-"""A suite as a function of the model, in evaluation mode, and the step; it returns numbers by name."""
+"""A suite as a function of the model, in evaluation mode, and the step; it returns numbers by
+name."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Event:
     _callbacks: Callbacks = field(repr=False)
 
     def log(self, name: str, value: Any) -> None:
-        """Write a number as `log.NAME` into the ledger, trackers and report, at the present step."""
+        """Write a number as `log.NAME` into the ledger, trackers and report, at the present
+        step."""
         self._callbacks.logged[name] = as_float(value, f"log({name!r}, ...)")
 
     def stop(self, reason: str = "") -> None:
@@ -130,7 +132,8 @@ class UserCode:
     suites: Mapping[str, Measuring] = field(default_factory=dict)
 
     def check(self, recipe: Recipe) -> None:
-        """Raise UserError if a callback or a suite cannot be used, or `checkpoint.best` has no suite."""
+        """Raise UserError if a callback or a suite cannot be used, or `checkpoint.best` has no
+        suite."""
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 raise UserError(
@@ -201,7 +204,8 @@ class Callbacks:
         return step, epoch, unwrap(self.model), self.optimizer, self
 
     def _measure(self, name: str, model: nn.Module) -> dict[str, Any]:
-        """The scores of a suite: those of rank 0, so that all ranks agree on the best checkpoint."""
+        """The scores of a suite: those of rank 0, so that all ranks agree on the best
+        checkpoint."""
         began, where = time.perf_counter(), f"suites[{name!r}]"
         arithmetic = autocast(self.recipe, self.ranks.device)
         with self.user_code(), evaluating(model), torch.no_grad(), arithmetic:

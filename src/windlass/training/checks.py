@@ -1,4 +1,5 @@
-"""Start-up checks, each of which can stop the run before its first step: mistakes that would otherwise be silent."""
+"""Start-up checks, each of which can stop the run before its first step: mistakes that would
+otherwise be silent."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ HASH_WORDS = 2**20  # hashed at once: three temporary tensors of 8 MB, for a par
 def startup_checks(
     model: nn.Module, tied_before: list[list[str]], precision: str, ranks: Ranks
 ) -> None:
-    """Master weights, ties, the gradient norm, replicas; raises RunFailed on every rank where one of them is wrong."""
+    """Master weights, ties, the gradient norm, replicas; raises RunFailed on every rank where one
+    of them is wrong."""
     wanted = torch.float64 if precision == "fp64" else torch.float32
     # Held in fewer bits, a trained weight would lose small updates to rounding.
     wrong = [
@@ -60,7 +62,8 @@ def tie_groups(model: nn.Module) -> list[list[str]]:
 
 
 def norm_probe(model: nn.Module, ranks: Ranks) -> list[str]:
-    """The distributed norm of gradients of a given norm: constants, different from parameter to parameter."""
+    """The distributed norm of gradients of a given norm: constants, different from parameter to
+    parameter."""
     parameters, squares = [p for p in model.parameters() if p.requires_grad], 0.0
     for number, parameter in enumerate(
         parameters
@@ -120,9 +123,11 @@ def check_loss_is_a_sum(
     ranks: Ranks,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> None:
-    """Raise UserError where a module of the user's gives another loss than the sum over the unmasked labels.
+    """Raise UserError where a module of the user's gives another loss than the sum over the
+    unmasked labels.
 
-    A sum over all positions is that over the first half of them and that over the rest; a mean is not.
+    A sum over all positions is that over the first half of them and that over the rest; a mean is
+    not.
     """
     two = Batch(*samples.read(np.arange(min(2, len(samples)))))
     tokens, labels, *_ = two.map(lambda part: torch.from_numpy(np.array(part, dtype=np.int64)))
@@ -149,7 +154,8 @@ def check_loss_is_a_sum(
 
 
 def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
-    """What is suspicious about the loss of the first step, held against that of guessing among `rows` tokens; or ""."""
+    """What is suspicious about the loss of the first step, held against that of guessing among
+    `rows` tokens; or ""."""
     chance = math.log(max(2, rows))
     likely = 0.5 * chance < loss < 1.5 * chance + 1 if fresh else loss < 1.5 * chance + 1
     if likely or loss == 0 or not math.isfinite(loss):  # 0: every label of the step was masked
@@ -163,7 +169,8 @@ def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> int:
-    """A hash of a tensor's bits, on its own device: the sum of its words, each times an odd number by its place."""
+    """A hash of a tensor's bits, on its own device: the sum of its words, each times an odd number
+    by its place."""
     flat = tensor.detach().contiguous().reshape(-1)
     words = flat.view(
         {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]

@@ -1,4 +1,5 @@
-"""When memory runs out: the first step once more with a smaller micro-batch, or a message that says what to write."""
+"""When memory runs out: the first step once more with a smaller micro-batch, or a message that says
+what to write."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the one that was 
 def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
     """The same samples in smaller micro-batches, after memory ran out in a step.
 
-    RunFailed, with what to write, where there is no such plan: `train.micro_batch` is the user's, there are several ranks (which
-    wait for each other in the collectives of that step), the step is not the first of a start (those before it were done with
-    this micro-batch), or its update may have begun.
+    RunFailed, with what to write, where there is no such plan: `train.micro_batch` is the user's,
+    there are several ranks (which wait for each other in the collectives of that step), the step is
+    not the first of a start (those before it were done with this micro-batch), or its update may
+    have begun.
     """
     recipe, ranks, share = (
         recorder.plan.recipe,
@@ -61,7 +63,8 @@ def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
 
 
 def micro_batch_of(run: Run, batch: BatchPlan) -> BatchPlan:
-    """The plan with the micro-batch to which an earlier start of the run was reduced: a resume is bit for bit the same."""
+    """The plan with the micro-batch to which an earlier start of the run was reduced: a resume is
+    bit for bit the same."""
     sizes = [event["micro_batch"] for event in run.events if event["event"] == OUT_OF_MEMORY]
     fits = (
         sizes
@@ -74,12 +77,14 @@ def micro_batch_of(run: Run, batch: BatchPlan) -> BatchPlan:
 def prepare_retry(
     batch: BatchPlan, optimizer: Optimizer, recorder: Recorder, suites: Suites
 ) -> None:
-    """Forget the step that failed, after its exception is gone, and measure and record with the new micro-batch."""
+    """Forget the step that failed, after its exception is gone, and measure and record with the new
+    micro-batch."""
     size = batch.micro_batch
     optimizer.zero_grad(set_to_none=True)
     gc.collect()
     if recorder.plan.recipe.train.compile:
-        torch.compiler.reset()  # else the blocks' next graph has a batch that varies, and a resume's has not
+        # else the blocks' next graph has a batch that varies, and a resume's has not
+        torch.compiler.reset()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     suites.batch = size

@@ -1,9 +1,11 @@
-"""Steps that went wrong (a loss or gradient that is not finite, a loss spike), and the recipe's policies for them.
+"""Steps that went wrong (a loss or gradient that is not finite, a loss spike), and the recipe's
+policies for them.
 
-On a CPU the host looks at every step before its update. On CUDA looking would make the host wait for the device, so
-there the device leaves the update out itself (`found_inf` of torch's fused optimizers) and counts the bad steps. The
-host reads the counts when it logs or saves; with the policy `stop` no update is made from a bad step until then.
-Every rank sees the same numbers, so all decide alike.
+On a CPU the host looks at every step before its update. On CUDA looking would make the host wait
+for the device, so there the device leaves the update out itself (`found_inf` of torch's fused
+optimizers) and counts the bad steps. The host reads the counts when it logs or saves; with the
+policy `stop` no update is made from a bad step until then. Every rank sees the same numbers, so all
+decide alike.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ SPIKE_WINDOW, SPIKE_MIN = (
 
 
 class Counts(NamedTuple):
-    """Bad steps since the last look: loss or gradient norm was not finite, or the update was held back."""
+    """Bad steps since the last look: loss or gradient norm was not finite, or the update was held
+    back."""
 
     bad: int = 0
     in_a_row: int = 0  # of the last steps; 0 where the last one was good
@@ -46,8 +49,8 @@ def decide_nonfinite(
 ) -> tuple[str, str]:
     """`skip`, `rewind` or `stop` after bad steps up to `step`, by `train.on_nonfinite`, and why.
 
-    `bad_ranks`: those whose loss was not finite. With fp16 an overflow of the gradient alone is an ordinary event: the
-    loss scale is halved and the step skipped under every policy.
+    `bad_ranks`: those whose loss was not finite. With fp16 an overflow of the gradient alone is an
+    ordinary event: the loss scale is halved and the step skipped under every policy.
     """
     what = "gradient not finite (every rank's loss is finite)"
     if bad_ranks:
@@ -63,7 +66,8 @@ def decide_nonfinite(
 
 
 def is_spike(window: list[float], loss: float, sigmas: float) -> bool:
-    """Whether `loss` lies `sigmas` standard deviations above the mean of the last SPIKE_WINDOW losses."""
+    """Whether `loss` lies `sigmas` standard deviations above the mean of the last SPIKE_WINDOW
+    losses."""
     if len(window) < SPIKE_MIN:
         return False
     spread = statistics.pstdev(window)
@@ -75,8 +79,9 @@ def check_is_deferred(
 ) -> bool:
     """Whether the device decides about the update, and the host looks later.
 
-    Not with offloaded parameters: their optimizer is on the CPU, and torch would copy `found_inf` there without waiting
-    (`non_blocking=True` in `torch/optim/adamw.py`), so that the update could read the flag before it is written.
+    Not with offloaded parameters: their optimizer is on the CPU, and torch would copy `found_inf`
+    there without waiting (`non_blocking=True` in `torch/optim/adamw.py`), so that the update could
+    read the flag before it is written.
     """
     return (
         device.type == "cuda"
@@ -86,7 +91,8 @@ def check_is_deferred(
 
 
 class BadSteps:
-    """Finds bad steps on one rank, counts them on the device, and decides by the policies of the recipe's `train`."""
+    """Finds bad steps on one rank, counts them on the device, and decides by the policies of the
+    recipe's `train`."""
 
     def __init__(
         self, recorder: Recorder, settings: TrainSettings, scaler: LossScaler | None, deferred: bool
@@ -106,13 +112,15 @@ class BadSteps:
         self._in_a_row = self._longest = self._zero + self.state.skips_in_a_row
 
     def observe(self, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, float | None]:
-        """Look at a step before its update: 1.0 (on the device) where that must not be made; the loss if it is a spike.
+        """Look at a step before its update: 1.0 (on the device) where that must not be made; the
+        loss if it is a spike.
 
         For the latter the host waits, unless `train.on_spike` is `ignore`.
         """
         loss_bad = (~torch.isfinite(loss)).float()
         self._loss_bad = torch.maximum(self._loss_bad, loss_bad)
-        # The norm is the same on all ranks, a loss is not; and a loss may be infinite where its gradient is finite.
+        # The norm is the same on all ranks, a loss is not; and a loss may be infinite where its
+        # gradient is finite.
         anywhere = collectives.sum_over_ranks(loss_bad.clone(), self.ranks).clamp(max=1)
         bad = torch.maximum((~torch.isfinite(grad_norm)).float(), anywhere)
         self._bad = torch.maximum(self._bad, bad) if self._hold_updates else bad
@@ -141,9 +149,11 @@ class BadSteps:
         return Counts(int(bad), int(in_a_row), int(longest), bool(loss_bad))
 
     def decide(self, grad_norm: Tensor, spike: float | None, look: bool) -> str:
-        """Act on bad steps by the policies; returns why the run must rewind, or "". All ranks call it after a step.
+        """Act on bad steps by the policies; returns why the run must rewind, or "". All ranks call
+        it after a step.
 
-        `look`: whether to read the counts of non-finite steps. Raises RunFailed where a policy ends the run.
+        `look`: whether to read the counts of non-finite steps. Raises RunFailed where a policy ends
+        the run.
         """
         state, settings, action, reason = self.state, self.settings, "", ""
         counts = self.read() if look else Counts(in_a_row=state.skips_in_a_row)

@@ -1,4 +1,5 @@
-"""What a training writes: the ledger, the terminal, the trackers, and checkpoints with the counters in them.
+"""What a training writes: the ledger, the terminal, the trackers, and checkpoints with the counters
+in them.
 
 Each method is called by every rank at the same step; rank 0 writes.
 """
@@ -42,7 +43,8 @@ from windlass.training.start import StartPlan, decide_on_rank_0
 from windlass.training.state import TrainState
 from windlass.training.threads import Contention
 
-HEARTBEAT_SECONDS = 10.0  # between touches of the file by which `windlass runs` tells a running run from a killed one
+# between touches of the file by which `windlass runs` tells a running run from a killed one
+HEARTBEAT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class ModelFacts:
 
 
 class Recorder:
-    """The ledger, the terminal and the trackers of a run on rank 0, the device sampler on every rank."""
+    """The ledger, the terminal and the trackers of a run on rank 0, the device sampler on every
+    rank."""
 
     def __init__(
         self,
@@ -77,27 +80,17 @@ class Recorder:
         console: Console,
         stack: ExitStack,
     ):
-        self.plan, self.run, self.ranks, self.facts, self.state = (
-            plan,
-            plan.run,
-            ranks,
-            facts,
-            state,
-        )
+        self.plan, self.run, self.ranks = plan, plan.run, ranks
+        self.facts, self.state = facts, state
         self.horizon, self.goodput, self.timer = horizon, goodput, StepTimer(ranks.device, goodput)
         settings, run = plan.recipe.telemetry, plan.run
         self.started_up = False  # whether this start has done a step
-        # Ends of epochs that are shorter than the distance of two `train` lines are no lines of their own.
-        self.logs_epochs = (
-            horizon.samples_per_epoch >= plan.recipe.telemetry.every * horizon.samples_per_step
-        )
+        # The ends of epochs shorter than the period of `train` lines have no lines of their own.
+        self.logs_epochs = horizon.samples_per_epoch >= settings.every * horizon.samples_per_step
         self.padded_tokens = 0  # tokens of this start, with padding and masked ones
-        self.logged: tuple[
-            int, ...
-        ] = ()  # step, samples, tokens and padded tokens at the last `train` line
-        self.evaluations: list[
-            dict[str, Any]
-        ] = []  # the effective `eval` lines, from the ledger and since
+        # Step, samples, tokens and padded tokens at the last `train` line.
+        self.logged: tuple[int, ...] = ()
+        self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines
         self._next_beat = 0.0  # of the monotonic clock
         # Ranks that share a host are other processes to each other.
         self.contention = Contention() if ranks.device.type == "cpu" and ranks.world == 1 else None
@@ -107,22 +100,9 @@ class Recorder:
         stack.callback(self.ledger.close)
         self.console = console
         env = ranks.env
-        self.launch = dict[str, list[str]]()  # rank 0's, for the header
         about = environment.describe_rank(ranks.rank, ranks.device, env.local_rank, env.node)
         self.placed = ranks.all_gather_object("environment", about)
-        if ranks.main:
-            launch = {
-                "launcher": env.launcher,
-                "world": env.world,
-                "nodes": env.nodes,
-                "strategy": ranks.strategy.name,
-            }
-            backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
-            launch |= {"backend": backend, "versions": environment.versions(self.placed)}
-            launch |= environment.describe_job(os.environ)
-            environment.write_environment(run.path, self.placed, launch=launch, **origin)
-            alone = ranks.world == 1 and "job" not in launch
-            self.launch = {} if alone else environment.describe_launch(launch, self.placed)
+        self.launch = self._write_environment(origin) if ranks.main else {}
         self.sampler = DeviceSampler(
             run.devices_dir,
             rank=ranks.rank,
@@ -138,6 +118,18 @@ class Recorder:
         )
         stack.callback(self.trackers.close)
 
+    def _write_environment(self, origin: dict[str, Any]) -> dict[str, list[str]]:
+        """Write the ranks' environment into the run; returns the launch for the header."""
+        env, ranks = self.ranks.env, self.ranks
+        backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
+        launch = {"launcher": env.launcher, "world": env.world, "nodes": env.nodes}
+        launch |= {"strategy": ranks.strategy.name, "backend": backend}
+        launch |= {"versions": environment.versions(self.placed)}
+        launch |= environment.describe_job(os.environ)
+        environment.write_environment(self.run.path, self.placed, launch=launch, **origin)
+        alone = ranks.world == 1 and "job" not in launch
+        return {} if alone else environment.describe_launch(launch, self.placed)
+
     def started(
         self,
         batch: BatchPlan,
@@ -147,19 +139,17 @@ class Recorder:
         resumed_from: str,
         notes: list[str],
     ) -> None:
-        """The terminal's header and the event of this start; `threads`: how many there are on a CPU, and why."""
-        facts, state, plan, branched = self.facts, self.state, self.plan, self.plan.branch_from
+        """Show the header and write the event of this start; `threads`: CPU threads, and the
+        reason."""
+        facts, state, plan = self.facts, self.state, self.plan
         shared: dict[str, Any] = {"world": self.ranks.world, "strategy": self.ranks.strategy.name}
         shared |= {"precision": facts.precision, "device": facts.device_name}
         groups = count_groups(model, plan.recipe.optim)
-        measured = evaluations(
-            plan.recipe, self.horizon, facts_of_data.get("val", {}).get("samples", 0)
-        )
-        notes = [
-            *notes,
-            *warnings(facts_of_data),
-            *([measured.warning] if measured and measured.warning else []),
-        ]
+        val_samples = facts_of_data.get("val", {}).get("samples", 0)
+        measured = evaluations(plan.recipe, self.horizon, val_samples)
+        per_sample = facts_of_data["train"].get("tokens_per_sample", batch.context)
+        notes = [*notes, *warnings(facts_of_data)]
+        notes += [measured.warning] if measured and measured.warning else []
         self.console.header(
             run=str(self.run.path),
             recipe=plan.recipe.preset,
@@ -167,9 +157,7 @@ class Recorder:
             model=describe_sizes(facts.sizes),
             optimizer=f"{plan.recipe.optim.kind}: {describe_groups(groups)}",
             first_step=state.step,
-            tokens_per_step=round(
-                batch.global_batch * facts_of_data["train"].get("tokens_per_sample", batch.context)
-            ),
+            tokens_per_step=round(batch.global_batch * per_sample),
             evaluation=str(measured or ""),
             data=lines(facts_of_data, plan.recipe.model.context),
             epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch,
@@ -180,10 +168,23 @@ class Recorder:
         self.console.log(environment.describe_places(self.placed))
         for note in notes:
             self.console.warning(note)
-        how = "branched" if branched else "resumed" if plan.resuming and state.step else "started"
+        self._start_event(batch, facts_of_data, shared | {"optimizer_groups": groups})
+        if resumed_from:
+            self.console.event(f"resumed from {resumed_from}", state.step)
+        if plan.changes:
+            changes = {change.key: [change.old, change.new] for change in plan.changes}
+            self.event("settings_changed", settings=changes)
+            self.console.event(f"settings changed: {', '.join(map(str, plan.changes))}", state.step)
+        if any(change.key.startswith(MEASURED_ON) for change in plan.changes):
+            problem = "evaluations from here on have other items"
+            self.console.warning(f"{problem}, so the best is chosen among them alone")
+
+    def _start_event(self, batch: BatchPlan, facts_of_data: Facts, more: dict[str, Any]) -> None:
+        facts, plan, branched = self.facts, self.plan, self.plan.branch_from
+        resumed = plan.resuming and self.state.step
         self.event(
-            how,
-            **shared,
+            "branched" if branched else "resumed" if resumed else "started",
+            **more,
             parameters=facts.sizes.total,
             trained=facts.sizes.trained,
             network=facts.sizes.network or None,
@@ -194,22 +195,9 @@ class Recorder:
             global_batch=batch.global_batch,
             samples_per_epoch=self.horizon.samples_per_epoch,
             data=facts_of_data,
-            optimizer_groups=groups,
             extended_from=plan.extends_from or None,
             branched_from=str(branched.absolute()) if branched else None,
         )
-        if resumed_from:
-            self.console.event(f"resumed from {resumed_from}", state.step)
-        if plan.changes:
-            self.event(
-                "settings_changed",
-                settings={change.key: [change.old, change.new] for change in plan.changes},
-            )
-            self.console.event(f"settings changed: {', '.join(map(str, plan.changes))}", state.step)
-        if any(change.key.startswith(MEASURED_ON) for change in plan.changes):
-            self.console.warning(
-                "evaluations from here on are of other items: the best is looked for among them alone"
-            )
 
     def saved(self, outcome: SaveOutcome) -> None:
         """How a save ended, as an event and on the terminal."""
@@ -279,7 +267,8 @@ class Recorder:
         return scores_by_step(self.evaluations, self.plan.recipe.checkpoint.best)
 
     def stops_improving(self) -> bool:
-        """Whether `train.early_stop` ends the run: equal on all ranks, which have the same evaluations."""
+        """Whether `train.early_stop` ends the run: equal on all ranks, which have the same
+        evaluations."""
         patience = self.plan.recipe.train.early_stop
         return (
             0 < patience <= without_improvement(self.evaluations, self.plan.recipe.checkpoint.best)
@@ -328,7 +317,8 @@ class Recorder:
             self.console.event(f"epoch {epoch:,} ends{begins}", state.step)
 
     def first_step(self) -> None:
-        """Where the time from the start of the process went; with `train.compile` its first step counts as compiling."""
+        """Where the time from the start of the process went; with `train.compile` its first step
+        counts as compiling."""
         self.started_up = True
         self.console.done()
         if self.ranks.device.type == "cuda":
@@ -372,7 +362,8 @@ class Recorder:
         return describe_order(self.plan.recipe.data.order, self.plan.recipe.run.seed, epoch)
 
     def train(self, loss: float, lr: float, grad_norm: float, loss_scale: float | None) -> None:
-        """A `train` line: the step's own loss over all ranks, and speeds since the last line. Waits for the device."""
+        """A `train` line: the step's own loss over all ranks, and speeds since the last line. Waits
+        for the device."""
         state, times, world, flops = (
             self.state,
             self.timer.read(),
@@ -431,7 +422,8 @@ class Recorder:
                 self.run.heartbeat_path.touch()
 
     def poll(self) -> None:
-        """Show what happened beside the steps: messages of trackers, a ledger or sampler that cannot write."""
+        """Show what happened beside the steps: messages of trackers, a ledger or sampler that
+        cannot write."""
         self.beat()
         self.show(self.trackers.poll())
         if self.contention and (text := self.contention.poll()):
@@ -447,7 +439,8 @@ class Recorder:
             (self.console.warning if note.warning else self.console.event)(note.text)
 
     def summary(self) -> None:
-        """The run's last line on rank 0, computed from the effective ledger, so that a resume inflates nothing."""
+        """The run's last line on rank 0, computed from the effective ledger, so that a resume
+        inflates nothing."""
         if not self.ranks.main:
             return
         state, run, measure = self.state, self.run, self.plan.recipe.checkpoint.best

@@ -1,4 +1,5 @@
-"""The way back to the last good checkpoint after a non-finite step or a loss spike (`train.on_nonfinite`, `train.on_spike`)."""
+"""The way back to the last good checkpoint after a non-finite step or a loss spike
+(`train.on_nonfinite`, `train.on_spike`)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ MAX_REWINDS = 3  # how often a run returns to the same checkpoint before it give
 
 @dataclass
 class Rewinder:
-    """Returns model, optimizer and counters to a checkpoint. All ranks call it after the same step."""
+    """Returns model, optimizer and counters to a checkpoint. All ranks call it after the same
+    step."""
 
     saver: Saver
     model: nn.Module
@@ -34,7 +36,8 @@ class Rewinder:
     times: dict[int, int] = field(default_factory=dict)  # how often the run returned to a step
 
     def rewind(self, reason: str, stop_sample: int) -> None:
-        """Return to the last good checkpoint, and leave out the samples from there up to `stop_sample`."""
+        """Return to the last good checkpoint, and leave out the samples from there up to
+        `stop_sample`."""
         recorder, run, state = self.recorder, self.recorder.run, self.recorder.state
         choice = choose_undamaged(recorder.ranks, lambda: candidates(run.path))
         if choice is None:

@@ -93,7 +93,8 @@ def load_state(
 
 
 def describe_checkpoints(recipe: Recipe, data: Data, facts: ModelFacts) -> dict[str, Any]:
-    """What every checkpoint of this start records beside its state: on what, and by which arithmetic, it was trained."""
+    """What every checkpoint of this start records beside its state: on what, and by which
+    arithmetic, it was trained."""
     return {
         "recipe": recipe.config_hash,
         "line": start.hash_without_steps(recipe),
@@ -141,7 +142,8 @@ def open_saver(plan: StartPlan, ranks: Ranks, horizon: Horizon, attempt: str) ->
 
 
 def shortages(plan: StartPlan, horizon: Horizon, done: int, size: int) -> list[str]:
-    """What the disk lacks for the checkpoints, of `size` bytes each, that are still to come after `done` steps."""
+    """What the disk lacks for the checkpoints, of `size` bytes each, that are still to come after
+    `done` steps."""
     present = len(list(plan.run.checkpoints_dir.glob("step-????????")))
     count = checkpoints_to_come(plan.recipe, horizon, done, present)
     missing = shortage(plan.run.path, count * size, "the run") if count else ""
@@ -244,9 +246,11 @@ def prepare_model(
     custom: bool,
     choice: Choice | None,
 ) -> tuple[nn.Module, ModelFacts]:
-    """The model on this rank, parallelized, with its initial weights; a user's own module with the weights it has."""
+    """The model on this rank, parallelized, with its initial weights; a user's own module with the
+    weights it has."""
     torch.use_deterministic_algorithms(recipe.train.deterministic)
-    # The rows of a user's own model: by its attribute `vocab`, or of its embedding, if it has one alone.
+    # The rows of a user's own model: by its attribute `vocab`, or of its embedding, if it has one
+    # alone.
     tables = [m.num_embeddings for m in model.modules() if custom and isinstance(m, nn.Embedding)]
     rows = getattr(model, "vocab", tables[0] if len(tables) == 1 else data.vocab)
     if data.vocab > rows:

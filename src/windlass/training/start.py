@@ -1,9 +1,11 @@
-"""What a start does in a run directory: begin a new run, resume, extend or branch. Decided from files, then written.
+"""What a start does in a run directory: begin a new run, resume, extend or branch. Decided from
+files, then written.
 
-`resolve_start` changes nothing and needs no torch: command line, launcher and ranks decide alike from the same files.
-Rank 0 alone writes, the lineage (the checkpoint that the present steps continue from) before the recipe, so that a kill
-between two writes leaves a run that resumes. A scheduler that restarts a job repeats its command line: what that says
-about the start was done by the first attempt, and a restart resumes from the newest checkpoint.
+`resolve_start` changes nothing and needs no torch: command line, launcher and ranks decide alike
+from the same files. Rank 0 alone writes, the lineage (the checkpoint that the present steps
+continue from) before the recipe, so that a kill between two writes leaves a run that resumes. A
+scheduler that restarts a job repeats its command line: what that says about the start was done by
+the first attempt, and a restart resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-# In these settings a branch may differ from the run it comes from; model, data, seed and batch stay.
+# In these settings a branch may differ from the run it comes from; model, data, seed and batch
+# stay.
 BRANCH_MAY_CHANGE = (
     "optim.",
     "train.steps",
@@ -67,7 +70,8 @@ LEFT_OVER = {
     "*.out",
     "*.OU",
 }
-"""What a start that failed before it wrote its recipe, or `windlass submit`, leaves behind; a new run may begin among these."""
+"""What a start that failed before it wrote its recipe, or `windlass submit`, leaves behind; a new
+run may begin among these."""
 LOCK_WAIT_SECONDS = (
     10.0  # for the lock of a run directory: a process that was just killed may still be ending
 )
@@ -84,12 +88,14 @@ class StartPlan:
     extends_from: int = 0  # with `--extend-to`: the steps of the run so far; else 0
     branch_from: Path | None = None  # with `--branch-from`: the checkpoint to start from
     fresh: bool = False  # what is in the directory is set aside first
-    restarted: bool = False  # a scheduler or launcher restarted the job that began the run, or its present lineage
+    # a scheduler or launcher restarted the job that began the run, or its present lineage
+    restarted: bool = False
     changes: tuple[Change, ...] = ()  # settings that a resume has otherwise than the run so far
 
     @property
     def why_finished(self) -> str:
-        """Of a finished run: whether all its steps are done, and that changes of this command had no effect."""
+        """Of a finished run: whether all its steps are done, and that changes of this command had
+        no effect."""
         reason = next(
             (e.get("reason") for e in reversed(self.run.events) if e["event"] == "finished"), None
         )
@@ -114,87 +120,85 @@ def resolve_start(
 ) -> StartPlan:
     """Decide what a start does in the recipe's run directory; changes nothing.
 
-    UserError: the directory holds other files or a run of another recipe, or an extension or branch does not fit it.
+    UserError: the directory holds other files or a run of another recipe, or an extension or branch
+    does not fit it.
     """
     run = Run(recipe.run_dir)
     origin, at, step = branch_from.rpartition("@")
     if branch_from and not (at and (step.isdigit() or step == "best")):
-        raise UserError(
-            f"{argument('branch_from', branch_from)}: write RUN@STEP or RUN@best, for example runs/quickstart-1a2b3c4d@300"
-        )
+        example = "for example runs/quickstart-1a2b3c4d@300"
+        option = argument("branch_from", branch_from)
+        raise UserError(f"{option}: write RUN@STEP or RUN@best, {example}")
     exists = run.recipe_path.is_file()
     restarted = exists and is_restart(run, os.environ)
     fresh = fresh and not restarted
     if fresh or not exists:
         left_over = run.path.iterdir() if run.path.is_dir() and not fresh else ()
         if not all(any(fnmatch(p.name, pattern) for pattern in LEFT_OVER) for p in left_over):
-            raise UserError(
-                f"{run.path} is not empty and no run; give another run.dir, or {argument('fresh')} to rename it"
-            )
+            advice = f"give another run.dir, or {argument('fresh')} to rename it"
+            raise UserError(f"{run.path} is not empty and not a run; {advice}")
         if extend_to:
             raise UserError(f"there is no run at {run.path} to extend")
-        checkpoint = _branch_checkpoint(recipe, Run.open(origin), step) if branch_from else None
-        resume = recipe.checkpoint.resume
-        if checkpoint is None and resume not in (
-            "latest",
-            "best",
-            "never",
-        ):  # refused before --fresh renames anything
-            inside = fresh and Path(resume).resolve().is_relative_to(run.path.resolve())
-            if inside or resume.isdigit() or not Path(resume).is_dir():
-                raise UserError(
-                    f"checkpoint.resume: a new {run.path} will lack {resume}; leave it or {argument('fresh')} out"
-                )
-        return StartPlan(recipe, run, branch_from=checkpoint, fresh=fresh)
+        branch = _branch_checkpoint(recipe, Run.open(origin), step) if branch_from else None
+        _check_resume(recipe, run, fresh, branch)
+        return StartPlan(recipe, run, branch_from=branch, fresh=fresh)
 
     recipe, extends_from = _extension(run, recipe, extend_to) if extend_to else (recipe, 0)
     longer = f"{argument('extend_to', 'STEPS')}, {argument('stop_at', 'STEP')}"
-    advice = f"undo them, give another run.dir, or {argument('fresh')} to rename the old run; for other steps {longer}"
+    rename = f"{argument('fresh')} to rename the old run"
+    advice = f"undo them, give another run.dir, or {rename}; for other steps {longer}"
     allowed = ("train.steps",) if extends_from else ()
-    refuse_changes(
-        f"{run.path} holds a run of another recipe:", run.recipe, recipe, allowed, advice
-    )
+    problem = f"{run.path} holds a run of another recipe:"
+    refuse_changes(problem, run.recipe, recipe, allowed, advice)
     lineage = read_lineage(run.path)
     begins_at = Path(lineage.checkpoint if lineage is not None else "")  # absolute: of another run
     of_origin = Path(origin).resolve() / "checkpoints"
-    # The best checkpoint of the other run may be another one by now.
-    wanted = (
-        begins_at.parent == of_origin
-        if step == "best"
-        else begins_at == step_dir(of_origin, int(step or 0))
-    )
+    # The best checkpoint of the other run may have changed since then.
+    same_step = begins_at == step_dir(of_origin, int(step) if step.isdigit() else 0)
+    wanted = begins_at.parent == of_origin if step == "best" else same_step
     if branch_from and begins_at.is_absolute() and not wanted:
-        raise UserError(
-            f"{run.path} begins at {begins_at}, not at {branch_from}; give another run.dir"
-        )
-    finished = not extends_from and run.state == "finished"
-    if finished:
-        end = next(
-            line for line in reversed(run.events) if line["event"] == "finished"
-        )  # that of the highest step
-        early = end.get("early_stop", 0)  # with more patience it continues
-        # A run whose extension was killed has an earlier end in its ledger.
-        at_end = end["step"] == steps_of(run, run.recipe.train.steps)
-        finished = 0 < recipe.train.early_stop <= early if early else at_end
-    old, new = run.recipe.flat(), recipe.flat()
-    differ = [
-        key
-        for key in new
-        if not key.startswith((*UNRECORDED, "train.steps")) and old.get(key) != new[key]
-    ]
+        problem = f"{run.path} begins at {begins_at}, not at {branch_from}"
+        raise UserError(f"{problem}; give another run.dir")
+    old, new, recorded = run.recipe.flat(), recipe.flat(), (*UNRECORDED, "train.steps")
+    differ = [key for key in new if not key.startswith(recorded) and old.get(key) != new[key]]
     return StartPlan(
         recipe,
         run,
         resuming=True,
-        finished=finished,
+        finished=not extends_from and _is_finished(run, recipe),
         extends_from=extends_from,
         restarted=restarted,
         changes=tuple(Change(key, old.get(key), new[key]) for key in differ),
     )
 
 
+def _check_resume(recipe: Recipe, run: Run, fresh: bool, branch: Path | None) -> None:
+    """Raise UserError if a new run cannot have `checkpoint.resume`, before `fresh` renames
+    anything."""
+    resume = recipe.checkpoint.resume
+    if branch is not None or resume in ("latest", "best", "never"):
+        return
+    inside = fresh and Path(resume).resolve().is_relative_to(run.path.resolve())
+    if inside or resume.isdigit() or not Path(resume).is_dir():
+        problem = f"checkpoint.resume: a new {run.path} will lack {resume}"
+        raise UserError(f"{problem}; leave it or {argument('fresh')} out")
+
+
+def _is_finished(run: Run, recipe: Recipe) -> bool:
+    """Whether the run is done, also by a recipe with more patience."""
+    if run.state != "finished":
+        return False
+    # The last event is the one of the highest step.
+    end = next(line for line in reversed(run.events) if line["event"] == "finished")
+    if early := end.get("early_stop", 0):
+        return 0 < recipe.train.early_stop <= early
+    # A run whose extension was killed has an earlier end in its ledger.
+    return bool(end["step"] == steps_of(run, run.recipe.train.steps))
+
+
 def _extension(run: Run, recipe: Recipe, extend_to: int | str) -> tuple[Recipe, int]:
-    """The recipe of a run that is extended, and the run's steps so far; 0: the run has that length already."""
+    """The recipe of a run that is extended, and the run's steps so far; 0: the run has that length
+    already."""
     length, asked = (
         int(extend_to) if str(extend_to).isdigit() else extend_to,
         argument("extend_to", extend_to),
@@ -212,7 +216,8 @@ def _extension(run: Run, recipe: Recipe, extend_to: int | str) -> tuple[Recipe, 
 
 
 def steps_of(run: Run, length: int | str) -> int | None:
-    """A length in steps, epochs or `compute-optimal` as the steps of a run; None if the run has not begun to train."""
+    """A length in steps, epochs or `compute-optimal` as the steps of a run; None if the run has not
+    begun to train."""
     began = last_start(run.ledger())
     if isinstance(length, int) or not began:
         return length if isinstance(length, int) else None
@@ -247,7 +252,8 @@ def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
 def refuse_changes(
     problem: str, old: Recipe, new: Recipe, allowed: tuple[str, ...], advice: str
 ) -> None:
-    """Raise UserError where a setting that changes the training differs: `optim.lr: 0.001 -> 0.002`, one line each."""
+    """Raise UserError where a setting that changes the training differs: `optim.lr: 0.001 ->
+    0.002`, one line each."""
     before, after = old.semantic_settings(), new.semantic_settings()
     differ = [
         key
@@ -273,7 +279,8 @@ def job_id(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
-    """Whether this process belongs to a restart of the job that began the present lineage of the run."""
+    """Whether this process belongs to a restart of the job that began the present lineage of the
+    run."""
     env, lineage, job = detect_env(environ), read_lineage(run.path), job_id(environ)
     if lineage is None:
         return False
@@ -288,7 +295,8 @@ def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
 
 
 def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Value:
-    """What rank 0 decides (anything that JSON holds), on every rank; its error is raised on every rank."""
+    """What rank 0 decides (anything that JSON holds), on every rank; its error is raised on every
+    rank."""
     value, error, failed = None, "", False
     if ranks.main:
         try:
@@ -304,15 +312,18 @@ def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Va
 
 
 def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> Choice | None:
-    """The first undamaged one of the checkpoints that rank 0 lists; each rank hashes its share of the files."""
+    """The first undamaged one of the checkpoints that rank 0 lists; each rank hashes its share of
+    the files."""
     paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidates())))
     return first_undamaged([Path(path) for path in paths], ranks)
 
 
 def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
-    """Refuse directories that not every host sees, before anything slow: what rank 0 creates there must be there for all.
+    """Refuse directories that not every host sees, before anything slow: what rank 0 creates there
+    must be there for all.
 
-    Where rank 0 has prepared data (which may be read-only, or a copy on a host's own disk), all must have the same.
+    Where rank 0 has prepared data (which may be read-only, or a copy on a host's own disk), all
+    must have the same.
     """
     index = Index.load(data) if data is not None else None
     places = {
@@ -353,10 +364,12 @@ def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
 
 
 def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
-    """The checkpoints to start from, in the order in which they are tried; empty: step 0. On rank 0.
+    """The checkpoints to start from, in the order in which they are tried; empty: step 0. On rank
+    0.
 
-    `checkpoint.resume` names them, but a restart takes the newest, and a WSD run that is extended the newest from
-    before its decay. UserError: the one that was asked for is missing or of another recipe.
+    `checkpoint.resume` names them, but a restart takes the newest, and a WSD run that is extended
+    the newest from before its decay. UserError: the one that was asked for is missing or of another
+    recipe.
     """
     recipe, run = plan.recipe, plan.run.path
     if plan.branch_from is not None:
@@ -402,7 +415,8 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
 
 
 def hash_without_steps(recipe: Recipe) -> str:
-    """The recipe's config hash with `train.steps` left out: equal for runs that differ in length alone."""
+    """The recipe's config hash with `train.steps` left out: equal for runs that differ in length
+    alone."""
     settings = {
         key: value for key, value in recipe.semantic_settings().items() if key != "train.steps"
     }
@@ -410,7 +424,8 @@ def hash_without_steps(recipe: Recipe) -> str:
 
 
 def write_start(plan: StartPlan, choice: Choice | None, files: Files | None = None) -> None:
-    """Make the start durable: a new run's directory, then the lineage, then the recipe where it is new or longer."""
+    """Make the start durable: a new run's directory, then the lineage, then the recipe where it is
+    new or longer."""
     files, run = files or Files(), plan.run
     if not plan.resuming:
         files.make_dirs(run.path)
@@ -425,13 +440,15 @@ def write_start(plan: StartPlan, choice: Choice | None, files: Files | None = No
 
 
 def write_settings(plan: StartPlan) -> None:
-    """The run's recipe has the settings that hold from here on; what one start alone does stays as it was."""
+    """The run's recipe has the settings that hold from here on; what one start alone does stays as
+    it was."""
     once = {"checkpoint.resume": plan.run.recipe.checkpoint.resume}
     Files().replace(plan.run.recipe_path, plan.recipe.replace(**once).toml().encode())
 
 
 def set_aside(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> Path | None:
-    """Rename a run directory (`--fresh`) and return its new path; UserError where a process trains in it, or may."""
+    """Rename a run directory (`--fresh`) and return its new path; UserError where a process trains
+    in it, or may."""
     if not path.exists():
         return None
     run = Run(path)
@@ -451,7 +468,8 @@ def set_aside(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> Path | None:
 def acquire_run_lock(run: Path, seconds: float = LOCK_WAIT_SECONDS) -> IO[str] | None:
     """Hold the lock of a run directory until the returned file is closed or this process ends.
 
-    Returns None if the file system has no locks. Raises UserError, with the holder, after `seconds`.
+    Returns None if the file system has no locks. Raises UserError, with the holder, after
+    `seconds`.
     """
     try:
         return acquire_lock(run / LOCK, seconds)

@@ -1,4 +1,5 @@
-"""Where a training stands: the counters of a checkpoint, seeds, the loss scale, and the sum of the losses so far."""
+"""Where a training stands: the counters of a checkpoint, seeds, the loss scale, and the sum of the
+losses so far."""
 
 from __future__ import annotations
 
@@ -20,15 +21,18 @@ SCALE_START, SCALE_GROWS_AFTER = (
 
 
 def step_seed(seed: int, step: int, micro: int) -> int:
-    """The seed of torch's default generators for micro-batch `micro` of a step: equal on every rank and world size."""
+    """The seed of torch's default generators for micro-batch `micro` of a step: equal on every rank
+    and world size."""
     return seed_of(f"windlass/dropout/{seed}/{step}/{micro}")
 
 
 @dataclass
 class TrainState:
-    """Where a training stands after `step` completed optimizer steps: all that a kill must not take, but tensors.
+    """Where a training stands after `step` completed optimizer steps: all that a kill must not
+    take, but tensors.
 
-    Data order, dropout and initialisation follow from the seed and these numbers: no generator is saved, no position.
+    Data order, dropout and initialisation follow from the seed and these numbers: no generator is
+    saved, no position.
     """
 
     step: int = 0  # optimizer steps completed, skipped updates included
@@ -73,14 +77,16 @@ class TrainState:
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> TrainState:
-        """The reverse of `to_json`; raises KeyError where a counter is missing, so that none is lost unnoticed."""
+        """The reverse of `to_json`; raises KeyError where a counter is missing, so that none is
+        lost unnoticed."""
         state = TrainState(**{name: saved[name] for name in TrainState.__dataclass_fields__})
         state.skipped = [(int(start), int(stop)) for start, stop in saved["skipped"]]
         return state
 
 
 class LossScaler:
-    """fp16's loss scale: halved after an overflow, doubled after 2,000 steps without one; the host does not read it."""
+    """fp16's loss scale: halved after an overflow, doubled after 2,000 steps without one; the host
+    does not read it."""
 
     def __init__(self, device: torch.device, state: TrainState):
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
@@ -106,9 +112,11 @@ class LossScaler:
 
 
 class LossSum:
-    """Adds up the loss of every step into the counters. A step leaves its loss on the device; only `read` waits for it.
+    """Adds up the loss of every step into the counters. A step leaves its loss on the device; only
+    `read` waits for it.
 
-    The losses are added one by one in the order of the steps, so that it makes no difference to the sum when it is read.
+    The losses are added one by one in the order of the steps, so that it makes no difference to the
+    sum when it is read.
     """
 
     def __init__(self, state: TrainState, ranks: Ranks):

@@ -1,8 +1,9 @@
 """Signals that ask a training to stop.
 
-Before the first optimizer step nothing can be lost (data preparation and what a start writes bear a kill at any
-moment), so a signal ends the process at once with exit code 75. From the first step on it only sets a flag. The loop
-posts the flag with each step, every rank sees the largest one step later, and all save the same step and exit with 75.
+Before the first optimizer step nothing can be lost (data preparation and what a start writes bear a
+kill at any moment), so a signal ends the process at once with exit code 75. From the first step on
+it only sets a flag. The loop posts the flag with each step, every rank sees the largest one step
+later, and all save the same step and exit with 75.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Protocol
 from windlass import processes
 from windlass.errors import INTERRUPTED, STOPPED, before_training, interrupted_twice
 
-# People, SLURM and PBS send the first four; the kernel sends SIGHUP when a terminal or an ssh connection is closed.
+# People, SLURM and PBS send the first four; the kernel sends SIGHUP when a terminal or an ssh
+# connection is closed.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
@@ -31,7 +33,8 @@ class HasStep(Protocol):
 class StopSignals:
     """Catches the stop signals while its context is open.
 
-    Outside the main thread (a notebook's worker, a server) Python allows no handler, and nothing is ever requested.
+    Outside the main thread (a notebook's worker, a server) Python allows no handler, and nothing is
+    ever requested.
     """
 
     def __init__(self) -> None:
@@ -70,8 +73,9 @@ class StopSignals:
             self.requested, self.name, self.received_at = True, name, time.monotonic()
 
     def _exit(self, code: int, message: str, name: str = "") -> None:
-        # No clean-up, which could wait for other ranks. The signal may have interrupted a write to sys.stderr, so the line
-        # goes to the descriptor; a live line has hidden the terminal's cursor: it is shown again.
+        # No clean-up, which could wait for other ranks. The signal may have interrupted a write to
+        # sys.stderr, so the line goes to the descriptor; a live line has hidden the terminal's
+        # cursor: it is shown again.
         with contextlib.suppress(Exception):
             os.write(2, (("\x1b[?25h" if os.isatty(2) else "") + f"windlass: {message}\n").encode())
             if name and self._before_exit:

@@ -1,8 +1,10 @@
-"""How many CPU threads compute: chosen by measurement at the start of a run, recorded, and watched against other processes.
+"""How many CPU threads compute: chosen by measurement at the start of a run, recorded, and watched
+against other processes.
 
-More threads do not always help. A small model gains nothing from a second one, and beside another process that keeps a core
-busy, threads that wait for each other lose most of the time. Sums over other numbers of threads differ by rounding, so the
-choice is in every checkpoint, and a resume on as many cores uses it again.
+More threads do not always help. A small model gains nothing from a second one, and beside another
+process that keeps a core busy, threads that wait for each other lose most of the time. Sums over
+other numbers of threads differ by rounding, so the choice is in every checkpoint, and a resume on
+as many cores uses it again.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from windlass.recipe import Recipe
 
 PROBE_TOKENS = 1024  # of a forward and backward pass that is timed
 PROBE_PASSES = 2  # for each number of threads, the faster one counts
-LONG_SECONDS = 0.3  # of CPU a thread: a pass of so many has work for all; timing it with fewer would delay the start
+# of CPU a thread: a pass of so many has work for all; timing it with fewer would delay the start
+LONG_SECONDS = 0.3
 ENOUGH_SECONDS = 0.5  # for the passes with one number of threads
 EQUAL = 1.03  # fewer threads are taken where they are as fast within this factor
 WATCH_SECONDS = 5.0  # between two looks at other processes, at least
@@ -40,7 +43,8 @@ def set_threads(
 ) -> str:
     """Set the number of threads of a run on a CPU, and say why so many; empty elsewhere.
 
-    `train.threads`, OMP_NUM_THREADS and the `recorded` choice of a run on as many cores count before a measurement.
+    `train.threads`, OMP_NUM_THREADS and the `recorded` choice of a run on as many cores count
+    before a measurement.
     """
     threads, cores = torch.get_num_threads(), usable_cores()
     if ranks.device.type != "cpu":
@@ -67,7 +71,8 @@ def set_threads(
 def training_pass(
     recipe: Recipe, model: nn.Module, batch: int, vocab: int, ranks: Ranks
 ) -> Callable[[], None]:
-    """A forward and backward pass of at most PROBE_TOKENS tokens that leaves no gradient; a long context is cut."""
+    """A forward and backward pass of at most PROBE_TOKENS tokens that leaves no gradient; a long
+    context is cut."""
     context = min(recipe.model.context, PROBE_TOKENS)
     rows = max(1, min(batch, PROBE_TOKENS // context))
     tokens = (torch.arange(rows * context).reshape(rows, context) * 31) % vocab
@@ -82,7 +87,8 @@ def training_pass(
 
 
 def probe(run: Callable[[], None], most: int) -> dict[int, float]:
-    """The seconds of a pass by number of threads: of `most`, then of half as many while that is not clearly slower."""
+    """The seconds of a pass by number of threads: of `most`, then of half as many while that is not
+    clearly slower."""
     seconds, threads = dict[int, float](), most
     torch.set_num_threads(most)
     run()  # the first one fills caches
@@ -107,14 +113,16 @@ def fewest(seconds: Mapping[int, float]) -> int:
 
 
 class Contention:
-    """Watches, from a log line to the next, how much of the cores other processes use; warns once."""
+    """Watches, from a log line to the next, how much of the cores other processes use; warns
+    once."""
 
     def __init__(self) -> None:
         self.cores, self.warned = usable_cores(), False
         self._last = self._times()
 
     def _times(self) -> tuple[float, float, float]:
-        """The time, and the CPU seconds of all processes on the cores that this one may use, and its own."""
+        """The time, and the CPU seconds of all processes on the cores that this one may use, and
+        its own."""
         allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
         times = [
             t
@@ -125,7 +133,8 @@ class Contention:
         return time.monotonic(), -idle, time.process_time()
 
     def poll(self) -> str:
-        """The warning, where other processes have used cores since the last look that the threads of this one wait for."""
+        """The warning, where other processes have used cores since the last look that the threads
+        of this one wait for."""
         if self.warned or time.monotonic() - self._last[0] < WATCH_SECONDS:
             return ""
         before, self._last = self._last, self._times()

@@ -1,4 +1,4 @@
-"""A training on one rank: set-up in order, then the loop of forward, backward, clip, update and log.
+"""A training on one rank: set-up in order, then the loop (forward, backward, clip, update, log).
 
 - Everything random is a pure function of `(seed, step, micro-batch)`, so a resume needs counters
   and no generator states.
@@ -346,7 +346,8 @@ class Trainer:
         )
 
     def next_batch(self, loader: Loader) -> StepBatch:
-        """The next batch. While it is late, a process of its own may stop; ranks that wait for each other cannot."""
+        """The next batch. While it is late, a process of its own may stop; ranks that wait for each
+        other cannot."""
         while True:
             with self.recorder.timer.phase("data"):
                 batch = loader.poll(DATA_WAIT_SECONDS)
@@ -364,7 +365,8 @@ class Trainer:
                 raise RunFailed(f"stopped by {self.stop.name}: {late}; {lost}")
 
     def poll_stop(self) -> bool:
-        """Whether this rank was asked to stop; asked between the passes of an evaluation, and while data are late."""
+        """Whether this rank was asked to stop; asked between the passes of an evaluation, and while
+        data are late."""
         self.recorder.beat()
         if (status := self.ranks.status).phase != "data":
             self.ranks.mark(status.step, status.phase)  # it makes progress
@@ -411,13 +413,15 @@ class Trainer:
             self.saver.save(state.step, self.tensors(), counters, meta, scores, recorder.beat)
 
     def wait_for_saves(self, timeout: float | None = None) -> bool:
-        """Wait, at most `timeout` seconds, until nothing is being written; whether every save was committed."""
+        """Wait, at most `timeout` seconds, until nothing is being written; whether every save was
+        committed."""
         with self.recorder.outside("save"):
             committed = self.report(self.saver.wait(timeout, self.recorder.beat))
         return committed and not self.saver.busy
 
     def commit(self, reason: str) -> bool:
-        """Have the present step committed: wait for a save in progress, and repeat one that failed."""
+        """Have the present step committed: wait for a save in progress, and repeat one that
+        failed."""
         step = self.state.step
         if self.saver.newest == step:
             self.wait_for_saves()
@@ -434,7 +438,8 @@ class Trainer:
         return not any(outcome.error for outcome in outcomes)
 
     def stop_run(self) -> bool:
-        """Save where the grace allows it; raise Stopped after a signal, else return False. All ranks come here at the same step."""
+        """Save where the grace allows it; raise Stopped after a signal, else return False. All
+        ranks come here at the same step."""
         step, recorder, grace = (
             self.state.step,
             self.recorder,
