@@ -25,7 +25,7 @@ FEW_DOCUMENTS = 100  # fewer documents are divided by the length of their texts
 
 @dataclass
 class Limit:
-    """How much of a source is read. 0 is no limit.
+    """The part of a source to read; 0 means no limit.
 
     Validation documents are held out of the first `text` bytes, for every tokenizer the same. The
     other documents are read until they have `tokens` tokens.

@@ -107,7 +107,7 @@ def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any
         **more,
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
-    with contextlib.suppress(OSError):  # a disk that is full is no reason to stop
+    with contextlib.suppress(OSError):  # a full disk does not stop the run
         write_atomic(run / "environment.json", json.dumps(scrub(environment), indent=2) + "\n")
 
 

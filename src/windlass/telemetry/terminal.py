@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-WIDE = 1000  # columns of an output that is no terminal: nothing wraps there
+WIDE = 1000  # columns of an output that is not a terminal, so nothing wraps
 NARROWEST = 13  # columns that text is wrapped in
 # What a terminal obeys, what turns its direction of writing, and what has no bytes in UTF-8.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -409,7 +409,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def outside(self, phase: str) -> Iterator[None]:
-        """What is no part of a step: its time counts as `phase`."""
+        """Count the time inside as `phase`, outside of steps."""
         with self.timer.phase("outside"), self.goodput.phase(phase):
             yield
 
