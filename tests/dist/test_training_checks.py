@@ -1,4 +1,4 @@
-"""The start-up checks one by one; tests/e2e/test_startup.py sees all of them from outside."""
+"""The start-up checks one by one; tests/e2e/test_training_startup_checks.py sees all of them from outside."""
 
 from __future__ import annotations
 
