@@ -157,7 +157,7 @@ def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_
         described(one),
         described(view(build_run(tmp_path / "cpu", device="cpu", ranks=1, steps=30))),
     )
-    assert list(cuda)[:4] == ["loss", "suite-hellaswag", "lr", "grad_norm"] and {
+    assert list(cuda)[:4] == ["loss", "suite-hellaswag", "throughput", "lr"] and {
         "memory",
         "power",
     } <= set(cuda)

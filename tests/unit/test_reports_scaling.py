@@ -9,7 +9,7 @@ from scaling_fixtures import build_scaling, phases, rates, worlds
 from windlass.reports.contents import contents
 from windlass.reports.page import page
 from windlass.reports.plots import draw
-from windlass.reports.scaling import read_scaling, sentences, setup_values, terminal
+from windlass.reports.scaling import read_scaling, sentences, terminal
 from windlass.reports.study import read_study
 from windlass.reports.write import report
 from windlass.study.grid import WORLD, Scaling
@@ -132,7 +132,7 @@ def test_charts_have_the_ideal_line_and_the_spread(strong):
 
 
 def test_values_of_setups_for_published_tables(strong):
-    one, two, _, failed = setup_values(read_study(strong.path))
+    one, two, _, failed = read_scaling(read_study(strong.path)).values
     assert one["train.precision"] == "fp32" and failed["train.precision"] == "auto", (
         "what it was, or is to be"
     )
@@ -234,9 +234,7 @@ def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategie
         settings=["eval.suites=['loss', 'squad']", "data.format=squad", "data.source=squad"],
     )
     (first, second), notes = shown(scored)
-    assert [(row["Exact match"], row["F1"]) for row in (first, second)] == [
-        ("12.5000", "25.0000")
-    ] * 2
+    assert [(row["Exact match"], row["F1"]) for row in (first, second)] == [("12.5", "25.0")] * 2
     assert "ran once" not in notes
 
 
@@ -253,5 +251,5 @@ def test_a_study_whose_cells_all_wait_is_still_a_table(tmp_path):
     assert [row.state for row in scaled.rows] == ["finished", "waiting"]
     assert [chart.id for chart in scaled.charts] == ["step-parts"]
     assert "not run yet" in scaled.tables[0].csv()
-    assert "waiting" in page(contents(seen.views, seen, scaled))
+    assert "waiting" in page(contents(seen.views, seen))
     assert sentences(study, read_setups(study))

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from windlass.checkpoint.retention import LOSS
 from windlass.reports.charts import Chart, Look, looks
+from windlass.reports.published import published
 from windlass.reports.run_charts import charts, time_chart
-from windlass.reports.scaling import ScalingView
+from windlass.reports.scaling import ScalingView, read_scaling
 from windlass.reports.study import StudyView, Winner, study_tables, sweep_charts
 from windlass.reports.table import Table, stacked
 from windlass.reports.tables import (
@@ -25,28 +26,10 @@ from windlass.reports.tables import (
 from windlass.reports.text import plural, show
 from windlass.reports.view import RunView
 from windlass.study.compare import BITS, common_measure
-from windlass.telemetry.measures import of_result
+from windlass.telemetry.measures import RUN
 
-HEADLINES = {
-    "eval_loss": "Validation loss",
-    "full_eval_loss": "Validation loss, all data",
-    "best_eval_loss": "Best validation loss",
-    "best_score": "Best score",
-    "train_loss": "Training loss",
-    "tokens": "Tokens",
-    "train_tokens_per_s": "Tokens per second",
-    "mfu": "MFU",
-    "goodput": "Goodput",
-    "runtime_s": "Runtime",
-    "device_hours": "Device-hours",
-}
-"""The measures at the top of the page, each by its short name."""
-
-BEST = {
-    LOSS: ("best_eval_loss", "Best validation loss"),
-    BITS: ("best_bits_per_byte", "Best bits per byte"),
-}
-"""The headline that names the best of several runs, by their common measure."""
+BEST = {LOSS: "best_eval_loss", BITS: "best_bits_per_byte"}
+"""The measure of the best of several runs, by what they have in common."""
 
 
 @dataclass(frozen=True)
@@ -90,44 +73,42 @@ class Contents:
         return [*self.study_charts, *self.run_charts, *([self.time] if self.time else [])]
 
 
-def contents(
-    views: Sequence[RunView],
-    study: StudyView | None = None,
-    scaled: ScalingView | None = None,
-    published: Table | None = None,
-) -> Contents:
-    """Compute a report."""
-    settings = all_settings(views)
-    evals = {view.label: evaluations(view) for view in views}
+def contents(views: Sequence[RunView], study: StudyView | None = None, table: str = "") -> Contents:
+    """Compute a report; `table`: the published table to fill, empty for the preset's own.
+
+    Raises:
+        UserError: there is no such published table.
+    """
+    scaled = read_scaling(study) if study else None
+    settings, evals = all_settings(views), {view.label: evaluations(view) for view in views}
     single = len(views) == 1 and not study
-    listed = [] if study is None else [*(scaled.tables if scaled else ()), *study_tables(study)]
     total = results(views[0]) if single else comparison(views, settings)
-    tables = {table.name: table for table in listed} | ({} if study else {"results": total})
+    shown = [total]
+    if study:
+        shown = [*(scaled.tables if scaled else ()), *study_tables(study)]
     keys = [] if single else ["run"]
     own = {view.label: () if single else (view.label,) for view in views}
-    csv = {
-        "settings": settings_table(views, settings),
-        "train": stacked("train", keys, {own[v.label]: curves(v.train) for v in views}),
-        "results": total,
-    }
     parts = {(*own[run], suite): t for run, each in evals.items() for suite, t in each.items()}
-    if parts:
-        csv["evaluations"] = stacked("evaluations", [*keys, "suite"], parts)
-    winners = scaled.winners if scaled else study.winners if study else []
+    csv = [
+        settings_table(views, settings),
+        stacked("train", keys, {own[v.label]: curves(v.train) for v in views}),
+        *([stacked("evaluations", [*keys, "suite"], parts)] if parts else []),
+        total,
+    ]
     return Contents(
         head=_head(views, study, scaled),
         views=views,
         study=study,
         scaled=scaled,
-        published=published,
-        winners=winners,
+        published=published(views, study, table, scaled.values if scaled else ()),
+        winners=scaled.winners if scaled else study.winners if study else [],
         looks=looks(views, study.tones if study else ()),
         run_charts=charts(views),
         study_charts=scaled.charts if scaled else sweep_charts(study) if study else [],
         time=time_chart(views),
         settings=settings,
-        tables=tables,
-        csv=csv,
+        tables={each.name: each for each in shown},
+        csv={each.name: each for each in csv},
         evaluations=evals[views[0].label] if single else {},
     )
 
@@ -141,8 +122,7 @@ def _head(views: Sequence[RunView], study: StudyView | None, scaled: ScalingView
         head = _comparison_head(views)
     for name in ("tokens", "runtime_s", "device_hours"):
         if total := sum(float(view.values.get(name) or 0) for view in views):
-            text = show(total, of_result(name).kind)
-            head.figures.append((f"{HEADLINES[name]} in all", text, ""))
+            head.figures.append((f"{RUN[name].headline} in all", show(total, RUN[name].kind), ""))
     return head
 
 
@@ -159,21 +139,22 @@ def _run_head(view: RunView) -> Head:
     starts = 1 + len(view.restarts) - len(extensions)
     parts += extensions
     parts += [f"started {plural(starts, 'time')} and drawn as one curve"] * (starts > 1)
-    shown = {name: text for name, text in HEADLINES.items() if name in values}
-    figures = [(text, show(values[name], of_result(name).kind), "") for name, text in shown.items()]
+    shown = [m for m in RUN.values() if m.headline and m.name in values]
+    shown.sort(key=lambda m: m.kind != "loss")  # the losses come first
+    figures = [(m.headline, show(values[m.name], m.kind), "") for m in shown]
     notes = view.settings["run.notes"]
     return Head("A run", view.label, ", ".join(parts), view.state, notes=notes, figures=figures)
 
 
 def _comparison_head(views: Sequence[RunView]) -> Head:
     measure, remark = common_measure([view.evaluated for view in views])
-    name, title = BEST.get(measure, ("", ""))
+    name = BEST.get(measure, "")
     scores = [(x, v.label) for v in views if isinstance(x := v.values.get(name), float)]
     best = min((one for one in scores if not math.isnan(one[0])), default=None)
+    title = RUN[name].headline or RUN[name].title if name else ""
     figures = [(title, show(best[0], "loss"), best[1])] if best else []
     lede = _counts(view.state for view in views)
-    title = f"{len(views)} runs"
-    return Head("A comparison of runs", title, lede, remark=remark, figures=figures)
+    return Head("A comparison of runs", f"{len(views)} runs", lede, remark=remark, figures=figures)
 
 
 def _study_head(seen: StudyView, scaled: ScalingView | None) -> Head:

@@ -1,18 +1,17 @@
 """The tables of published pieces of work, filled from a run or a study by the name of its preset.
 
-A reason in words stands for each missing value: the driver's numbers are "no GPU" on a CPU.
+A reason in words stands for each missing value, for example "no GPU" on a CPU.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from windlass.errors import UserError, argument
-from windlass.reports.scaling import setup_values
+from windlass.reports.scaling import read_scaling
 from windlass.reports.study import StudyView, read_study
 from windlass.reports.table import Column, Table
 from windlass.reports.text import plural
@@ -20,12 +19,36 @@ from windlass.reports.view import RunView
 from windlass.study.study import Study
 from windlass.telemetry.measures import EPOCH_LOSS, of_published
 
-# the last one is resident memory on a CPU
-GPU_ONLY = ("mem_alloc_mb", "mem_reserved_mb", "driver_mem_mb", "peak_mem_mb")
 WAITING = {"waiting": "not run yet", "running": "not finished", "interrupted": "not finished"}
-Values = Mapping[str, Any]
-Reason = Callable[[str], str]  # why a name has no value
-Row = tuple[Values, Reason]
+SOURCES = {"run": "runs", "cell": "a sweep", "setup": "a scaling study"}
+"""What a table is filled from, by the `rows` of its specification."""
+
+
+class Row(NamedTuple):
+    """A run, cell or setup."""
+
+    values: Mapping[str, Any]  # settings and measures by name
+    state: str
+    gpus: bool | None  # None: not known yet
+    reasons: Mapping[str, str] = {}  # why a measure is missing
+
+    def cell(self, name: str) -> Any:
+        """The value of a measure or setting, or why there is none."""
+        measure = of_published(name)
+        if self.gpus is False and measure.gpu:
+            return "no GPU"
+        value, ranks = self.values.get(measure.source or name), self.values.get("world")
+        if name == "gpus" and not self.gpus and ranks:
+            return plural(ranks, "CPU rank")
+        if value is not None:
+            return value if measure.factor == 1 else measure.factor * value
+        if reason := self.reasons.get(measure.source or name):
+            return reason
+        if self.state != "finished":
+            return WAITING.get(self.state, self.state)
+        if name.startswith(EPOCH_LOSS):
+            return f"no evaluation at epoch {name.removeprefix(EPOCH_LOSS)}"
+        return "not measured"
 
 
 def specifications() -> dict[str, dict[str, Any]]:
@@ -38,60 +61,57 @@ def published(
     views: Sequence[RunView],
     study: StudyView | None = None,
     name: str = "",
-    setups: Sequence[Values] = (),
+    setups: Sequence[Mapping[str, Any]] = (),
 ) -> Table | None:
     """The published table of a study's or all runs' preset, or the table called `name`.
 
-    None if the preset has no table, or if the study's cells have nothing in common with its rows.
+    None if the preset has no table, or if the study varies settings that the table does not have.
     `setups`: for a scaling study the result of `scaling.setup_values`.
 
     Raises:
         UserError: no table is called `name`, or it is a table of something else than these sources.
     """
-    specs, wanted = specifications(), name or preset_of(views, study.study if study else None)
+    specs, wanted = specifications(), name or _preset(views, study.study if study else None)
     if wanted not in specs:
         if name:
             listed = ", ".join(specs)
             raise UserError(f"{argument('table', name)}: no such table; the tables are {listed}")
         return None
     spec = specs[wanted]
-    columns: dict[str, str] = spec["columns"]
-    rows: list[Row] = []
+    columns, rows = dict[str, str](spec["columns"]), list[Row]()
     if spec["rows"] == "run" and not study:
-        rows = list(map(run_row, views))
+        rows = list(map(_run_row, views))
         columns = {"Run": "run", **columns} if len(views) > 1 else columns
     elif spec["rows"] == "cell" and study:
         varied = {key for key, values in study.study.values.items() if len(values) > 1}
         # the table cannot tell the cells apart if the study varies another setting
-        rows = cell_rows(study) if name or varied <= {*columns.values()} else []
+        rows = _cell_rows(study) if name or varied <= {*columns.values()} else []
     elif spec["rows"] == "setup":
-        gpus = any(map(on_gpus, views)) if views else None
-        for values in setups:
-            why = why_not(values["state"], gpus, values["reasons"])
-            rows.append((with_units(values, bool(gpus)), why))
+        gpus = any(map(_on_gpus, views)) if views else None
+        rows = [Row(values, values["state"], gpus, values["reasons"]) for values in setups]
     if not rows:
         if name:
-            what = {"run": "runs", "cell": "a sweep", "setup": "a scaling study"}[spec["rows"]]
+            what = SOURCES[spec["rows"]]
             raise UserError(f"{argument('table', name)} is a table of {what}; give it {what}")
         return None
-    absent = {x for x in spec.get("optional", ()) if all(row.get(x) is None for row, _ in rows)}
-    columns = {heading: x for heading, x in columns.items() if x not in absent}
-    cells = [
-        [why(x) if row.get(x) is None else row[x] for x in columns.values()] for row, why in rows
-    ]
+    for optional in spec.get("optional", ()):
+        if all(row.values.get(optional) is None for row in rows):
+            columns = {heading: x for heading, x in columns.items() if x != optional}
+    cells = [[row.cell(x) for x in columns.values()] for row in rows]
     heads = [Column(heading, heading, of_published(x).kind) for heading, x in columns.items()]
     return Table(wanted, heads, cells, spec["title"], [spec["note"]] if "note" in spec else [])
 
 
 def of_study(study: Study) -> Table | None:
     """The published table of a study's preset, from the study on disk; None if there is none."""
-    if preset_of((), study) not in specifications():
+    if _preset((), study) not in specifications():
         return None  # without reading the runs
     seen = read_study(study.path)
-    return published(seen.views, seen, setups=setup_values(seen) if study.scaling else ())
+    scaled = read_scaling(seen)
+    return published(seen.views, seen, setups=scaled.values if scaled else ())
 
 
-def preset_of(views: Sequence[RunView], study: Study | None) -> str:
+def _preset(views: Sequence[RunView], study: Study | None) -> str:
     """The preset of a study, or of all runs; empty if they have several."""
     if study:
         return (study.scaling.preset if study.scaling else "") or study.recipe.preset
@@ -99,61 +119,24 @@ def preset_of(views: Sequence[RunView], study: Study | None) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def on_gpus(view: RunView) -> bool:
+def _on_gpus(view: RunView) -> bool:
     return view.run.on_gpus or "avg_mem_alloc_mb" in view.summary
 
 
-def run_values(view: RunView) -> dict[str, Any]:
-    """The settings and measures of a run, also in the units of tables."""
-    return with_units({**view.settings, **view.values}, on_gpus(view))
-
-
-def with_units(values: Values, gpus: bool) -> dict[str, Any]:
-    """Measures, also in the units of tables (`x_gb`, `x_pct`); without GPUs no GPU's measures."""
-    more, world = dict(values), values.get("world")
-    if gpus:
-        more["gpus"], more["gpu_hours"] = world, more.get("device_hours")
-        more["gpu_util_pct"] = more.get("util_pct")
-    else:
-        more |= dict.fromkeys(GPU_ONLY)
-        more["gpus"] = plural(world, "CPU rank") if world else None
-    more |= {f"{name[:-3]}_gb": more[name] / 1e3 for name in GPU_ONLY if more.get(name) is not None}
-    shares = ("efficiency", "ratio")
-    return more | {f"{name}_pct": 100 * more[name] for name in shares if name in more}
-
-
-def why_not(
-    state: str, gpus: bool | None, reasons: Mapping[str, str] = MappingProxyType({})
-) -> Reason:
-    """Why a name has no value; `state`: of a run, cell or setup, `gpus`: None if not known yet."""
-
-    def why(name: str) -> str:
-        if gpus is False and (name.startswith("gpu_") or name.replace("_gb", "_mb") in GPU_ONLY):
-            return "no GPU"
-        if reason := reasons.get(name.removesuffix("_pct")):
-            return reason
-        if state != "finished":
-            return WAITING.get(state, state)
-        if name.startswith(EPOCH_LOSS):
-            return f"no evaluation at epoch {name.removeprefix(EPOCH_LOSS)}"
-        return "not measured"
-
-    return why
-
-
-def run_row(view: RunView) -> Row:
+def _run_row(view: RunView) -> Row:
     state = "waiting" if not view.step else "finished" if view.state == "finished" else "running"
     nodes = (view.run.environment.get("launch") or {}).get("nodes", 1)
     setup = f"{plural(nodes, 'host')}, {plural(int(view.values.get('world') or 1), 'rank')}"
-    values = run_values(view) | {"run": view.label, "setup": setup}
-    return values, why_not(state, on_gpus(view))
+    own = {**view.settings, **view.values, "run": view.label, "setup": setup}
+    return Row(own, state, _on_gpus(view))
 
 
-def cell_rows(study: StudyView) -> list[Row]:
+def _cell_rows(study: StudyView) -> list[Row]:
     """Each cell of a sweep, in the order of the grid."""
-    views, rows = {view.run.path: view for view in study.views}, list[Row]()
+    begun, rows = {view.run.path: _run_row(view) for view in study.views}, []
     for result in study.results:
-        view = views.get(result.run.path)
-        values = (run_values(view) if view else {}) | result.cell.assignment
-        rows.append((values, why_not(result.state, on_gpus(view) if view else None)))
+        row = begun.get(result.run.path, Row({}, "", None))
+        rows.append(
+            row._replace(values={**row.values, **result.cell.assignment}, state=result.state)
+        )
     return rows

@@ -16,28 +16,13 @@ from windlass.reports.tracks import Numbers, Track, interpolate
 from windlass.reports.view import RunView
 from windlass.study.compare import BITS, common_measure
 from windlass.study.results import diverged
-from windlass.telemetry.measures import DEVICE, TRAIN, by_chart
+from windlass.telemetry.measures import DEVICE, PHASES, TRAIN, by_chart
 
 POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels
 RANK_POINTS = 400
 FEW_RANKS = 8  # have a line each; more are a mean and a range, with the two extreme ranks
 FEW_LINES = 24  # of the ranks of several runs; more are a mean and a range for each run
 AXES = ("step", "tokens", "hours")
-
-CURVES = ("lr", "grad_norm", "throughput", "step_time", "mfu")
-"""The order of the charts of `train` lines; charts that it does not name follow."""
-
-PARTS = {
-    "train": ("training steps", 0),
-    "data": ("waiting for data", 5),
-    "eval": ("evaluation", 1),
-    "save": ("saving", 2),
-    "sample": ("generating samples", 7),
-    "compile": ("compiling", 3),
-    "startup": ("start-up", 4),
-    "lost": ("steps done again after a failure", 6),
-}
-"""The parts of wall time in their order, each with a name and a place in the palette."""
 
 
 def charts(views: Sequence[RunView]) -> list[Chart]:
@@ -47,10 +32,9 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
     names = (name for track in logged for name in track.columns if name.startswith("log."))
     for name in dict.fromkeys(names):
         drawn.append(Chart(slug(name), name, "", _columns(views, logged, {name: name})))
-    curves = by_chart(TRAIN)
-    for key in dict.fromkeys((*CURVES, *curves)):
-        first, trains = curves[key][0], [view.train for view in views]
-        columns = {measure.name: measure.text for measure in curves[key]}
+    for key, measures in by_chart(TRAIN).items():
+        first, trains = measures[0], [view.train for view in views]
+        columns = {measure.name: measure.text for measure in measures}
         lines = _columns(views, trains, columns, first.scale, smooth=key != "lr")
         drawn.append(Chart(key, first.title, first.unit, lines, y=Axis(zero=True)))
     for key, measures in by_chart(DEVICE).items():
@@ -68,14 +52,14 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
 
 def time_chart(views: Sequence[RunView]) -> Chart | None:
     """The share of wall time in each phase, a bar for each run; None if no run has times."""
-    timed = [view for view in views if any(view.wall.get(part, 0) > 0 for part in PARTS)]
+    timed = [view for view in views if any(view.wall.get(part, 0) > 0 for part in PHASES)]
     if not timed:
         return None
-    spent = np.array([[view.wall.get(part, 0.0) for view in timed] for part in PARTS])
+    spent = np.array([[view.wall.get(part, 0.0) for view in timed] for part in PHASES])
     shares = 100 * spent / spent.sum(axis=0)
     series = [
-        Series(name, shares[i], colour=colour, texts=[show(x, "duration") for x in spent[i]])
-        for i, (name, colour) in enumerate(PARTS.values())
+        Series(part.words, shares[i], colour=i, texts=[show(x, part.kind) for x in spent[i]])
+        for i, part in enumerate(PHASES.values())
         if spent[i].any()
     ]
     notes = [f"{share:.1f} %" for share in shares[0]] if len(views) > 1 else [""]

@@ -15,31 +15,17 @@ from windlass.reports.charts import Chart
 from windlass.reports.scaling_charts import scaling_charts
 from windlass.reports.study import StudyView, Winner
 from windlass.reports.table import Column, Table
-from windlass.reports.text import show
+from windlass.reports.text import numeric, show
 from windlass.study.grid import NODES, WORLD, Scaling
-from windlass.study.projection import Projection, projections
+from windlass.study.projection import projections
 from windlass.study.setups import Setup, read_setups
-from windlass.telemetry.measures import SETUP, Measure
+from windlass.telemetry.measures import RUN, SETUP
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from windlass.study.study import Study
 
-TEXTS = {
-    "setup": Measure("setup", "Setup", "", short="setup"),
-    "state": Measure("state", "State", "", short="state"),
-    "spread": Measure("spread", "Lowest to highest (ms)", "", short="low to high"),
-}
-"""Columns of setups that are not numbers."""
-IF_DIFFERENT = frozenset(
-    "layers batch_per_device global_batch parameters flops_per_device pareto recommended".split()  # noqa: SIM905
-)
-"""Columns that describe a setup; people see them if they differ between the setups."""
-UNEXPLAINED = ("predicted_error", "compile_s", "exact_match", "f1")
-"""Columns without a sentence on why they are empty."""
-OF_STRATEGIES = ("pareto", "recommended", "steps_per_s", "util_pct")
-OF_RANKS = ("speedup", "efficiency", "serial_fraction", "ratio")
 METERS = (
     "The driver's numbers come from NVML, and the wall clock's samples/s from the whole run without "
     "its start-up. The trainer measures the memory that its allocator holds, and the samples/s of "
@@ -89,11 +75,9 @@ class ScalingView:
         if not measured:
             return []
         fastest = max(measured, key=lambda row: row.values["samples_per_s"])
-        shown = [("samples_per_s", "Samples per second", "rate")]
-        shown += [("efficiency", "Efficiency", "share")] * ("efficiency" in fastest.values)
-        return [
-            (text, show(fastest.values[name], kind), fastest.name) for name, text, kind in shown
-        ]
+        names = [name for name in ("samples_per_s", "efficiency") if name in fastest.values]
+        shown = [(SETUP[name], fastest.values[name]) for name in names]
+        return [(m.title, show(value, m.kind), fastest.name) for m, value in shown]
 
 
 def read_scaling(seen: StudyView) -> ScalingView | None:
@@ -108,66 +92,62 @@ def read_scaling(seen: StudyView) -> ScalingView | None:
     return ScalingView(scaling, setups, values, tables, charts, winners(study, setups))
 
 
-def setup_values(seen: StudyView, table: Sequence[Setup] | None = None) -> list[dict[str, Any]]:
+def setup_values(seen: StudyView, setups: Sequence[Setup]) -> list[dict[str, Any]]:
     """Everything about each setup by name, for the published tables.
 
-    They are its settings, the medians of its finished runs' measures, its numbers in SETUP, `setup`,
-    `state`, and `reasons`: why a number is missing, by name.
+    It has the setup's settings, the medians of its finished runs' measures, its numbers in SETUP,
+    `setup`, `state`, and `reasons`: why a number is missing, by name.
     """
-    runs, setups = {view.run.path: view.values for view in seen.views}, []
-    for row in read_setups(seen.study, seen.results) if table is None else table:
-        done = (r.run.path for r in row.results if r.state == "finished")
-        finished = [runs[path] for path in done if path in runs]
+    runs, everything = {view.run.path: view.values for view in seen.views}, []
+    for row in setups:
+        finished = [runs[r.run.path] for r in row.finished if r.run.path in runs]
         medians: dict[str, Any] = {}
         for name in dict.fromkeys(name for run in finished for name in run):
             values: list[Any] = [run[name] for run in finished if name in run]
-            numbers = all(type(value) in (int, float) for value in values)
-            medians[name] = statistics.median(values) if numbers else values[0]
+            medians[name] = statistics.median(values) if numeric(values) else values[0]
         head = {"setup": row.name, "state": row.state, "reasons": row.missing}
         if "precision" in row.start:
             head["train.precision"] = row.start["precision"]  # what `auto` was
-        setups.append({**row.recipe.flat(), **row.assignment, **medians, **row.values, **head})
-    return setups
+        everything.append({**row.recipe.flat(), **row.assignment, **medians, **row.values, **head})
+    return everything
 
 
-def setup_table(study: Study, setups: Sequence[Setup], notes: bool = True) -> Table:
+def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
     """A row for each setup. The CSV has every number; people see the columns with a value."""
     strategies = any("pareto" in row.values for row in setups)
     keys = dict.fromkeys(k for row in setups for k in row.assignment if k not in (WORLD, NODES))
-    ends = [f"{n}_{end}" for n in ("step_ms", "samples_per_s") for end in ("low", "high")]
-    names = ["setup", "state", *keys, *SETUP, *ends]
-    names.insert(names.index("step_ms") + 1, "spread")
-    names += ["repeats", "remarks", "reasons"]
-    cells = [_cells(row) for row in setups]
-    columns, columns_of = [], SETUP | TEXTS
-    for name in names:
-        own = columns_of.get(name, Measure(name, kind=""))
-        values = {show(row[name], own.kind) for row in cells if row.get(name) is not None}
-        shown = bool(own.heading) and len(values) > (name in IF_DIFFERENT)
-        shown &= strategies or name not in OF_STRATEGIES
-        columns.append(
-            Column(name, own.heading, own.kind, own.short, shown, in_csv=name != "spread")
-        )
-    text = sentences(study, setups) if notes else []
-    return Table("scaling", columns, [[*map(row.get, names)] for row in cells], "Setups", text)
+    columns = [Column("setup", "Setup", short="setup"), Column("state", "State", short="state")]
+    columns += [Column(key, shown=False) for key in keys]
+    for name, own in SETUP.items():
+        values = [row.values[name] for row in setups if row.values.get(name) is not None]
+        different = len({show(value, own.kind) for value in values}) > 1
+        shown = bool(own.heading and values) and (different or own.role != "shape")
+        shown &= strategies or own.role != "strategies"
+        columns.append(Column(name, own.heading, own.kind, own.short, shown))
+        if name == "step_ms":
+            repeated = any(name in row.spread for row in setups)
+            columns.append(Column("spread", "Lowest to highest (ms)", "", "low to high", repeated))
+    ends = [f"{name}_{end}" for name in ("step_ms", "samples_per_s") for end in ("low", "high")]
+    columns += [Column(name, shown=False) for name in (*ends, "repeats", "remarks", "reasons")]
+    rows = [[cells.get(column.name) for column in columns] for cells in map(_cells, setups)]
+    return Table("scaling", columns, rows, "Setups", sentences(study, setups))
 
 
 def _cells(row: Setup) -> dict[str, Any]:
     """The values of a row of the table by the name of the column."""
-    cells: dict[str, Any] = {
+    cells = {
+        **row.assignment,
+        **row.values,
         "setup": row.name,
         "state": f"{row.state}: {row.reason}" if row.reason else row.state,
-        **row.assignment,
-        **{name: row.values.get(name) for name in SETUP},
         "repeats": len(row.results),
         "remarks": "; ".join(row.remarks),
         "reasons": "; ".join(f"{name}: {text}" for name, text in row.missing.items()),
     }
-    for name in ("step_ms", "samples_per_s"):
+    for name in ("samples_per_s", "step_ms"):
         if name in row.spread:
-            cells[f"{name}_low"], cells[f"{name}_high"] = row.spread[name]
-    if "step_ms" in row.spread:
-        cells["spread"] = " to ".join(show(ms, "rate") for ms in row.spread["step_ms"])
+            cells[f"{name}_low"], cells[f"{name}_high"] = low, high = row.spread[name]
+            cells["spread"] = f"{show(low, 'rate')} to {show(high, 'rate')}"
     return cells
 
 
@@ -182,27 +162,22 @@ def meter_table(setups: Sequence[Setup], values: Sequence[dict[str, Any]]) -> Ta
     }
     if any(row.on_cpu for row in setups):
         names["rss_mb"] = "Trainer: resident memory of a rank (MB)"
-    lines = []
+    known = SETUP | RUN
+    gpu_only = [name for name in names if known[name].gpu or name == "util_pct"]
+    rows = []
     for row, numbers in zip(setups, values, strict=True):
         state = "not measured" if row.start else row.state
-        cells = [numbers.get(name) or state for name in names]
-        if row.on_cpu:
-            gpu_only = ("driver_mem_mb", "util_pct", "mem_alloc_mb")
-            cells = [
-                "no GPU" if name in gpu_only else cell
-                for name, cell in zip(names, cells, strict=True)
-            ]
-        lines.append((row.name, *cells))
-    columns = [
-        Column(name, text, "mb" if name.endswith("_mb") else "rate") for name, text in names.items()
-    ]
-    return Table("meters", [Column("setup", "Setup"), *columns], lines, "The two meters", [METERS])
+        cells = {name: numbers.get(name) or state for name in names}
+        cells |= dict.fromkeys(gpu_only, "no GPU") if row.on_cpu else {}
+        rows.append((row.name, *cells.values()))
+    columns = [Column(name, text, known[name].kind) for name, text in names.items()]
+    return Table("meters", [Column("setup", "Setup"), *columns], rows, "The two meters", [METERS])
 
 
 def projected(study: Study, setups: Sequence[Setup]) -> list[Table]:
     """A table of numbers of ranks that were not measured; empty if the study projects none."""
-    found, basis = projections(study, setups)
-    if not found:
+    steps, basis = projections(study, setups)
+    if not steps:
         return []
     headings = {
         "world": ("Ranks", "count"),
@@ -213,34 +188,29 @@ def projected(study: Study, setups: Sequence[Setup]) -> list[Table]:
         "samples_per_s": ("Projected samples/s", "rate"),
         "efficiency": ("Projected efficiency", "share"),
     }
-    headings |= {"reason": ("Reason", "")} if any(one.reason for one in found) else {}
+    headings |= {"reason": ("Reason", "")} if any(step.reason for step in steps) else {}
     columns = [Column(n, text, kind, text.lower()) for n, (text, kind) in headings.items()]
-
-    def cell(one: Projection, name: str) -> Any:
-        return "projected" if name == "state" else getattr(one, name) or None
-
-    lines = [[cell(one, name) for name in headings] for one in found]
+    cells = [step._asdict() | {"state": "projected"} for step in steps]
+    rows = [[cell[column.name] or None for column in columns] for cell in cells]
     notes = [basis] if basis else []
-    return [Table("projected", columns, lines, "Projected, not measured", notes)]
+    return [Table("projected", columns, rows, "Projected, not measured", notes)]
 
 
 def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
     """The sentences under the table: how its numbers are defined, and why some are missing."""
     scaling = study.scaling or Scaling("strategies")
     measured = [row for row in setups if row.measured]
+    repeats = f", then over {scaling.repeats} repeats" if scaling.repeats > 1 else ""
     text = [
         "Step: the median over the lines of the ledger that begin after "
-        f"{scaling.warmup} steps of each start"
-        + f", then over {scaling.repeats} repeats" * (scaling.repeats > 1)
-        + f". {FORMULAS[scaling.mode]}"
+        f"{scaling.warmup} steps of each start{repeats}. {FORMULAS[scaling.mode]}"
     ]
     if scaling.grow == "model" and len(measured) > 1:
         text.append(_growth(measured[0], measured[-1]))
     if scaling.mode == "strategies" and scaling.repeats == 1 and len(measured) > 1:
         text.append(
-            "Each setup ran once, so nothing here tells a difference from noise: the Pareto front "
-            "and the recommended setup may be others the next time. With `--repeats 3` the table "
-            "has the spread of each setup."
+            "Each setup ran once, so a difference may be noise, and the next study may recommend "
+            "another setup. With `--repeats 3` the table has the spread of each setup."
         )
     hosts = set().union(*(row.hosts for row in measured))
     if len(hosts) == 1:
@@ -265,7 +235,7 @@ def _growth(low: Setup, high: Setup) -> str:
     layers, parameters, flops = (high.values[name] / low.values[name] for name in names)
     sizes = f"{low.values['parameters']:,} to {high.values['parameters']:,}"
     return (
-        f"{layers:g} times the layers are {parameters:.3g} times the parameters ({sizes}), as "
+        f"{layers:g} times the layers are {parameters:.3g} times the parameters ({sizes}), because "
         f"embedding and head do not grow, and {flops:.3g} times the FLOPs of a rank in a step. "
         "Runtime ÷ baseline's is what the exercise prints as its efficiency; ours is the inverse, "
         "computed from the time of a step, and 100 % at best."
@@ -274,12 +244,12 @@ def _growth(low: Setup, high: Setup) -> str:
 
 def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
     """Why columns are empty: a sentence for each reason and its setups."""
-    skipped = (*UNEXPLAINED, *(OF_RANKS if scaling.mode == "strategies" else OF_STRATEGIES))
+    other = "compared" if scaling.mode == "strategies" else "strategies"
     empty: dict[tuple[str, ...], list[str]] = {}  # by reason and setups, the columns
     for name, measure in SETUP.items():
         without: dict[str, list[str]] = {}
         for row in measured:
-            if measure.heading and name in row.missing and name not in skipped:
+            if measure.heading and name in row.missing and measure.role not in ("optional", other):
                 without.setdefault(row.missing[name], []).append(row.name)
         words = measure.title.partition(" (")[0]
         words = words if words.isupper() else words[0].lower() + words[1:]
@@ -288,8 +258,8 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
     text = []
     for (why, *setups), columns in empty.items():
         everywhere = len(setups) == len(measured) > 1
-        of = "all setups" if everywhere else "; ".join(setups)
-        text.append(f"No value of {', '.join(columns)} ({of}): {why}.")
+        names = "all setups" if everywhere else "; ".join(setups)
+        text.append(f"No value of {', '.join(columns)} ({names}): {why}.")
     return text
 
 

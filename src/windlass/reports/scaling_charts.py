@@ -13,21 +13,18 @@ from windlass.study.grid import Scaling
 from windlass.study.setups import Setup, baseline
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 
-PART_COLOURS = {"compute_ms": 0, "exposed_ms": 1, "data_ms": 5, "host_ms": 4}
-
 
 def scaling_charts(scaling: Scaling, table: Sequence[Setup]) -> list[Chart]:
     """Charts against the ranks, or for strategies throughput against memory; the parts of a step."""
     measured = [setup for setup in table if setup.measured]
-    parts = step_parts(table)
     if scaling.mode == "strategies":
-        charts = [pareto(measured, scaling.repeats)]
+        charts = pareto(measured, scaling.repeats)
     else:
         charts = against_ranks(scaling, measured, baseline(table))
-    return [chart for chart in (*charts, parts) if chart is not None]
+    return [*charts, *step_parts(measured)]
 
 
-def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> list[Chart | None]:
+def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> list[Chart]:
     """Throughput with the ideal line, efficiency and memory; none for a single number of ranks."""
     measured = sorted(measured, key=lambda setup: setup.world)
     if len({setup.world for setup in measured}) < 2:
@@ -52,7 +49,7 @@ def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> l
 
     zero, note = Axis(zero=True), "against ranks"
     throughput, efficiency = [line("samples_per_s")], [line("efficiency", factor=100)]
-    charts: list[Chart | None] = []
+    charts = []
     if base.measured:  # nothing compares with a baseline without numbers
         growth = 1.0 if scaling.grow == "model" else ranks / base.world
         throughput.append(ideal(base.values["samples_per_s"] * growth))
@@ -73,13 +70,13 @@ def memory_unit(measured: Sequence[Setup]) -> str:
     return "MB resident" if measured[0].on_cpu else "MB allocated"
 
 
-def pareto(measured: Sequence[Setup], repeats: int) -> Chart | None:
+def pareto(measured: Sequence[Setup], repeats: int) -> list[Chart]:
     """Throughput against memory, with the line of the setups that no other one beats in both."""
     rivals = [setup for setup in measured if "pareto" in setup.values]
     rivals.sort(key=lambda setup: setup.values["peak_mem_mb"])
     places = sorted({float(setup.values["peak_mem_mb"]) for setup in rivals})
     if len(places) < 2:
-        return None
+        return []
 
     def series(name: str, setups: Sequence[Setup], **look: Any) -> Series:
         x = np.array([setup.values["peak_mem_mb"] for setup in setups], dtype=np.float64)
@@ -95,28 +92,22 @@ def pareto(measured: Sequence[Setup], repeats: int) -> Chart | None:
         lines.append(series("not on the front", others, colour=7, points="only"))
     x = f"{memory_unit(measured)} on the fullest rank"
     noise = "each setup ran once" if repeats == 1 else f"medians over {repeats} repeats"
-    return Chart(
-        "scaling-pareto",
-        "Throughput against memory",
-        "samples/s",
-        lines,
-        x=Axis(x, places, [show(value, "mb") for value in places]),
-        note=f"against {x}; {noise}",
-    )
+    axis, note = Axis(x, places, [show(place, "mb") for place in places]), f"against {x}; {noise}"
+    title = "Throughput against memory"
+    return [Chart("scaling-pareto", title, "samples/s", lines, x=axis, note=note)]
 
 
-def step_parts(table: Sequence[Setup]) -> Chart | None:
+def step_parts(measured: Sequence[Setup]) -> list[Chart]:
     """The parts of a step in stacked bars, for each setup whose parts are known."""
-    divided = [setup for setup in table if "compute_ms" in setup.values]
+    divided = [setup for setup in measured if "compute_ms" in setup.values]
     if not divided:
-        return None
+        return []
     series = []
-    for part in STEP_PARTS:
+    for place, part in enumerate(STEP_PARTS):
         y = np.array([float(setup.values.get(part, 0.0)) for setup in divided])
         texts = [f"{show(ms, 'rate')} ms" for ms in y.tolist()]
-        series.append(Series(SETUP[part].words, y, colour=PART_COLOURS[part], texts=texts))
+        series.append(Series(SETUP[part].words, y, colour=place, texts=texts))
     totals = np.sum([one.y for one in series], axis=0)
     notes = [show(float(total), "rate") for total in totals]
     bars = Axis(names=[setup.name for setup in divided], notes=notes)
-    title = "Where the time of a step went"
-    return Chart("step-parts", title, "ms", series, "bars", y=bars)
+    return [Chart("step-parts", "Where the time of a step went", "ms", series, "bars", y=bars)]

@@ -8,7 +8,7 @@ which more is better.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from windlass.checkpoint.retention import LOSS
 from windlass.reports.charts import Axis, Chart, Series, pattern
 from windlass.reports.table import Column, Table
 from windlass.reports.tables import measure_column
-from windlass.reports.text import show
+from windlass.reports.text import numeric, show
 from windlass.reports.view import RunView, view
 from windlass.study.compare import BITS
 from windlass.study.grid import SEED, short_names
@@ -111,10 +111,6 @@ def read_study(path: str | Path) -> StudyView:
     )
 
 
-def numeric(values: Iterable[Any]) -> bool:
-    return all(type(value) in (int, float) for value in values)
-
-
 def cell_table(seen: StudyView) -> Table:
     """A row for each cell: its settings, state, scores, tokens, speed and device-hours."""
     names = "state steps tokens train_loss eval_loss best_eval_loss train_tokens_per_s device_hours"
@@ -135,11 +131,11 @@ def seed_table(seen: StudyView) -> Table:
     """Median and spread of the best score over the seeds."""
     rows = []
     for group in seen.groups:
-        low, high = min(group.scores, default=None), max(group.scores, default=None)
-        spread = high - low if high is not None and low is not None else None
-        numbers = (group.median, low, high, spread if len(group.scores) > 1 else None)
-        counts = (len(group.results), len(group.scores))
-        rows.append((*group.assignment.values(), *numbers, *counts))
+        scores: list[Any] = group.scores or [None]
+        low, high = min(scores), max(scores)
+        spread = high - low if len(scores) > 1 else None
+        numbers = (group.median, low, high, spread, len(group.results), len(group.scores))
+        rows.append((*group.assignment.values(), *numbers))
     columns = [
         *(Column(key) for key in seen.study.keys if key != SEED),
         Column("median", f"Best {seen.title}, median", "loss"),

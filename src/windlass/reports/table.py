@@ -6,10 +6,11 @@ import csv
 import io
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from windlass.reports.text import latex_cell, markdown_cell, show
+from windlass.reports.text import latex_cell, markdown_cell, numeric, show
+from windlass.telemetry.terminal import rich_console, table
 from windlass.variables import scrub
 
 if TYPE_CHECKING:
@@ -24,14 +25,6 @@ class Column(NamedTuple):
     kind: str = ""
     short: str = ""  # the heading in the terminal; empty: the heading
     shown: bool = True  # to people; other columns are in the CSV alone
-    in_csv: bool = True
-
-
-class Cell(NamedTuple):
-    """A value for a reader, and the raw value, by which the page sorts."""
-
-    text: str
-    value: Any
 
 
 @dataclass(frozen=True)
@@ -56,30 +49,17 @@ class Table:
 
     @property
     def numeric(self) -> list[int]:
-        """The shown columns that hold numbers alone, which are set flush right."""
-        cells = [[row[i] for row in self.rows if row[i] is not None] for i in self.shown]
-        return [
-            place
-            for place, column in enumerate(cells)
-            if column and all(type(cell) in (int, float) for cell in column)
-        ]
-
-    def cells(self) -> list[list[Cell]]:
-        """The shown cells of each row."""
-        return [
-            [
-                Cell(show(row[i], self.kinds[n] if self.kinds else self.columns[i].kind), row[i])
-                for i in self.shown
-            ]
-            for n, row in enumerate(self.rows)
-        ]
+        """The places among the shown columns of those with numbers alone, which are flush right."""
+        columns = [[row[i] for row in self.rows if row[i] is not None] for i in self.shown]
+        return [n for n, cells in enumerate(columns) if cells and numeric(cells)]
 
     def texts(self) -> list[list[str]]:
-        return [[cell.text for cell in row] for row in self.cells()]
-
-    def only(self, rows: Iterable[Sequence[Any]]) -> Table:
-        """The table with some of its rows."""
-        return replace(self, rows=list(rows))
+        """The shown cells of each row, for a reader."""
+        kinds = self.kinds or [""] * len(self.rows)
+        return [
+            [show(row[i], kind or self.columns[i].kind) for i in self.shown]
+            for kind, row in zip(kinds, self.rows, strict=True)
+        ]
 
     def markdown(self) -> str:
         lines = [" | ".join(map(markdown_cell, row)) for row in (self.headings, *self.texts())]
@@ -99,47 +79,45 @@ class Table:
 
     def csv(self) -> str:
         """All columns with Unix line ends; floats in full precision, an empty cell for None."""
-        places = [i for i, column in enumerate(self.columns) if column.in_csv]
-        lines = [[self.columns[i].name for i in places]]
-        lines += [[_plain(row[i]) for i in places] for row in self.rows]
         out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows(lines)
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(column.name for column in self.columns)
+        writer.writerows(map(_plain, self.rows))
         return out.getvalue()
 
     def terminal(self, width: int, title: str = "") -> Group:
         """The table for a terminal of that width; `title` stands above it."""
-        from windlass.telemetry.terminal import table
-
-        heads = [
-            self.columns[i].short or head for i, head in zip(self.shown, self.headings, strict=True)
-        ]
-        text = [head for i, head in enumerate(heads) if i not in self.numeric]
+        shorts = [self.columns[i].short for i in self.shown]
+        heads = [short or head for short, head in zip(shorts, self.headings, strict=True)]
+        text = [head for place, head in enumerate(heads) if place not in self.numeric]
         return table(heads, self.texts(), width, text=text, title=title)
 
     def print(self, title: str = "") -> None:
         """Print the table as wide as the terminal."""
-        from windlass.telemetry.terminal import rich_console
-
         console = rich_console(sys.stdout)
         console.print(self.terminal(console.width, title))
 
 
-def _plain(value: Any) -> Any:
-    """A value as CSV has it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    if isinstance(value, (list, tuple)):
-        return " ".join(str(_plain(v)) for v in value)
-    return scrub(value)
+def _plain(row: Iterable[Any]) -> list[Any]:
+    """A row as CSV has it."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+            return int(value)
+        if isinstance(value, (list, tuple)):
+            return " ".join(map(str, _plain(value)))
+        return scrub(value)
+
+    return list(map(plain, row))
 
 
 def stacked(name: str, keys: Sequence[str], parts: Mapping[tuple[str, ...], Table]) -> Table:
     """Tables under each other, with columns `keys` in front: they say where each row is from."""
     columns = {column.name: column for table in parts.values() for column in table.columns}
     rows = []
-    for key, table in parts.items():
-        own = [column.name for column in table.columns]
-        rows += [(*key, *map(dict(zip(own, row, strict=True)).get, columns)) for row in table.rows]
+    for key, part in parts.items():
+        names = [column.name for column in part.columns]
+        rows += [(*key, *map(dict(zip(names, row, strict=True)).get, columns)) for row in part.rows]
     return Table(name, [*map(Column, keys), *columns.values()], rows)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from windlass.telemetry.measures import duration
@@ -81,6 +82,10 @@ def markdown_cell(text: Any) -> str:
 def latex_cell(text: Any) -> str:
     """Text made safe for a cell of a LaTeX table."""
     return " ".join(printable(scrub(str(text))).split()).translate(LATEX)
+
+
+def numeric(values: Iterable[Any]) -> bool:
+    return all(type(value) in (int, float) for value in values)
 
 
 def slug(text: str) -> str:

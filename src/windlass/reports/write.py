@@ -14,8 +14,6 @@ from windlass.errors import UserError, argument, installed, require
 from windlass.fileio import write_atomic
 from windlass.reports.contents import Contents, contents
 from windlass.reports.page import page
-from windlass.reports.published import published
-from windlass.reports.scaling import read_scaling
 from windlass.reports.study import StudyView, read_study
 from windlass.reports.table import Table
 from windlass.reports.tables import settings_table
@@ -75,24 +73,24 @@ def report(
     target = Path(out) if out else place
     try:
         target.mkdir(parents=True, exist_ok=True)
-        scaled = read_scaling(study) if study else None
-        filled = published(seen, study, table, scaled.values if scaled else ())
-        found = contents(seen, study, scaled, filled)
+        computed = contents(seen, study, table)
         first = math.ceil(max(view.step for view in seen) / 10) if skip is None else skip
         drawn: dict[str, Path] = {}
         if plots:
             from windlass.reports.plots import write_plots  # matplotlib takes a second to import
 
-            drawn = write_plots(found.pictures(), found.looks, target / "plots", first, pdf)
-        listed = _write_tables(found, target)
-        write_atomic(target / "report.md", markdown(found, drawn))
-        write_atomic(target / "index.html", page(found))
+            drawn = write_plots(computed.pictures(), computed.looks, target / "plots", first, pdf)
+        listed = _write_tables(computed, target)
+        write_atomic(target / "report.md", markdown(computed, drawn))
+        write_atomic(target / "index.html", page(computed))
     except OSError as error:
         raise UserError(
             f"the report cannot be written to {target}: {error.strerror}; "
             f"give another place as {argument('out', 'DIR')}"
         ) from None
-    return Report(target / "index.html", target / "report.md", listed, drawn, seen, filled)
+    return Report(
+        target / "index.html", target / "report.md", listed, drawn, seen, computed.published
+    )
 
 
 def _read(sources: Source | Sequence[Source]) -> tuple[list[RunView], StudyView | None, Path]:
@@ -115,14 +113,14 @@ def _read(sources: Source | Sequence[Source]) -> tuple[list[RunView], StudyView 
     return views(runs), None, runs[0].report_dir if len(runs) == 1 else Path("report")
 
 
-def _write_tables(found: Contents, out: Path) -> list[Path]:
+def _write_tables(computed: Contents, out: Path) -> list[Path]:
     """Every table as CSV, and as LaTeX if people see it."""
-    shown = dict(found.tables) | {"results": found.csv["results"]}
-    if found.published:
-        shown["published"] = found.published
-        write_atomic(out / "published.md", found.published.markdown())
-    papers = {f"evaluations-{slug(suite)}": table for suite, table in found.evaluations.items()}
-    files = {f"{name}.csv": table.csv() for name, table in {**found.csv, **shown}.items()}
+    shown = dict(computed.tables) | {"results": computed.csv["results"]}
+    if computed.published:
+        shown["published"] = computed.published
+        write_atomic(out / "published.md", computed.published.markdown())
+    papers = {f"evaluations-{slug(suite)}": table for suite, table in computed.evaluations.items()}
+    files = {f"{name}.csv": table.csv() for name, table in {**computed.csv, **shown}.items()}
     files |= {f"{name}.tex": table.latex() for name, table in {**papers, **shown}.items()}
     for name, text in files.items():
         write_atomic(out / name, text)
@@ -135,31 +133,31 @@ def _section(table: Table) -> str:
     return f"\n## {markdown_cell(table.title)}\n\n{table.markdown()}{notes}"
 
 
-def markdown(found: Contents, drawn: dict[str, Path]) -> str:
+def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
     """`report.md`; `drawn`: the pictures by the chart's id."""
-    head = found.head
+    head = computed.head
     text = f"# {markdown_cell(head.title)}\n"
     if head.state:
-        (view,) = found.views
+        (view,) = computed.views
         more = (
             f" At step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}." for r in view.restarts
         )
         text += f"\nState: {view.state}, {view.step:,} steps.{''.join(more)}\n"
     text += f"\n{markdown_cell(head.remark)}\n" if head.remark else ""
     winners = ""
-    for best in found.winners:
-        what = best.text if found.scaled else f"The best: {best.text}"
+    for best in computed.winners:
+        what = best.text if computed.scaled else f"The best: {best.text}"
         winners += f"\n{markdown_cell(what)}. {best.remark}\n\n```\n{best.command}\n```\n"
-    for name, table in found.tables.items():
+    for name, table in computed.tables.items():
         text += winners * (name == "cells") + _section(table)
-    text += "".join(map(_section, found.evaluations.values()))
-    text += _section(found.published) if found.published else ""
+    text += "".join(map(_section, computed.evaluations.values()))
+    text += _section(computed.published) if computed.published else ""
     if drawn:
         titles = {"loss-late": "Loss without its first steps"}
-        titles |= {chart.id: markdown_cell(chart.title) for chart in found.pictures()}
+        titles |= {chart.id: markdown_cell(chart.title) for chart in computed.pictures()}
         pictures = (f"\n![{titles[n]}](plots/{path.name})\n" for n, path in drawn.items())
         text += "\n## Plots\n" + "".join(pictures)
     first = "Settings that differ between the runs come first, then settings"
-    which = f"{first if len(found.views) > 1 else 'Settings'} that are not the default."
-    table = settings_table(found.views, found.changed)
+    which = f"{first if len(computed.views) > 1 else 'Settings'} that are not the default."
+    table = settings_table(computed.views, computed.changed)
     return f"{text}\n## Settings\n\n{which}\n\n{table.markdown()}"

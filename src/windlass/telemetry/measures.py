@@ -26,10 +26,10 @@ class Measure:
         heading: the title of a column or chart; by default the name in words.
         kind: the format in tables (see `reports.text.show`): `loss`, `score`, `count`, `rate`,
             `share`, `mb`, `hours`, `duration`, `amount`, `giga`; empty: text.
-        unit: of a chart's axis.
-        role: a `score` says how good the model is; a `derived` number follows from a score.
-            `other` numbers, as speeds, and a `count` of work say nothing about the model. `place` is
-            bookkeeping: it locates the line in the run.
+        unit: of the raw value, or of a chart's axis.
+        role: in `eval` lines, a `score` says how good the model is, and a `derived` number follows
+            from a score. `other` numbers, as speeds, and a `count` of work say nothing about the
+            model. `place` locates the line in the run. SETUP has roles of its own.
         better: the better direction of a score, `higher` or `lower`.
         words: the name in a sentence, in a legend, and in an evaluation's line of the terminal.
         short: the heading in the terminal; empty: the heading.
@@ -38,8 +38,11 @@ class Measure:
         tracker: the name in the trackers; empty: they do not get it.
         chart: the chart that draws it. The first measure of a chart gives its title and unit.
         results: the heading in a run's results, which show the last value; empty: they do not.
+        headline: the name at the top of the page; empty: it is not there.
         principal: whether people see it in a table of several runs; the CSV has it anyway.
-        meaning: a definition for the documentation.
+        gpu: whether only a GPU has it.
+        source, factor: the measure that it is converted from, and by what.
+        meaning: a definition for the documentation; empty: the heading says it.
     """
 
     name: str
@@ -54,7 +57,11 @@ class Measure:
     tracker: str = ""
     chart: str = ""
     results: str = ""
+    headline: str = ""
     principal: bool = False
+    gpu: bool = False
+    source: str = ""
+    factor: float = 1.0
     meaning: str = ""
 
     @property
@@ -108,11 +115,12 @@ def short(number: float) -> str:
 
 def duration(seconds: float) -> str:
     """A time in two units: 42s, 3m 05s, 2h 10m, 4d 03h."""
-    whole, units = (
-        round(seconds),
-        ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")),
-    )
-    for size, unit, part, smaller in units:
+    whole = round(seconds)
+    for size, unit, part, smaller in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "m"),
+        (60, "m", 1, "s"),
+    ):
         if whole >= size:
             return f"{whole // size}{unit} {whole % size // part:02d}{smaller}"
     return f"{whole}s"
@@ -123,7 +131,8 @@ def _table(fields: str, text: str, **same: Any) -> dict[str, Measure]:
     names, measures = fields.split(), {}
     for row in text.strip().splitlines():
         cells: dict[str, Any] = dict(zip(names, map(str.strip, row.split("|")), strict=False))
-        cells["principal"] = bool(cells.get("principal"))
+        cells |= {name: bool(cells[name]) for name in ("principal", "gpu") if name in cells}
+        cells |= {"factor": float(cells["factor"])} if "factor" in cells else {}
         measures[cells["name"]] = Measure(**(same | cells))
     return measures
 
@@ -131,28 +140,28 @@ def _table(fields: str, text: str, **same: Any) -> dict[str, Measure]:
 TRAIN = _table(
     "name words kind tracker console chart heading unit",
     """
-loss | | loss | train/loss | loss {:.4f} | | Training loss | nats per token
-left_s | | duration | | {:duration} left
+loss | training loss | loss | train/loss | loss {:.4f} | | Training loss | nats per token
+left_s | time left | duration | | {:duration} left | | | s
 tokens_per_s | tokens/s | rate | throughput/tokens_per_s | {:short} tok/s | throughput | Throughput |\
  tokens/s, all ranks
 lr | learning rate | score | train/lr | lr {:.2e} | lr | Learning rate
-epoch | | amount | train/epoch | epoch {:epoch}
+epoch | epochs done | amount | train/epoch | epoch {:epoch}
 grad_norm | gradient norm | score | train/grad_norm | grad norm {:.2f} | grad_norm | Gradient norm |\
  before clipping
 mfu | MFU | share | throughput/mfu | MFU {:share} | mfu | Model FLOPs utilisation |\
  % of the device's peak
-gpu_mem_mb | | mb | | GPU mem {:gb}
-rss_mb | | mb | | RAM {:gb}
+gpu_mem_mb | memory allocated on the GPU | mb | | GPU mem {:gb} | | | MB
+rss_mb | resident memory of rank 0 | mb | | RAM {:gb} | | | MB
 step_ms | whole step | rate | time/step_ms | dt {:.1f} * | step_time | Time of a step | ms
-forward_ms | forward | rate | time/forward_ms | dtf {:.1f} * | step_time
-backward_ms | backward | rate | time/backward_ms | dtb {:.1f} * | step_time
-optimizer_ms | optimizer | rate | time/optimizer_ms | | step_time
-data_ms | waiting for data | rate | time/data_ms | | step_time
+forward_ms | forward | rate | time/forward_ms | dtf {:.1f} * | step_time | | ms
+backward_ms | backward | rate | time/backward_ms | dtb {:.1f} * | step_time | | ms
+optimizer_ms | optimizer | rate | time/optimizer_ms | | step_time | | ms
+data_ms | waiting for data | rate | time/data_ms | | step_time | | ms
 samples_per_s | samples/s | rate | throughput/samples_per_s | sps {:.4g} *
-mtps | | rate | | mtps {:.3g} *
-tokens | | count | train/tokens
-loss_scale | | score | train/loss_scale
-attempt | | count | run/attempt
+mtps | million tokens/s | rate | | mtps {:.3g} *
+tokens | tokens so far | count | train/tokens
+loss_scale | loss scale of fp16 | score | train/loss_scale
+attempt | start of the run, from 0 | count | run/attempt
 """,
     role="other",
 )
@@ -163,28 +172,28 @@ The terminal's dt, dtf, dtb, sps and mtps are the names that nanoGPT's descendan
 
 EVAL = {
     **_table(
-        "name role better words heading",
+        "name role better unit words heading meaning",
         """
-train_loss | score | lower | train loss
-loss | score | lower | val loss
-full_loss | score | lower | of all data | Loss, all data
-perplexity | derived | lower | perplexity
-full_perplexity | derived | lower | | Perplexity, all data
-bits_per_byte | score | lower
-full_bits_per_byte | score | lower | | Bits per byte, all data
+train_loss | score | lower | nats per token | train loss | | on samples of the training data
+loss | score | lower | nats per token | val loss
+full_loss | score | lower | nats per token | of all data | Loss, all data | on all validation data
+perplexity | derived | lower | | perplexity | | e^loss
+full_perplexity | derived | lower | | | Perplexity, all data
+bits_per_byte | score | lower | bits | | | loss / ln 2 x tokens / bytes
+full_bits_per_byte | score | lower | bits | | Bits per byte, all data
 word_perplexity | score | lower
 byte_perplexity | score | lower
 """,
         kind="loss",
     ),
     **_table(
-        "name role kind words heading better",
+        "name role kind words heading better meaning",
         """
-acc | score | loss | acc | | higher
-acc_norm | score | loss | acc norm | | higher
-acc_per_token | score | loss | | | higher
-exact_match | score | loss | exact match | | higher
-f1 | score | loss | f1 | F1 | higher
+acc | score | loss | acc | | higher | share of items with the likeliest choice right
+acc_norm | score | loss | acc norm | | higher | the same with likelihoods per byte
+acc_per_token | score | loss | | | higher | the same with likelihoods per token
+exact_match | score | loss | exact match | | higher | SQuAD's exact match, in %
+f1 | score | loss | f1 | F1 | higher | SQuAD's F1, in %
 samples_per_s | other | rate | | Samples/s
 tokens_per_s | other | rate | | Tokens/s
 runtime_s | other | duration | | Time
@@ -212,9 +221,9 @@ DEVICE = _table(
     "name tracker kind chart words heading unit",
     """
 mem_alloc_mb | mem_alloc_mb | mb | memory | allocated | Device memory of each rank | MB
-mem_reserved_mb | mem_reserved_mb | mb | memory | reserved
-mem_used_mb | mem_used_mb | mb
-peak_alloc_mb | | mb
+mem_reserved_mb | mem_reserved_mb | mb | memory | reserved | | MB
+mem_used_mb | mem_used_mb | mb | | in use by the driver's count | | MB
+peak_alloc_mb | | mb | | highest allocated so far | | MB
 rss_mb | rss_mb | mb | resident | resident | Memory of each rank's process | MB resident
 util_pct | util_pct | rate | utilisation | utilisation | Utilisation of each rank |\
  %, in training steps only
@@ -223,6 +232,23 @@ power_w | power_w | rate | power | power | Power of each device | W
     role="other",
 )
 """Fields of the samples of each rank's device; trackers get their means between two `train` lines."""
+
+PHASES = _table(
+    "name words",
+    """
+train | training steps
+data | waiting for data
+eval | evaluation
+save | saving
+sample | generating samples
+compile | compiling
+lost | steps done again after a failure
+startup | start-up
+""",
+    kind="duration",
+    role="other",
+)
+"""The parts of a run's wall time."""
 
 SUMMARY = _table(
     "name tracker",
@@ -239,52 +265,52 @@ samples | samples_trained
 """Fields of the `summary` line with another name in the trackers, which get all of them."""
 
 RUN = _table(
-    "name kind heading principal",
+    "name kind heading principal headline gpu",
     """
 state | | State | yes
 steps | count | Steps | yes
 epochs | amount | Epochs
-tokens | count | Tokens | yes
+tokens | count | Tokens | yes | Tokens
 label_tokens | count | Tokens that count in the loss
 samples | count | Samples
 parameters | count | Parameters
 trainable | | Trainable parameters
 network | | Network
 world | count | Ranks
-train_loss | loss | Final training loss | yes
+train_loss | loss | Final training loss | yes | Training loss
 train_loss_mean | loss | Training loss, mean of all steps of the run
-eval_loss | loss | Final evaluation loss | yes
-full_eval_loss | loss | Final evaluation loss, all validation data
+eval_loss | loss | Final evaluation loss | yes | Validation loss
+full_eval_loss | loss | Final evaluation loss, all validation data | | Validation loss, all data
 eval_perplexity | loss | Final perplexity
-best_eval_loss | loss | Best evaluation loss | yes
+best_eval_loss | loss | Best evaluation loss | yes | Best validation loss
 best_eval_step | count | Step of the best evaluation
 eval_bits_per_byte | loss | Final bits per byte
 best_bits_per_byte | loss | Best bits per byte | yes
 best_measure | | Best checkpoint by | yes
-best_score | score | Best score of that measure | yes
+best_score | score | Best score of that measure | yes | Best score
 best_score_step | count | Step of that score
 train_samples_per_s | rate | Training speed (samples/s)
 samples_per_s_whole_run | rate | Training speed of the whole run, evaluations and saves included\
  (samples/s)
-train_tokens_per_s | rate | Training speed (tokens/s) | yes
+train_tokens_per_s | rate | Training speed (tokens/s) | yes | Tokens per second
 train_steps_per_s | rate | Training speed (steps/s)
 eval_samples_per_s | rate | Evaluation speed (samples/s)
 steps_per_epoch | amount | Steps per epoch
-mem_alloc_mb | mb | Memory allocated per rank, mean (MB)
-mem_reserved_mb | mb | Memory reserved per rank, mean (MB)
-driver_mem_mb | mb | Memory in use by the driver's count, per device, mean (MB)
+mem_alloc_mb | mb | Memory allocated per rank, mean (MB) | | | GPU
+mem_reserved_mb | mb | Memory reserved per rank, mean (MB) | | | GPU
+driver_mem_mb | mb | Memory in use by the driver's count, per device, mean (MB) | | | GPU
 peak_mem_mb | mb | Peak memory, fullest rank (MB) | yes
 device_mem_mb | mb | Memory of the device (MB)
 rss_mb | mb | Resident memory per rank, mean (MB)
 util_pct | rate | Device utilisation while training, mean (%) | yes
 util_std_pct | rate | Device utilisation while training, deviation (%)
-mfu | share | Model FLOPs utilisation | yes
-goodput | share | Goodput | yes
-runtime_s | duration | Runtime | yes
+mfu | share | Model FLOPs utilisation | yes | MFU
+goodput | share | Goodput | yes | Goodput
+runtime_s | duration | Runtime | yes | Runtime
 startup_s | rate | Start-up (s): from the process's start to its first evaluation or step
 predicted_s | duration | Time to finish, predicted after 5 % of the steps
 actual_s | duration | Time it took, without repeated steps and restarts
-device_hours | hours | Device-hours | yes
+device_hours | hours | Device-hours | yes | Device-hours
 starts | count | Starts
 ended_early | | Ended early
 changed | | Settings changed
@@ -295,51 +321,77 @@ changed | | Settings changed
 EPOCH_LOSS = "eval_loss_epoch_"  # and the number of the epoch: the loss at its end
 
 SETUP = _table(
-    "name kind short heading meaning words",
+    "name kind short heading meaning words role",
     """
-layers | count | layers | Layers | layers of the model
-batch_per_device | amount | batch/rank | Samples of a rank in a step | samples per rank in a step
-global_batch | count | batch | Samples of a step | samples in a step
-parameters | count | parameters | Parameters | parameters of the model
-flops_per_device | giga | GFLOP/rank | GFLOP of a rank in a step | FLOPs per rank in a step
+layers | count | layers | Layers | layers of the model | | shape
+batch_per_device | amount | batch/rank | Samples of a rank in a step | samples per rank in a step\
+ | | shape
+global_batch | count | batch | Samples of a step | samples in a step | | shape
+parameters | count | parameters | Parameters | parameters of the model | | shape
+flops_per_device | giga | GFLOP/rank | GFLOP of a rank in a step | FLOPs per rank in a step | | shape
 step_ms | rate | step ms | Step (ms) | time of a step after the warm-up: the windows' median
 samples_per_s | rate | samples/s | Samples/s | samples in a step over its time
-steps_per_s | hours | steps/s | Steps/s | steps a second, after the warm-up
-util_pct | rate | util. % | Utilisation (%) | mean utilisation of the device in training steps
-exact_match | score | EM | Exact match | SQuAD's exact match at the last evaluation
-f1 | score | F1 | F1 | SQuAD's F1 at the last evaluation
+steps_per_s | hours | steps/s | Steps/s | steps a second, after the warm-up | | strategies
+util_pct | rate | util. % | Utilisation (%) | mean utilisation of the device in training steps\
+ | | strategies
+exact_match | rate | EM | Exact match | SQuAD's exact match at the last evaluation | | optional
+f1 | rate | F1 | F1 | SQuAD's F1 at the last evaluation | | optional
 peak_mem_mb | mb | memory MB | Peak memory, fullest rank (MB) | allocated on a GPU, else resident
-pareto | | pareto | Pareto front | whether no setup is both faster and smaller in memory
-recommended | | best | Recommended | whether it is the recommended setup
+pareto | | pareto | Pareto front | whether no setup is both faster and smaller in memory\
+ | | strategies
+recommended | | best | Recommended | whether it is the recommended setup | | strategies
 tokens_per_s_per_device | count | tok/s/rank | Tokens/s of a rank | tokens a second per rank
 mfu | share | MFU | MFU | model FLOPs utilisation
-speedup | hours | speed-up | Speed-up | throughput over the baseline's; weak: efficiency times N / N0
-efficiency | share | eff. | Efficiency | strong, fixed-data: T(N0) N0 / (T(N) N); weak: T(N0) / T(N)
-serial_fraction | hours | serial | Serial fraction | Karp-Flatt, with p = N / N0
-ratio | share | runtime÷ | Runtime ÷ baseline's | this runtime over the baseline's
-compute_ms | rate | compute | Computing (ms) | in a step: the probe's passes and update | computing
-exposed_ms | rate | comm. | Communication exposed (ms) | in a step: not hidden | communication
-data_ms | rate | data | Waiting for data (ms) | in a step: waiting for data | waiting for data
-host_ms | rate | host | Host (ms) | in a step: the rest | the host
+speedup | hours | speed-up | Speed-up | throughput over the baseline's; weak: efficiency times N / N0\
+ | | compared
+efficiency | share | eff. | Efficiency | strong, fixed-data: T(N0) N0 / (T(N) N); weak: T(N0) / T(N)\
+ | | compared
+serial_fraction | hours | serial | Serial fraction | Karp-Flatt, with p = N / N0 | | compared
+ratio | share | runtime÷ | Runtime ÷ baseline's | this runtime over the baseline's | | compared
+compute_ms | rate | compute | Computing (ms) | in a step: the probe's passes and update\
+ | computing | part
+exposed_ms | rate | comm. | Communication exposed (ms) | in a step: not hidden | communication | part
+data_ms | rate | data | Waiting for data (ms) | in a step: waiting for data | waiting for data | part
+host_ms | rate | host | Host (ms) | in a step: the rest | the host | part
 predicted_ms | rate | predicted | Predicted step (ms) | from the machine's measured rates
-predicted_error | share | error | Prediction's error | predicted over measured time, less 1
+predicted_error | share | error | Prediction's error | predicted over measured time, less 1\
+ | | optional
 train_loss_mean | loss | loss | Training loss, mean | mean training loss of the run's steps
 runtime_s | rate | runtime s | Runtime (s) | wall time of the whole run
 startup_s | rate | start-up s | Start-up (s) | from the process's start to its first step
-compile_s | rate | compile s | Compiling (s) | compiling
+compile_s | rate | compile s | Compiling (s) | compiling | | optional
 world | count | | | ranks
 nodes | count | | | hosts
 tokens_per_s | rate | | | tokens a second, all ranks
-samples_factor | hours | | | samples/s over the baseline's
-runtime_factor | hours | | | the baseline's runtime over this one's
+samples_factor | hours | | | samples/s over the baseline's | | compared
+runtime_factor | hours | | | the baseline's runtime over this one's | | compared
 samples_per_s_whole_run | rate | | | all samples over the run's wall time without its start-up
 train_loss | loss | | | the last training loss
 """,
 )
-"""Numbers of a setup of a scaling study by the name in CSV; people see those with a heading."""
+"""Numbers of a setup of a scaling study by the name in CSV; people see those with a heading.
 
-STEP_PARTS = ("compute_ms", "exposed_ms", "data_ms", "host_ms")
-"""The parts of a step in SETUP; they sum to `step_ms`."""
+Roles: a `shape` is shown if it differs between the setups; `strategies` are for a study of
+strategies, and `compared` ones for other studies; the `part`s of a step sum to `step_ms`; a missing
+`optional` one needs no explanation.
+"""
+
+STEP_PARTS = tuple(name for name, measure in SETUP.items() if measure.role == "part")
+
+PUBLISHED = _table(
+    "name kind source factor gpu",
+    """
+gpus | count | world | 1
+gpu_hours | hours | device_hours | 1 | GPU
+gpu_util_pct | rate | util_pct | 1 | GPU
+mem_alloc_gb | hours | mem_alloc_mb | 1e-3 | GPU
+driver_mem_gb | hours | driver_mem_mb | 1e-3 | GPU
+peak_mem_gb | hours | peak_mem_mb | 1e-3 | GPU
+efficiency_pct | rate | efficiency | 100
+ratio_pct | rate | ratio | 100
+""",
+)
+"""Measures of runs and setups in the units of published tables."""
 
 
 def of_run() -> dict[str, Measure]:
@@ -358,18 +410,10 @@ def of_result(name: str) -> Measure:
 
 def of_published(name: str) -> Measure:
     """A column of a published table, whose own heading has the unit: seconds stay seconds."""
-    for ending, kind in (("_gb", "hours"), ("_hours", "hours"), ("_pct", "rate")):
-        if name.endswith(ending):
-            return Measure(name, kind=kind)
-    if name in ("exact_match", "f1"):
-        return Measure(name, kind="rate")
-    if name in SETUP:
-        return SETUP[name]
-    return (
-        of_result(name)
-        if name in of_run() or name.startswith(EPOCH_LOSS)
-        else Measure(name, kind="")
-    )
+    if name.startswith(EPOCH_LOSS):
+        return of_result(name)
+    known = of_run() | SETUP | PUBLISHED
+    return known.get(name) or Measure(name, kind="")
 
 
 def of_eval(name: str) -> Measure:
