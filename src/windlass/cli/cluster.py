@@ -5,142 +5,110 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import re
 import shlex
-import signal
 import socket
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from windlass.cli import Json, Overrides, print_json
 from windlass.errors import (
     DONE,
     FAILED,
     INTERRUPTED,
-    LOST,
     NOT_MEASURED,
     STOPPED,
     TOO_SLOW,
     RunFailed,
     UserError,
 )
-from windlass.processes import WINDLASS
+from windlass.processes import PARENT, WINDLASS, exit_with_parent
 
 if TYPE_CHECKING:
     from windlass.launch.allocation import Allocation
     from windlass.preflight.check import Check
 
-MAX_SIZE_HELP = "Largest message, as 4G; default: CPU 16M, GPU 512M, with --min-busbw 4G."
 
-
-def valid_size(text: str) -> str:
-    """What `--max-size` was given; UserError if it is not a number of bytes."""
-    from windlass.preflight.findings import size_of
-
-    if text and not size_of(text):
+def to_bytes(text: str) -> int:
+    """Bytes of `4G`, `512M`, `64K` or a plain number; 0 for an empty text; else UserError."""
+    match = re.fullmatch(r"(\d+)([KMG]?)(i?B)?|", text)
+    if not match:
         raise UserError(f"--max-size {text}: write a number of bytes, as 64M or 4G")
+    return int(match[1] or 0) * 2 ** (10 * " KMG".index(match[2] or " "))
+
+
+def _checked_size(text: str) -> str:
+    to_bytes(text)
     return text
 
 
+MAX_SIZE = "Largest message, as 4G; default: CPU 16M, GPU 512M, with --min-busbw 4G."
+MaxSize = Annotated[
+    str, Option(metavar="BYTES", help=MAX_SIZE, show_default=False, callback=_checked_size)
+]
+SchedulerName = Annotated[
+    str, Option(metavar="slurm|pbs|lsf", help="Default: the installed one.", show_default=False)
+]
+SiteFile = Annotated[
+    Path | None, Option(metavar="FILE", help="Default: ~/.config/windlass/site.toml.")
+]
+
+
 def launch(
-    command: list[str] = typer.Argument(
-        metavar="-- CMD...", help="What to run on every rank.", show_default=False
-    ),
-    ranks: int = typer.Option(
-        0, "-n", min=0, help="Ranks in all; default: as the job asked, or one a GPU."
-    ),
-    per_host: int = typer.Option(
-        0,
+    command: list[str] = typer.Argument(metavar="-- CMD...", help="What to run on every rank."),
+    ranks: int = Option(0, "-n", min=0, help="Ranks in all; default: as the job asked."),
+    per_host: int = Option(
+        *(0, "--per-host"),
         min=0,
         envvar="WINDLASS_PER_HOST",
         help="Ranks on each host; default: as the job asked.",
         show_default=False,
     ),
-    launcher: str = typer.Option(
+    launcher: str = Option(
         "",
         envvar="WINDLASS_LAUNCHER",
         metavar="srun|mpiexec|torchrun",
         help="Default: the site's, or the scheduler's.",
     ),
-    print_: bool = typer.Option(
-        False, "--print", help="Only print the command, and tables of hosts and ranks."
-    ),
+    print_: bool = Option(False, "--print", help="Only print the command, and hosts and ranks."),
 ) -> int:
-    """Run a command on every rank of the allocation: by srun under SLURM, by mpiexec under PBS, else as local processes.
+    """Run a command on every rank of the allocation: with srun under SLURM, with mpiexec under PBS
+    and LSF, else as local processes.
 
-    The exit code is that of the command: 75 where a signal stopped it with everything saved; 69 where a host of a job was
-    lost. A signal to this process reaches every rank.
+    The exit code is the command's: 75 if a signal stopped it with everything saved, 69 if a job
+    lost a host. A signal to this process reaches every rank.
     """
-    from windlass import processes
-    from windlass.launch import allocation as here
+    from windlass.launch import allocation as jobs
+    from windlass.launch.local import launch as launch_local
     from windlass.launch.submit import read_site
 
     # a cell ends with its sweep; its ranks have other parents
-    if parent := os.environ.pop(processes.PARENT, ""):
-        processes.exit_with_parent(int(parent))
-    gpus = len(processes.visible_gpus())
-    allocation = here.read_allocation(os.environ, gpus).with_ranks(ranks, per_host)
+    if parent := os.environ.pop(PARENT, ""):
+        exit_with_parent(int(parent))
     launcher = launcher or read_site().launcher
-    chosen = here.default_launcher(allocation, launcher)
-    by_mpi = "mpiexec" in (chosen, chosen and here.default_launcher(allocation))
-    flavor = here.mpi_flavor(needed=not print_) if by_mpi else ""
-    # this is the host of rank 0: all ranks meet there
-    if port := here.free_port(allocation.hosts[0]):
-        os.environ.setdefault("MASTER_ADDR", allocation.hosts[0])
-        os.environ.setdefault("MASTER_PORT", str(port))
-    words = here.launch_command(allocation, command, flavor, os.environ, launcher)
+    allocation, words = jobs.plan_launch(command, ranks, per_host, launcher, dry_run=print_)
     if print_:
-        _show_allocation(allocation, launcher or words[0], gpus)
+        _show_allocation(allocation, launcher or words[0])
         typer.echo(shlex.join(words))
         return DONE
     if allocation.scheduler == "none":
-        from windlass.launch.local import launch as launch_local
-
         return launch_local(words, allocation.ranks)
     typer.echo(shlex.join(words), err=True)
-    return _launch_in_job(allocation, words)
+    return jobs.launch_in_job(allocation, words, partial(typer.echo, err=True))
 
 
-def _launch_in_job(allocation: Allocation, words: list[str]) -> int:
-    """Run the launcher of a job to its end, pass signals on, and name the hosts that were lost."""
-    from windlass import processes
-    from windlass.launch import allocation as here
-
-    with here.reports_dir() as reports:
-        environ = os.environ | {processes.REPORTS: reports}
-        try:
-            child = subprocess.Popen(words, env=environ, preexec_fn=processes.kill_with_parent)  # noqa: PLW1509 - no threads here
-        except OSError as error:
-            raise UserError(
-                f"{words[0]} cannot be started: {error.strerror}; load the module for it"
-            ) from None
-        # Every launcher passes SIGUSR1 on; at SIGTERM some end the ranks before they have saved.
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda *_: child.send_signal(signal.SIGUSR1))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child as well
-        code = here.wait_for_ranks(child, Path(reports))
-        code = here.outcome(code if code >= 0 else 128 - code, Path(reports))
-        if code == LOST and (gone := here.lost_hosts(allocation, Path(reports))):
-            typer.echo(
-                f"windlass: no rank of {', '.join(gone)} has reported its end: lost", err=True
-            )
-            if path := os.environ.get(here.LOST_HOSTS):
-                Path(path).write_text(",".join(gone))
-        return code
-
-
-def _show_allocation(allocation: Allocation, launcher: str, gpus: int) -> None:
-    """Its hosts and ranks as tables, on stderr: the command alone is on stdout."""
+def _show_allocation(allocation: Allocation, launcher: str) -> None:
+    """Show hosts and ranks on stderr, because the command alone is on stdout."""
+    from windlass.processes import visible_gpus
     from windlass.telemetry.terminal import pairs, rich_console, table
 
-    console, firsts = (
-        rich_console(sys.stderr),
-        list(itertools.accumulate(allocation.per_host, initial=0)),
-    )
+    console = rich_console(sys.stderr)
+    firsts = itertools.accumulate(allocation.per_host, initial=0)
     rows = [
         (host, str(count), f"{first}-{first + count - 1}" if count > 1 else str(first))
         for host, count, first in zip(allocation.hosts, allocation.per_host, firsts, strict=False)
@@ -151,7 +119,7 @@ def _show_allocation(allocation: Allocation, launcher: str, gpus: int) -> None:
         "job": allocation.job,
         "host file": allocation.hostfile,
         "hosts": str(len(allocation.hosts)),
-        "GPUs per host": f"{gpus} (here)",
+        "GPUs per host": f"{len(visible_gpus())} (here)",
         "world": str(allocation.ranks),
         "launcher": "local processes" if allocation.scheduler == "none" else launcher,
     }
@@ -159,24 +127,23 @@ def _show_allocation(allocation: Allocation, launcher: str, gpus: int) -> None:
 
 
 def env(
-    save: bool = typer.Option(
-        False, "--save", help="Write this job's variables, for other shells of yours."
-    ),
+    save: bool = Option(False, "--save", help="Write this job's variables for your other shells."),
 ) -> int:
-    """Print the variables of a saved job, so that another shell of the allocation joins it: eval "$(windlass env)".
+    """Print the variables of a saved job, so that another shell of the allocation joins it: eval
+    "$(windlass env)".
 
     First, in the job's own shell: windlass env --save.
     """
-    from windlass.launch import allocation as here
+    from windlass.launch.allocation import jobs_dir, load_job, save_job
     from windlass.launch.schedulers import find_job
 
     if save:
-        path = here.save_job(os.environ, here.jobs_dir())
+        path = save_job(os.environ, jobs_dir())
         typer.echo(f'saved to {path}; in another shell: eval "$(windlass env)"', err=True)
         return DONE
-    variables = here.load_job(here.jobs_dir(), socket.gethostname())
+    variables = load_job(jobs_dir(), socket.gethostname())
     job = find_job(variables)[1]
-    typer.echo(f"the variables of job {job}, which was the last to be saved on this host", err=True)
+    typer.echo(f"the variables of job {job}, the last one saved for this host", err=True)
     for name, value in variables.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
     return DONE
@@ -188,27 +155,25 @@ def submit(
         typer.Argument(metavar="RECIPE|STUDY|RUN", help="What to train; a study: its open cells."),
     ],
     overrides: Overrides,
-    scheduler: str = typer.Option("", metavar="slurm|pbs|lsf", help="Default: the installed one."),
-    nodes: int = typer.Option(1, min=1, help="Hosts (of each cell of a study)."),
-    gpus_per_node: int = typer.Option(
+    scheduler: SchedulerName = "",
+    nodes: int = Option(1, min=1, help="Hosts (of each cell of a study)."),
+    gpus_per_node: int = Option(
         -1, metavar="G", help="GPUs of each; default: the site's.", show_default=False
     ),
-    per_host: int = typer.Option(
-        0, min=0, help="Ranks of each host; default: one a GPU.", show_default=False
+    per_host: int = Option(
+        0, min=0, help="Ranks of each host; default: one per GPU.", show_default=False
     ),
-    time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit; default: the site's."),
-    site: Path | None = typer.Option(
-        None, metavar="FILE", help="Site file; default: ~/.config/windlass/site.toml."
+    time: str = Option("", metavar="HH:MM:SS", help="Time limit; default: the site's."),
+    site: SiteFile = None,
+    max_restarts: int = Option(3, min=0, help="Most restarts after lost hosts."),
+    min_busbw: float = Option(
+        0.0, min=0, metavar="GB/S", help="Bandwidth that `windlass check` must measure first."
     ),
-    max_restarts: int = typer.Option(3, min=0, help="Starts after lost hosts, at most."),
-    min_busbw: float = typer.Option(
-        0.0, min=0, metavar="GB/S", help="What `windlass check` must measure first."
-    ),
-    max_size: str = typer.Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),
-    retry_failed: bool = typer.Option(False, "--retry-failed", help="Failed cells, too."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print the script and write nothing."),
-    watch: bool = typer.Option(False, "--watch", help="Follow state and log to the job's end."),
-    cancel: bool = typer.Option(False, "--cancel", help="End the job; it saves first."),
+    max_size: MaxSize = "",
+    retry_failed: bool = Option(False, "--retry-failed", help="Failed cells, too."),
+    dry_run: bool = Option(False, "--dry-run", help="Print the script and write nothing."),
+    watch: bool = Option(False, "--watch", help="Follow state and log to the job's end."),
+    cancel: bool = Option(False, "--cancel", help="End the job; it saves first."),
 ) -> int:
     """Submit a training, or the open cells of a study, to SLURM, PBS or LSF (LSF was not run).
 
@@ -217,7 +182,6 @@ def submit(
     Exit codes: 0 submitted, 2 bad input, also for the scheduler; with --watch those of the run.
     """
     from windlass.launch import submit as jobs
-    from windlass.study.study import Study
 
     directory = Path(recipe)
     if cancel:
@@ -225,50 +189,39 @@ def submit(
         return DONE
     if watch and not dry_run and jobs.queued(directory)[1]:
         return _watch(directory)
-    asked = jobs.Resources(
-        nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, valid_size(max_size)
-    )
+    asked = jobs.Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, max_size)
     chosen = jobs.read_site(site)
     how = {"scheduler": scheduler, "site": chosen, "asked": asked, "dry_run": dry_run}
-    submit_it = _submit_study if Study.is_study(directory) else _submit_run
-    where, script, job = submit_it(recipe, overrides, how, retry_failed)
+    directory, script, job = _submit(recipe, overrides, how, retry_failed)
     if dry_run:
         sys.stdout.write(script)
         return DONE
     if not job:
         typer.echo("nothing to submit: no cell is open")
         return DONE
-    typer.echo(f"submitted job {job}: {where}")
-    return _watch(where) if watch else DONE
+    typer.echo(f"submitted job {job}: {directory}")
+    return _watch(directory) if watch else DONE
 
 
-def _submit_study(
+def _submit(
     name: str, overrides: list[str], how: dict[str, Any], retry_failed: bool
 ) -> tuple[Path, str, str]:
-    """The study's directory, the scripts of its jobs, and their ids."""
+    """The directory of the run or study, the scripts of its jobs, and their ids."""
+    from windlass.launch.submit import submit_run
+    from windlass.recipe import Recipe
     from windlass.study.study import Study
     from windlass.study.submit import submit_study
 
+    if not Study.is_study(name):
+        recipe = Recipe.load(name, overrides)
+        directory = Path(how["site"].scratch or Path.cwd()) / recipe.run_dir
+        return directory, *submit_run(recipe, **how)
     if overrides:
-        raise UserError(
-            f"{name} is a study, whose cells have their settings: leave {' '.join(overrides)} out"
-        )
-    notify = partial(typer.echo, err=True)
-    jobs = submit_study(Study.open(Path(name)), **how, retry_failed=retry_failed, notify=notify)
-    script, ids = "\n".join(one.script for one in jobs), ", ".join(one.job for one in jobs)
-    return Path(name), script, ids
-
-
-def _submit_run(
-    name: str, overrides: list[str], how: dict[str, Any], retry_failed: bool
-) -> tuple[Path, str, str]:
-    """The run's directory, the script of its job, and the job's id."""
-    from windlass.launch.submit import submit_run
-    from windlass.recipe import Recipe
-
-    loaded = Recipe.load(name, overrides)
-    script, job = submit_run(loaded, **how)
-    return Path(how["site"].scratch or Path.cwd()) / loaded.run_dir, script, job
+        problem = f"{name} is a study, whose cells have their settings"
+        raise UserError(f"{problem}: leave {' '.join(overrides)} out")
+    how |= {"retry_failed": retry_failed, "notify": partial(typer.echo, err=True)}
+    jobs = submit_study(Study.open(Path(name)), **how)
+    return Path(name), "\n".join(job.script for job in jobs), ", ".join(job.job for job in jobs)
 
 
 def _watch(directory: Path) -> int:
@@ -282,48 +235,45 @@ def _watch(directory: Path) -> int:
     try:
         watch(directory, typer.echo)
     except KeyboardInterrupt:
-        typer.echo(
-            f"the job goes on; windlass submit --watch {shlex.quote(str(directory))} follows it again",
-            err=True,
-        )
+        again = f"windlass submit --watch {shlex.quote(str(directory))}"
+        typer.echo(f"the job goes on; {again} follows it again", err=True)
         return INTERRUPTED
     if Study.is_study(directory):
         states = [result.state for result in Study.open(directory).results()]
-        typer.echo(f"cells finished: {states.count('finished')} of {len(states)}")
-        return DONE if states.count("finished") == len(states) else FAILED
+        finished = states.count("finished")
+        typer.echo(f"cells finished: {finished} of {len(states)}")
+        return DONE if finished == len(states) else FAILED
     run, exits = Run(directory), directory / EXIT_CODE
-    state, text = run.state, exits.read_text().strip() if exits.is_file() else ""
+    state, code = run.state, exits.read_text().strip() if exits.is_file() else ""
     if state == "finished":
         typer.echo("the run is finished")
         return show_end(run)
-    ended = "the job ended" + (f" with exit code {text}" if text else "")
-    typer.echo(
-        f"{ended} before the run began" if state == "new" else f"the run is {state}; {ended}"
-    )
-    return int(text or (STOPPED if state == "preempted" else FAILED))
+    ended = "the job ended" + (f" with exit code {code}" if code else "")
+    new = f"{ended} before the run began"
+    typer.echo(new if state == "new" else f"the run is {state}; {ended}")
+    return int(code or (STOPPED if state == "preempted" else FAILED))
 
 
 def check(
     recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="[RECIPE]", help="Whose device, directories and trackers are looked at."
-        ),
+        str, typer.Argument(metavar="[RECIPE]", help="It gives device, directories and trackers.")
     ] = "quickstart",
     *,
     overrides: Overrides,
-    world: int = typer.Option(1, min=1, help="Local processes; under a launcher, its ranks."),
-    min_busbw: float = typer.Option(
+    world: int = Option(1, min=1, help="Local processes; under a launcher, its ranks."),
+    min_busbw: float = Option(
         0.0, min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce."
     ),
-    max_size: str = typer.Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),
+    max_size: MaxSize = "",
     json_: Json = False,
 ) -> int:
-    """Check this machine, or all ranks of a launch: packages, devices, disks, the speed of matrix products and collectives.
+    """Check this machine, or all ranks of a launch: packages, devices, disks, the speed of matrix
+    products and collectives.
 
     On several hosts: windlass launch -- windlass check --min-busbw 5.
 
-    Exit codes: 0 fine (warnings too), 1 a problem, 2 bad input, 44 the bandwidth could not be measured, 46 it is too low.
+    Exit codes: 0 no problem (warnings too), 1 a problem, 2 bad input, 44 the bandwidth could not be
+    measured, 46 it is too low.
     """
     from windlass.parallel.env import detect_env
     from windlass.recipe import Recipe
@@ -333,23 +283,19 @@ def check(
         from windlass.launch.local import launch as launch_local
 
         return launch_local([*WINDLASS, *sys.argv[1:]], world)
+    from windlass.parallel.dist import exit_now
     from windlass.preflight.check import check as run_check
-    from windlass.preflight.findings import size_of
 
-    largest = size_of(valid_size(max_size))
-    show = _progress if env.rank == 0 and not json_ and sys.stderr.isatty() else lambda text: None
+    shows = env.rank == 0 and not json_ and sys.stderr.isatty()
+    show = _progress if shows else lambda text: None
     try:
-        done = run_check(loaded, max_bytes=largest, gate=bool(min_busbw), show=show)
+        done = run_check(loaded, max_bytes=to_bytes(max_size), gate=bool(min_busbw), show=show)
     except RunFailed as error:
         show("")
         if not min_busbw:
             raise
         typer.echo(f"windlass: the bandwidth could not be measured: {error}", err=True)
-        from windlass.parallel.dist import exit_now
-
-        atexit.register(
-            exit_now, NOT_MEASURED
-        )  # runs before the one that a rank which failed has registered
+        atexit.register(exit_now, NOT_MEASURED)  # runs before the exit that a failed rank registers
         return NOT_MEASURED
     show("")
     if env.rank == 0:
@@ -358,18 +304,14 @@ def check(
 
 
 def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
-    """Findings, rates and the outcome."""
+    """Show findings, rates and the outcome."""
     from windlass.telemetry.terminal import print_table
 
     code = done.exit_code(min_busbw)
     if json_:
         outcome = {"busbw": done.busbw, "min_busbw": min_busbw or None, "exit_code": code}
-        fields = {
-            "findings": [vars(finding) for finding in done.findings],
-            "ranks": done.ranks,
-            "rates": done.rates,
-        }
-        print_json(outcome | fields)
+        findings = [vars(finding) for finding in done.findings]
+        print_json(outcome | {"findings": findings, "ranks": done.ranks, "rates": done.rates})
         return
     rows = [(f.status if f.status != "ok" else "", f.name, f.text, f.advice) for f in done.findings]
     print_table(["", "what", "found", "advice"], rows, text=["what", "found", "advice"])
@@ -382,28 +324,19 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
     ]
     print_table([*places, *names], products)
     if done.rates:
-        typer.echo("\nCollectives: GB/s by nccl-tests' formulas, medians; the slowest rank's")
-        formats = {
-            "group": "",
-            "collective": "",
-            "size": ",",
-            "us": ",.0f",
-            "algbw": ".3g",
-            "busbw": ".3g",
-        }
-        timed = [r | {"us": 1e6 * r["seconds"]} for r in done.rates]
-        rates = [[format(row[key], form) for key, form in formats.items()] for row in timed]
+        typer.echo("\nCollectives: GB/s by the formulas of nccl-tests, medians of the slowest rank")
+        rates = []
+        for r in done.rates:
+            speeds = (f"{1e6 * r['seconds']:,.0f}", f"{r['algbw']:.3g}", f"{r['busbw']:.3g}")
+            rates.append((r["group"], r["collective"], f"{r['size']:,}", *speeds))
         print_table(["group", "collective", "bytes", "us", "algbw", "busbw"], rates)
     measured = "not measured: one rank" if done.busbw is None else f"{done.busbw:.3g} GB/s"
-    asked = f"; asked for: {min_busbw:g}" if min_busbw else ""
+    required = f"; required: {min_busbw:g}" if min_busbw else ""
     problems = sum(finding.status == "problem" for finding in done.findings)
-    typer.echo(f"\nbus bandwidth of the largest all-reduce: {measured}{asked}")
-    words = {
-        FAILED: f"{problems} problem{'s' * (problems != 1)}",
-        NOT_MEASURED: "NOT MEASURED",
-        TOO_SLOW: "TOO SLOW",
-    }
-    typer.echo(words.get(code, "fine"))
+    typer.echo(f"\nbus bandwidth of the largest all-reduce: {measured}{required}")
+    failed = f"{problems} problem{'s' * (problems != 1)}"
+    outcomes = {FAILED: failed, NOT_MEASURED: "NOT MEASURED", TOO_SLOW: "TOO SLOW"}
+    typer.echo(outcomes.get(code, "fine"))
 
 
 def _progress(text: str) -> None:

@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from windlass.cli import Json, Overrides, print_json
-from windlass.cli.cluster import MAX_SIZE_HELP, valid_size
+from windlass.cli.cluster import MaxSize, SchedulerName, SiteFile
 from windlass.cli.runs import show_study
 from windlass.cli.sweep import StudyName, exit_code
 from windlass.errors import DONE, FAILED, UserError
@@ -38,9 +38,6 @@ GpusPerNode = Annotated[
 MinBusbw = Annotated[
     float, Option(min=0, metavar="GB/S", help="Least bus bandwidth of a cell's hosts.")
 ]
-SiteFile = Annotated[
-    Path | None, Option(metavar="FILE", help="Default: ~/.config/windlass/site.toml.")
-]
 
 
 def scale(
@@ -58,10 +55,10 @@ def scale(
     retry_failed: bool = Option(False, help="Train failed cells again, and their probes."),
     nodes: str = Option("", metavar="N,N,...", help="Numbers of hosts: submits array jobs."),
     gpus_per_node: GpusPerNode = -1,
-    scheduler: str = Option("", metavar="slurm|pbs|lsf", help="Default: the installed one."),
+    scheduler: SchedulerName = "",
     time: str = Option("", metavar="HH:MM:SS", help="Limit of a cell; default: the site's."),
     min_busbw: MinBusbw = 0.0,
-    max_size: str = Option("", metavar="BYTES", help=MAX_SIZE_HELP, show_default=False),
+    max_size: MaxSize = "",
     site: SiteFile = None,
     dry_run: bool = Option(False, "--dry-run", help="Print the scripts and write nothing."),
     json_: Json = False,
@@ -92,7 +89,7 @@ def scale(
     if nodes:
         how: dict[str, Any] = {"scheduler": scheduler, "site": site, "retry_failed": retry_failed}
         how |= {"gpus_per_node": gpus_per_node, "time": time, "min_busbw": min_busbw}
-        how["max_size"] = valid_size(max_size)
+        how["max_size"] = max_size
         options["nodes"] = whole_numbers("nodes", nodes)
         return _submit(recipe, overrides, options, how, dry_run)
     progress = Progress(sys.stderr if json_ else sys.stdout)

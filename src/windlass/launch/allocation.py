@@ -11,19 +11,22 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from windlass import processes
 from windlass.errors import BAD_INPUT, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, UserError
 from windlass.fileio import read_json, write_atomic
 from windlass.launch.job import LAUNCHERS
 from windlass.launch.schedulers import SCHEDULERS, find_job
+from windlass.processes import visible_gpus
 from windlass.variables import SECRET_NAME
 
 COMMON_VARIABLES = r"(OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES)(_\w+)?"
@@ -203,6 +206,52 @@ def outcome(code: int, reports: Path) -> int:
     failures = [failure for path in reports.glob("failure-*.json") if (failure := read_json(path))]
     only_lost = failures and all(failure["secondary"] or failure["lost"] for failure in failures)
     return LOST if code and only_lost else code
+
+
+def plan_launch(
+    command: Sequence[str], ranks: int, per_host: int, launcher: str, dry_run: bool = False
+) -> tuple[Allocation, list[str]]:
+    """This shell's allocation, and the words that start `command` on its ranks.
+
+    It sets the store's address for the ranks in this process's environment.
+    """
+    allocation = read_allocation(os.environ, len(visible_gpus())).with_ranks(ranks, per_host)
+    chosen = default_launcher(allocation, launcher)
+    by_mpi = "mpiexec" in (chosen, chosen and default_launcher(allocation))
+    flavor = mpi_flavor(needed=not dry_run) if by_mpi else ""
+    # this is the host of rank 0: all ranks meet here
+    if port := free_port(allocation.hosts[0]):
+        os.environ.setdefault("MASTER_ADDR", allocation.hosts[0])
+        os.environ.setdefault("MASTER_PORT", str(port))
+    return allocation, launch_command(allocation, command, flavor, os.environ, launcher)
+
+
+def launch_in_job(
+    allocation: Allocation, words: Sequence[str], show: Callable[[str], object]
+) -> int:
+    """Run a job's launcher to its end, pass signals on, name lost hosts; returns the exit code."""
+    with reports_dir() as folder:
+        reports = Path(folder)
+        try:
+            child = subprocess.Popen(
+                words,
+                env=os.environ | {processes.REPORTS: folder},
+                preexec_fn=processes.kill_with_parent,  # noqa: PLW1509 - no threads here
+            )
+        except OSError as error:
+            why = f"{words[0]} cannot be started: {error.strerror}"
+            raise UserError(f"{why}; load the module for it") from None
+        # Every launcher passes SIGUSR1 on; at SIGTERM some end the ranks before they have saved.
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda *_: child.send_signal(signal.SIGUSR1))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child as well
+        code = wait_for_ranks(child, reports)
+        code = outcome(code if code >= 0 else 128 - code, reports)
+        if code == LOST and (lost := lost_hosts(allocation, reports)):
+            show(f"windlass: lost {', '.join(lost)}: no rank there has reported its end")
+            if path := os.environ.get(LOST_HOSTS):
+                Path(path).write_text(",".join(lost))
+        return code
 
 
 def lost_hosts(allocation: Allocation, reports: Path) -> list[str]:

@@ -1,5 +1,4 @@
-"""Matrix products on each device, and collectives by size: medians of repeated, synchronised
-calls."""
+"""The speed of matrix products and of collectives: medians of repeated, synchronised calls."""
 
 from __future__ import annotations
 
@@ -11,31 +10,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from windlass.preflight.findings import bus_bandwidth
-
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
-SECONDS, MOST_CALLS = 1.0, 20  # for one collective and size, after the calls that warm it up
-CPU_SIZES, GPU_SIZES = (2**16, 2**20, 2**24), (2**20, 2**25, 2**29)
-GATE_SIZE = 2**32  # where a bandwidth is asked for: published rates of a machine are those of 4 GiB
+SECONDS, MOST_CALLS = 1.0, 20  # for each collective and size, after the warm-up
 BUFFERS = 3  # of the message's size, that `collectives` and the backend hold
 
 
 def matrix_products(device: torch.device) -> dict[str, float]:
-    """TFLOP/s of square matrix products by precision: fp32 and, on a GPU, bf16 where it has it,
-    else fp16."""
-    on_gpu = device.type == "cuda"
-    half = (
-        torch.bfloat16
-        if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-        else torch.float16
-    )
+    """TFLOP/s of square matrix products by precision: fp32 and, on a GPU, bf16 (fp16 if the GPU
+    has no bf16)."""
+    dtypes, size = [torch.float32], 1024
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        dtypes, size = [torch.float32, torch.bfloat16 if has_bf16 else torch.float16], 8192
     rates = {}
-    for dtype in (torch.float32, half) if on_gpu else (torch.float32,):
-        size = 8192 if on_gpu else 1024
+    for dtype in dtypes:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         seconds = _median_seconds(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
         rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds / 1e12
     return rates
+
+
+def bus_bandwidth(collective: str, size: int, seconds: float, world: int) -> tuple[float, float]:
+    """Algorithm and bus bandwidth in GB/s, by the sizes and factors of nccl-tests
+    (doc/PERFORMANCE.md).
+
+    `size` in bytes: the buffer of an all-reduce, the result of an all-gather, the input of a
+    reduce-scatter and an all-to-all, one message of a send and receive.
+    """
+    algorithm = size / seconds / 1e9
+    part = (world - 1) / world
+    return algorithm, algorithm * {"all_reduce": 2 * part, "send_recv": 1.0}.get(collective, part)
 
 
 def collectives(
@@ -44,7 +48,7 @@ def collectives(
     sizes: tuple[int, ...],
     show: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Time every collective of `group` at every size in bytes; every rank of the group calls this.
+    """Time every collective at every size in bytes; every rank of `group` calls this.
 
     Returns rows with `collective`, `size`, `seconds` (median), `algbw` and `busbw` in GB/s.
     """
@@ -52,51 +56,41 @@ def collectives(
     rows = []
     for size in sizes:
         count = max(1, size // 4 // world) * world  # float32
-        whole, part = torch.ones(count, device=device), torch.ones(count // world, device=device)
-        other = torch.empty_like(whole)
-        calls = _calls(group, whole, part, other)
-        for name in COLLECTIVES:
+        for name, call in _calls(device, group, count).items():
             show(f"{name} {size:,} bytes")
-            seconds = _median_seconds(calls[name], device, group)
+            seconds = _median_seconds(call, device, group)
             algorithm, bus = bus_bandwidth(name, 4 * count, seconds, world)
-            rows.append(
-                {
-                    "collective": name,
-                    "size": 4 * count,
-                    "seconds": seconds,
-                    "algbw": algorithm,
-                    "busbw": bus,
-                }
-            )
+            row = {"collective": name, "size": 4 * count, "seconds": seconds}
+            rows.append(row | {"algbw": algorithm, "busbw": bus})
     return rows
 
 
 def _calls(
-    group: dist.ProcessGroup, whole: torch.Tensor, part: torch.Tensor, other: torch.Tensor
+    device: torch.device, group: dist.ProcessGroup, count: int
 ) -> dict[str, Callable[[], object]]:
-    """Each collective on these buffers: `whole` and `other` of the full size, `part` one rank's
-    share of it."""
+    """The calls of `COLLECTIVES`, on buffers of `count` numbers."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
+    whole, part = torch.ones(count, device=device), torch.ones(count // world, device=device)
+    other = torch.empty_like(whole)
     to, source = (dist.get_global_rank(group, (rank + step) % world) for step in (1, -1))
-    # torch 2.13 renamed these two, and warns of the old names
+    # torch 2.13 renamed these two, and warns about the old names
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
     def send_recv() -> None:
-        pair = [
-            dist.P2POp(dist.isend, whole, to, group),
-            dist.P2POp(dist.irecv, other, source, group),
-        ]
-        for work in dist.batch_isend_irecv(pair):
+        send = dist.P2POp(dist.isend, whole, to, group)
+        receive = dist.P2POp(dist.irecv, other, source, group)
+        for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
-    return {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: gather(whole, part, group=group),
-        "reduce_scatter": lambda: scatter(part, whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-        "send_recv": send_recv,
-    }
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: dist.all_reduce(whole, group=group),
+        lambda: gather(whole, part, group=group),
+        lambda: scatter(part, whole, group=group),
+        lambda: dist.all_to_all_single(other, whole, group=group),
+        send_recv,
+    )
+    return dict(zip(COLLECTIVES, calls, strict=True))
 
 
 def _median_seconds(
@@ -105,15 +99,15 @@ def _median_seconds(
     def timed() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        began = time.perf_counter()
+        start = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     first = max(timed(), timed())  # warms up
     number = max(3, min(MOST_CALLS, int(SECONDS / max(first, 1e-6))))
-    if group is not None:  # the ranks must make equally many calls
+    if group is not None:  # the ranks must make the same number of calls
         agreed = torch.tensor([number], device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
         number = int(agreed.item())

@@ -1,10 +1,10 @@
-"""`check`: what every rank finds on its host, compared over all ranks, then matrix products and
-collectives."""
+"""`check`: gathers facts on every rank, times matrix products and collectives, and judges them."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import os
 import platform
@@ -14,8 +14,8 @@ import socket
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,30 +27,24 @@ from windlass import __version__
 from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
-from windlass.preflight import findings
-from windlass.preflight.bandwidth import (
-    BUFFERS,
-    CPU_SIZES,
-    GATE_SIZE,
-    GPU_SIZES,
-    collectives,
-    matrix_products,
-)
-from windlass.preflight.findings import OK, PROBLEM, WARNING, Finding
+from windlass.preflight.bandwidth import BUFFERS, collectives, matrix_products
+from windlass.preflight.findings import PROBLEM, WARNING, Finding, findings_of
 from windlass.processes import nvml_handle
 from windlass.recipe import Recipe
 
+CPU_SIZES, GPU_SIZES = (2**16, 2**20, 2**24), (2**20, 2**25, 2**29)  # of messages, in bytes
+GATE_SIZE = 2**32  # the message for a required bandwidth, because published rates use 4 GiB
 PROBE_BYTES = 64_000_000  # written and synchronised to measure a disk
 CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a check came to.
+    """The result of a check.
 
     `ranks` are the facts of each rank, `rates` one row for each group, collective and size (`algbw`
-    and `busbw` in GB/s), and `busbw` the bus bandwidth of the largest all-reduce over all ranks;
-    None where there is one rank, or it failed.
+    and `busbw` in GB/s). `busbw` is the bus bandwidth of the largest all-reduce over all ranks;
+    None for one rank.
     """
 
     findings: list[Finding]
@@ -59,13 +53,15 @@ class Check:
     busbw: float | None
 
     def exit_code(self, min_busbw: float = 0.0) -> int:
-        """1 with a problem; else by the bandwidth asked for: 44 where it was not measured, 46 where
-        it is lower."""
+        """1 if there is a problem; 44 if the required bandwidth was not measured; 46 if it is
+        lower; else 0."""
         if any(finding.status == PROBLEM for finding in self.findings):
             return FAILED
-        if min_busbw and self.busbw is None:
+        if not min_busbw:
+            return DONE
+        if self.busbw is None:
             return NOT_MEASURED
-        return TOO_SLOW if min_busbw and self.busbw is not None and self.busbw < min_busbw else DONE
+        return TOO_SLOW if self.busbw < min_busbw else DONE
 
 
 def check(
@@ -75,39 +71,38 @@ def check(
     gate: bool = False,
     show: Callable[[str], None] = lambda text: None,
 ) -> Check:
-    """Check machine, packages, disks and interconnect as one rank among those of the launcher;
-    every rank gets the result.
+    """Check machine, packages, disks and interconnect; every rank of the launcher calls this and
+    gets the result. It takes seconds on one host, minutes at most.
 
-    `recipe` gives device, directories and trackers; `max_bytes` is the largest message (0: 16 MiB
-    on a CPU, 512 MiB on a GPU, and 4 GiB there with `gate`: a bandwidth is asked for). Takes
-    seconds on one host, and minutes at most.
+    Args:
+        recipe: gives device, directories and trackers.
+        max_bytes: the largest message; 0: 16 MiB on a CPU, 512 MiB on a GPU.
+        gate: the caller requires a bandwidth, so the default on a GPU is 4 GiB.
+        show: gets the name of each phase as it begins.
     """
     env = detect_env()
     with init_ranks(env, recipe.replace("parallel.strategy=auto")) as ranks:
         show("machine and packages")
         ranks.all_gather_object("ready", None)
-        now = time.time()  # all ranks came out of the exchange within some hundredths of a second
-        facts = {"time": now, **facts_of_rank(ranks, recipe)}
-        _probe_disks(ranks, recipe, facts)
+        now = time.time()  # the ranks leave the exchange within some hundredths of a second
+        facts = {"time": now, **facts_of_rank(ranks, recipe), "disks": probe_disks(ranks, recipe)}
         show("matrix products")
         facts["tflops"] = matrix_products(ranks.device)
-        rates = (
-            measure_groups(ranks, message_sizes(ranks, max_bytes, gate), show)
-            if env.world > 1
-            else []
-        )
-        everyone = ranks.all_gather_object("facts", {**facts, "rates": rates})
-    rates = _merge([one.pop("rates") for one in everyone])
+        rates = list[dict[str, Any]]()
+        if env.world > 1:
+            rates = measure_groups(ranks, message_sizes(ranks, max_bytes, gate), show)
+        everyone = ranks.all_gather_object("facts", facts)
+        rates = slowest(itertools.chain(*ranks.all_gather_object("rates", rates)))
     all_reduce = [r for r in rates if r["group"] == "all ranks" and r["collective"] == "all_reduce"]
     busbw = max(all_reduce, key=lambda r: r["size"])["busbw"] if all_reduce else None
-    return Check(findings_of(everyone, rates, recipe, os.environ), everyone, rates, busbw)
+    findings = [*findings_of(everyone), *services(recipe, os.environ)]
+    return Check(findings, everyone, rates, busbw)
 
 
 def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
-    """What this rank is and runs on: JSON values only."""
-    package = Path(__file__).parents[1]
+    """What this rank is and runs on, as JSON values."""
     code = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(path.read_bytes())
     facts: dict[str, Any] = {
         "rank": ranks.rank,
@@ -131,6 +126,7 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
         facts["shm_gb"] = shutil.disk_usage("/dev/shm").total / 1e9
     if ranks.device.type == "cuda":
         properties = torch.cuda.get_device_properties(ranks.device)
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         facts |= {
             "name": properties.name,
             "capability": [properties.major, properties.minor],
@@ -138,85 +134,73 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "free_gb": torch.cuda.mem_get_info(ranks.device)[0] / 1e9,
             "total_gb": properties.total_memory / 1e9,
-            "precisions": [
-                "fp32",
-                "fp16",
-                *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else []),
-            ],
-            **_nvml(ranks.device),
+            "precisions": ["fp32", "fp16", *(["bf16"] if has_bf16 else [])],
+            **_nvml(str(properties.uuid)),
         }
     return facts
 
 
-def _nvml(device: torch.device) -> dict[str, Any]:
-    """The driver, uncorrected memory errors and the reasons why the clock is low, where NVML
-    says."""
+def _nvml(uuid: str) -> dict[str, Any]:
+    """The driver, uncorrected memory errors, and why a GPU's clock is low, if NVML says so."""
     facts: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # no library, or a driver that does not say
-        import pynvml
+    with contextlib.suppress(Exception):  # the library is missing, or the driver does not answer
+        import pynvml as nvml
 
-        pynvml.nvmlInit()
-        facts["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
-        handle = nvml_handle(pynvml, str(torch.cuda.get_device_properties(device).uuid))
-        reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        nvml.nvmlInit()
+        facts["driver"] = str(nvml.nvmlSystemGetDriverVersion())
+        handle = nvml_handle(nvml, uuid)
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         slow = {"power brake": 0x80, "hardware slowdown": 0x08, "too hot": 0x20 | 0x40}
         facts["throttled"] = [name for name, bits in slow.items() if reasons & bits]
-        kind = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-        facts["ecc_errors"] = pynvml.nvmlDeviceGetTotalEccErrors(
-            handle, kind, pynvml.NVML_VOLATILE_ECC
-        )
+        kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        errors = nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC)
+        facts["ecc_errors"] = errors
     return facts
 
 
-def _probe_disks(ranks: Ranks, recipe: Recipe, facts: dict[str, Any]) -> None:
-    """Space and write speed of the run's and the data's directory, and whether a file of rank 0 is
-    seen by this rank."""
+def probe_disks(ranks: Ranks, recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Space and write speed of run and data directory, and if this rank sees a file of rank 0."""
     places = {"run directory": recipe.run_dir, "data directory": Path(recipe.data.dir or "data")}
-    facts["disks"] = {}
-    check = ranks.broadcast_object(
-        "check", uuid.uuid4().hex
-    )  # several jobs may check one directory at the same time
+    # several jobs may check one directory at the same time
+    check = ranks.broadcast_object("check", uuid.uuid4().hex)
+    disks = {}
     for name, place in places.items():
-        there = next(
-            path for path in (place.absolute(), *place.absolute().parents) if path.is_dir()
-        )
-        mark, probe = (
-            there / f".windlass-check-{check}",
-            there / f".windlass-check-{check}-{ranks.rank}",
-        )
-        seconds = 0.0
+        parents = (place.absolute(), *place.absolute().parents)
+        directory = next(path for path in parents if path.is_dir())
+        mark = directory / f".windlass-check-{check}"
+        probe = directory / f".windlass-check-{check}-{ranks.rank}"
+        speed, error = 0.0, ""
         try:
             if ranks.main:
-                mark.write_text(socket.gethostname())
-            began = time.perf_counter()
+                mark.touch()
+            start = time.perf_counter()
             with probe.open("wb") as file:
                 file.write(bytes(PROBE_BYTES))
                 file.flush()
                 os.fsync(file.fileno())
-            seconds = time.perf_counter() - began
-            error = ""
+            speed = PROBE_BYTES / 1e6 / (time.perf_counter() - start)
         except OSError as failure:
             error = failure.strerror or str(failure)
         ranks.all_gather_object("written", None)
-        facts["disks"][name] = {
-            "path": str(there),
-            "free_gb": shutil.disk_usage(there).free / 1e9,
+        disks[name] = {
+            "path": str(directory),
+            "free_gb": shutil.disk_usage(directory).free / 1e9,
             "error": error,
             "shared": mark.exists(),
-            "write_mb_s": PROBE_BYTES / 1e6 / seconds if seconds else 0.0,
+            "write_mb_s": speed,
         }
         ranks.all_gather_object("seen", None)
         for path in (probe, *([mark] if ranks.main else [])):
             path.unlink(missing_ok=True)
+    return disks
 
 
 def message_sizes(ranks: Ranks, max_bytes: int, gate: bool) -> tuple[int, ...]:
-    """The sizes to measure, in bytes: up to `max_bytes`, or up to what the ranks' memory holds of
-    the default."""
-    if ranks.device.type == "cpu":
-        default: tuple[int, ...] = CPU_SIZES
-        free = math.inf
-    else:
+    """The sizes to measure in bytes: up to `max_bytes`, or the default sizes that fit into the
+    memory of every rank."""
+    default: tuple[int, ...] = CPU_SIZES
+    free = math.inf
+    if ranks.device.type == "cuda":
         default = (*GPU_SIZES, GATE_SIZE) if gate else GPU_SIZES
         free = min(ranks.all_gather_object("free memory", torch.cuda.mem_get_info(ranks.device)[0]))
     if max_bytes:
@@ -227,152 +211,38 @@ def message_sizes(ranks: Ranks, max_bytes: int, gate: bool) -> tuple[int, ...]:
 def measure_groups(
     ranks: Ranks, sizes: tuple[int, ...], show: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """The collectives over all ranks; on several hosts also inside this host, and between hosts
-    (one rank of each)."""
-    places = ranks.all_gather_object("place", [ranks.env.node, ranks.env.local_rank])
-    members: dict[str, dict[int, list[int]]] = {
-        "one host": defaultdict(list),
-        "between hosts": defaultdict(list),
-    }
-    for rank, (node, local_rank) in enumerate(places):
-        members["one host"][node].append(rank)
-        members["between hosts"][local_rank].append(rank)
+    """Time the collectives over all ranks; if there are several hosts, also inside each host, and
+    between hosts (one rank of each)."""
     assert dist.group.WORLD is not None
-    rates = [
-        {"group": "all ranks", **row}
-        for row in collectives(ranks.device, dist.group.WORLD, sizes, show)
-    ]
-    if ranks.env.nodes == 1:
-        return rates
-    for name, by_key in members.items():
-        mine = None
-        for group_ranks in by_key.values():  # every rank makes every group
-            if len(group_ranks) > 1:
-                group = dist.new_group(group_ranks)
-                mine = group if ranks.rank in group_ranks else mine
-        if mine is not None:
-            rates += [
-                {"group": name, **row} for row in collectives(ranks.device, mine, sizes, show)
-            ]
+    groups: dict[str, dist.ProcessGroup | None] = {"all ranks": dist.group.WORLD}
+    if ranks.env.nodes > 1:
+        places = ranks.all_gather_object("place", (ranks.env.node, ranks.env.local_rank))
+        for i, name in enumerate(("one host", "between hosts")):
+            members = defaultdict[int, list[int]](list)
+            for rank, place in enumerate(places):
+                members[place[i]].append(rank)
+            if several := [group for group in members.values() if len(group) > 1]:
+                groups[name], _ = dist.new_subgroups_by_enumeration(several)
+    rates = []
+    for name, group in groups.items():
+        if group is not None:
+            rows = collectives(ranks.device, group, sizes, show)
+            rates += [{"group": name, **row} for row in rows]
         ranks.all_gather_object(name, None)
     return rates
 
 
-def _merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One row for each group, collective and size: the slowest rank's, with the bus bandwidth of
-    each rank."""
+def slowest(rates: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The slowest rank's row for each group, collective and size."""
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for rank, rates in enumerate(by_rank):
-        for rate in rates:
-            row = rows.setdefault(
-                (rate["group"], rate["collective"], rate["size"]), {**rate, "ranks": {}}
-            )
-            row["ranks"][rank] = rate["busbw"]
-            if rate["busbw"] < row["busbw"]:
-                row |= {name: rate[name] for name in ("seconds", "algbw", "busbw")}
+    for row in rates:
+        key = row["group"], row["collective"], row["size"]
+        rows[key] = min(rows.get(key, row), row, key=lambda row: row["busbw"])
     return list(rows.values())
 
 
-def findings_of(
-    ranks: list[dict[str, Any]],
-    rates: list[dict[str, Any]],
-    recipe: Recipe,
-    environ: Mapping[str, str],
-) -> list[Finding]:
-    """The findings from the facts of all ranks."""
-    hosts = {one["rank"]: one["host"] for one in ranks}
-    nodes = {one["node"]: one for one in reversed(ranks)}  # the first rank of each host
-    results = same_everywhere(ranks, hosts)
-    for one in ranks:
-        where = f" (rank {one['rank']}, {one['host']})" if len(ranks) > 1 else ""
-        results += [replace(x, name=f"{x.name}{where}") for x in gpu_findings(one)]
-    if "cuda" in ranks[0]["device"] and "driver" in ranks[0]:
-        results.append(findings.driver(ranks[0]["driver"], ranks[0]["cuda"]))
-    precisions = set.intersection(*(set(one["precisions"]) for one in ranks))
-    results.append(Finding("precisions", ", ".join(sorted(precisions))))
-    results += disk_findings(ranks, hosts, len(nodes))
-    for one in nodes.values():
-        where = f" ({one['host']})" if len(nodes) > 1 else ""
-        cuda = findings.cuda(one["cuda"], one["cuda_available"], one["gpus"], one["device"])
-        limits = findings.limits(one["shm_gb"], one["files"])
-        results += [replace(x, name=f"{x.name}{where}") for x in (cuda, *limits)]
-    if len(nodes) > 1:
-        times = [one["time"] for one in ranks]
-        results.append(findings.clock(max(times) - min(times)))
-    results += findings.nccl_variables(environ, len(nodes)) + services(recipe, environ)
-    return results + slow_ranks(ranks, rates, hosts)
-
-
-def same_everywhere(ranks: list[dict[str, Any]], hosts: dict[int, str]) -> list[Finding]:
-    """Whether all ranks have the same code, recipe, platform (which may differ), Python and
-    torch."""
-    facts = {
-        "Windlass": {r["rank"]: f"{r['windlass']} ({r['code']})" for r in ranks},
-        "recipe": {r["rank"]: r["config"] for r in ranks},
-        "platform": {r["rank"]: r["platform"] for r in ranks},
-        "Python and torch": {r["rank"]: f"{r['python']}, {r['torch']}" for r in ranks},
-    }
-    same = [findings.same(name, by_rank, hosts) for name, by_rank in facts.items()]
-    return [replace(x, status=OK, advice="") if x.name == "platform" else x for x in same]
-
-
-def gpu_findings(one: dict[str, Any]) -> list[Finding]:
-    """Architecture, memory, memory errors and clock rate of a rank's GPU; none on a CPU."""
-    if "capability" not in one:
-        return []
-    major, minor, *_ = one["capability"]
-    built = (one["built_for"], one["torch"], one["cuda"])
-    memory = f"{one['free_gb']:,.1f} of {one['total_gb']:,.1f} GB free"
-    new = [findings.architecture(one["name"], (major, minor), *built), Finding("memory", memory)]
-    if errors := one.get("ecc_errors"):
-        text = f"{errors} uncorrected errors"
-        new.append(Finding("ECC", text, PROBLEM, "take this GPU out of use"))
-    if reasons := one.get("throttled"):
-        text = f"throttled: {', '.join(reasons)}"
-        new.append(Finding("clock rate", text, WARNING, "the GPU is slowed down"))
-    return new
-
-
-def disk_findings(
-    ranks: list[dict[str, Any]], hosts: dict[int, str], nodes: int
-) -> Iterator[Finding]:
-    """Whether the ranks can write to run and data directory, and how fast the slowest can."""
-    for name, first in ranks[0]["disks"].items():
-        disks = [one["disks"][name] for one in ranks]
-        errors = {f"{d['error']} on {hosts[r]}" for r, d in enumerate(disks) if d["error"]}
-        if errors:
-            text = f"{first['path']}: {'; '.join(sorted(errors))}"
-            advice = "make it writable, or give another run.dir or data.dir"
-            yield Finding(name, text, PROBLEM, advice)
-            continue
-        slowest = min(d["write_mb_s"] for d in disks)
-        shared = all(d["shared"] for d in disks)
-        yield findings.disk(name, first["path"], first["free_gb"], slowest, shared, nodes)
-
-
-def slow_ranks(
-    ranks: list[dict[str, Any]], rates: list[dict[str, Any]], hosts: dict[int, str]
-) -> list[Finding]:
-    """A warning for each measurement in which a rank is much slower than the mean."""
-    precisions = ranks[0]["tflops"]
-    measured = {
-        f"{name} matrix products": {r["rank"]: r["tflops"][name] for r in ranks}
-        for name in precisions
-    }
-    for rate in rates:
-        name = f"{rate['group']}, {rate['collective']} of {rate['size']:,} bytes"
-        measured[name] = rate["ranks"]
-    slow = []
-    for name, by_rank in measured.items():
-        if numbers := findings.outliers(by_rank):
-            text = ", ".join(f"rank {n} on {hosts[n]}: {by_rank[n]:.3g}" for n in numbers)
-            text += f"; mean {sum(by_rank.values()) / len(by_rank):.3g}"
-            slow.append(Finding(f"slow: {name}", text, WARNING, "look at this host, or drop it"))
-    return slow
-
-
-def services(recipe: Recipe, environ: Mapping[str, str]) -> list[Finding]:
-    """Whether the trackers and the Hub that the recipe needs can be reached from here."""
+def services(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether this host can reach the trackers and the Hub that the recipe needs."""
     wanted = {}
     if "wandb" in recipe.telemetry.trackers and environ.get("WANDB_MODE", "online") == "online":
         advice = "set WANDB_MODE=offline; `windlass track` sends it later"
@@ -380,26 +250,19 @@ def services(recipe: Recipe, environ: Mapping[str, str]) -> list[Finding]:
     uri = environ.get("MLFLOW_TRACKING_URI", "")
     if "mlflow" in recipe.telemetry.trackers and uri.startswith("http"):
         wanted["MLflow"] = uri, "unset MLFLOW_TRACKING_URI to write to a local file"
+    tokenizer = recipe.data.tokenizer
     names = [recipe.model.name] if recipe.model.kind == "hf" else []
-    names += (
-        [recipe.data.tokenizer.removeprefix("hf:")]
-        if recipe.data.tokenizer.startswith("hf:")
-        else []
-    )
-    if any(name and not Path(name).exists() for name in names) and environ.get(
-        "HF_HUB_OFFLINE", "0"
-    ) in ("", "0"):
+    names += [tokenizer.removeprefix("hf:")] if tokenizer.startswith("hf:") else []
+    online = environ.get("HF_HUB_OFFLINE", "0") in ("", "0")
+    if online and any(name and not Path(name).exists() for name in names):
         advice = "download first, then set HF_HUB_OFFLINE=1"
         wanted["Hugging Face Hub"] = environ.get("HF_ENDPOINT") or "https://huggingface.co", advice
-    results = []
     for name, (url, advice) in wanted.items():
         parts = urlsplit(url)
+        address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         try:
-            address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
             socket.create_connection(address, CONNECT_SECONDS).close()
-            results.append(Finding(name, f"{parts.hostname} can be reached"))
+            yield Finding(name, f"{parts.hostname} can be reached")
         except OSError as error:
-            results.append(
-                Finding(name, f"{parts.hostname} cannot be reached: {error}", WARNING, advice)
-            )
-    return results
+            text = f"{parts.hostname} cannot be reached: {error}"
+            yield Finding(name, text, WARNING, advice)

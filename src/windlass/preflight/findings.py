@@ -1,26 +1,21 @@
-"""What a rank finds on its host, and how ranks are compared, as pure functions of facts. No torch.
-
-Sources: the formulas of bus bandwidth are those of nccl-tests (doc/PERFORMANCE.md); the rule for
-outliers, more than one standard deviation and a tenth off, follows Megatron-LM's GPU sniff test.
-"""
+"""What the facts of all ranks mean for a training, as pure functions. No torch."""
 
 from __future__ import annotations
 
 import re
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from windlass.parallel.architecture import code_for
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-OFF = 0.10  # of the mean, besides one standard deviation: from here on a rank is named
 FULL_DISK_GB, SMALL_SHM_GB, FEW_FILES, SKEW_SECONDS = 10, 1, 4096, 2.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: `ok`, `warning`, or `problem` (training would fail)."""
+    """One result of a check: `ok`, `warning`, or `problem` (training would fail)."""
 
     name: str
     text: str
@@ -28,124 +23,37 @@ class Finding:
     advice: str = ""
 
 
-def bus_bandwidth(collective: str, size: int, seconds: float, world: int) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in GB/s of one collective over `size` bytes (nccl-tests' sizes
-    and factors).
-
-    `size` is what nccl-tests calls size: the whole buffer of an all-reduce, the gathered result of
-    an all-gather, what goes into a reduce-scatter and an all-to-all, one message of a send and
-    receive.
-    """
-    algorithm = size / seconds / 1e9
-    part = (world - 1) / world
-    return algorithm, algorithm * {"all_reduce": 2 * part, "send_recv": 1.0}.get(collective, part)
-
-
-def outliers(values: Mapping[int, float]) -> list[int]:
-    """The ranks whose value is under the mean by more than one standard deviation and by more than
-    a tenth."""
-    if len(values) < 3:  # of two, none is the odd one
-        return []
-    mean, deviation = statistics.mean(values.values()), statistics.pstdev(values.values())
-    return sorted(
-        rank
-        for rank, value in values.items()
-        if mean - value > deviation and mean - value > OFF * mean
-    )
-
-
-def architecture(
-    name: str, capability: tuple[int, int], built_for: Sequence[str], torch: str, cuda: str
-) -> Finding:
-    """Whether this torch has code for this device (`built_for` as torch.cuda.get_arch_list gives
-    it)."""
-    text, advice = code_for(name, capability, built_for, torch, cuda)
-    return Finding("device", text, PROBLEM if advice else OK, advice)
-
-
-def driver(version: str, cuda: str) -> Finding:
-    """Whether the NVIDIA driver is new enough for torch's CUDA (minor versions are compatible:
-    NVIDIA's CUDA release notes)."""
-    needed = {"11": "450.80", "12": "525.60", "13": "580"}.get(cuda.partition(".")[0], "0")
-    have, least = (tuple(map(int, re.findall(r"\d+", text))) for text in (version, needed))
-    text = f"driver {version}, torch's CUDA {cuda}"
-    if have >= least:
-        return Finding("driver", text)
-    advice = f"CUDA {cuda} needs driver {needed} or newer: ask for it, or install a torch for an older CUDA"
-    return Finding("driver", text, PROBLEM, advice)
-
-
-def cuda(version: str, available: bool, gpus: int, device: str) -> Finding:
-    """Whether torch can use CUDA here, and if the check ran on the CPU all the same, why."""
-    if available:
-        text = f"CUDA {version} is available: {gpus} GPU{'s' * (gpus != 1)}"
-        return Finding(
-            "CUDA",
-            text
-            if device.startswith("cuda")
-            else f"{text}; the check uses the CPU, as the recipe says",
-        )
-    reason = (
-        "torch was built without it"
-        if not version
-        else f"torch's CUDA {version} finds no driver or no GPU"
-    )
-    return Finding("CUDA", f"not available: {reason}")
-
-
-def size_of(text: str) -> int:
-    """Bytes of `4G`, `512M`, `64K` or a plain number; 0 for anything else."""
-    match = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text)
-    return int(match[1]) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[match[2]] if match else 0
-
-
-def disk(
-    name: str, path: str, free_gb: float, write_mb_s: float, shared: bool, hosts: int
-) -> Finding:
-    """Space and speed of a directory, and whether all hosts see the same one."""
-    text = f"{path}: {free_gb:,.0f} GB free, writes {write_mb_s:,.0f} MB/s"
-    text += ", shared by all hosts" if hosts > 1 and shared else ""
-    if hosts > 1 and not shared:
-        status, advice = PROBLEM, "put it on a file system that all hosts share"
-        if name == "data directory":
-            status, advice = WARNING, f"{advice}, or `windlass prepare` the data on each host"
-        return Finding(name, f"{text}; not every host sees it", status, advice)
-    if free_gb < FULL_DISK_GB:
-        return Finding(name, text, WARNING, "`windlass plan` says how much a run writes")
-    return Finding(name, text)
-
-
-def limits(shm_gb: float | None, files: int) -> list[Finding]:
-    """/dev/shm (None: there is none) and the number of files that a process may open."""
-    advice = "NCCL keeps its buffers there: start the container with --shm-size=8g"
-    shm = (
-        []
-        if shm_gb is None
-        else [_unless(shm_gb < SMALL_SHM_GB, "/dev/shm", f"{shm_gb:,.1f} GB", advice)]
-    )
-    return [
-        *shm,
-        _unless(
-            files < FEW_FILES, "open files", f"{files:,} a process", f"ulimit -n {16 * FEW_FILES}"
-        ),
-    ]
-
-
-def clock(skew: float) -> Finding:
-    """The largest difference between the ranks' clocks, in seconds."""
-    advice = "times in ledger and logs of different hosts cannot be compared"
-    return _unless(
-        skew > SKEW_SECONDS, "clock", f"the hosts' clocks differ by {skew:.2f} s at most", advice
-    )
-
-
-def _unless(bad: bool, name: str, text: str, advice: str) -> Finding:
-    """`ok`, or a warning with its advice where it is `bad`."""
-    return Finding(name, text, WARNING, advice) if bad else Finding(name, text)
+def findings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """The findings from the facts of all ranks (`check.facts_of_rank`), in the order to show."""
+    hosts = {one["rank"]: one["host"] for one in ranks}
+    nodes = {one["node"]: one for one in reversed(ranks)}  # the first rank of each host
+    code = {one["rank"]: f"{one['windlass']} ({one['code']})" for one in ranks}
+    versions = {one["rank"]: f"{one['python']}, {one['torch']}" for one in ranks}
+    yield same("Windlass", code, hosts)
+    yield same("recipe", {one["rank"]: one["config"] for one in ranks}, hosts)
+    platforms = same("platform", {one["rank"]: one["platform"] for one in ranks}, hosts)
+    yield replace(platforms, status=OK, advice="")  # kernels may differ
+    yield same("Python and torch", versions, hosts)
+    for one in ranks:
+        where = f" (rank {one['rank']}, {one['host']})" if len(ranks) > 1 else ""
+        yield from (replace(x, name=f"{x.name}{where}") for x in gpu(one))
+    if "driver" in ranks[0]:
+        yield driver(ranks[0]["driver"], ranks[0]["cuda"])
+    precisions = set.intersection(*(set(one["precisions"]) for one in ranks))
+    yield Finding("precisions", ", ".join(sorted(precisions)))
+    for name in ranks[0]["disks"]:
+        yield disk(name, [(one["host"], one["disks"][name]) for one in ranks], len(nodes))
+    for one in nodes.values():
+        where = f" ({one['host']})" if len(nodes) > 1 else ""
+        on_host = (cuda(one), *limits(one["shm_gb"], one["files"]))
+        yield from (replace(x, name=f"{x.name}{where}") for x in on_host)
+    if len(nodes) > 1:
+        times = [one["time"] for one in ranks]
+        yield clock(max(times) - min(times))
 
 
 def same(name: str, values: Mapping[int, str], hosts: Mapping[int, str]) -> Finding:
-    """Whether all ranks have the same value; else the ranks of each, by host."""
+    """Whether all ranks have the same value; else the hosts of each value."""
     if len(set(values.values())) == 1:
         return Finding(name, f"{next(iter(values.values()))} on every rank")
     places = {
@@ -156,31 +64,87 @@ def same(name: str, values: Mapping[int, str], hosts: Mapping[int, str]) -> Find
     return Finding(name, "; ".join(groups), PROBLEM, advice)
 
 
-def nccl_variables(environ: Mapping[str, str], nodes: int) -> list[Finding]:
-    """The NCCL variables that are set, with advice on those that slow a run down or hide its
-    errors."""
-    advice = {
-        "NCCL_P2P_DISABLE": (
-            "1",
-            "turns NVLink and PCIe copies between devices off: for debugging only",
-        ),
-        "NCCL_IB_DISABLE": ("1", "turns InfiniBand off: between hosts TCP is several times slower"),
-        "NCCL_SHM_DISABLE": ("1", "turns shared memory off: for debugging only"),
-        "TORCH_NCCL_BLOCKING_WAIT": (
-            "1",
-            "makes the host wait for each collective: slower, and not needed for time limits",
-        ),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": (
-            "0",
-            "a rank whose partner is gone would hang: leave it at its default",
-        ),
-        "NCCL_DEBUG": ("TRACE", "writes a line for each call: use WARN or INFO"),
-    }
-    findings = []
-    for name in sorted(n for n in environ if n.startswith(("NCCL_", "TORCH_NCCL_"))):
-        bad, why = advice.get(name, ("", ""))
-        wrong = (
-            bool(bad) and environ[name].upper() == bad and (name != "NCCL_IB_DISABLE" or nodes > 1)
+def gpu(one: Mapping[str, Any]) -> Iterator[Finding]:
+    """Architecture, memory, memory errors and clock rate of a rank's GPU; none for a CPU."""
+    if "capability" not in one:
+        return
+    capability = tuple(one["capability"])
+    text, advice = code_for(one["name"], capability, one["built_for"], one["torch"], one["cuda"])
+    yield Finding("device", text, PROBLEM if advice else OK, advice)
+    yield Finding("memory", f"{one['free_gb']:,.1f} of {one['total_gb']:,.1f} GB free")
+    if errors := one.get("ecc_errors"):
+        text = f"{errors} uncorrected errors"
+        yield Finding("ECC", text, PROBLEM, "take this GPU out of use")
+    if reasons := one.get("throttled"):
+        text = f"throttled: {', '.join(reasons)}"
+        yield Finding("clock rate", text, WARNING, "the GPU is slowed down")
+
+
+def driver(version: str, cuda: str) -> Finding:
+    """Whether the NVIDIA driver is new enough for torch's CUDA, by NVIDIA's CUDA release notes
+    (minor versions are compatible)."""
+    needed = {"11": "450.80", "12": "525.60", "13": "580"}.get(cuda.partition(".")[0], "0")
+    have, least = (tuple(map(int, re.findall(r"\d+", text))) for text in (version, needed))
+    text = f"driver {version}, torch's CUDA {cuda}"
+    if have >= least:
+        return Finding("driver", text)
+    advice = f"ask for driver {needed} or newer, or install a torch for an older CUDA"
+    return Finding("driver", text, PROBLEM, advice)
+
+
+def disk(name: str, disks: Sequence[tuple[str, Mapping[str, Any]]], nodes: int) -> Finding:
+    """Whether ranks can write to a directory, how fast the slowest does, and if all hosts see it.
+
+    `disks`: the host of each rank, and what the rank measured there.
+    """
+    first = disks[0][1]
+    errors = {f"{disk['error']} on {host}" for host, disk in disks if disk["error"]}
+    if errors:
+        text = f"{first['path']}: {'; '.join(sorted(errors))}"
+        advice = "make it writable, or set another run.dir or data.dir"
+        return Finding(name, text, PROBLEM, advice)
+    slowest = min(disk["write_mb_s"] for _, disk in disks)
+    shared = all(disk["shared"] for _, disk in disks)
+    text = f"{first['path']}: {first['free_gb']:,.0f} GB free, writes {slowest:,.0f} MB/s"
+    if nodes > 1 and not shared:
+        status, advice = PROBLEM, "put it on a file system that all hosts share"
+        if name == "data directory":
+            status, advice = WARNING, f"{advice}, or `windlass prepare` the data on each host"
+        return Finding(name, f"{text}; some hosts do not see it", status, advice)
+    text += ", shared by all hosts" if nodes > 1 else ""
+    advice = "`windlass plan` says how much a run writes"
+    return _warn_if(first["free_gb"] < FULL_DISK_GB, name, text, advice)
+
+
+def cuda(one: Mapping[str, Any]) -> Finding:
+    """Whether torch can use CUDA on a rank's host; if not, why."""
+    version, gpus = one["cuda"], one["gpus"]
+    if one["cuda_available"]:
+        by_cpu = (
+            "" if one["device"].startswith("cuda") else "; by this recipe the check uses the CPU"
         )
-        findings.append(_unless(wrong, name, environ[name], why))
-    return findings
+        text = f"CUDA {version} is available: {gpus} GPU{'s' * (gpus != 1)}{by_cpu}"
+        return Finding("CUDA", text)
+    no_device = f"torch's CUDA {version} finds no driver or no GPU"
+    reason = no_device if version else "torch was built without it"
+    return Finding("CUDA", f"not available: {reason}")
+
+
+def limits(shm_gb: float | None, files: int) -> Iterator[Finding]:
+    """The size of /dev/shm (None: there is none) and the most files that a process may open."""
+    if shm_gb is not None:
+        advice = "NCCL keeps its buffers there: start the container with --shm-size=8g"
+        yield _warn_if(shm_gb < SMALL_SHM_GB, "/dev/shm", f"{shm_gb:,.1f} GB", advice)
+    text, advice = f"{files:,} a process", f"ulimit -n {16 * FEW_FILES}"
+    yield _warn_if(files < FEW_FILES, "open files", text, advice)
+
+
+def clock(skew: float) -> Finding:
+    """The largest difference between the ranks' clocks, in seconds."""
+    text = f"the hosts' clocks differ by at most {skew:.2f} s"
+    advice = "times in ledger and logs of different hosts cannot be compared"
+    return _warn_if(skew > SKEW_SECONDS, "clock", text, advice)
+
+
+def _warn_if(bad: bool, name: str, text: str, advice: str) -> Finding:
+    return Finding(name, text, WARNING, advice) if bad else Finding(name, text)
