@@ -10,8 +10,7 @@ from memory_meter import measured
 
 import hf_fixtures
 from windlass.estimate.activations import measure_peaks
-from windlass.estimate.layout import layout_of
-from windlass.estimate.memory import memory
+from windlass.estimate.memory import layout_of, memory
 from windlass.model.build import read_sizes
 
 SHAPES = {  # what takes most of the memory: settings, vocabulary, micro-batch

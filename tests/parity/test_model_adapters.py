@@ -13,8 +13,7 @@ import hf_fixtures
 from helpers import curve, refused
 from windlass import train
 from windlass.errors import installed
-from windlass.estimate.layout import layout_of
-from windlass.estimate.memory import memory
+from windlass.estimate.memory import layout_of, memory
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export
 from windlass.model.build import build_model, read_sizes

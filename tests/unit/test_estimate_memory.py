@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from windlass.estimate.devices import find_device
-from windlass.estimate.layout import Layout
-from windlass.estimate.memory import memory, memory_rows, recommend
+from windlass.estimate.layouts import memory_rows, recommend
+from windlass.estimate.memory import CHUNK_BYTES, GATHER_BYTES, Layout, Step, memory
 from windlass.estimate.plan import plan
-from windlass.estimate.walk import CHUNK_BYTES, GATHER_BYTES, Step
 from windlass.model import loss
 from windlass.model.gpt import GPT, initialise
 from windlass.model.size import CountedSizes, count

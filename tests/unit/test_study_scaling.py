@@ -6,8 +6,8 @@ import pytest
 from report_fixtures import edit
 from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, rates, worlds
 
-from windlass.estimate.layout import Layout
-from windlass.estimate.steptime import (
+from windlass.estimate.memory import Layout
+from windlass.estimate.time import (
     Collective,
     Rates,
     Tensors,

@@ -14,8 +14,8 @@ from typing import Any
 
 from windlass.errors import UserError, argument
 from windlass.estimate.devices import Device
-from windlass.estimate.layout import layout_of
-from windlass.estimate.memory import MemoryRow, memory_rows, recommend
+from windlass.estimate.layouts import MemoryRow, memory_rows, recommend
+from windlass.estimate.memory import layout_of
 from windlass.estimate.milestones import (
     TIMED,
     Evaluations,
@@ -26,10 +26,9 @@ from windlass.estimate.milestones import (
     milestones,
 )
 from windlass.estimate.optimum import optimal_steps, optimal_tokens, resolve_steps
-from windlass.estimate.steptime import Rates, step_time
 from windlass.estimate.subject import Size, Subject, subject_of, with_activations
 from windlass.estimate.text import print_plan
-from windlass.estimate.time import ASSUMED_MFU, Speed, measured_speed, speed_on
+from windlass.estimate.time import ASSUMED_MFU, Rates, Speed, measured_speed, speed_on, step_time
 from windlass.model.convert import export_note
 from windlass.optim.schedule import schedule_horizon
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe

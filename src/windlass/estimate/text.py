@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from windlass.estimate.layout import PARTS
+from windlass.estimate.memory import PARTS
 from windlass.model.size import describe_network, trainable
 from windlass.recipe import typed
 from windlass.telemetry.measures import duration, short

@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from windlass.errors import RunFailed, UserError
-from windlass.estimate.host import host_memory_gb
+from windlass.estimate.layouts import host_memory_gb
 from windlass.fileio import read_json, write_atomic
 from windlass.launch.batch import EXIT_CODE, FOLLOWING, SUBMITTED, render
 from windlass.launch.job import TIME, Job, Site

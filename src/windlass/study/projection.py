@@ -1,6 +1,6 @@
 """Step times at numbers of ranks that a scaling study did not measure. No torch.
 
-A projection calibrates `estimate.steptime` on the largest measured setup. Forward and backward pass
+A projection calibrates `estimate.time` on the largest measured setup. Forward and backward pass
 follow the FLOPs of a rank, and the update follows the parameters that a rank updates. Host time and
 waiting for data stay. The collectives of the projected ranks run at the bandwidth of the largest
 measured group. Latency and the network beyond that group are unknown.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from windlass.estimate.steptime import Rates, Tensors, Work, step_time
+from windlass.estimate.time import Rates, Tensors, Work, step_time
 from windlass.fileio import read_json
 from windlass.model.size import count, flops_per_token
 from windlass.study.setups import Setup, baseline, shared_cores

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from windlass.estimate.steptime import Work, measured_rates, on_cpu, step_time
+from windlass.estimate.time import Work, measured_rates, on_cpu, step_time
 from windlass.fileio import read_json
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SQUAD_SUITE

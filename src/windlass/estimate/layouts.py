@@ -1,0 +1,126 @@
+"""The layouts that a number of ranks allows: what fits on a device, and what a job's host needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import product
+
+from windlass.errors import UserError
+from windlass.estimate.devices import USABLE
+from windlass.estimate.memory import Layout, Memory, Network, layout_of, memory
+from windlass.estimate.optimum import recipe_vocab
+from windlass.model.size import CountedSizes, checkpoint_bytes
+from windlass.recipe import Recipe
+from windlass.recipe.strategies import STRATEGIES
+
+CHECKPOINTING = ("none", "selective", "full")
+GPU_RANK_GB, CPU_RANK_GB = 8, 3  # Python, torch, the driver's maps, token shards, and a margin
+LARGE_VOCAB = 2**18  # assumed if the embedding's rows depend on data that are not prepared
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """The memory of a rank under one layout."""
+
+    layout: Layout
+    memory: Memory
+    fits: bool | None  # None: unknown
+    largest_micro_batch: int | None  # that fits; 0: none does; None: unknown
+    chosen: bool  # whether it is the recipe's own layout
+
+
+def memory_rows(
+    model: Network, vocab: int, optimizer: str, base: Layout, usable: int | None
+) -> list[MemoryRow]:
+    """A row for each layout that the world of `base` allows, the fastest first, with its
+    micro-batch; only our GPT varies in checkpointing and offload.
+
+    Recomputation adds up to a third of the arithmetic. Sharding moves parameters over the network,
+    `shard_grad_op` less than `full_shard`. `hybrid_shard` gathers among half of the ranks.
+    `shard_optim` moves half as much again as `ddp`, while nothing is computed. Offload moves
+    everything over the host's bus.
+    """
+    ours = not isinstance(model, CountedSizes)
+    known = not isinstance(model, CountedSizes) or bool(model.peaks)  # its activations
+    base = base if known else replace(base, checkpointing="none")
+    hybrid = ["hybrid_shard"] * (base.world > 3)
+    several = ["ddp", "shard_grad_op", "shard_optim", *hybrid, "full_shard"]
+    strategies = several if base.world > 1 else ["single"]
+    kinds = [
+        (*k, False) for k in product(CHECKPOINTING if ours else [base.checkpointing], strategies)
+    ]
+    if base.device == "cuda" and ours:
+        kinds += [(c, "full_shard", True) for c in ("none", "full")]
+    layouts = []
+    for checkpointing, strategy, offload in kinds:
+        same = strategy == base.strategy
+        shard = base.shard if same else STRATEGIES[strategy].sizes(base.world).dp_shard
+        layout = replace(base, strategy=strategy, shard=shard)
+        layouts.append(replace(layout, checkpointing=checkpointing, offload=offload))
+    rows = []
+    for layout in layouts + [base] * (base not in layouts):
+        needed = memory(model, vocab, layout, optimizer)
+        fits, largest = None if usable is None else needed.total <= usable, None
+        if known and usable is not None:
+            samples, largest = base.micro_batch * base.accumulation, 0
+            for n in (n for n in range(samples, 0, -1) if samples % n == 0):
+                tried = replace(layout, micro_batch=n, accumulation=samples // n)
+                if memory(model, vocab, tried, optimizer).total <= usable:
+                    largest = n
+                    break
+        sure = fits if known or fits is False else None  # unknown activations may be too large
+        rows.append(MemoryRow(layout, needed, sure, largest, layout == base))
+    return rows
+
+
+def recommend(rows: list[MemoryRow], micro_batch: int) -> tuple[dict[str, str | int | bool], str]:
+    """The settings of the first layout that fits, and the reason.
+
+    `micro_batch` 0 takes the largest that fits.
+    """
+    if rows[0].largest_micro_batch is None:
+        unknown = rows[0].fits is None
+        return {}, "the device's memory is unknown: give --memory GB" if unknown else ""
+    fitting = [row for row in rows if (row.fits if micro_batch else row.largest_micro_batch)]
+    if not fitting:
+        size = min(row.memory.total for row in rows) / 1e9
+        least = f"with micro-batch {rows[0].layout.micro_batch} the least is {size:.3g} GB"
+        device = f"Use a device with more than {size / USABLE:.3g} GB"
+        advice = "a lower train.precision, or a smaller train.micro_batch or model.context"
+        return {}, f"nothing fits: {least}. {device}, more ranks, {advice}"
+    row = fitting[0]
+    layout = row.layout
+    settings: dict[str, str | int | bool] = {"parallel.strategy": layout.strategy}
+    settings["parallel.activation_checkpointing"] = layout.checkpointing
+    settings["train.micro_batch"] = micro_batch or row.largest_micro_batch or 0
+    settings |= {"parallel.shard_size": layout.shard} if layout.policy.grouped else {}
+    settings |= {"parallel.offload": True} if layout.offload else {}
+    host = f"; {row.memory.host / 1e9:.3g} GB of the host's memory" if layout.offload else ""
+    return settings, f"the cheapest that fits{host}"
+
+
+def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> int:
+    """The host memory in GB that `per_host` of `world` ranks need, for a batch script.
+
+    It is a base for each rank, the plan's host memory (all of the training on a CPU, the offloaded
+    part on a GPU), and twice the host's part of a checkpoint, for the copy of a save and for
+    loading. 0 if the model's size cannot be read here.
+    """
+    network: Network = recipe.model
+    vocab = recipe_vocab(recipe) or LARGE_VOCAB
+    on_disk = checkpoint_bytes(recipe.model, vocab)
+    if recipe.model.kind == "hf":
+        try:
+            from windlass.model.build import read_sizes  # needs torch
+
+            network = read_sizes(recipe, 0)
+            on_disk = network.checkpoint_bytes()
+        except (ImportError, UserError):
+            return 0
+    layout = layout_of(recipe, world, "cpu" if on_cpu else "cuda")
+    peak = memory(network, vocab, layout, recipe.optim.kind)
+    in_use = peak.host + (peak.total if on_cpu else 0)
+    part = min(1.0, per_host / layout.shard)
+    base = CPU_RANK_GB if on_cpu else GPU_RANK_GB
+    return math.ceil(per_host * (base + in_use / 1e9) + 2 * part * on_disk / 1e9)
