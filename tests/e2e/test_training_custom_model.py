@@ -361,7 +361,7 @@ def test_a_loss_that_is_no_sum_is_refused_before_the_first_step(tmp_path, page):
 def test_a_run_of_ones_own_model_is_opened_with_it(tmp_path, page):
     run = train(recipe(tmp_path / "run", 'eval.at_end="all"'), page["MyModel"](), page["data"])
     for verb in (evaluate, sample):
-        with refused("own code (MyModel)", "model=MyModel("):
+        with refused("MyModel", "model=MyModel("):
             verb(run)
     fresh = page["MyModel"]()
     measured = evaluate(run, model=fresh, data=page["data"]).results["loss"]["loss"]

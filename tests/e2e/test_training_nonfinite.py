@@ -103,9 +103,9 @@ def test_a_rewind_before_the_first_save_of_a_lineage_goes_back_to_its_start(
     more = {"checkpoint.keep_last": 10, "train.on_nonfinite": "rewind"}
     recipe, steps = recipe_of(corpus, tmp_path / "run", **more), []
     stopped(recipe, 9)
-    spoil_4 = spoil(4, NAN)
     back = recipe.replace("checkpoint.resume='3'")
-    run = train(back, callbacks=[each_step(lambda now: (steps.append(now.step), spoil_4(now)))])
+    callbacks = [each_step(lambda now: steps.append(now.step)), spoil(4, NAN)]
+    run = train(back, callbacks=callbacks)
     assert [step for step, _ in events(run, "rewound", "reason")] == [3]
     assert steps == [4, *range(4, 13)]
 
