@@ -74,6 +74,7 @@ def output_of(
     deadline = time.monotonic() + 90
     while not ready() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
+    assert process.poll() is None, process.communicate()[0]
     ranks = [p for p in psutil.Process(process.pid).children() if alone is not None]
     target = next((p for p in ranks if p.environ().get("RANK") == str(alone)), process)
     target.send_signal(number)
@@ -246,15 +247,16 @@ def test_a_dropped_connection_stops_with_everything_saved(corpus, tmp_path, verb
 def test_a_hangup_that_is_ignored_stops_nothing():
     """`nohup windlass train`."""
     code = "import os, signal; from windlass.training.stop import StopSignals\nwith StopSignals() as stop:\n"
-    code += "    stop.training = True; os.kill(os.getpid(), signal.SIGHUP); print(stop.requested, stop.name)"
+    code += "    stop.hold(); os.kill(os.getpid(), signal.SIGHUP); print(stop.requested, stop.name)"
     for words, said in (([], "True SIGHUP"), (["nohup"], "False")):
         done = subprocess.run([*words, sys.executable, "-c", code], capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout.startswith(said), done
 
 
 def test_a_second_interrupt_of_one_process_ends_it_at_once():
-    code = "import os, signal; from windlass.training.stop import StopSignals\nwith StopSignals() as stop:\n"
-    code += "    stop.training, stop.step = True, lambda: 1234\n    [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
+    code = "import os, signal, types; from windlass.training.stop import StopSignals\nwith StopSignals() as stop:\n"
+    code += "    stop.follow(types.SimpleNamespace(step=1234), print); stop.hold()\n"
+    code += "    [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (
         done.returncode == 130

@@ -24,8 +24,8 @@ PLACES = {
     "read": ("windlass.checkpoint.load", "Checkpoint.read_into"),
     "forward": ("windlass.training.trainer", "autocast"),
     "backward": ("torch", "Tensor.backward"),
-    "evaluation": ("windlass.evaluation.likelihood", "sum_async"),
-    "sample": ("windlass.evaluation.generate", "sum_async"),
+    "evaluation": ("windlass.evaluation.likelihood", "max_async"),
+    "sample": ("windlass.evaluation.generate", "max_async"),
     "data": ("windlass.data.loader", "Loader._read"),
     "save": ("windlass.training.trainer", "gather_state"),
 }

@@ -223,7 +223,7 @@ def test_a_phase_of_the_start_that_lasts_says_what_it_does_in_the_log_too(
 
     for module, name, words in (
         (setup, "prepare_model", "model"),
-        (setup, "set_threads", "CPU threads"),
+        (trainer, "set_threads", "CPU threads"),
         (trainer, "set_lr", "first step: 1 x 8 x 32"),
     ):
         slow(module, name, words)
