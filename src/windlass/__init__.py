@@ -22,64 +22,36 @@ if TYPE_CHECKING:
     from windlass.study.scale import scale
     from windlass.study.study import Study
     from windlass.study.sweep import sweep
-    from windlass.telemetry.trackers import replay as track
+    from windlass.telemetry.trackers import track
     from windlass.training.api import train
     from windlass.training.callbacks import Callback, Suite
     from windlass.verification import verify
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "Callback": "training.callbacks",
-    "Data": "data.prepare",
-    "Plan": "estimate.plan",
-    "Recipe": "recipe",
-    "Report": "reports.write",
-    "Run": "run",
-    "RunFailed": "errors",
-    "Stopped": "errors",
-    "Study": "study.study",
-    "Suite": "training.callbacks",
-    "UserError": "errors",
-    "evaluate": "evaluation.suites",
-    "export": "interop.export",
-    "generate": "evaluation.text",
-    "plan": "estimate.plan",
-    "prepare": "data.prepare",
-    "report": "reports.write",
-    "sample": "evaluation.text",
-    "scale": "study.scale",
-    "sweep": "study.sweep",
-    "track": "telemetry.trackers:replay",
-    "train": "training.api",
-    "verify": "verification",
+__all__ = ["Callback", "Data", "Plan", "Recipe", "Report", "Run", "RunFailed", "Stopped", "Study"]
+__all__ += ["Suite", "UserError", "__version__", "evaluate", "export", "generate", "plan"]
+__all__ += ["prepare", "report", "sample", "scale", "sweep", "track", "train", "verify"]
+
+_NAMES = {
+    "data.prepare": "Data prepare",
+    "errors": "RunFailed Stopped UserError",
+    "estimate.plan": "Plan plan",
+    "evaluation.suites": "evaluate",
+    "evaluation.text": "generate sample",
+    "interop.export": "export",
+    "recipe": "Recipe",
+    "reports.write": "Report report",
+    "run": "Run",
+    "study.scale": "scale",
+    "study.study": "Study",
+    "study.sweep": "sweep",
+    "telemetry.trackers": "track",
+    "training.api": "train",
+    "training.callbacks": "Callback Suite",
+    "verification": "verify",
 }
-__all__ = [
-    "Callback",
-    "Data",
-    "Plan",
-    "Recipe",
-    "Report",
-    "Run",
-    "RunFailed",
-    "Stopped",
-    "Study",
-    "Suite",
-    "UserError",
-    "__version__",
-    "evaluate",
-    "export",
-    "generate",
-    "plan",
-    "prepare",
-    "report",
-    "sample",
-    "scale",
-    "sweep",
-    "track",
-    "train",
-    "verify",
-]
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 # cuBLAS reads it once, at the first matrix product of the process; `train.deterministic` needs it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -90,8 +62,7 @@ def __getattr__(name: str) -> Any:
 
     if name not in _MODULES:
         raise AttributeError(f"module 'windlass' has no attribute {name!r}")
-    module, _, attribute = _MODULES[name].partition(":")
-    return getattr(importlib.import_module(f"windlass.{module}"), attribute or name)
+    return getattr(importlib.import_module(f"windlass.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -9,15 +9,12 @@ from importlib.util import find_spec
 
 DONE = 0
 FAILED = 1  # a run, a check or a proof failed
-BAD_INPUT = 2  # the message says what was wrong, where, and what to write instead
-NOT_MEASURED = 44  # `windlass check`: the bandwidth could not be measured
+BAD_INPUT = 2  # the message names the error, its place and the remedy
+NOT_MEASURED = 44  # `windlass check`: it could not measure the bandwidth
 TOO_SLOW = 46  # `windlass check`: the measured bandwidth is under the threshold
-INTERRUPTED = 130  # by a second Ctrl-C, which saves nothing (128 + SIGINT, as shells have it)
-# `windlass launch` in a job: a rank or host was lost, none failed (EX_UNAVAILABLE): a batch script
-# starts it again
-LOST = 69
-STOPPED = 75  # by a signal, with everything saved: the same command resumes (EX_TEMPFAIL)
-
+INTERRUPTED = 130  # by a second Ctrl-C, which saves nothing (128 + SIGINT, as in shells)
+LOST = 69  # EX_UNAVAILABLE: a rank or host of a job was lost, so the batch script starts it again
+STOPPED = 75  # EX_TEMPFAIL: by a signal, with everything saved; the same command resumes
 
 EXTRAS = {
     "hf": ("transformers", "accelerate", "datasets", "peft"),
@@ -31,13 +28,11 @@ EXTRAS = {
 }
 """Packages that `pip install windlass-lm` does not install, by the extra that does."""
 
-# ASCII's unit separator, around an argument that the command line writes as an option
-MARK = "\x1f"
+MARK = "\x1f"  # ASCII's unit separator, around an argument of the API in a message
 
 
 def argument(name: str, value: object = True) -> str:
-    """An argument of the API in an error's message: the command line shows `stop_at=5` as
-    `--stop-at 5`."""
+    """An argument of the API in a message; the command line shows `stop_at=5` as `--stop-at 5`."""
     return f"{MARK}{name}={value}{MARK}"
 
 
@@ -87,20 +82,15 @@ def installed(package: str) -> bool:
 
 
 def require(package: str, what: str) -> None:
-    """Raise UserError, with the command that installs it, if a package is missing.
-
-    `what` is the setting or option that needs it.
-    """
+    """Raise UserError if a package is missing that `what`, a setting or option, needs."""
     if not installed(package):
         raise UserError(f"{what} {needs(package)}")
 
 
 def needs(package: str) -> str:
     """The end of a message about a missing package, with the command that installs it."""
-    name = next(
-        (f"'windlass-lm[{extra}]'" for extra, packages in EXTRAS.items() if package in packages),
-        package,
-    )
+    extras = [extra for extra, packages in EXTRAS.items() if package in packages]
+    name = f"'windlass-lm[{extras[0]}]'" if extras else package
     return f"needs the package {package}: pip install {name}"
 
 
@@ -117,8 +107,10 @@ def before_training(name: str) -> str:
 
 def interrupted_twice(step: int) -> str:
     """The message for a second Ctrl-C at a step, which saves nothing; 0: before the first step."""
-    lost = f" at step {step:,}, without a save; the same command resumes from the last one"
-    return f"interrupted twice: ended at once{lost if step else '; start the same command again'}"
+    if not step:
+        return "interrupted twice: ended at once; start the same command again"
+    lost = f"ended at once at step {step:,}, without a save"
+    return f"interrupted twice: {lost}; the same command resumes from the last one"
 
 
 def first_line(error: BaseException, limit: int = 300) -> str:

@@ -1,9 +1,8 @@
-"""Durable file operations, the atomic writer, the lock, and small readers and writers of JSON.
+"""Durable file operations, the atomic writer, the lock, and readers and writers of JSON.
 
-A save changes the disk through one `Files` object, one operation at a time, so that a test can
-stop, fail or kill the process at each operation (docs/reliability.md). Durability follows POSIX:
-the bytes of a file are on the disk after its `fsync`; a name (a new file, a rename, a removal) is
-on the disk after the `fsync` of its directory.
+A save changes the disk through one `Files` object, so that a test can stop, fail or kill the
+process at each operation (docs/reliability.md). As in POSIX, the bytes of a file are on the disk after its
+`fsync`, and a name (a new file, a rename, a removal) after the `fsync` of its directory.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PIECE_BYTES = 16 * 2**20
 
 
 def make_dir(path: Path, instead: str) -> None:
-    """Make a directory that the user named, unless it exists; UserError if it cannot be written."""
+    """Make a directory that the user named, unless it exists; UserError if it is not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
@@ -50,7 +49,7 @@ class Output:
     descriptor: int
 
     def write(self, data: memoryview | bytes) -> None:
-        """Write all of `data`, even if the system writes it in parts."""
+        """Write all of `data`."""
         view = memoryview(data)
         while view:
             self.files.about_to("write", self.path, self, view)
@@ -58,7 +57,7 @@ class Output:
             flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
             if flags & O_DIRECT:
                 # O_DIRECT takes whole pages only. If the file system rejects even those (EINVAL,
-                # ENOTSUP, EIO), the page cache takes the rest; a full or broken disk fails there.
+                # ENOTSUP, EIO) the page cache takes the rest, which fails on a full or broken disk.
                 with contextlib.suppress(OSError):
                     count = os.write(self.descriptor, view[: len(view) // PAGE * PAGE])
                 if not count:
@@ -100,14 +99,14 @@ class Files:
     def create(self, path: Path, direct: bool = False) -> Iterator[Output]:
         """A new, empty file for writing, in place of any file of that name.
 
-        With `direct`, and if the system offers it, the bytes are not copied to the page cache. This
-        saves about a third of the writer's processor time (benchmarks/direct_write.py).
+        With `direct` the page cache gets no copy, if the system allows it. That saves about a third
+        of the writer's processor time (benchmarks/direct_write.py).
         """
         self.about_to("create", path)
         with open(path, "wb", buffering=0) as file:
             descriptor = file.fileno()
             if direct:
-                with contextlib.suppress(OSError):  # `write` looks whether the flag is set
+                with contextlib.suppress(OSError):
                     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
                     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | O_DIRECT)
             yield Output(self, path, descriptor)
@@ -199,7 +198,7 @@ class LockHeld(Exception):
 
 
 def acquire_lock(path: Path, seconds: float = math.inf) -> IO[str] | None:
-    """Hold a lock file until the returned file is closed or this process ends, however it ends.
+    """Hold a lock file until the returned file is closed or this process ends.
 
     Returns None if the file system has no locks. Raises LockHeld after `seconds`, and OSError if
     the file cannot be opened.
@@ -210,7 +209,7 @@ def acquire_lock(path: Path, seconds: float = math.inf) -> IO[str] | None:
         file = path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another process may have renamed the directory: then this is not the lock of `path`.
+            # If another process has renamed the directory, this is not the lock of `path`.
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 break
         except FileNotFoundError:
@@ -242,18 +241,17 @@ def locked(path: Path) -> AbstractContextManager[Any]:
 def lock_held(path: Path) -> bool | None:
     """Whether a process holds a lock file; None if this host cannot know.
 
-    It cannot know if the file does not exist or names another host, or if there are no locks.
+    It cannot know if the file does not exist or names another host, or without locks.
     """
     try:
         with path.open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file closes
-            holder = json.loads(file.read())
+            holder = dict(json.loads(file.read()))
     except BlockingIOError:
         return True
-    except (OSError, ValueError):
+    except (OSError, TypeError, ValueError):
         return None
-    here = isinstance(holder, dict) and holder.get("host") == socket.gethostname()
-    return False if here else None
+    return False if holder.get("host") == socket.gethostname() else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""The Hugging Face Hub: names become local directories, and each failure becomes one message with a
-remedy.
+"""The Hugging Face Hub: names become local directories, and each failure a message with a remedy.
 
-The module imports nothing heavy. The Hub's libraries read their environment at import, so call
+This module imports nothing heavy. The Hub's libraries read their environment at import, so call
 `prepare` before that.
 """
 
@@ -20,8 +19,7 @@ from urllib.parse import urlsplit
 from windlass.errors import UserError, argument, first_line, needs, require
 from windlass.fileio import read_json
 
-PROBE_SECONDS = (3.0, 6.0)  # of two attempts to reach the Hub; its libraries would retry for 50 s
-YES = ("1", "ON", "YES", "TRUE")
+PROBE_SECONDS = (3.0, 6.0)  # two attempts to reach the Hub; its libraries would retry for 50 s
 PROXIES = ("HTTPS_PROXY", "ALL_PROXY")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # configuration, tokenizer, code
 SUBFOLDERS = ["*/*"]  # other formats of the same weights
@@ -33,13 +31,11 @@ PROBLEMS = {
     "RepositoryNotFoundError": "is not on the Hub, or is private: check the spelling, or set "
     "HF_TOKEN to a token that may read it",
 }
-"""Problem and remedy for each error of the Hub's client; a gated repository also counts as not
-found."""
+"""Problem and remedy for each error of the Hub's client; a gated repository is also not found."""
 
 
 def prepare() -> None:
-    """Set HF_HUB_OFFLINE if the Hub is out of reach, unless it is set already or there is a
-    proxy."""
+    """Set HF_HUB_OFFLINE if the Hub is out of reach, unless it is set or there is a proxy."""
     proxy = any(os.environ.get(name) or os.environ.get(name.lower()) for name in PROXIES)
     if "HF_HUB_OFFLINE" in os.environ or proxy:
         return
@@ -58,10 +54,13 @@ def prepare() -> None:
         sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
+def offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn an error of the Hub's libraries into a UserError; `what` names the file or model and its
-    setting."""
+    """Turn an error of the Hub's libraries into a UserError about `what`, a model and its key."""
     try:
         yield
     except UserError:
@@ -76,10 +75,9 @@ def explained(what: str) -> Iterator[None]:
             cause = cause.__cause__ or cause.__context__
         if problem := next((text for name, text in PROBLEMS.items() if name in kinds), ""):
             raise UserError(f"{what} {problem}") from None
-        if os.environ.get("HF_HUB_OFFLINE", "").upper() in YES:
-            problem = (
-                "is not on this machine, and the Hub is out of reach (or HF_HUB_OFFLINE is set)"
-            )
+        if offline():
+            problem = "is not on this machine, and the Hub is out of reach"
+            problem += " (or HF_HUB_OFFLINE is set)"
             advice = "download it on a machine with a network, or give a local directory"
             raise UserError(f"{what} {problem}: {advice}") from None
         raise UserError(f"{what} cannot be loaded: {first_line(error)}") from None
@@ -122,8 +120,7 @@ def directory(
 
 
 def check_push(repo: str) -> None:
-    """Raise UserError if an upload to a repository of the Hub cannot work: no token, or no
-    network."""
+    """Raise UserError if an upload to the Hub cannot work: a bad name, no token, or no network."""
     prepare()
     option = argument("push", repo)
     require("huggingface_hub", option)
@@ -133,14 +130,13 @@ def check_push(repo: str) -> None:
         raise UserError(f"{option}: write a repository of the Hub as NAME/MODEL")
     if not get_token():
         raise UserError(f"{option} needs a write token: set HF_TOKEN, or run `hf auth login`")
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in YES:
+    if offline():
         problem = "the Hub is out of reach (or HF_HUB_OFFLINE is set)"
         raise UserError(f"{option}: {problem}; export without it, and push later")
 
 
 def push(folder: Path, repo: str) -> None:
-    """Upload a directory to a repository of the Hub, a new private one if it does not exist;
-    UserError if that fails."""
+    """Upload a directory to a repository of the Hub, by default a new private one, or UserError."""
     from huggingface_hub import HfApi
 
     try:
@@ -154,8 +150,7 @@ def push(folder: Path, repo: str) -> None:
 
 
 def tokenizer_directory(place: str, key: str = "data.tokenizer") -> Path:
-    """The local directory for a setting `hf:PLACE`: a directory, a file in one, `NAME` or
-    `NAME@REVISION`."""
+    """The local directory for `hf:PLACE`: a directory, a file in one, `NAME` or `NAME@REVISION`."""
     path = Path(place).expanduser()
     if path.exists():
         return path.parent if path.is_file() else path
@@ -164,8 +159,7 @@ def tokenizer_directory(place: str, key: str = "data.tokenizer") -> Path:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of a model's safetensors files, by its index or the single one; UserError for a
-    damaged index."""
+    """The names of a model's safetensors files, by its index, or the single one."""
     files = read_json(folder / INDEX).get("weight_map", {})
     if not isinstance(files, dict) or (not files and (folder / INDEX).is_file()):
         raise UserError(f"{folder / INDEX} is not an index of safetensors files")

@@ -1,7 +1,7 @@
-"""What a launcher and its ranks agree on: variables, status files, and that no rank outlives its parent. No torch.
+"""What a launcher and its ranks agree on, and the processes and GPUs of this machine. No torch.
 
-The launcher gives its ranks a directory (`WATCH_DIR`). There each rank writes its status (step and phase), which is still
-readable after a SIGKILL, and the failure that ended it.
+The launcher gives its ranks a directory (`WATCH_DIR`). There each rank writes its status (step and
+phase), which is still readable after a SIGKILL, and the failure that ended it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from typing import Any
 
 from windlass.launch.schedulers import host_name
 
-WATCH_DIR = "WINDLASS_WATCH_DIR"  # that directory; unset without a launcher of ours
-PARENT = "WINDLASS_PARENT"  # the process that this one must not outlive: a launcher, or a sweep
+WATCH_DIR = "WINDLASS_WATCH_DIR"  # that directory; unset without our launcher
+PARENT = "WINDLASS_PARENT"  # the process that this one must not outlive: a launcher or a sweep
 QUIET_END = "WINDLASS_QUIET_END"  # set if another process shows the end of this run
-STORE_FD = "WINDLASS_STORE_FD"  # rank 0: a socket that listens on MASTER_PORT already: nobody else can take it
-REPORTS = "WINDLASS_REPORTS"  # in a job: a directory that its hosts share, for the ranks' exit codes and failures
-STOPPED = "stopped"  # the phase of a rank that has saved and is about to say so and to exit
+# Rank 0 gets a socket that listens on MASTER_PORT already, so nobody else can take the port.
+STORE_FD = "WINDLASS_STORE_FD"
+# In a job: a directory that its hosts share, for the ranks' exit codes and failures.
+REPORTS = "WINDLASS_REPORTS"
+STOPPED = "stopped"  # the phase of a rank that has saved and is about to exit
 WINDLASS = (sys.executable, "-m", "windlass")  # the command line, as a child process of this one
 PR_SET_PDEATHSIG, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3  # of linux/prctl.h and malloc.h
 
@@ -40,15 +42,15 @@ def usable_cores() -> int:
 
 
 def thread_share(ranks: int) -> int:
-    """The threads of each of so many ranks side by side on this machine: an equal share of its cores, at least one."""
+    """The threads for each of `ranks` ranks on this machine: an equal share of its cores."""
     return max(1, usable_cores() // ranks)
 
 
 def visible_gpus() -> list[str]:
-    """The NVIDIA GPUs that CUDA gives this process, as CUDA_VISIBLE_DEVICES names them; none without a driver. No torch.
+    """The NVIDIA GPUs of this process, as CUDA_VISIBLE_DEVICES names them; empty without a driver.
 
-    As CUDA does it, the first name that is not a device ends the list, a name given twice empties it, and a process gets
-    one MIG instance at most.
+    As in CUDA, the first name that is not a device ends the list, a repeated name empties it, and a
+    process gets at most one MIG instance.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count, instances = None, list[str]()
@@ -64,11 +66,9 @@ def visible_gpus() -> list[str]:
     kind = names[0][:4] if names[0].startswith(("GPU-", "MIG-")) else ""
 
     def is_device(name: str) -> bool:
-        return (
-            name.startswith(kind)
-            if kind
-            else name.isdigit() and (count is None or int(name) < count)
-        )
+        if kind:
+            return name.startswith(kind)
+        return name.isdigit() and (count is None or int(name) < count)
 
     names = list(itertools.takewhile(is_device, names))
     if len(set(names)) < len(names):
@@ -80,26 +80,20 @@ def mig_instances(nvml: Any, count: int) -> list[str]:
     """The MIG instances of this machine's GPUs, as CUDA_VISIBLE_DEVICES names them."""
     names = []
     for gpu in map(nvml.nvmlDeviceGetHandleByIndex, range(count)):
-        with contextlib.suppress(
-            nvml.NVMLError
-        ):  # it cannot be divided, or there are fewer instances than it may have
-            for number in range(
-                nvml.nvmlDeviceGetMaxMigDeviceCount(gpu) if nvml.nvmlDeviceGetMigMode(gpu)[0] else 0
-            ):
-                names.append(
-                    _text(
-                        nvml.nvmlDeviceGetUUID(
-                            nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number)
-                        )
-                    )
-                )
+        # an error: the GPU has no MIG, or fewer instances than the maximum
+        with contextlib.suppress(nvml.NVMLError):
+            divided = nvml.nvmlDeviceGetMigMode(gpu)[0]
+            for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu) if divided else 0):
+                instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number)
+                names.append(nvml.nvmlDeviceGetUUID(instance))
     return names
 
 
 def nvml_handle(nvml: Any, name: str) -> Any:
-    """NVML's handle of a device by its index, by its UUID or by the beginning of one, with `GPU-` or `MIG-` or without.
+    """NVML's handle of a device by its index, its UUID, or the beginning of its UUID.
 
-    torch gives UUIDs without either, and CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's.
+    torch gives UUIDs without `GPU-` or `MIG-`. CUDA_VISIBLE_DEVICES renumbers torch's devices but
+    not NVML's. Raises StopIteration for an unknown device.
     """
     if name.isdigit():
         return nvml.nvmlDeviceGetHandleByIndex(int(name))
@@ -107,15 +101,8 @@ def nvml_handle(nvml: Any, name: str) -> Any:
         with contextlib.suppress(Exception):
             return nvml.nvmlDeviceGetHandleByUUID(uuid)
     handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-    return next(
-        handle
-        for handle in handles
-        if name and _text(nvml.nvmlDeviceGetUUID(handle)).startswith(name)
-    )
-
-
-def _text(text: str | bytes) -> str:
-    return text if isinstance(text, str) else text.decode()
+    uuids = ((handle, nvml.nvmlDeviceGetUUID(handle)) for handle in handles)
+    return next(handle for handle, uuid in uuids if name and uuid.startswith(name))
 
 
 def exit_with_parent(parent: int) -> None:
@@ -133,8 +120,8 @@ def exit_with_parent(parent: int) -> None:
 def catch_signals(numbers: Iterable[int], handle: Callable[[int], object]) -> Iterator[None]:
     """Call `handle` with the number of each signal that comes, until the block ends.
 
-    Outside the main thread Python allows no handler, and no signal is caught. A SIGHUP that is ignored (nohup) stays
-    ignored.
+    Outside the main thread Python allows no handlers, so the block catches nothing. An ignored
+    SIGHUP (nohup) stays ignored.
     """
     previous = dict[int, Any]()
     for number in numbers if threading.current_thread() is threading.main_thread() else ():
@@ -144,25 +131,28 @@ def catch_signals(numbers: Iterable[int], handle: Callable[[int], object]) -> It
         yield
     finally:
         for number, handler in previous.items():
-            signal.signal(
-                number, handler or signal.SIG_DFL
-            )  # None: the handler was not set from Python
+            # None: the handler was not set from Python
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def kill_with_parent() -> None:
-    """Have the kernel kill this process when the thread that forked it ends (Linux): fork from the main thread alone."""
+    """Have the kernel kill this process when the thread that forked it ends (Linux).
+
+    So the main thread has to fork it.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def keep_freed_memory() -> bool:
-    """Have the C library reuse memory that was freed instead of returning it; False where it is not glibc.
+    """Have glibc reuse freed memory instead of returning it; False for another C library.
 
-    By default glibc returns the top of the heap to the kernel when the backward pass has freed the activations, and the
-    next step faults in every page again: 5 to 7 % of a step. Blocks above 32 MB are still returned, so the peak is the same.
+    By default glibc returns the top of the heap to the kernel after the backward pass has freed the
+    activations, and the next step faults in every page again: 5 to 7 % of a step. Blocks above
+    32 MB are still returned, so the peak is the same.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    # Setting the trim threshold fixes the other one, which else grows from 128 kB up to 32 MB: so it is set to its maximum.
+    # Setting the trim threshold fixes the other one, which would grow from 128 kB up to 32 MB.
     return bool(
         mallopt and mallopt(M_MMAP_THRESHOLD, 2**25) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     )
@@ -170,7 +160,10 @@ def keep_freed_memory() -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed. `secondary`: it only lost contact with another rank, which failed first. `lost`: it fell silent."""
+    """How a rank failed.
+
+    `secondary`: it only lost contact with another rank, which failed first. `lost`: it fell silent.
+    """
 
     rank: int
     host: str
@@ -182,45 +175,37 @@ class Failure:
     lost: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"rank {self.rank} on {self.host} at step {self.step}, phase {self.phase}: {self.error}"
-        )
+        place = f"rank {self.rank} on {self.host} at step {self.step}, phase {self.phase}"
+        return f"{place}: {self.error}"
 
 
 class RankStatus:
-    """Where this rank is: host, step, phase and since when (Unix time); also in a file in the launcher's directory."""
+    """Where this rank is: host, step, phase and its start (Unix time); also in a file for the
+    launcher."""
 
     def __init__(self, rank: int, directory: str | None = None):
         self.rank, self.host, self.directory = rank, socket.gethostname(), directory
-        self._file = (
-            os.open(Path(directory, f"status-{rank}.json"), os.O_WRONLY | os.O_CREAT)
-            if directory
-            else None
-        )
+        self._file = -1
+        if directory:
+            path = Path(directory, f"status-{rank}.json")
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT)
         self.mark(0, "start")
 
     def mark(self, step: int, phase: str) -> None:
         """Work on `phase` of `step` begins. Takes microseconds."""
         self.step, self.phase, self.since = step, phase[:80], time.time()
-        if (
-            self._file is not None
-        ):  # in one write at offset 0, so that a kill never leaves half of it
+        if self._file >= 0:  # one write at offset 0, so that a kill never leaves half of it
             os.pwrite(self._file, json.dumps(self.fields()).ljust(512).encode(), 0)
 
     def fields(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank,
-            "host": self.host,
-            "step": self.step,
-            "phase": self.phase,
-            "since": self.since,
-        }
+        names = ("rank", "host", "step", "phase", "since")
+        return {name: getattr(self, name) for name in names}
 
     def failure(self, error: str, secondary: bool = False) -> Failure:
         return Failure(self.rank, self.host, self.step, self.phase, error, time.time(), secondary)
 
     def write(self, failure: Failure) -> None:
-        """Leave what ended this rank (its own failure or another rank's) to the launcher."""
+        """Tell the launcher what ended this rank: its own failure, or another rank's."""
         for directory in filter(None, (self.directory, os.environ.get(REPORTS))):
             with contextlib.suppress(OSError):
                 Path(directory, f"failure-{self.rank}.json").write_text(json.dumps(asdict(failure)))
@@ -229,7 +214,7 @@ class RankStatus:
 
 
 def first_to_show(message: str) -> bool:
-    """Whether no other rank of a job has shown this message: what all of them refuse is shown once."""
+    """Whether no other rank of a job has shown this message, which several ranks may have."""
     try:
         if reports := os.environ.get(REPORTS):
             Path(reports, f"shown-{zlib.crc32(message.encode())}").touch(exist_ok=False)
@@ -241,14 +226,14 @@ def first_to_show(message: str) -> bool:
 
 
 def report_code(code: Any) -> None:
-    """Leave this process's exit code to `windlass launch`: torchrun and mpiexec turn it into another one."""
+    """Tell `launch` this process's exit code, which torchrun and mpiexec change."""
     with contextlib.suppress(OSError):
         if reports := os.environ.get(REPORTS):
             Path(reports, f"code-{socket.gethostname()}-{os.getpid()}").write_text(str(code))
 
 
 def read(directory: str | Path, what: str, rank: int) -> dict[str, Any]:
-    """The last `status` of a rank, or the `failure` that ended it; empty where it left none."""
+    """The last `status` of a rank, or the `failure` that ended it; empty if there is none."""
     try:
         return dict(json.loads(Path(directory, f"{what}-{rank}.json").read_text(errors="replace")))
     except (OSError, ValueError):

@@ -21,10 +21,10 @@ from windlass.fileio import lock_held, read_json, read_jsonl
 from windlass.recipe import Recipe
 
 Line = dict[str, Any]
-"""A line of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), `attempt`, and the kind's fields."""
+"""A line of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), `attempt`, and further fields."""
 
-ALIVE_SECONDS = 60.0  # a run with a younger heartbeat file is running, if its lock cannot tell
-LOCK = ".lock"  # locked by the training process in the directory from its start to its end
+ALIVE_SECONDS = 60.0  # a run with a younger heartbeat is running, if its lock cannot tell
+LOCK = ".lock"  # the training process holds it from its start to its end
 OCCUPIED = "another process trains in"  # the start of the error about a locked directory
 PLACE = ("kind", "step", "time", "attempt", "suite", "epoch", "samples_trained")
 """Fields that say where in the run a line belongs."""
@@ -33,7 +33,7 @@ ENDINGS = ("finished", "stopped", "preempted", "failed")
 
 
 def decode(line: Line) -> Line:
-    """A line of numbers with floats for the words NaN, Infinity and -Infinity, which JSON lacks."""
+    """A line with floats for the words NaN, Infinity and -Infinity, because JSON lacks these."""
     if line.get("kind") in ("event", "sample"):  # lines of text
         return line
     words = ("NaN", "Infinity", "-Infinity")
@@ -46,7 +46,7 @@ def timestamp(line: Line) -> float:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """All whole lines of a ledger, in the order of writing; see `decode`."""
+    """All whole lines of a ledger, decoded, in the order of writing."""
     lines = read_jsonl(path)
     return (decode(x) for x in lines if "kind" in x and isinstance(x.get("step"), int))
 
@@ -54,9 +54,9 @@ def read_lines(path: Path) -> Iterator[Line]:
 def effective(lines: Iterable[Line]) -> list[Line]:
     """The ledger as if no kill had happened, in the order of the steps.
 
-    An attempt that starts at step *s* replaces the lines of earlier attempts after *s*, because it
-    does those steps again. If one step has two lines of the same kind, suite and index, the last
-    one counts. Events of starting and ending stay.
+    An attempt that starts at step *s* does the steps after *s* again, so it replaces their lines.
+    If one step has two lines of the same kind, suite and index, the last one counts. Events of
+    starting and ending stay.
     """
     valid, attempt = list[Line](), 0
     for line in lines:
@@ -73,10 +73,10 @@ def effective(lines: Iterable[Line]) -> list[Line]:
 
 
 def last_start(ledger: Iterable[Line]) -> Line:
-    """The event of a run's last start, with the fields of earlier starts that it lacks.
+    """The event of a run's last start, with the fields of earlier starts that it lacks, or empty.
 
-    Empty before the first start. The last start is not always the last line, because a ledger is in
-    the order of the steps and a start may go back.
+    It may precede other starts, because a ledger is in the order of the steps and a start may go
+    back.
     """
     starts = [x for x in ledger if x["kind"] == "event" and x.get("event") in (*STARTS, "rewound")]
     merged: Line = {}
@@ -86,7 +86,7 @@ def last_start(ledger: Iterable[Line]) -> Line:
 
 
 def _is_restart(line: Line) -> bool:
-    # a start, an end, or anything else that a later attempt does not do again
+    # a start, an end, or another event that a later attempt does not repeat
     return line["kind"] == "event" and line.get("event") != "checkpoint"
 
 
@@ -113,9 +113,8 @@ class Run:
         """The run at `path`. Raises UserError if there is none."""
         run = Run(path)
         if not run.recipe_path.is_file():
-            raise UserError(
-                f"{path} is not a run directory: it has no recipe.toml; runs lie in runs/ by default"
-            )
+            problem = f"{path} is not a run directory: it has no recipe.toml"
+            raise UserError(f"{problem}; runs lie in runs/ by default")
         return run
 
     @cached_property
@@ -131,26 +130,24 @@ class Run:
     @property
     def on_gpus(self) -> bool:
         """Whether the last start was on GPUs."""
-        return any(
-            str(rank.get("device", "")).startswith("cuda")
-            for rank in self.environment.get("ranks", [])
-        )
+        ranks = self.environment.get("ranks", [])
+        return any(str(rank.get("device", "")).startswith("cuda") for rank in ranks)
 
     def ledger(self) -> list[Line]:
-        """The effective ledger: one line a step and kind, also after kills."""
+        """The effective ledger: one line for each step and kind."""
         return effective(read_lines(self.metrics_path))
 
     def lines(self, kind: str, **where: Any) -> list[Line]:
-        """The effective lines of one kind, with the given fields equal to the given values."""
-        own = (x for x in self.ledger() if x["kind"] == kind)
-        return [x for x in own if all(x.get(k) == v for k, v in where.items())]
+        """The effective lines of one kind whose fields have the given values."""
+        lines = (x for x in self.ledger() if x["kind"] == kind)
+        return [x for x in lines if all(x.get(key) == value for key, value in where.items())]
 
     def to_pandas(self, kind: str = "") -> Any:
         """The ledger as a `pandas.DataFrame` with a row for each step.
 
         The columns are the fields of `train` lines, `eval_loss`, the measures of other suites
         (`squad.f1`) and the values of callbacks (`log.NAME`). With a kind (`train`, `eval`,
-        `sample`, `event`, `summary`, `log`): all its lines and fields.
+        `sample`, `event`, `summary`, `log`): a row for each of its lines.
         """
         require("pandas", "Run.to_pandas")
         import pandas
@@ -159,18 +156,14 @@ class Run:
             frame = pandas.json_normalize(self.lines(kind))
             return frame.set_index("step") if len(frame) else frame
         rows: dict[int, Line] = {}
-        # the columns of `train` lines come first
-        for line in sorted(self.ledger(), key=lambda line: line["kind"] != "train"):
-            if line["kind"] in ("train", "eval", "log"):
-                suite = line.get("suite", "")
-                prefix = "eval_" if suite == "loss" else f"{suite}." if suite else ""
-                own = {
-                    k: v
-                    for k, v in line.items()
-                    if k not in PLACE and not isinstance(v, dict | list)
-                }
-                row = rows.setdefault(line["step"], {})
-                row |= {f"{prefix}{k}": v for k, v in own.items()}
+        lines = [x for x in self.ledger() if x["kind"] in ("train", "eval", "log")]
+        for line in sorted(lines, key=lambda line: line["kind"] != "train"):  # their columns first
+            suite = line.get("suite", "")
+            prefix = "eval_" if suite == "loss" else f"{suite}." if suite else ""
+            row = rows.setdefault(line["step"], {})
+            for key, value in line.items():
+                if key not in PLACE and not isinstance(value, dict | list):
+                    row[f"{prefix}{key}"] = value
         return pandas.DataFrame.from_dict(rows, orient="index").sort_index().rename_axis("step")
 
     def evaluate(self, *arguments: Any, **options: Any) -> Any:
@@ -191,13 +184,15 @@ class Run:
 
     def __repr__(self) -> str:
         lines = self.ledger()
-        steps = next(
-            (x["steps"] for x in reversed(lines) if x["kind"] == "event" and "steps" in x), "?"
-        )
+        ends = [x["steps"] for x in lines if x["kind"] == "event" and "steps" in x]
+        steps = ends[-1] if ends else "?"
         text = [f"{self.state}, step {lines[-1]['step']} of {steps}" if lines else self.state]
         for kind, word in (("train", "loss"), ("eval", "val loss")):
-            own = [x for x in lines if x["kind"] == kind and x.get("suite", "loss") == "loss"]
-            losses = [x["loss"] for x in own if "loss" in x]
+            losses = [
+                x["loss"]
+                for x in lines
+                if x["kind"] == kind and "loss" in x and x.get("suite", "loss") == "loss"
+            ]
             text += [f"{word} {losses[-1]:.4f}"] if losses else []
         return f"Run({self.path}: {', '.join(text)})"
 
@@ -214,8 +209,7 @@ class Run:
     def alive(self) -> bool:
         """Whether a process trains in the directory now."""
         locked = lock_held(self.lock_path)
-        if locked is not None:
-            # right at once after a kill; else (another host, no locks) a fresh heartbeat tells
+        if locked is not None:  # None: the lock is another host's, or there are no locks
             return locked
         with contextlib.suppress(OSError):
             return time.time() - self.heartbeat_path.stat().st_mtime < ALIVE_SECONDS
@@ -223,9 +217,9 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`new`, `running`, `finished`, `stopped` (as asked), `preempted` (by a signal) or `failed`.
+        """`new`, `running`, `finished`, `stopped` (asked to), `preempted` (by a signal), `failed`.
 
-        A stopped or preempted run has everything saved. A killed run is a failed one.
+        A stopped or preempted run has everything saved. A killed run has failed.
         """
         return self.state_by(read_lines(self.metrics_path))
 

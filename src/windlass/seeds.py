@@ -1,5 +1,4 @@
-"""Seeds: everything random in Windlass is a pure function of a key, for example
-`windlass/init/<seed>/<parameter>`."""
+"""Seeds: all randomness is a pure function of a key such as `windlass/init/<seed>/<parameter>`."""
 
 from __future__ import annotations
 
@@ -7,8 +6,7 @@ import hashlib
 
 
 def seed_bytes(key: str, size: int) -> bytes:
-    """`size` bytes that depend on the key alone (BLAKE2b, so no release of a library changes
-    them)."""
+    """`size` bytes of BLAKE2b, which no release of a library changes."""
     return hashlib.blake2b(key.encode(), digest_size=size).digest()
 
 

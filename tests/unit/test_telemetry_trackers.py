@@ -15,7 +15,7 @@ from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.telemetry.backends import WandB
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.trackers import DeviceReader, Follower, point, replay
+from windlass.telemetry.trackers import DeviceReader, Follower, point, track
 
 TIME = "2026-01-01T00:00:00.000Z"
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -233,7 +233,7 @@ def test_wandb_resumes_the_same_run_from_what_the_server_has(server, run):
 def test_what_is_wrong_with_a_replay_is_reported(run, monkeypatch):
     def refused(name):
         with pytest.raises(UserError) as error:
-            replay(run, name)
+            track(run, name)
         return str(error.value)
 
     assert "no ledger" in refused("wandb")
@@ -261,7 +261,7 @@ def test_a_studys_runs_are_sent_too(tmp_path, monkeypatch):
 
     sent = list[str]()
     monkeypatch.setattr(
-        "windlass.telemetry.trackers.replay", lambda run, *_: sent.append(Path(run).name) or []
+        "windlass.telemetry.trackers.track", lambda run, *_: sent.append(Path(run).name) or []
     )
     study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2,3"], tmp_path / "study")
     for cell in study.cells[1:]:

@@ -173,7 +173,7 @@ def track(
 ) -> None:
     """Replay a run's ledger into a tracker. A second replay makes no duplicates."""
     from windlass.study.study import Study
-    from windlass.telemetry.trackers import replay
+    from windlass.telemetry import trackers
 
     runs: list[str | Path] = [run]
     if Study.is_study(run):
@@ -181,5 +181,5 @@ def track(
         cells = study.cells if only < 0 else study.cells[only : only + 1]
         runs = [cell.path for cell in map(study.run_of, cells) if cell.metrics_path.is_file()]
     for path in runs:
-        for note in replay(path, to, timeout):
+        for note in trackers.track(path, to, timeout):
             typer.echo(note.text)

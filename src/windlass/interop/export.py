@@ -1,13 +1,12 @@
 """A run as a directory that `transformers` loads: weights, configuration, tokenizer, model card.
 
 Our GPT becomes GPT-2, Llama or a relative (model/convert.py). If no architecture computes the same,
-its code is written beside the weights (modeling_windlass.py). A model of `transformers` saves
-itself after its adapters are merged. The directory appears whole or not at all.
+the export includes its code (modeling_windlass.py). A model of `transformers` saves itself after
+its adapters are merged. The directory appears whole or not at all.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -34,10 +33,8 @@ from windlass.telemetry.ledger import plain
 from windlass.telemetry.measures import of_eval
 from windlass.variables import scrub
 
-CODE = Path(__file__).with_name(
-    "modeling_windlass.py"
-)  # our GPT for `transformers`, copied beside its weights
-FILE_BYTES = 4 * 10**9  # weights in one file, at most
+CODE = Path(__file__).with_name("modeling_windlass.py")
+FILE_BYTES = 4 * 10**9  # of weights in one file, at most
 
 
 def export(
@@ -58,52 +55,44 @@ def export(
     """
     if push:
         hub.check_push(push)
-    source, directory, model = (found := find_source(run)), Path(directory), found.recipe.model
+    source, directory = find_source(run), Path(directory)
     if source.checkpoint is None:
         raise UserError(f"{run} is a directory of transformers already")
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         raise UserError(f"{directory} is a file or not empty: name a new directory")
-    if adapter and not model.lora.rank:
+    if adapter and not source.recipe.model.lora.rank:
         problem = f"{run} has no adapter (model.lora.rank is 0)"
         raise UserError(f"{problem}: leave {argument('adapter')} out")
-    partial, there = directory.with_name(f".{directory.name}.partial"), directory.is_dir()
+    make_dir(directory.absolute().parent, "name another directory")
+    partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    make_dir(directory, "name another directory")
     try:
         partial.mkdir()
         if source.own_model:
             _write_own(source, source.checkpoint, partial)
-        elif adapter:
-            _write_adapter(source, partial)
-        elif model.kind == "gpt":
-            _write_gpt(source, source.checkpoint, partial)
         else:
-            _write_hf(source, partial)
-        texts = dict[str, str]()
+            if adapter:
+                _write_adapter(source, partial)
+            elif source.recipe.model.kind == "gpt":
+                _write_gpt(source, source.checkpoint, partial)
+            else:
+                _write_hf(source, partial)
+            _write(partial / "README.md", card(source, push or directory.name, adapter))
         if source.recipe.data.format == "chat" and not source.template.source:
-            texts["chat_template.jinja"] = plain_template(source.tokenizer)
-        if not source.own_model:
-            texts["README.md"] = card(source, push or directory.name, adapter)
-        for name, text in texts.items():
-            (partial / name).write_text(text, encoding="utf-8")
+            _write(partial / "chat_template.jinja", plain_template(source.tokenizer))
         os.umask(umask := os.umask(0))
-        for file in partial.iterdir():  # those of some libraries are for their owner alone
+        for file in partial.iterdir():  # some libraries let only the owner read their files
             file.chmod(0o666 & ~umask)
-        directory.rmdir()
-        partial.rename(directory)
-    except BaseException:
+        partial.replace(directory)
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        if not there:
-            with contextlib.suppress(OSError):
-                directory.rmdir()
-        raise
     if push:
         hub.push(directory, push)
     return directory
 
 
 def plain_template(tokenizer: Tokenizer) -> str:
-    """The chat template of a tokenizer that has none of its own, as `transformers` takes it."""
+    """The chat template, in the form of `transformers`, for a tokenizer without one."""
     end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
     return PLAIN.replace("end_of_text", json.dumps(end, ensure_ascii=False))
 
@@ -111,21 +100,21 @@ def plain_template(tokenizer: Tokenizer) -> str:
 def _write_own(source: Source, path: Path, directory: Path) -> None:
     """The weights of a model of the user's own code, and how to load them."""
     checkpoint = open_checkpoint(path, deep=False)
-    prefix = MODEL + "model." * bool(
-        source.run and source.run.environment.get("wrapped")
-    )  # of `HfModel`
+    # a model of `transformers` is inside an `HfModel`
+    wrapped = source.run and source.run.environment.get("wrapped")
+    prefix = f"{MODEL}model." if wrapped else MODEL
     names = [name.removeprefix(prefix) for name in checkpoint.names(MODEL)]
     save_weights(((name, checkpoint.tensor(prefix + name)) for name in names), directory)
     if source.tokenizer is not None:
         save_tokenizer(source.tokenizer, source.template, source.recipe.model.context, directory)
-    (directory / "README.md").write_text(
-        f"# {source.recipe.name}\n\nThe weights of `{source.own_model}`, a model of its author's own "
-        f"code, after {source.step} steps. No architecture of `transformers` computes it, so "
+    _write(
+        directory / "README.md",
+        f"# {source.recipe.name}\n\nThe weights of `{source.own_model}`, a model of its author's "
+        f"own code, after {source.step} steps. No architecture of `transformers` computes it, so "
         "`from_pretrained` cannot load them; its own code can (tied weights are saved once):\n\n"
         "```python\nfrom safetensors.torch import load_file\n\n"
         f"model = {source.own_model}(...)\n"
         'model.load_state_dict(load_file("model.safetensors"), strict=False)\n```\n',
-        encoding="utf-8",
     )
 
 
@@ -138,16 +127,14 @@ def _write_gpt(source: Source, path: Path, directory: Path) -> None:
         ends = [eot, *sorted(stop_tokens(tokenizer, source.template) - {eot})]
         bos, eos = tokenizer.first, ends if len(ends) > 1 else eot
         generation = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eot}
-    if rows > tokenizer.vocab:  # no training has touched them: they are never to be chosen
+    if rows > tokenizer.vocab:  # untrained rows of the embedding
         generation["suppress_tokens"] = list(range(tokenizer.vocab, rows))
     _write_json(directory / "generation_config.json", generation)
 
     def read(name: str) -> Tensor:
         return checkpoint.tensor(MODEL + name).float()
 
-    if convert.export_note(
-        settings
-    ):  # no architecture computes it: the names stay, and its code comes with it
+    if convert.export_note(settings):  # no architecture computes it
         _write_json(directory / "config.json", convert.own_config(settings, rows, eot))
         shutil.copyfile(CODE, directory / CODE.name)
         names = [name.removeprefix(MODEL) for name in checkpoint.names(MODEL)]
@@ -160,19 +147,15 @@ def _write_gpt(source: Source, path: Path, directory: Path) -> None:
 
 def _write_hf(source: Source, directory: Path) -> None:
     model: Any = open_model(source, alone("cpu"))
-    # Adapters are merged into the layers that they adapt, which then take their place.
-    for name, small in [
-        (name, m) for name, m in model.model.named_modules() if isinstance(m, Linear4bit)
-    ]:
-        parent, _, child = name.rpartition(".")
-        setattr(model.model.get_submodule(parent), child, small.plain())
-    for name, layer in [
-        (name, m) for name, m in model.model.named_modules() if hasattr(m, "get_base_layer")
-    ]:
-        layer.merge()
-        parent, _, child = name.rpartition(".")
-        setattr(model.model.get_submodule(parent), child, layer.get_base_layer())
-    model.model.save_pretrained(directory)
+    network = model.model
+    for name, layer in list(network.named_modules()):
+        if isinstance(layer, Linear4bit):
+            network.set_submodule(name, layer.plain())
+    for name, layer in list(network.named_modules()):
+        if hasattr(layer, "get_base_layer"):  # adapted
+            layer.merge()
+            network.set_submodule(name, layer.get_base_layer())
+    network.save_pretrained(directory)
     origin = model.directory
     files = [name for name in hf_files.TOKENIZER_FILES if (origin / name).is_file()]
     if not files or not same_tokenizer(source, origin):
@@ -191,18 +174,14 @@ def _write_adapter(source: Source, directory: Path) -> None:
 
     model: Any = open_model(source, alone("cpu"))
     config = model.model.peft_config["default"]
-    config.base_model_name_or_path, config.task_type = (
-        source.recipe.model.name.removeprefix("hf:"),
-        "CAUSAL_LM",
-    )
-    if (base := Path(source.recipe.model.name).expanduser()).is_dir():
-        config.base_model_name_or_path = str(base.resolve())
+    base = Path(source.recipe.model.name).expanduser()
+    name = str(base.resolve()) if base.is_dir() else source.recipe.model.name.removeprefix("hf:")
+    config.base_model_name_or_path, config.task_type = name, "CAUSAL_LM"
     config.inference_mode = True
     config.save_pretrained(directory)
-    # A PeftModel holds the model as `base_model.model`; ours has its adapters put in without one.
-    weights = {
-        f"base_model.model.{name}": t for name, t in get_peft_model_state_dict(model.model).items()
-    }
+    # Our model has its adapters without the PeftModel that `from_pretrained` expects around it.
+    inner = get_peft_model_state_dict(model.model)
+    weights = {f"base_model.model.{name}": tensor for name, tensor in inner.items()}
     save_weights(weights.items(), directory, stem="adapter_model")
     save_tokenizer(source.tokenizer, source.template, model.context, directory)
 
@@ -216,11 +195,15 @@ def save_weights(
     """Tensors as safetensors files of about `file_bytes` or less; an index for several files."""
     from huggingface_hub import save_torch_state_dict
 
-    # Copies of their own: the format has no views of another tensor's storage.
+    # The format has no views of another tensor's storage.
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors}
-    how: dict[str, Any] = {"max_shard_size": file_bytes, "metadata": {"format": "pt"}}
-    pattern = stem + "{suffix}.safetensors"
-    save_torch_state_dict(copies, directory, filename_pattern=pattern, **how)
+    save_torch_state_dict(
+        copies,
+        directory,
+        filename_pattern=stem + "{suffix}.safetensors",
+        max_shard_size=file_bytes,
+        metadata={"format": "pt"},
+    )
 
 
 def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, directory: Path) -> None:
@@ -243,13 +226,11 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
 
 
 def card(source: Source, name: str, adapter: bool = False) -> str:
-    """The model card: origin, training data, results and recipe, as far as they are known."""
+    """The model card: origin, data, results and recipe."""
     run, recipe, step = source.run, source.recipe, source.step or 0
     assert run is not None and source.checkpoint is not None
-    # Results at this step, from training and from `windlass eval`, which takes precedence.
-    lines: dict[str, dict[str, Any]] = {
-        str(line["suite"]): line for line in run.lines("eval", step=step)
-    }
+    # Results at this step. Those of `windlass eval` take precedence over the training's.
+    lines = {str(line["suite"]): line for line in run.lines("eval", step=step)}
     lines |= read_json(run.path / "eval" / f"step-{step:08d}.json").get("results", {})
     rows = "".join(
         f"| {suite} | {name} | {_shown(value)} |\n"
@@ -259,32 +240,28 @@ def card(source: Source, name: str, adapter: bool = False) -> str:
     )
     head = "## Results at this step\n\n| suite | measure | value |\n|---|---|---|\n"
     results = f"{head}{rows}\n" if rows else ""
-    base, origin = _origin(source)
+    header, origin = _origin(source)
     losses = [line["loss"] for line in run.lines("train") if line["step"] <= step]
-    shown = ""
+    loss = ""
     if losses:
-        shown = f"; the last logged training loss is {_shown(losses[-1])} nats per token"
+        loss = f"; the last logged training loss is {_shown(losses[-1])} nats per token"
     tokens = open_checkpoint(source.checkpoint, deep=False).counters["tokens"]
-    settings = scrub(recipe.tree())
     data = ", ".join(f"`{scrub(one)}`" for one in recipe.data.sources)
     code = ", trust_remote_code=True" if convert.export_note(recipe.model) else ""
-    load = f'model = AutoModelForCausalLM.from_pretrained("{name}"{code})'
-    imports, library = "AutoModelForCausalLM, AutoTokenizer", "transformers"
+    library, model = "transformers", "AutoModelForCausalLM"
+    imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
     if adapter:
-        load, library = f'model = AutoPeftModelForCausalLM.from_pretrained("{name}")', "peft"
-        imports = "AutoTokenizer"
-    imports = f"from transformers import {imports}"
-    if adapter:
-        imports = f"from peft import AutoPeftModelForCausalLM\n{imports}"
+        library, model, code = "peft", "AutoPeftModelForCausalLM", ""
+        imports = f"from peft import {model}\nfrom transformers import AutoTokenizer"
     return (
-        f"---\nlibrary_name: {library}\nlicense: unknown\n{base}"
+        f"---\nlibrary_name: {library}\nlicense: unknown\n{header}"
         "pipeline_tag: text-generation\ntags:\n- windlass\n---\n\n"
         f"# {Path(name).name}\n\n"
         f"{origin}Trained with Windlass on {data}, recipe `{recipe.preset}` "
-        f"({recipe.config_hash}): {step:,} steps, {tokens:,} tokens{shown}. No licence was chosen for it.\n\n"
-        f"```python\n{imports}\n\n{load}\n"
+        f"({recipe.config_hash}): {step:,} steps, {tokens:,} tokens{loss}. No licence was chosen for it.\n\n"
+        f'```python\n{imports}\n\nmodel = {model}.from_pretrained("{name}"{code})\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{name}"{code})\n```\n\n'
-        f"{results}## Recipe\n\n```toml\n{tomli_w.dumps(settings)}```\n"
+        f"{results}## Recipe\n\n```toml\n{tomli_w.dumps(scrub(recipe.tree()))}```\n"
     )
 
 
@@ -293,21 +270,25 @@ def _shown(value: float) -> str:
 
 
 def _origin(source: Source) -> tuple[str, str]:
-    """The first weights, for the card's header and as a sentence; empty for a new model."""
+    """Where the first weights come from: a line of the card's header, and a paragraph; empty for a
+    new model."""
     m = source.recipe.model
     name = m.init_from or ("" if m.kind == "gpt" or m.from_scratch else m.name)
     if not name or source.run is None:
         return "", ""
-    directory = None if m.init_from else hf_files.saved_origin(source.run.path, m)
-    commit = read_json(directory / hf_files.RECORD).get("commit", "") if directory else ""
+    commit = ""
+    if not m.init_from and (saved := hf_files.saved_origin(source.run.path, m)):
+        commit = read_json(saved / hf_files.RECORD).get("commit", "")
     if not name.startswith("hf:") and not commit:
         return "", f"Trained further from `{Path(name).name}`.\n\n"
     repo, at = name.removeprefix("hf:"), f", commit `{commit}`" if commit else ""
-    return (
-        f"base_model: {repo}\n",
-        f"Trained further from [{repo}](https://huggingface.co/{repo}){at}.\n\n",
-    )
+    link = f"[{repo}](https://huggingface.co/{repo})"
+    return f"base_model: {repo}\n", f"Trained further from {link}{at}.\n\n"
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    _write(path, json.dumps(value, indent=2) + "\n")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -18,31 +19,12 @@ from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 
 # Entries of a configuration that do not change what a network of the same shapes computes.
-IRRELEVANT = frozenset(
-    [
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "task_specific_params",
-        "finetuning_task",
-        "initializer_range",
-        "pretraining_tp",
-        "vocab_size",
-        "return_dict",
-        "output_attentions",
-        "output_hidden_states",
-        "router_aux_loss_coef",
-        "output_router_logits",
-    ]
+IRRELEVANT = re.compile(
+    "_name_or_path|architectures|auto_map|(torch_)?dtype|transformers_version|use_cache|id2label|"
+    "label2id|problem_type|task_specific_params|finetuning_task|initializer_range|pretraining_tp|"
+    "vocab_size|return_dict|output_attentions|output_hidden_states|router_aux_loss_coef|"
+    "output_router_logits|.*(dropout|_pdrop|_token_id|summary_|chunk_size_feed_forward).*"
 )
-IRRELEVANT_PARTS = ("dropout", "_pdrop", "_token_id", "summary_", "chunk_size_feed_forward")
 
 
 def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -> None:
@@ -56,9 +38,8 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
     """
     name = recipe.model.init_from
     path = Path(name).expanduser()
-    if name.startswith("hf:") or (
-        (path / "config.json").is_file() and not (path / "recipe.toml").is_file()
-    ):
+    foreign = (path / "config.json").is_file() and not (path / "recipe.toml").is_file()
+    if foreign or name.startswith("hf:"):
         directory = hub.directory(name.removeprefix("hf:"), key="model.init_from", weights=True)
         if isinstance(model, GPT):
             fill_from_hf(model, directory, recipe.run.seed)
@@ -81,9 +62,7 @@ def check_same_network(model: nn.Module, directory: Path) -> None:
     differs = [
         f"{key} = {there.get(key)!r} (it is {here.get(key)!r})"
         for key in sorted({*here, *there})
-        if here.get(key) != there.get(key)
-        and key not in IRRELEVANT
-        and not any(p in key for p in IRRELEVANT_PARTS)
+        if here.get(key) != there.get(key) and not IRRELEVANT.fullmatch(key)
     ]
     if differs:
         raise UserError(
@@ -121,18 +100,15 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
         tensor: Tensor = files.files[key].get_tensor(key)
         return tensor.float()
 
+    def reject(problem: str) -> NoReturn:
+        raise UserError(f"model.init_from: in {directory} {problem}")
+
     for name in convert.unit_weights(model.settings):
         if (read(name) != 1).any():
-            raise UserError(
-                f"model.init_from: in {directory} {name} is not 1, and the model norms queries and "
-                "keys without weights"
-            )
+            reject(f"{name} is not 1, and the model norms queries and keys without weights")
     for name in convert.dropped(model.settings, there):
         if convert.from_hf(model.settings, name, read).any():
-            raise UserError(
-                f"model.init_from: the bias for {name} in {directory} is not zero, and the model "
-                "has no bias there"
-            )
+            reject(f"the bias for {name} is not zero, and the model has no bias there")
     for name, parameter in model.named_parameters():
         value = convert.from_hf(model.settings, name, read)
         if value.shape[0] < parameter.shape[0] and name in ("embedding.weight", "head.weight"):
@@ -140,8 +116,6 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
             whole[: value.shape[0]] = value
             value = whole
         if value.shape != parameter.shape:
-            raise UserError(
-                f"model.init_from: in {directory} the weight for {name} has the shape "
-                f"{list(value.shape)}, and its configuration says {list(parameter.shape)}"
-            )
+            shapes = f"{list(value.shape)}, and its configuration says {list(parameter.shape)}"
+            reject(f"the weight for {name} has the shape {shapes}")
         assign(parameter, value)

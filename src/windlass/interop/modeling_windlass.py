@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 class WindlassConfig(PretrainedConfig):
-    """The settings `[model]` of a recipe, under their names there."""
+    """The settings `[model]` of a recipe, under their names there; config.json has all of them."""
 
     model_type = "windlass"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
@@ -29,57 +29,11 @@ class WindlassConfig(PretrainedConfig):
         "max_position_embeddings": "context",
     }
 
-    def __init__(
-        self,
-        vocab_size=257,
-        layers=6,
-        heads=6,
-        kv_heads=6,
-        width=384,
-        ff_width=1536,
-        context=256,
-        norm="layernorm",
-        final_norm=True,
-        norm_eps=1e-5,
-        position="learned",
-        rope_theta=10_000.0,
-        activation="gelu",
-        attn_bias=True,
-        ff_bias=True,
-        norm_bias=True,
-        head_bias=False,
-        qk_norm=False,
-        logit_cap=0.0,
-        dropout=0.0,
-        init_std=0.02,
-        tie_word_embeddings=True,
-        **more,
-    ):
-        self.vocab_size, self.layers, self.width = vocab_size, layers, width
-        self.heads, self.kv_heads, self.ff_width = heads, kv_heads, ff_width
-        self.context, self.position, self.rope_theta = context, position, rope_theta
-        self.norm, self.final_norm, self.norm_eps = norm, final_norm, norm_eps
-        self.attn_bias, self.ff_bias, self.norm_bias = attn_bias, ff_bias, norm_bias
-        self.head_bias, self.qk_norm, self.logit_cap = head_bias, qk_norm, logit_cap
-        self.activation, self.dropout, self.init_std = activation, dropout, init_std
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
 
-
-class Norm(nn.Module):
-    """LayerNorm or RMSNorm, then a weight and perhaps a bias."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.rms, self.eps = config.norm == "rmsnorm", config.norm_eps
-        self.weight = nn.Parameter(torch.ones(config.width))
-        self.bias = (
-            nn.Parameter(torch.zeros(config.width)) if config.norm_bias and not self.rms else None
-        )
-
-    def forward(self, x):  # [..., D]
-        if self.rms:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+def norm(config):
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.width, config.norm_eps)
+    return nn.LayerNorm(config.width, config.norm_eps, bias=config.norm_bias)
 
 
 class Attention(nn.Module):
@@ -107,15 +61,8 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, E]
         if cache is not None:
             k, v = cache.update(k, v, self.layer)  # [B, K, S, E]
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=H != K,
-        )
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, enable_gqa=H != K)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -147,8 +94,8 @@ class Block(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.attn_norm, self.attn = Norm(config), Attention(config, layer)
-        self.ff_norm, self.ff = Norm(config), FeedForward(config)
+        self.attn_norm, self.attn = norm(config), Attention(config, layer)
+        self.ff_norm, self.ff = norm(config), FeedForward(config)
         self.dropout = config.dropout
 
     def forward(self, x, rotary, mask, cache):
@@ -161,6 +108,7 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
     """The whole network."""
 
     config_class = WindlassConfig
+    _input_embed_layer = "embedding"
     _no_split_modules = ["Block"]  # noqa: RUF012
     _tied_weights_keys = {"head.weight": "embedding.weight"}  # noqa: RUF012
     _supports_sdpa = True
@@ -172,29 +120,15 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
             self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         if config.final_norm:
-            self.norm = Norm(config)
+            self.norm = norm(config)
         self.head = nn.Linear(config.width, config.vocab_size, bias=config.head_bias)
         self.post_init()
-
-    def get_input_embeddings(self):
-        return self.embedding
-
-    def set_input_embeddings(self, value):
-        self.embedding = value
 
     def get_output_embeddings(self):
         return self.head
 
     def set_output_embeddings(self, new_embeddings):
         self.head = new_embeddings
-
-    def _init_weights(self, module):
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, 0.0, self.config.init_std)
-        elif isinstance(module, Norm):
-            nn.init.ones_(module.weight)
-        if getattr(module, "bias", None) is not None:
-            nn.init.zeros_(module.bias)
 
     def forward(
         self,
@@ -208,10 +142,7 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         **_,
     ):
-        """Logits [B, T, V] of the last `logits_to_keep` tokens (0: all), and the mean loss.
-
-        The loss of the next tokens is computed if there are `labels`.
-        """
+        """Logits [B, T, V] of the last `logits_to_keep` tokens (0: all); mean loss of `labels`."""
         m = self.config
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:

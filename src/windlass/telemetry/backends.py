@@ -1,10 +1,11 @@
-"""TensorBoard, MLflow and W&B, each as a class that connects to a run in the tracker when it is
-constructed.
+"""TensorBoard, MLflow and W&B: each a class whose constructor connects to a run in the tracker.
 
-A back-end has `hint`, where to look at the run, and `marks`, the last step of each stream that the
-tracker has; `write(points)`, in the order of their steps, after which the tracker has everything up
-to `marks`; `close(state, ended)`, which returns when all is delivered. An error means: not
-delivered.
+A backend has:
+- `hint`: where to look at the run.
+- `marks`: the last step of each stream that the tracker has.
+- `write(points)`, in the order of their steps: after it the tracker has everything up to `marks`.
+- `close(state, ended)`: returns when all is delivered.
+An error means that something is not delivered.
 """
 
 from __future__ import annotations
@@ -20,19 +21,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from windlass.errors import first_line
-from windlass.run import Run
+from windlass.run import ENDINGS, Run
 from windlass.variables import scrub
 
-MLFLOW_DEFAULTS = {  # of the environment; the exporter tries again anyway
+MLFLOW_DEFAULTS = {  # short, because the exporter tries again anyway
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "GIT_PYTHON_REFRESH": "quiet",
 }
 MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000  # MLflow's own limits of one request
-WANDB_SETTINGS: dict[
-    str, Any
-] = {  # nothing of the machine, the code, or the console; retries that end
+# W&B gets nothing of the machine, the code or the console. Its retries end.
+WANDB_SETTINGS: dict[str, Any] = {
     "silent": True,
     "console": "off",
     "disable_code": True,
@@ -59,8 +59,7 @@ class Point(NamedTuple):
 
 
 class TensorBoard:
-    """Writes the whole effective ledger into a new file at each start and replay, for events cannot
-    be removed."""
+    """Writes the effective ledger into a new file at each start: events cannot be removed."""
 
     def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
         from tensorboard.compat.proto import event_pb2
@@ -72,23 +71,19 @@ class TensorBoard:
         self.hint = f"tensorboard --logdir {shlex.quote(str(directory))}"
         directory.mkdir(parents=True, exist_ok=True)
         self._old = list(directory.glob("events.out.tfevents.*"))
-        # readers go through the files by name, so a later one must sort after
-        self._file = open(directory / f"events.out.tfevents.{time.time_ns()}.windlass", "xb")  # noqa: SIM115
+        # Readers read the files in the order of their names.
+        self._file = (directory / f"events.out.tfevents.{time.time_ns()}.windlass").open("xb")
         self._writer, self._event = RecordWriter(self._file), event_pb2.Event
-        restart = event_pb2.SessionLog(
-            status=event_pb2.SessionLog.START
-        )  # a running server forgets what it has read
-        hparams = {
-            key: value if isinstance(value, int | float) else str(value)
-            for key, value in settings.items()
-        }
+        hparams = {k: v if isinstance(v, int | float) else str(v) for k, v in settings.items()}
         session = hparams_pb(hparams, trial_id=run.path.resolve().name, start_time_secs=started)
-        for fields in (
-            {"file_version": "brain.Event:2"},
-            {"step": 0, "session_log": restart},
-            {"summary": session},
-        ):
-            self._writer.write(self._event(wall_time=started, **fields).SerializeToString())
+        # A START makes a running server forget what it has read.
+        restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._add(started, file_version="brain.Event:2")
+        self._add(started, step=0, session_log=restart)
+        self._add(started, summary=session)
+
+    def _add(self, time: float, **fields: Any) -> None:
+        self._writer.write(self._event(wall_time=time, **fields).SerializeToString())
 
     def write(self, points: Iterator[Point]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -98,10 +93,7 @@ class TensorBoard:
             values = [Summary.Value(tag=tag, simple_value=x) for tag, x in point.scalars.items()]
             for tag, text in point.texts.items():
                 values += text_pb(tag, text.encode("utf-8", "replace")).value
-            event = self._event(
-                wall_time=point.time, step=point.step, summary=Summary(value=values)
-            )
-            self._writer.write(event.SerializeToString())
+            self._add(point.time, step=point.step, summary=Summary(value=values))
         self._file.flush()
         while self._old:
             self._old.pop().unlink(missing_ok=True)
@@ -111,25 +103,21 @@ class TensorBoard:
 
 
 class MLflow:
-    """One MLflow run, identified by a tag, in `MLFLOW_TRACKING_URI` or a SQLite store beside the
+    """One MLflow run, which a tag identifies, in `MLFLOW_TRACKING_URI` or a SQLite store beside the
     runs.
 
-    Points of steps that a resume does again cannot be removed: those of the first attempt stay,
-    none comes twice.
+    MLflow cannot remove points. If a resume does steps again, those of the first attempt stay.
     """
 
     def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
-        os.environ.update(
-            {key: os.environ.get(key, value) for key, value in MLFLOW_DEFAULTS.items()}
-        )
+        for key, value in MLFLOW_DEFAULTS.items():
+            os.environ.setdefault(key, value)
         import mlflow
         from mlflow.entities import Param
 
         path, project = run.path.resolve(), settings["telemetry.project"]
-        uri = (
-            os.environ.get("MLFLOW_TRACKING_URI")
-            or f"sqlite:///{os.path.relpath(path.parent / 'mlflow.db')}"
-        )
+        default = f"sqlite:///{os.path.relpath(path.parent / 'mlflow.db')}"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or default
         artifacts = (path.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
         existing = client.get_experiment_by_name(project)
@@ -138,42 +126,33 @@ class MLflow:
         )
         runs = client.search_runs([experiment], f"tags.`windlass.id` = '{id}'", max_results=1)
         if not runs:
-            tags = {
-                "windlass.id": id,
-                "mlflow.runName": path.name,
-                "mlflow.note.content": settings["run.notes"],
-            }
+            tags = {"windlass.id": id, "mlflow.runName": path.name}
+            tags["mlflow.note.content"] = settings["run.notes"]
             tags |= dict.fromkeys(settings["telemetry.tags"], "true")
             tags |= {"group": settings["telemetry.group"]} if settings["telemetry.group"] else {}
             runs = [client.create_run(experiment, start_time=round(started * 1e3), tags=tags)]
         self._id, data = runs[0].info.run_id, runs[0].data
-        params = [
-            Param(k, str(v)[:MAX_PARAM_LENGTH]) for k, v in settings.items() if k not in data.params
-        ]
-        for first in range(
-            0, len(params), MAX_PARAMS
-        ):  # those that are there cannot be changed and need not be
+        # Existing parameters cannot be changed and need not be.
+        new = {k: str(v)[:MAX_PARAM_LENGTH] for k, v in settings.items() if k not in data.params}
+        params = [Param(key, value) for key, value in new.items()]
+        for first in range(0, len(params), MAX_PARAMS):
             client.log_batch(self._id, params=params[first : first + MAX_PARAMS])
         self.marks: dict[str, int] = json.loads(data.tags.get("windlass.marks", "{}"))
-        page = f"{scrub(uri).rstrip('/')}/#/experiments/{experiment}/runs/{self._id}"
-        self.hint = (
-            page
-            if uri.startswith("http")
-            else f"mlflow ui --backend-store-uri {shlex.quote(scrub(uri))}"
-        )
+        uri = scrub(uri)
+        self.hint = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        if uri.startswith("http"):
+            self.hint = f"{uri.rstrip('/')}/#/experiments/{experiment}/runs/{self._id}"
 
     def write(self, points: Iterator[Point]) -> None:
-        # Metrics first, then the marks: after a kill in between, the store gets equal rows again,
-        # with the ledger's own times, and keeps one
+        # Metrics come before the marks. After a kill between the two, the store gets equal rows
+        # again, with the ledger's own times, and keeps one.
         from mlflow.entities import Metric
 
         self._client.update_run(self._id, status="RUNNING")
         metrics: list[Metric] = []
         for point in points:
-            metrics += [
-                Metric(key, value, round(point.time * 1e3), point.step)
-                for key, value in point.scalars.items()
-            ]
+            ms = round(point.time * 1e3)
+            metrics += [Metric(key, x, ms, point.step) for key, x in point.scalars.items()]
             for key, text in point.texts.items():
                 self._client.log_text(self._id, text, f"{key}/step-{point.step:08d}.txt")
         for first in range(0, len(metrics), MAX_METRICS):
@@ -181,23 +160,18 @@ class MLflow:
         self._client.set_tag(self._id, "windlass.marks", json.dumps(self.marks))
 
     def close(self, state: str, ended: float) -> None:
-        statuses = {
-            "finished": "FINISHED",
-            "stopped": "KILLED",
-            "preempted": "KILLED",
-            "failed": "FAILED",
-        }
-        if status := statuses.get(state):
+        if state in ENDINGS:
+            status = "KILLED" if state in ("stopped", "preempted") else state.upper()
             self._client.set_terminated(self._id, status, end_time=round(ended * 1e3))
 
 
 class WandB:
-    """One W&B run under a stable id: online where the library gets in, else a complete directory to
-    be synced later.
+    """One W&B run under a stable id: online if the library connects, else a complete directory that
+    `wandb sync` uploads later.
 
-    Online, a resume continues the same run; which steps the server has is in its summary, as
-    `marks/*`. An offline start writes the whole effective ledger into a new directory and removes
-    those before it. The key is `WANDB_API_KEY`.
+    Online a resume continues the same run; its summary has the steps of the server as `marks/*`. An
+    offline start writes the effective ledger into a new directory and removes older ones. The key
+    is `WANDB_API_KEY`.
     """
 
     def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
@@ -207,7 +181,7 @@ class WandB:
         self.marks: dict[str, int] = {}
         self._old: list[Path] = []
         self._run: Any = None
-        why = os.environ.get("WANDB_MODE", "online")
+        reason = os.environ.get("WANDB_MODE", "online")  # for being offline
         arguments: dict[str, Any] = {
             "project": settings["telemetry.project"],
             "id": id,
@@ -220,13 +194,11 @@ class WandB:
             "dir": str(run.path),
             "settings": wandb.Settings(**WANDB_SETTINGS),
         }
-        if why == "online":
+        if reason == "online":
             try:
                 self._run = wandb.init(**arguments, mode="online", resume="allow")
-            except (
-                Exception
-            ) as error:  # no key, no network, no answer, a wrong one: offline loses nothing
-                why = scrub(first_line(error))
+            except Exception as error:  # no key, no network, a wrong answer
+                reason = scrub(first_line(error))
                 wandb.teardown()
         self._run = self._run or wandb.init(**arguments, mode="offline")
         for name in ("train/*", "throughput/*", "time/*", "eval/*", "log/*", "run/*", "device/*"):
@@ -234,42 +206,30 @@ class WandB:
         self._run.define_metric("marks/*", hidden=True)  # for a resume, not for a dashboard
         if self._run.settings._offline:
             directory = run.path / "wandb" / Path(self._run.settings.sync_dir).name
-            self.hint = f"wandb sync {shlex.quote(str(directory))}  (offline: {why})"
-            self._old = [
-                path for path in directory.parent.glob(f"offline-run-*-{id}") if path != directory
-            ]
+            self.hint = f"wandb sync {shlex.quote(str(directory))}  (offline: {reason})"
+            runs = directory.parent.glob(f"offline-run-*-{id}")
+            self._old = [path for path in runs if path != directory]
         else:
             self.hint = str(self._run.url)
             summary = dict(self._run.summary) if self._run.resumed else {}
-            self.marks = {
-                key.removeprefix("marks/"): int(x)
-                for key, x in summary.items()
-                if key.startswith("marks/")
-            }
+            marks = {key: int(x) for key, x in summary.items() if key.startswith("marks/")}
+            self.marks = {key.removeprefix("marks/"): step for key, step in marks.items()}
 
     def write(self, points: Iterator[Point]) -> None:
         import wandb
 
         for point in points:
-            row = {
-                "step": point.step,
-                "_timestamp": point.time,
-                f"marks/{point.stream}": point.step,
-            }
-            if (
-                point.stream == "summary"
-            ):  # columns of W&B's table of runs, and no charts of one point
-                self._run.summary.update(
-                    {key.removeprefix("summary/"): x for key, x in point.scalars.items()}
-                )
+            row: dict[str, Any] = {"step": point.step, "_timestamp": point.time}
+            row[f"marks/{point.stream}"] = point.step
+            if point.stream == "summary":  # columns of the table of runs, not charts of one point
+                scalars = {key.removeprefix("summary/"): x for key, x in point.scalars.items()}
+                self._run.summary.update(scalars)
             else:
                 row |= point.scalars
-            row |= {
-                tag: wandb.Html(f"<pre>{html.escape(x)}</pre>", inject=False)
-                for tag, x in point.texts.items()
-            }
-            # the server would refuse a row before its last one; under the next free number it still
-            # has its own `step`
+            for tag, text in point.texts.items():
+                row[tag] = wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
+            # The server rejects a row before its last one; under the next free number the row still
+            # has its own `step`.
             self._run.log(row, step=point.step if point.step >= self._run.step else None)
 
     def close(self, state: str, ended: float) -> None:

@@ -1,7 +1,6 @@
-"""What a run shows: a header, a live line in a terminal and plain lines elsewhere, and all of it in
-`log.txt`.
+"""The output of a run: a header, a live line in a terminal, plain lines elsewhere, and `log.txt`.
 
-A terminal that goes away, or a full disk under the log, ends the output and never the run.
+A terminal that goes away or a full disk ends the output, never the run.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ from windlass.telemetry import measures, terminal
 from windlass.telemetry.ledger import now
 from windlass.telemetry.measures import short
 
-NOTEBOOK = 100  # columns of a line there
-BAR = 20  # columns; where there is no room for half of it, there is no bar
-LASTS_SECONDS = 5.0  # a phase of the start that takes longer says what it does
-# between two pictures of a bar, and between two lines of progress without one
-DRAW_SECONDS, LINE_SECONDS = 0.25, 10.0
+NOTEBOOK = 100  # columns of a line in a notebook
+BAR = 20  # columns; a bar needs at least half of them
+LASTS_SECONDS = 5.0  # the output names a phase of the start that takes longer
+DRAW_SECONDS, LINE_SECONDS = 0.25, 10.0  # between two live lines; between two lines of progress
 
 
 class Console:
-    """Shows a run of `steps` steps on the terminal and writes `log.txt`.
+    """Shows a run of `steps` steps on `stream` (standard output) and writes `log.txt`.
 
-    A terminal has a live line, with evaluations and saves as lines above it; elsewhere each logged
-    step is a line. Ranks other than 0 show warnings alone. `stream`: by default standard output.
+    A terminal has a live line, with evaluations and saves as lines above it; other outputs get a
+    line for each logged step. Ranks other than 0 show only warnings.
     """
 
     def __init__(
@@ -42,9 +40,9 @@ class Console:
         self._stream: TextIO | None = stream or sys.stdout
         self._first: tuple[float, int] | None = None  # time and step of the first logged step
         self._drawn = time.monotonic()
-        self._step, self._doing, self._numbers = 0, "", list[str]()  # what the live line shows
+        self._step, self._doing, self._numbers = 0, "", list[str]()  # of the live line
         self._live: Any = None  # rich.live.Live
-        self._timer: threading.Timer | None = None  # shows what has begun, if it lasts
+        self._timer: threading.Timer | None = None  # see `begin`
         self._terminal: Any = None  # rich.console.Console
         self._log: TextIO | None = None
         if log_path is not None:
@@ -54,10 +52,10 @@ class Console:
             self._terminal = terminal.rich_console(self._stream)
 
     def open_log(self, path: Path) -> None:
-        """From now on rank 0 writes the lines to a file, too."""
+        """Write the lines of rank 0 also to a file from now on."""
         if self.rank == 0:
             with contextlib.suppress(OSError):
-                self._log = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 - as long as the run
+                self._log = path.open("a", encoding="utf-8", errors="replace")
 
     def header(
         self,
@@ -79,27 +77,31 @@ class Console:
         threads: str = "",
         launch: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Show the run's facts; `first_step`: the number of steps that are done already."""
+        """Show the run's facts; `first_step`: the steps that are done already."""
         self.done()
         tokens = short(self.steps * tokens_per_step)
         about = "about " * ("lengths" in data)  # rows differ in length
         resumed = f", resumed after step {first_step:,}" if first_step else ""
         passes = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
         sources = ": ".join(data[key] for key in ("data", "training") if key in data)
+        work = f"{self.steps:,} steps x {about}{tokens_per_step:,} tokens = {tokens} tokens"
+        validation = f"validation {data['validation']}; {data['tokenizer']}"
         facts = {
             "run": run,
             "recipe": f"{recipe} ({config_hash})",
             "ranks": f"{world} rank{'s' * (world != 1)} x {device}, {strategy}, {precision}",
             **{name: "\n".join(lines) for name, lines in (launch or {}).items()},
-            **({"threads": threads} if threads else {}),
+            "threads": threads,
             "model": model,
             "optim": optimizer,
-            "data": f"{sources}; validation {data['validation']}; {data['tokenizer']}; {passes} epochs",
+            "data": f"{sources}; {validation}; {passes} epochs",
             **{key: data[key] for key in ("sources", "template", "lengths", "cut") if key in data},
-            "work": f"{self.steps:,} steps x {about}{tokens_per_step:,} tokens = {tokens} tokens{resumed}",
-            **({"eval": evaluation} if evaluation else {}),
+            "work": f"{work}{resumed}",
+            "eval": evaluation,
         }
         for name, fact in facts.items():
+            if not fact:
+                continue
             for number, line in enumerate(fact.split("\n")):
                 style = {"run": "bold", "cut": "yellow"}.get(name, "")
                 self._print(f"{'' if number else name:<8}{line}", style, indent=" " * 8)
@@ -107,8 +109,12 @@ class Console:
             from rich.live import Live
 
             self._step = first_step
-            options: dict[str, Any] = {"auto_refresh": False, "transient": True}
-            self._live = Live(get_renderable=self._line, console=self._terminal, **options)
+            self._live = Live(
+                get_renderable=self._line,
+                console=self._terminal,
+                auto_refresh=False,
+                transient=True,
+            )
             with self._while_terminal_is_there():
                 self._live.start(refresh=True)
 
@@ -120,25 +126,23 @@ class Console:
         self._timer.start()
 
     def done(self) -> None:
-        """The phase that has begun is over."""
+        """End the phase that has begun."""
         if self._timer is not None:
             self._timer.cancel()
 
     def log(self, lines: Iterable[str]) -> None:
-        """Lines for `log.txt` alone."""
+        """Write lines to `log.txt` only."""
         for line in lines:
             self._write_log(line)
 
     def tick(self, step: int) -> None:
-        """Move the live line, at most four times a second; for every step, at no cost where there
-        is none."""
+        """Move the live line, at most four times a second; cheap enough for every step."""
         self._step = step
         if self._live is not None and time.monotonic() - self._drawn > DRAW_SECONDS:
             self._draw()
 
     def progress(self, doing: str, done: int, total: int) -> None:
-        """How far something long is that happens between two steps, as `evaluating loss`; called as
-        often as you like."""
+        """Show how far a long work between two steps is, as `evaluating loss`; cheap."""
         self._doing = f"{doing} {done:,}/{total:,}"
         if time.monotonic() - self._drawn > (LINE_SECONDS if self._live is None else DRAW_SECONDS):
             self._draw()
@@ -146,10 +150,9 @@ class Console:
                 self._print(f"at {self._step}/{self.steps} | {self._doing}")
 
     def step(self, line: Line) -> None:
-        """A logged step: a `train` line of the ledger, with `gpu_mem_mb` or `rss_mb` where the
-        memory is measured."""
+        """Show a `train` line of the ledger, perhaps with `gpu_mem_mb` or `rss_mb`."""
         # The estimate of the time left counts from the first logged step, with evaluations and
-        # saves, because imports, compiling and the evaluation at step 0 do not come again.
+        # saves; imports, compiling and the evaluation at step 0 do not come again.
         self._step = line["step"]
         self._first = self._first or (time.monotonic(), self._step)
         done = self._step - self._first[1]
@@ -166,8 +169,7 @@ class Console:
         self._draw()
         self._write_log(" | ".join([f"step {self._step}/{self.steps}", *texts.values()]))
         if self._live is None:
-            # In a notebook the next line takes the place of this one, which the last step leaves
-            # standing.
+            # In a notebook each step's line replaces the line before it.
             end = "" if "ipykernel" in sys.modules and self._step < self.steps else "\n"
             self._show(self._fitting(width), end=end)
 
@@ -183,8 +185,7 @@ class Console:
         self._print(f"eval {line['step']}/{self.steps} | {' | '.join(shown)}", "green")
 
     def saved(self, path: Path, seconds: float, step: int) -> None:
-        """A checkpoint is committed; in the background, so that it may be of an earlier step than
-        the last line."""
+        """A save has ended, perhaps after lines of later steps."""
         self._print(f"saved {step}/{self.steps} | {path} | {seconds:.2f} s", "cyan")
 
     def event(self, text: str, step: int | None = None) -> None:
@@ -197,8 +198,7 @@ class Console:
             self._print(f"  | {line}", style="italic", indent="  | ")
 
     def warning(self, text: str, own: bool = False) -> None:
-        """A warning; ranks other than 0 show only those of their own, which rank 0 does not
-        have."""
+        """Show a warning; with `own` on any rank, because rank 0 does not have it."""
         if self.rank == 0:
             self._print(f"warning: {text}", style="yellow")
         elif own:
@@ -215,8 +215,7 @@ class Console:
                 self._log.close()
 
     def _print(self, text: str, style: str = "", indent: str = "    ") -> None:
-        """A line of the output and of the log; in a terminal it is wrapped, with `indent` in front
-        of what follows."""
+        """Show a line and log it; a terminal wraps it, with `indent` before the further lines."""
         text = terminal.printable(text)
         self._write_log(text)
         self._show(text, style, indent)
@@ -234,16 +233,11 @@ class Console:
             encoding = getattr(self._stream, "encoding", None) or "utf-8"
             text = text.encode(encoding, terminal.fallback()).decode(encoding)
             if self._terminal is None:
-                print(
-                    "\r" * ("ipykernel" in sys.modules) + text,
-                    file=self._stream,
-                    end=end,
-                    flush=True,
-                )
+                start = "\r" * ("ipykernel" in sys.modules)
+                print(start + text, file=self._stream, end=end, flush=True)
                 return
-            sample = (
-                "|" in indent
-            )  # else a word is not broken: a path that the terminal wraps by itself can be copied
+            # Only a sample's words are broken, so that one can copy a path that the terminal wraps.
+            sample = "|" in indent
             wrapped = textwrap.TextWrapper(
                 self._terminal.width,
                 subsequent_indent=indent,
@@ -255,7 +249,7 @@ class Console:
             self._terminal.print(text, style=style, soft_wrap=True)
 
     def _fitting(self, width: int) -> str:
-        """The step, what is being done, and as many numbers as `width` has room for."""
+        """The step, the present work, and the numbers that fit into `width`."""
         text = f"step {self._step}/{self.steps}"
         for part in (self._doing, *self._numbers):
             if len(text) + 3 + len(part) > width:
@@ -264,7 +258,7 @@ class Console:
         return text
 
     def _line(self) -> Any:
-        """The live line: the numbers, and a bar where there is room."""
+        """The live line: the numbers, and a bar if there is room."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
@@ -280,14 +274,12 @@ class Console:
         if self._live is None:
             return
         with self._while_terminal_is_there():
-            self._terminal.width = terminal.size(
-                self._stream
-            ).columns  # a window may change its size
+            self._terminal.width = terminal.size(self._stream).columns  # a window may change
             self._live.refresh()
 
     @contextlib.contextmanager
     def _while_terminal_is_there(self) -> Iterator[None]:
-        """A terminal that went away (its window closed, ssh gone) is not written to again."""
+        """Stop writing to a terminal that went away."""
         try:
             yield
         except (OSError, ValueError):

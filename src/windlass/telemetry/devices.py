@@ -1,5 +1,5 @@
-"""Utilisation and memory of each rank's device: sampled by a background thread, summed up at the
-run's end.
+"""Utilisation and memory of each rank's device: a background thread samples them, and the run's end
+sums them up.
 
 The thread takes part in no step and no collective. Each sample has the phase of the run (train,
 eval, save …) that took most of its interval, so that an evaluation does not look like an idle
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from windlass.processes import nvml_handle
 from windlass.run import Run, read_lines
@@ -26,12 +26,8 @@ MB = 1e6
 LAST_SAMPLES = 20_000  # of each rank, for the means; ten days on 64 GPUs have 8 GB of samples
 # finds the peaks of all samples without parsing them
 PEAK = re.compile(rb'"attempt": (\d+), .*"(peak_alloc_mb|rss_mb)": ([\d.]+)')
-AVERAGED = {
-    "cuda": {"util_pct": "gpu_util_pct"}
-    | {name: name for name in ("mem_alloc_mb", "mem_reserved_mb", "mem_used_mb")},
-    "cpu": {"util_pct": "cpu_util_pct", "rss_mb": "rss_mb"},
-}
-"""Fields of the samples that have a mean in the `summary` line, with their names there."""
+AVERAGED = ("util_pct", "mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "rss_mb")
+"""Fields of the samples that have a mean in the `summary` line."""
 
 
 class HostProbe:
@@ -68,22 +64,20 @@ class CudaProbe:
             nvml.nvmlInit()
             handle = nvml_handle(nvml, uuid)
             self._queries = {
-                "util_pct": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-                "mem_used_mb": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),
-                "power_w": lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, 1),
-                "temperature_c": lambda: float(
-                    nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
-                ),
+                "util_pct": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+                "mem_used_mb": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / MB,
+                "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+                "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, 0),  # of the GPU
             }
 
     def read(self) -> dict[str, float]:
-        # the fastest way: it does not flatten 80 counters
+        # `memory_stats` would flatten 80 counters, which takes longer
         from torch.cuda.memory import memory_stats_as_nested_dict
 
         sample = {}
         for field, query in self._queries.items():
             with contextlib.suppress(Exception):  # the device has none, or the driver is busy
-                sample[field] = query()
+                sample[field] = round(float(query()), 1)
         if stats := memory_stats_as_nested_dict(self.index):
             for kind, name in (("allocated", "alloc"), ("reserved", "reserved")):
                 size = stats[f"{kind}_bytes"]["all"]
@@ -96,9 +90,12 @@ class DeviceSampler:
     """A daemon thread that samples this rank's device into `<directory>/rank-00000.jsonl`, from now
     to `stop`.
 
-    Any error is noted in `warning` and ends the sampling, never the run. `every` is in seconds,
-    `phases` gives the process's seconds by phase. A `probe` has `about`, written once a start, and
-    `read()`; None: what fits the device.
+    An error ends the sampling, never the run, and is noted in `warning`.
+
+    Args:
+        every: seconds between two samples.
+        phases: gives the process's seconds by phase.
+        probe: has `about`, written once a start, and `read()`; None: the device's own.
     """
 
     def __init__(
@@ -130,47 +127,39 @@ class DeviceSampler:
     def _run(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(
-                self.path, "ab", buffering=0
-            ) as file:  # a line is one write: a kill tears the last one at most
+            # A line is one write, so a kill tears the last one at most.
+            with open(self.path, "ab", buffering=0) as file:
+                file.write(b"\n" if file.tell() else b"")  # ends a torn line
+                self._sample(file)
+        except Exception as error:  # of a driver or a disk
+            problem = f"utilisation and memory are no longer sampled ({error})"
+            self.warning = f"rank {self.rank}: {problem}"
 
-                def write(fields: dict[str, Any]) -> None:
-                    line = encode(
-                        {"time": now(), "rank": self.rank, "attempt": self.attempt} | fields
-                    )
-                    file.write(line.encode() + b"\n")
+    def _sample(self, file: BinaryIO) -> None:
+        def write(fields: dict[str, Any]) -> None:
+            place = {"time": now(), "rank": self.rank, "attempt": self.attempt}
+            file.write(encode(place | fields).encode() + b"\n")
 
-                file.write(
-                    b"\n" if file.tell() else b""
-                )  # ends a torn line; readers leave an empty one out
-                kind, _, index = self.device.partition(":")
-                probe = self._probe or (
-                    CudaProbe(int(index or 0)) if kind == "cuda" else HostProbe()
-                )
-                write({"kind": "start", "world": self.world, "every": self.every} | probe.about)
-                before, stopped = self._phases(), False
-                while not stopped:
-                    stopped = self._stop.wait(self.every)
-                    phases = self._phases()
-                    spent = {
-                        name: seconds - before.get(name, 0.0) for name, seconds in phases.items()
-                    }
-                    # waiting for data belongs to training
-                    spent["train"] = spent.get("train", 0.0) + spent.pop("data", 0.0)
-                    write({"phase": max(spent, key=lambda name: spent[name])} | probe.read())
-                    before, self.cpu_seconds = phases, time.thread_time()
-        except Exception as error:  # of a driver or a disk: a sampler must never end a run
-            self.warning = (
-                f"rank {self.rank}: utilisation and memory are no longer sampled ({error})"
-            )
+        kind, _, index = self.device.partition(":")
+        probe = self._probe or (CudaProbe(int(index or 0)) if kind == "cuda" else HostProbe())
+        write({"kind": "start", "world": self.world, "every": self.every} | probe.about)
+        before, stopped = self._phases(), False
+        while not stopped:
+            stopped = self._stop.wait(self.every)
+            phases = self._phases()
+            spent = {name: seconds - before.get(name, 0.0) for name, seconds in phases.items()}
+            # waiting for data belongs to training
+            spent["train"] = spent.get("train", 0.0) + spent.pop("data", 0.0)
+            write({"phase": max(spent, key=lambda name: spent[name])} | probe.read())
+            before, self.cpu_seconds = phases, time.thread_time()
 
 
 def summarise_devices(run: Run) -> dict[str, float]:
     """Utilisation and memory over all ranks, for the `summary` line.
 
-    Means (`avg_gpu_util_pct`, `avg_rss_mb` …) are over the last samples of the phase `train`;
-    `peak_mem_mb`, the peak of the allocator or of the resident memory on the fullest rank, is over
-    all. Starts on other numbers of ranks are left out.
+    Means (`avg_gpu_util_pct`, `avg_rss_mb` …) are over the last samples of the phase `train`.
+    `peak_mem_mb` is the peak on the fullest rank, of the allocator or of the resident memory.
+    Starts on other numbers of ranks do not count.
     """
     worlds, world = {}, None
     for line in read_lines(run.metrics_path):
@@ -185,14 +174,16 @@ def summarise_devices(run: Run) -> dict[str, float]:
         for text in content.splitlines()[-LAST_SAMPLES:]:
             with contextlib.suppress(ValueError):  # torn by a kill
                 sample = json.loads(text)
-                # the head of a start has no phase
-                if "phase" in sample and worlds.get(sample["attempt"], world) == world:
+                same = worlds.get(sample["attempt"], world) == world
+                if same and sample.get("phase") == "train":
                     samples.append(sample)
-    kind, peak = ("cuda", b"peak_alloc_mb") if b"peak_alloc_mb" in peaks else ("cpu", b"rss_mb")
+    on_gpu = b"peak_alloc_mb" in peaks
     stats: dict[str, float] = {}
-    for key, name in AVERAGED[kind].items():
-        if values := [float(x[key]) for x in samples if x["phase"] == "train" and key in x]:
+    for key in AVERAGED:
+        if values := [float(x[key]) for x in samples if key in x]:
+            name = f"{'gpu' if on_gpu else 'cpu'}_util_pct" if key == "util_pct" else key
             stats[f"avg_{name}"] = round(statistics.fmean(values), 3)
             if key == "util_pct":
                 stats[f"std_{name}"] = round(statistics.pstdev(values), 3)
+    peak = b"peak_alloc_mb" if on_gpu else b"rss_mb"
     return stats | ({"peak_mem_mb": peaks[peak]} if peak in peaks else {})

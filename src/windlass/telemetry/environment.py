@@ -1,7 +1,7 @@
-"""What a run ran on and with: versions, commit, hosts, devices, command; from lists of what is
-reported, never a dump.
+"""What a run ran on and with: versions, commit, hosts, devices, command.
 
-`scrub` and `scrub_command` remove secrets before anything is written or sent to a tracker.
+Windlass reports chosen facts and never dumps the environment. `scrub` and `scrub_command` remove
+secrets before anything is written.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -19,60 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from windlass import __version__
+from windlass.errors import EXTRAS
 from windlass.fileio import write_atomic
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.telemetry.ledger import now
 from windlass.variables import HIDDEN, SECRET_NAME, scrub
 
 PACKAGES = (
-    "torch",
-    "numpy",
-    "pydantic",
-    "tokenizers",
-    "tiktoken",
-    "safetensors",
-    "transformers",
-    "datasets",
-    "peft",
-    "tensorboard",
-    "mlflow",
-    "wandb",
-    "psutil",
-    "nvidia-ml-py",
+    *("torch", "numpy", "pydantic", "tokenizers", "safetensors", "psutil", "nvidia-ml-py"),
+    *(name for extra in EXTRAS.values() for name in extra),
 )
-VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NCCL_P2P_DISABLE",
-    "NCCL_P2P_LEVEL",
-    "NCCL_SHM_DISABLE",
-    "NCCL_IB_DISABLE",
-    "NCCL_IB_HCA",
-    "NCCL_IB_GID_INDEX",
-    "NCCL_IB_TIMEOUT",
-    "NCCL_NET",
-    "NCCL_NET_GDR_LEVEL",
-    "NCCL_CROSS_NIC",
-    "NCCL_COLLNET_ENABLE",
-    "NCCL_BUFFSIZE",
-    "NCCL_MIN_NCHANNELS",
-    "NCCL_MAX_NCHANNELS",
-    "NCCL_DEBUG",
-    "NCCL_SOCKET_IFNAME",
-    "GLOO_SOCKET_IFNAME",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "TORCH_NCCL_BLOCKING_WAIT",
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
-    "TORCH_NCCL_ENABLE_MONITORING",
-    "HF_HUB_OFFLINE",
-    *(name for one in SCHEDULERS.values() for name in one.LOGGED),
+VARIABLE = re.compile(
+    r"CUDA_VISIBLE_DEVICES|HF_HUB_OFFLINE"
+    r"|(CUBLAS|GLOO|MKL|NCCL|OMP|PYTORCH|TORCH_NCCL)_\w+"
 )
+"""Names of the variables that are reported, beside those of the scheduler."""
 
 
 def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
@@ -89,12 +51,12 @@ def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = 
 
 
 def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any) -> None:
-    """Write the environment of this start, with what each rank reports of itself (`describe_rank`),
-    as JSON."""
+    """Write environment.json for this start; `ranks`: what each rank's `describe_rank` returned."""
     packages = {"windlass": __version__}
     for name in PACKAGES:  # versions without importing them
         with contextlib.suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
+    logged = {name for scheduler in SCHEDULERS.values() for name in scheduler.LOGGED}
     environment = {
         "time": now(),
         "command": scrub_command(sys.orig_argv),
@@ -105,7 +67,7 @@ def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any
         "machine": machine(),
         "ranks": ranks,
         **more,
-        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "variables": {k: v for k, v in os.environ.items() if k in logged or VARIABLE.fullmatch(k)},
     }
     with contextlib.suppress(OSError):  # a full disk does not stop the run
         write_atomic(run / "environment.json", json.dumps(scrub(environment), indent=2) + "\n")
@@ -114,39 +76,24 @@ def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any
 def describe_rank(
     rank: int, device: Any = "cpu", local_rank: int = 0, node: int = 0
 ) -> dict[str, Any]:
+    """The place of this rank, with the device's name and memory, or the CPU's name and threads."""
     import torch
 
-    about = {
-        "rank": rank,
-        "local_rank": local_rank,
-        "node": node,
-        "host": socket.gethostname(),
-        "device": str(device),
-    }
+    place: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "node": node}
+    place |= {"host": socket.gethostname(), "device": str(device)}
     if not str(device).startswith("cuda"):
-        return about | {"name": machine()["cpu"], "threads": torch.get_num_threads()}
-    properties, nccl = (
-        torch.cuda.get_device_properties(device),
-        ".".join(map(str, torch.cuda.nccl.version())),
-    )
-    memory_mb = round(properties.total_memory / 1e6)
-    return about | {
-        "name": properties.name,
-        "memory_mb": memory_mb,
-        "cuda": torch.version.cuda,
-        "nccl": nccl,
-    }
+        return place | {"name": machine()["cpu"], "threads": torch.get_num_threads()}
+    gpu, nccl = torch.cuda.get_device_properties(device), torch.cuda.nccl.version()
+    place |= {"name": gpu.name, "memory_mb": round(gpu.total_memory / 1e6)}
+    return place | {"cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl))}
 
 
 def versions(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Of Windlass, Python and torch; on GPUs of CUDA and NCCL."""
+    """The versions of Windlass, Python and torch; on GPUs also of CUDA and NCCL."""
     import torch
 
-    packages = {
-        "windlass": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    python = platform.python_version()
+    packages = {"windlass": __version__, "python": python, "torch": torch.__version__}
     return packages | {name: str(ranks[0][name]) for name in ("cuda", "nccl") if name in ranks[0]}
 
 
@@ -157,8 +104,7 @@ def describe_job(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     scheduler = SCHEDULERS[name]
     machine = environ.get(scheduler.MACHINE, "")
-    named = {"machine": machine} if machine else {}
-    return {"scheduler": scheduler.TITLE, "job": job, **named}
+    return {"scheduler": scheduler.TITLE, "job": job} | ({"machine": machine} if machine else {})
 
 
 def describe_hosts(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -178,74 +124,63 @@ def describe_hosts(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
 def describe_launch(
     launch: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[str]]:
-    """What is shown where several ranks train, or a job: name and lines; `launch` is that of
-    environment.json."""
-    hosts = f"{launch['nodes']} host{'s' * (launch['nodes'] != 1)}"
+    """Lines of the header, by name, for several ranks or a job; `launch`: from environment.json."""
+    world, nodes, launcher = launch["world"], launch["nodes"], launch["launcher"]
+    counts = f"{world} rank{'s' * (world != 1)} on {nodes} host{'s' * (nodes != 1)}"
+    by = "as one process" if launcher == "none" else f"by {launcher}"
     backend = f"{launch['backend']} between ranks" if launch["backend"] else "no process group"
-    by = "as one process" if launch["launcher"] == "none" else f"by {launch['launcher']}"
-    words = {"cuda": "CUDA", "nccl": "NCCL"}
-    versions = ", ".join(
-        f"{words.get(name, name)} {version}" for name, version in launch["versions"].items()
-    )
-    machine = f" on {launch['machine']}" if "machine" in launch else ""
-    return {
-        **(
-            {"job": [f"{launch['scheduler']} job {launch['job']}{machine}"]}
-            if "job" in launch
-            else {}
-        ),
-        "launch": [
-            f"{launch['world']} rank{'s' * (launch['world'] != 1)} on {hosts}, started {by}; {backend}"
-        ],
+    titles = {"cuda": "CUDA", "nccl": "NCCL"}
+    versions = (f"{titles.get(name, name)} {v}" for name, v in launch["versions"].items())
+    lines = {
+        "launch": [f"{counts}, started {by}; {backend}"],
         "hosts": describe_hosts(ranks),
-        "with": [versions],
+        "with": [", ".join(versions)],
     }
+    if "job" not in launch:
+        return lines
+    machine = f" on {launch['machine']}" if "machine" in launch else ""
+    return {"job": [f"{launch['scheduler']} job {launch['job']}{machine}"]} | lines
 
 
 def describe_places(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Each rank's device and numbers, with the last number of each:
     `[cuda:1][rank=5/7][local_rank=1/3][node=1/1] n2`."""
     nodes = [rank["node"] for rank in ranks]
-    place = "[{device}][rank={rank}/{ranks}][local_rank={local_rank}/{here}][node={node}/{nodes}] {host}"
-    last = {"ranks": len(ranks) - 1, "nodes": max(nodes)}
-    return [place.format(**rank, **last, here=nodes.count(rank["node"]) - 1) for rank in ranks]
+    return [
+        f"[{rank['device']}][rank={rank['rank']}/{len(ranks) - 1}]"
+        f"[local_rank={rank['local_rank']}/{nodes.count(rank['node']) - 1}]"
+        f"[node={rank['node']}/{max(nodes)}] {rank['host']}"
+        for rank in ranks
+    ]
 
 
 def machine() -> dict[str, Any]:
+    """This host's name, processor, cores and memory."""
     import psutil
 
     cpu = platform.processor() or platform.machine()
-    with (
-        contextlib.suppress(OSError, StopIteration),
-        open("/proc/cpuinfo", encoding="utf-8") as file,
-    ):
-        cpu = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    memory_mb = round(psutil.virtual_memory().total / 1e6)
-    return {
-        "host": socket.gethostname(),
-        "cpu": cpu,
-        "cores": psutil.cpu_count(logical=True),
-        "memory_mb": memory_mb,
-    }
+    with contextlib.suppress(OSError):
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if names := re.findall(r"^model name\s*: *(.*)", info, re.MULTILINE):
+            cpu = names[0].strip()
+    cores, memory_mb = psutil.cpu_count(), round(psutil.virtual_memory().total / 1e6)
+    return {"host": socket.gethostname(), "cpu": cpu, "cores": cores, "memory_mb": memory_mb}
 
 
 def commit(directory: Path) -> dict[str, Any] | None:
     """The git commit that holds `directory`, and whether its tracked files were changed; None
-    outside of a checkout."""
+    outside a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=5, check=True
-        ).stdout.strip()
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=5
+        ).strip()
 
     try:
-        git(
-            "ls-files", "--error-unmatch", "."
-        )  # fails in a checkout of something else around an installed package
-        return {
-            "hash": git("rev-parse", "HEAD"),
-            "changed": bool(git("status", "--porcelain", "-uno")),
-        }
+        # fails if the checkout around an installed package is another project's
+        git("ls-files", "--error-unmatch", ".")
+        changed = bool(git("status", "--porcelain", "-uno"))
+        return {"hash": git("rev-parse", "HEAD"), "changed": changed}
     except (OSError, subprocess.SubprocessError):
         return None

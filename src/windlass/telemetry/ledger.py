@@ -1,9 +1,8 @@
-"""The ledger `metrics.jsonl`: JSON lines, appended by rank 0 alone; everything else is computed
-from it.
+"""The ledger `metrics.jsonl`: JSON lines that rank 0 appends; everything else is computed from it.
 
-A disk that is full never stops the run: a line that cannot be written stays in memory and is
-written before the next one. Each line is one `write` to a file opened for appending, so a kill
-leaves at most one torn line, at the end.
+A full disk never stops the run: a line that cannot be written stays in memory and is written before
+the next one. Each line is one `write` to a file opened for appending, so a kill tears at most one
+line, at the end.
 """
 
 from __future__ import annotations
@@ -26,15 +25,14 @@ def now() -> str:
 
 
 def encode(line: Mapping[str, Any]) -> str:
-    """A line as strict JSON, its finite floats so that they read back bit for bit; TypeError for
-    what is no JSON."""
+    """A line as strict JSON; finite floats read back bit for bit. TypeError for other objects."""
     return json.dumps(plain(line), ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
 
 
 def plain(value: Any) -> Any:
-    """A value in terms of JSON: scalars of numpy and torch become plain numbers, non-finite ones
-    (which JSON does not have) the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which the number
-    parsers of most languages take.
+    """A value in terms of JSON: scalars of numpy and torch become plain numbers.
+
+    Non-finite numbers, which JSON lacks, become the strings `"NaN"`, `"Infinity"`, `"-Infinity"`.
     """
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
@@ -48,8 +46,7 @@ def plain(value: Any) -> Any:
 
 
 class Ledger:
-    """Appends lines to a run's ledger on rank 0 (`enabled`). Never raises OSError after it was
-    opened.
+    """Appends lines to a run's ledger on rank 0 (`enabled`). Once open it never raises OSError.
 
     `attempt` is 0 for the first start of the run and one more for each restart. `stamp` gives
     further fields for `train`, `event` and `summary` lines, such as the wall time by phase.
@@ -69,8 +66,7 @@ class Ledger:
                 self._unwritten = b"\n"  # the end of a line that was torn by a kill
 
     def write(self, kind: str, step: int, **fields: Any) -> Line:
-        """Append a line after `step` optimizer steps, and return it; a field that is None is left
-        out."""
+        """Append a line after `step` optimizer steps, without fields that are None; returns it."""
         line: Line = {"kind": kind, "step": int(step), "time": now(), "attempt": self.attempt}
         if kind in ("train", "event", "summary"):
             line |= self.stamp()
@@ -81,8 +77,7 @@ class Ledger:
         return line
 
     def sync(self) -> None:
-        """Make sure that all lines so far survive a crash of the machine; called when a checkpoint
-        is committed."""
+        """Make all lines so far survive a crash of the machine; for the commit of a checkpoint."""
         if self.enabled and self._flush():
             with contextlib.suppress(OSError):
                 os.fsync(self._file)
@@ -99,10 +94,8 @@ class Ledger:
             try:
                 written = os.write(self._file, self._unwritten)
             except OSError as error:
-                self.warning = (
-                    self.warning
-                    or f"{self.path} cannot be written ({error.strerror}); tried again later"
-                )
+                problem = f"{self.path} cannot be written ({error.strerror}); tried again later"
+                self.warning = self.warning or problem
                 return False
             self._unwritten = self._unwritten[written:]
         return True

@@ -1,5 +1,4 @@
-"""Text and tables for a terminal of any width and encoding; whole where the output goes
-elsewhere."""
+"""Text and tables for a terminal of any width and encoding; other outputs get them whole."""
 
 from __future__ import annotations
 
@@ -20,64 +19,40 @@ if TYPE_CHECKING:
 
 WIDE = 1000  # columns of an output that is not a terminal, so nothing wraps
 NARROWEST = 13  # columns that text is wrapped in
-# What a terminal obeys, what turns its direction of writing, and what has no bytes in UTF-8.
+# Control characters, characters that turn the direction of writing, and surrogates.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-SUBSTITUTES = {
-    "✓": "ok",
-    "→": "->",
-    "←": "<-",
-    "·": "-",
-    "–": "-",
-    "—": "-",
-    "−": "-",
-    "…": "...",
-    "×": "x",
-    "∞": "inf",
-    "≥": ">=",
-    "≤": "<=",
-    "≈": "~",
-    "─": "-",
-    "━": "-",
-    "│": "|",
-    "┤": "|",
-    "└": "+",
-    "\N{REPLACEMENT CHARACTER}": "?",
-}
+SUBSTITUTES = dict.fromkeys("·–—−─━", "-") | dict.fromkeys("│┤", "|")
+SUBSTITUTES |= {"✓": "ok", "→": "->", "←": "<-", "…": "...", "×": "x", "∞": "inf", "≥": ">="}
+SUBSTITUTES |= {"≤": "<=", "≈": "~", "└": "+", "\N{REPLACEMENT CHARACTER}": "?"}
+SUBSTITUTES |= {chr(dots): "*" for dots in range(0x2801, 0x2900)}  # braille, of a drawn curve
 
 
 def printable(text: Any) -> str:
-    r"""Text with control characters as escapes (`\x1b`): no generated text steers a terminal or a
-    report's reader."""
-    return CONTROL.sub(
-        lambda match: match[0].encode("unicode_escape").decode(), str(text).replace("\r\n", "\n")
-    )
+    r"""Text with control characters as escapes (`\x1b`), so that no generated text steers a
+    terminal."""
+    text = str(text).replace("\r\n", "\n")
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def fallback() -> str:
-    """The name of the handler for characters that an encoding lacks: ASCII that looks alike, else
-    an escape."""
+    """The name of an error handler for characters that an encoding lacks: ASCII that looks alike,
+    else an escape."""
 
     def substitute(error: UnicodeError) -> tuple[str, int]:
         if not isinstance(error, UnicodeEncodeError):
             raise error
-        dots = {
-            c: "*" for c in error.object[error.start : error.end] if "\u2800" < c <= "\u28ff"
-        }  # of a drawn curve
-        substitutes = SUBSTITUTES | dots
-        escaped = (
-            substitutes.get(c) or ascii(c)[1:-1] for c in error.object[error.start : error.end]
-        )
-        return "".join(escaped), error.end
+        text = error.object[error.start : error.end]
+        return "".join(SUBSTITUTES.get(c) or ascii(c)[1:-1] for c in text), error.end
 
     codecs.register_error("windlass", substitute)
     return "windlass"
 
 
 class Output:
-    """A standard stream that takes every character. If its reader goes away, as `head` or a
-    terminal does, `gone` is set and the verb continues."""
+    """A standard stream that takes every character. `gone`: its reader (`head`, a terminal) went
+    away, which does not end the verb."""
 
-    buffer = None  # click would write UTF-8 to it, also where the stream has another encoding
+    buffer = None  # click would write UTF-8 to it, even if the stream has another encoding
 
     def __init__(self, stream: IO[str], trims: bool = False):
         self._stream, self.gone, self._trims = stream, False, trims
@@ -103,12 +78,13 @@ class Output:
         except OSError as error:  # EIO: the terminal was closed
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
-            self.gone = True  # what is buffered goes to nowhere, too, when the interpreter ends
+            self.gone = True
+            # the interpreter flushes the buffer at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def size(stream: IO[str] | None) -> os.terminal_size:
-    """Columns and lines of the terminal that a stream writes to; WIDE where it is none."""
+    """Columns and lines of the terminal that a stream writes to; WIDE if it is not a terminal."""
     if stream is None or not stream.isatty():
         return os.terminal_size((WIDE, WIDE))
     columns, lines = 0, 0
@@ -120,8 +96,7 @@ def size(stream: IO[str] | None) -> os.terminal_size:
 
 
 def rich_console(stream: IO[str]) -> Console:
-    """A console of `rich` that prints text as it is, as wide as the stream's terminal; elsewhere
-    without spaces at line ends."""
+    """A console of `rich` that prints text as it is, as wide as the stream's terminal."""
     from rich.console import Console
 
     width, height = size(stream)
@@ -134,7 +109,7 @@ def rich_console(stream: IO[str]) -> Console:
 def pairs(
     rows: Iterable[tuple[str | Text, str | Text]], indent: str = "", style: str = ""
 ) -> Table:
-    """Names in a column (in `style`), and beside it what they are, wrapped."""
+    """A column of names (in `style`) and a column of wrapped values."""
     from rich.table import Table
     from rich.text import Text
 
@@ -161,11 +136,10 @@ def table(
     title: str = "",
     keys: int = 1,
 ) -> Group:
-    """A table no wider than `width`. The columns of `text` wrap, a number is never cut, a column
-    without values is left out.
+    """A table no wider than `width`, without empty columns; it never cuts a number.
 
-    Where the numbers alone are wider, the last columns follow under the others, with the first
-    `keys` again in front. `styles`: of each row, in the style language of `rich`.
+    The columns of `text` wrap. If the numbers are wider, the last columns follow under the others,
+    behind the first `keys` columns again. `styles`: a style of `rich` for each row.
     """
     from rich.cells import cell_len
     from rich.console import Group
@@ -176,14 +150,12 @@ def table(
     columns = [i for i in longest if longest[i]]
     wraps = {i: head[i] in text and longest[i] > NARROWEST for i in columns}
     natural = sum(2 + max(longest[i], len(head[i])) for i in columns) - 2
-    least = {
-        i: max([longest[i], *map(len, head[i].split())]) if not wraps[i] else NARROWEST
-        for i in columns
-    }
-    headings = {
-        i: head[i] if natural <= width or wraps[i] else textwrap.fill(head[i], least[i])
-        for i in columns
-    }
+    least = dict.fromkeys(columns, NARROWEST)
+    headings = {i: head[i] for i in columns}
+    for i in columns:
+        if not wraps[i]:
+            least[i] = max([longest[i], *map(len, head[i].split())])
+            headings[i] = head[i] if natural <= width else textwrap.fill(head[i], least[i])
     gap = 2 if sum(least.values()) + 2 * len(columns) - 2 <= width else 1
     blocks = [columns[:keys]]
     for i in columns[keys:]:

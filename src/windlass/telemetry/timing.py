@@ -1,34 +1,26 @@
-"""How fast a run is and where its time goes: throughput, wall time, device hours, MFU, each
-computed here alone.
+"""The time of a step and of a run, throughput, MFU, and peak speeds of devices. No torch.
 
 `StepTimer` (milliseconds of a step by phase) and `Goodput` (seconds of the process by phase)
-measure inside the training process. What they measure is written into the ledger, and the functions
-below compute from its lines, so that a killed and resumed run has right numbers too. No torch:
-plans and reports use this file.
+measure in the training process. The functions below compute from the ledger's lines, so the numbers
+of a killed and resumed run are right too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 from windlass.run import STARTS, Line
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
-RUN_PHASES = (
-    "startup",
-    "compile",
-    "data",
-    "train",
-    "eval",
-    "save",
-    "sample",
-)  # of a process's wall time
+RUN_PHASES = ("startup", "compile", "data", "train", "eval", "save", "sample")
+"""The parts of a process's wall time."""
 BEGINS = (*STARTS, "rewound")  # events from whose step steps are counted on
 
 Seconds = dict[str, float]
@@ -37,10 +29,9 @@ Seconds = dict[str, float]
 class StepTimer:
     """Milliseconds of a step by phase, averaged from one `read` to the next.
 
-    On CUDA the phases are measured with events and nothing waits for the device before `read`,
-    which the loop calls when it logs and has to wait for the loss anyway. Waiting for data is host
-    time on every device. `new_event` makes what is recorded on the device; None: a CUDA event on
-    CUDA, the host's clock elsewhere.
+    On CUDA, events measure the phases, and nothing waits for the device before `read`, which the
+    loop calls when it logs and has to wait for the loss anyway. Waiting for data is host time on
+    every device. `new_event` makes an event; None: one of CUDA on CUDA, else the host's clock.
     """
 
     def __init__(
@@ -50,30 +41,30 @@ class StepTimer:
         new_event: Callable[[], Any] | None = None,
     ):
         if new_event is None and str(device).startswith("cuda"):
-            new_event = lambda: sys.modules["torch"].cuda.Event(enable_timing=True)  # noqa: E731 - loaded by the training
+            cuda = sys.modules["torch"].cuda  # loaded by the training
+            new_event = partial(cuda.Event, enable_timing=True)
         self._new_event, self._goodput = new_event, goodput
         self._marks: list[tuple[str, Any, Any]] = []  # phase, its first mark, its last mark
         self._steps = 0
         self._begin = self._mark()
 
-    @contextlib.contextmanager
+    @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time one of STEP_PHASES, of which the last ends the step, or `outside` (an evaluation, a
-        save), which counts in none."""
+        """Time one of STEP_PHASES or `outside` (an evaluation, a save), which is no part of a step.
+
+        The last one of STEP_PHASES ends the step.
+        """
         data = name == "data"
         first = self._mark(host=data)
         try:
-            with (
-                self._goodput.phase("data") if data and self._goodput else contextlib.nullcontext()
-            ):
+            with self._goodput.phase("data") if data and self._goodput else nullcontext():
                 yield
             self._steps += name == "optimizer"
         finally:
             self._marks.append((name, first, self._mark(host=data)))
 
     def read(self) -> dict[str, float]:
-        """`step_ms` and `<phase>_ms` of a step, averaged since the last `read`, which this resets.
-        Waits for the device."""
+        """`step_ms` and `<phase>_ms`, averaged since the last call; waits for the device."""
         end = self._mark()
         if self._new_event:
             end.synchronize()  # and so everything recorded before it
@@ -83,15 +74,11 @@ class StepTimer:
             ms[name] = ms.get(name, 0.0) + took
         ms["step"] = max(ms["step"] - ms.get("outside", 0.0), 0.0)
         steps, self._steps, self._marks, self._begin = self._steps, 0, [], end
-        return {
-            f"{name}_ms": ms[name] / steps
-            for name in ("step", *STEP_PHASES)
-            if name in ms and steps
-        }
+        names = [name for name in ("step", *STEP_PHASES) if name in ms and steps]
+        return {f"{name}_ms": ms[name] / steps for name in names}
 
     def _mark(self, host: bool = False) -> Any:
-        """Now, on the host's clock in seconds, or as an event at the present end of the current
-        stream."""
+        """Now: seconds of the host's clock, or an event at the end of the current stream."""
         if host or self._new_event is None:
             return time.perf_counter()
         event = self._new_event()
@@ -100,11 +87,10 @@ class StepTimer:
 
 
 class Goodput:
-    """Wall time of one process by phase, of which there is always one; the parts sum to the whole,
-    to the nanosecond.
+    """Wall time of one process by phase; the parts sum to the whole, to the nanosecond.
 
-    The clock starts with the process (or `before` seconds before the constructor): imports count as
-    `startup`.
+    The clock starts with the process (or `before` seconds before the constructor), so imports count
+    as `startup`.
     """
 
     def __init__(self, before: float | None = None):
@@ -124,7 +110,7 @@ class Goodput:
         before, self._phase, self._since = self._phase, name, now
         return before
 
-    @contextlib.contextmanager
+    @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         before = self.enter(name)
         try:
@@ -133,15 +119,14 @@ class Goodput:
             self.enter(before)
 
     def seconds(self) -> Seconds:
-        """Seconds in each phase so far that had any, to the millisecond. From any thread."""
-        spent = self._ns | {
-            self._phase: self._ns[self._phase] + time.perf_counter_ns() - self._since
-        }
+        """Seconds in each phase so far, without empty ones, to the millisecond. Thread-safe."""
+        running = time.perf_counter_ns() - self._since
+        spent = self._ns | {self._phase: self._ns[self._phase] + running}
         return {name: round(ns / 1e9, 3) for name, ns in spent.items() if ns}
 
 
 class Throughput(NamedTuple):
-    """Work divided by the time of the steps that did it: no evaluation, no save, no start in it."""
+    """Work divided by the time of its steps, without evaluations, saves and starts."""
 
     steps_per_s: float
     samples_per_s: float
@@ -150,10 +135,11 @@ class Throughput(NamedTuple):
 
 
 def throughput(ledger: Iterable[Line]) -> Throughput | None:
-    """The speed over a run from its effective ledger; None where nothing was timed.
+    """The speed over a run, from its effective ledger; None if it timed nothing.
 
-    A `train` line holds means over the steps since the line or start before it, and counts by their
-    time. The first line of each start is left out (caches, compilation) where there are others.
+    A `train` line holds means over the steps since the line or start before it, so it counts by the
+    time of these steps. The first line of each start (caches, compilation) counts only if there are
+    no others.
     """
     windows = [
         (line, line["step_ms"] / 1e3 * steps)
@@ -163,14 +149,13 @@ def throughput(ledger: Iterable[Line]) -> Throughput | None:
     total = sum(seconds for _, seconds in windows)
     if not total:
         return None
+
+    def mean(field: str) -> float:
+        return float(sum(line.get(field, 0.0) * seconds for line, seconds in windows) / total)
+
     steps = sum(1e3 / line["step_ms"] * seconds for line, seconds in windows) / total
-    samples, tokens, share = (
-        sum(line.get(field, 0.0) * seconds for line, seconds in windows) / total
-        for field in ("samples_per_s", "tokens_per_s", "mfu")
-    )
-    return Throughput(
-        steps, samples, tokens, share if all("mfu" in line for line, _ in windows) else None
-    )
+    share = mean("mfu") if all("mfu" in line for line, _ in windows) else None
+    return Throughput(steps, mean("samples_per_s"), mean("tokens_per_s"), share)
 
 
 def timed(ledger: Iterable[Line]) -> list[tuple[Line, int]]:
@@ -184,10 +169,8 @@ def timed(ledger: Iterable[Line]) -> list[tuple[Line, int]]:
             if line.get("step_ms"):
                 windows.append((line, max(line["step"] - step, 1), first))
             step, first = line["step"], False
-    return [
-        (line, steps)
-        for line, steps, _ in [window for window in windows if not window[2]] or windows
-    ]
+    later = [window for window in windows if not window[2]]
+    return [(line, steps) for line, steps, _ in later or windows]
 
 
 def step_times(ledger: Iterable[Line]) -> dict[str, float]:
@@ -195,38 +178,29 @@ def step_times(ledger: Iterable[Line]) -> dict[str, float]:
     windows, means = timed(ledger), dict[str, float]()
     for name in (f"{phase}_ms" for phase in ("step", *STEP_PHASES)):
         if own := [(line[name], steps) for line, steps in windows if name in line]:
-            means[f"{name}_mean"] = sum(ms * steps for ms, steps in own) / sum(
-                steps for _, steps in own
-            )
+            count = sum(steps for _, steps in own)
+            means[f"{name}_mean"] = sum(ms * steps for ms, steps in own) / count
     return means
 
 
 def evaluation_speed(ledger: Iterable[Line]) -> dict[str, float]:
-    """Seconds of all evaluations of the loss, and their samples divided by them; empty without
-    one."""
+    """Seconds of all evaluations of the loss, and their samples a second; empty without one."""
     seconds = samples = 0.0
     for line in ledger:
         if line["kind"] == "eval" and line.get("suite", "loss") == "loss" and line.get("runtime_s"):
             seconds += line["runtime_s"]
-            samples += max(line.get("samples", 0), line.get("full_samples", 0)) + line.get(
-                "train_samples", 0
-            )
-    return (
-        {"eval_runtime_s": seconds, "eval_samples_per_s": samples / seconds}
-        if seconds and samples
-        else {}
-    )
+            samples += max(line.get("samples", 0), line.get("full_samples", 0))
+            samples += line.get("train_samples", 0)
+    if not (seconds and samples):
+        return {}
+    return {"eval_runtime_s": seconds, "eval_samples_per_s": samples / seconds}
 
 
 def averages(ledger: Sequence[Line]) -> dict[str, float]:
-    """What the `summary` line has of speeds: `throughput`, `step_times`, `evaluation_speed`, and
-    `startup_s`."""
-    speed = throughput(ledger)
-    means = (
-        {f"{name}_mean": value for name, value in speed._asdict().items() if value is not None}
-        if speed
-        else {}
-    )
+    """The speeds and times of the `summary` line."""
+    speed, means = throughput(ledger), dict[str, float]()
+    if speed:
+        means = {f"{name}_mean": x for name, x in speed._asdict().items() if x is not None}
     starts = [line["startup_s"] for line in ledger if line.get("event") == "first_step"]
     means |= {"startup_s": starts[0]} if starts else {}
     return means | step_times(ledger) | evaluation_speed(ledger)
@@ -234,26 +208,21 @@ def averages(ledger: Sequence[Line]) -> dict[str, float]:
 
 def wall_time(lines: Iterable[Line]) -> Seconds:
     """Seconds by phase over all starts of a run, from the raw ledger (`run.read_lines`): with
-    `lost`, and `total`.
+    `lost`, and `total`, which is the sum.
 
-    Each line's `seconds` are those of its process so far. Where an attempt resumes from step *s*,
-    what those before it did after step *s* counts as `lost`. The parts sum to `total`. Time between
-    an attempt's last line and its death is in no line.
+    Each line's `seconds` are those of its process so far. If an attempt resumes from step *s*, the
+    time that earlier attempts spent after step *s* is `lost`. The time between an attempt's last
+    line and its death is in no line.
     """
     attempts = _attempts(lines)
     totals = dict.fromkeys((*RUN_PHASES, "lost"), 0.0)
     for number, own in attempts.items():
-        resumed_at = min(
-            (later[0][0] for other, later in attempts.items() if other > number),
-            default=float("inf"),
-        )
-        # up to the first line beyond that step: the event of a checkpoint that is written in the
-        # background may come later, and does not count
-        before = [
-            seconds
-            for _, seconds in takewhile(lambda line, last=resumed_at: line[0] <= last, own)  # type: ignore[misc]
-        ]
-        last, useful = own[-1][1], before[-1] if before else {}
+        later = [lines[0][0] for other, lines in attempts.items() if other > number]
+        resumed_at = min(later, default=float("inf"))
+        # The event of a checkpoint written in the background may come after lines of later steps:
+        # only the lines before the first one beyond that step count.
+        valid = takewhile(lambda line, end=resumed_at: line[0] <= end, own)  # type: ignore[misc]
+        last, useful = own[-1][1], [Seconds(), *(seconds for _, seconds in valid)][-1]
         for name in last:
             totals[name] = totals.get(name, 0.0) + useful.get(name, 0.0)
             totals["lost"] += last[name] - useful.get(name, 0.0)
@@ -264,15 +233,11 @@ def wall_time(lines: Iterable[Line]) -> Seconds:
 def device_hours(lines: Iterable[Line]) -> float:
     """Hours of wall time times ranks, over all starts of a run, from the raw ledger.
 
-    `world` is in the events of starting, and holds until an event names another: a rewind names
-    none.
+    `world` is in the events of starting; a rewind, which has none, keeps the world before it.
     """
     lines = list(lines)
-    worlds = {
-        int(line.get("attempt", 0)): line["world"]
-        for line in lines
-        if isinstance(line.get("world"), int)
-    }
+    started = (line for line in lines if isinstance(line.get("world"), int))
+    worlds = {int(line.get("attempt", 0)): line["world"] for line in started}
     hours, ranks = 0.0, 1
     for number, own in sorted(_attempts(lines).items()):
         ranks = worlds.get(number, ranks)
@@ -284,42 +249,38 @@ def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
     """Step and seconds of each line by attempt."""
     attempts: dict[int, list[tuple[float, Seconds]]] = {}
     base: Seconds = {}
+
+    def add(number: int, step: float, seconds: Seconds) -> None:
+        since = {name: value - base.get(name, 0.0) for name, value in seconds.items()}
+        attempts.setdefault(number, []).append((step, since))
+
     for line in lines:
-        seconds = line.get("seconds")
+        seconds, number = line.get("seconds"), int(line.get("attempt", 0))
         if not isinstance(seconds, dict):
             continue
-        number = int(line.get("attempt", 0))
         if number not in attempts:
-            # a rewind begins a new attempt in the same process, whose clock runs on: what it shows
-            # by then belongs to the attempt before, at a step beyond every step that stays
+            # A rewind begins a new attempt in the same process, whose clock runs on. The time until
+            # the rewind belongs to the attempt before, at a step beyond every step that stays.
             rewound = line.get("event") == "rewound" and bool(attempts)
             if rewound:
-                attempts[max(attempts)].append(
-                    (float("inf"), {n: s - base.get(n, 0.0) for n, s in seconds.items()})
-                )
+                add(max(attempts), float("inf"), seconds)
             base = seconds if rewound else {}
-            attempts[number] = []
-        attempts[number].append(
-            (line["step"], {name: value - base.get(name, 0.0) for name, value in seconds.items()})
-        )
+        add(number, line["step"], seconds)
     return attempts
 
 
 def mfu(
     tokens_per_s: float, flops_per_token: float, peak_flops: float | None, devices: int
 ) -> float | None:
-    """Model FLOPs utilisation, a fraction (arXiv 2204.02311): model FLOPs a second over the
-    devices' peak.
+    """Model FLOPs utilisation, a fraction (arXiv 2204.02311); None without a peak.
 
     `flops_per_token`: forward and backward by the 6N convention plus attention, no recomputation.
-    None without a peak.
     """
     return tokens_per_s * flops_per_token / (peak_flops * devices) if peak_flops else None
 
 
 def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
-    """FLOP/s that one device can do at most, by its name as torch or NVML gives it; None for
-    others.
+    """The FLOP/s that one device can do at most, by the name that torch or NVML gives; else None.
 
     `tf32`: fp32 products may be done in TF32 (`torch.backends.cuda.matmul.allow_tf32`).
     """
@@ -331,11 +292,11 @@ def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
 
 
 PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
-    # The first pattern that matches in the device's name holds. TFLOP/s, dense (never the doubled
-    # "with sparsity"), for products that accumulate in fp32, at boost clock: datasheets and
-    # architecture whitepapers of NVIDIA and AMD. A precision that is not listed has no published
-    # peak, or is not done in hardware.
-    (r"\bMIG\b", {}),  # a slice of a GPU has a share of its peak that its name does not tell
+    # The first pattern that matches the device's name counts. TFLOP/s at boost clock, dense (never
+    # the doubled "with sparsity"), for products that accumulate in fp32, from the datasheets and
+    # architecture whitepapers of NVIDIA and AMD. A precision is missing if it has no published peak
+    # or is not done in hardware.
+    (r"\bMIG\b", {}),  # the name of a slice of a GPU does not say its share of the peak
     (r"GB200", {"bf16": 2500, "fp16": 2500, "tf32": 1250, "fp32": 80}),
     (r"\bB200\b", {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),
     (r"\bH[12]00 NVL", {"bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60}),

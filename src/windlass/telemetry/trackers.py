@@ -1,10 +1,10 @@
-"""Trackers (TensorBoard, MLflow, W&B) beside a training: one exporter process for each, which
-follows the ledger.
+"""Trackers (TensorBoard, MLflow, W&B) beside a training: an exporter process for each follows the
+ledger.
 
-`Trackers` is the training's side of two pipes: an exporter's standard input closes when the
-training ends, its standard output brings at most two lines of JSON (where the run is shown, and the
-first error). The exporter, `python -m` of this file, is all that a hanging import, a dead address
-or a full disk can hurt. Exit code 0: all is delivered.
+`Trackers` is the training's side of two pipes. An exporter's standard input closes when the
+training ends. Its standard output brings at most two lines of JSON: where the tracker shows the
+run, and the first error. A hanging import, a dead address or a full disk hurts only the exporter
+(`python -m` of this file). Its exit code is 0 if everything is delivered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.fileio import acquire_lock
@@ -36,12 +36,12 @@ from windlass.variables import scrub
 POLL_SECONDS, RETRY_SECONDS = 1.0, 10.0
 WATCH_SECONDS = 5.0  # between two checks that the training lives; a closed pipe ends it at once
 STARTED = ("parameters", "trained", "steps", "precision", "device")
-"""Fields of the event of starting that a tracker gets as hyper-parameters beside the recipe's."""
-EACH_RANK = 8  # most ranks with curves of their own; more ranks have mean, lowest and highest
+"""Fields of the event of starting that trackers get as hyper-parameters, beside the recipe's."""
+EACH_RANK = 8  # up to 8 ranks have a curve each; more ranks have mean, lowest and highest
 
 
 class Note(NamedTuple):
-    text: str  # where a tracker shows the run, or what is wrong
+    text: str  # where a tracker shows the run, or a problem
     warning: bool = False
 
 
@@ -53,7 +53,7 @@ class Trackers:
 
     def __init__(self, run: Path, names: Sequence[str], flush_seconds: float):
         self.run = run
-        self.processes: dict[str, Any] = {}  # subprocess.Popen by name; Any: no pipe is None
+        self.processes: dict[str, Any] = {}  # subprocess.Popen by name
         self._notes: list[Note] = []
         self._warned: set[str] = set()
         for name in names:
@@ -77,8 +77,8 @@ class Trackers:
     def poll(self) -> list[Note]:
         """The messages since the last call."""
         for name, process in self.processes.items():
-            code = process.poll()  # before reading: then the reports of an ended process are read
-            for line in (process.stdout.read() or b"").splitlines():  # a short line is never split
+            code = process.poll()  # before reading, for the last messages of an ended process
+            for line in (process.stdout.read() or b"").splitlines():  # a pipe splits no short line
                 self._note(name, *json.loads(line))
             if code:
                 self._note(name, f"its exporter ended early (exit code {code})")
@@ -108,11 +108,11 @@ class Trackers:
         for process in self.processes.values():
             process.stdin.close()
             process.stdout.close()
-            process.returncode = process.returncode or 0  # nobody waits for it: no ResourceWarning
+            process.returncode = process.returncode or 0  # against a ResourceWarning
         self.processes = {}
 
     def _note(self, name: str, text: str, warning: bool = True) -> None:
-        """Keep a message; of warnings the first one of each tracker, with its remedy."""
+        """Keep a message, and only the first warning of each tracker, with its remedy."""
         if not warning:
             self._notes.append(Note(f"{name}: {text}"))
         elif name not in self._warned:
@@ -121,7 +121,7 @@ class Trackers:
             self._notes.append(Note(f"{name}: {text}; {remedy}", warning=True))
 
 
-def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]:
+def track(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]:
     """Send the part of a run's ledger that a tracker lacks; returns messages for the user.
 
     `timeout` is in seconds; 0 waits without a limit. Raises UserError if there is nothing to send
@@ -137,14 +137,13 @@ def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]
     process = trackers.processes.get(name)
     notes = trackers.finish(timeout or 1e6)
     if process is None or process.returncode:
-        raise RunFailed(
-            "\n".join([*(note.text for note in notes), f"see {run.path / 'trackers' / name}.log"])
-        )
+        texts = [note.text for note in notes]
+        raise RunFailed("\n".join([*texts, f"see {run.path / 'trackers' / name}.log"]))
     return notes
 
 
 def stream(line: Line) -> str:
-    """The stream of a line, which has one line per step: its kind, with the suite or the index."""
+    """The kind of a line, with its suite or index: a stream has one line per step."""
     return "/".join([line["kind"], *(str(line[key]) for key in ("suite", "index") if key in line)])
 
 
@@ -177,7 +176,7 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 class DeviceReader:
-    """What the ranks' samples of their devices say between one `train` line and the next."""
+    """The means of the ranks' device samples between one `train` line and the next."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -185,7 +184,7 @@ class DeviceReader:
         self._next: dict[Path, Line] = {}  # by file the sample that was read ahead
 
     def find(self) -> None:
-        """Open the files that have come: those of ranks on other hosts may be late."""
+        """Open new files: the files of ranks on other hosts may come late."""
         for path in sorted(self.run.devices_dir.glob("rank-*.jsonl")):
             if path not in self._files:
                 self._files[path] = path.open("rb")
@@ -195,22 +194,19 @@ class DeviceReader:
             file.close()
 
     def _until(self, path: Path, time: str) -> Iterator[Line]:
-        """The samples of a file up to a time (UTC, as text), each given once."""
+        """The new samples of a file up to a time (UTC, as text)."""
         while True:
             if path not in self._next:
-                at = self._files[path].tell()
-                if not (text := self._files[path].readline()).endswith(b"\n"):
-                    self._files[path].seek(at)  # is being written
+                line = next(new_lines(self._files[path]), None)
+                if line is None:
                     return
-                with contextlib.suppress(ValueError):  # torn by a kill
-                    self._next[path] = json.loads(text)
-                continue
+                self._next[path] = line
             if self._next[path].get("time", "") > time:
                 return
             yield self._next.pop(path)
 
     def read(self, line: Line) -> dict[str, float]:
-        """Means by name for a `train` line; utilisation counts in training steps alone."""
+        """Means by name for a `train` line; the utilisation of training steps only."""
         means, many = dict[str, list[float]](), len(self._files) > EACH_RANK
         for path in self._files:
             read = self._until(path, line["time"])
@@ -229,6 +225,14 @@ class DeviceReader:
         return {f"{name}_{what}": of(values) for (name, values), (what, of) in both}
 
 
+def new_lines(file: BinaryIO) -> Iterator[Line]:
+    """The whole lines that a JSON-lines file has got since the last call, without torn ones."""
+    while (text := file.readline()).endswith(b"\n"):
+        with contextlib.suppress(ValueError):  # torn by a kill
+            yield json.loads(text)
+    file.seek(-len(text), os.SEEK_CUR)  # a process is writing this line
+
+
 class Follower:
     """Sends the new lines of a run's ledger to a backend, each step once.
 
@@ -243,70 +247,62 @@ class Follower:
         self._offset = self._sent = self._attempt = 0
 
     def flush(self, last: bool = False) -> None:
-        """Send what is new, and with `last` the run's state."""
+        """Send the new lines, and with `last` the run's state."""
         with contextlib.suppress(FileNotFoundError), open(self.run.metrics_path, "rb") as file:
             file.seek(self._offset)
-            for text in file:
-                if not text.endswith(b"\n"):  # is being written
-                    break
-                self._offset += len(text)
-                with contextlib.suppress(ValueError):  # torn by a kill
-                    self._raw.append(decode(json.loads(text)))
+            self._raw += map(decode, new_lines(file))
+            self._offset = file.tell()
         # A warning may come before the start.
         begun = any(x["kind"] == "event" and x.get("event") in STARTS for x in self._raw)
         if not self._raw or not (begun or self.backend or last):
             return
-        first, newest = self._raw[0], self._raw[-1]
-        began, latest = map(timestamp, (first, newest))
+        newest = self._raw[-1]
         if self.backend and newest["attempt"] > self._attempt:
-            # the run went back to a checkpoint: the backend starts over from what is still valid
-            self.backend.close("running", latest)
+            # The run went back to a checkpoint: the backend starts over from the effective ledger.
+            self.backend.close("running", timestamp(newest))
             self.backend = None
         lines = self._raw[self._sent :]
         if self.backend is None:
-            lines, recipe = effective(self._raw), self.run.recipe
+            lines = effective(self._raw)
             self._devices.close()
-            self._devices, start = DeviceReader(self.run), last_start(lines)
-            world = next((x["world"] for x in reversed(lines) if "world" in x), 1)
-            settings = scrub(recipe.flat())
-            study = self.run.path.resolve().parents[1]
-            if (study / "study.json").is_file():
-                settings["telemetry.group"] = settings["telemetry.group"] or study.name
-            settings |= {
-                "world": world,
-                "strategy": recipe.strategy(world).name,
-                "config_hash": recipe.config_hash,
-            }
-            settings |= {name: start[name] for name in STARTED if start.get(name) is not None}
-            # the run's id in every tracker is a hash of its ledger's very first line, which no
-            # resume changes
+            self._devices = DeviceReader(self.run)
+            # In every tracker the run's id is a hash of its ledger's first line, which stays.
+            first = self._raw[0]
             run_id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
-            self.backend = self.connect(self.run, run_id, settings, began)
+            self.backend = self.connect(self.run, run_id, self._settings(lines), timestamp(first))
         self._sent, self._attempt = len(self._raw), newest["attempt"]
-        marks = self.backend.marks
         self._devices.find()
         devices = {id(x): self._devices.read(x) for x in lines if x["kind"] == "train"}
-        if lines := [
-            x for x in lines if x["kind"] != "event" and x["step"] > marks.get(stream(x), -1)
-        ]:
-            marks |= {stream(line): line["step"] for line in lines}
-            points = ((point(line), devices.get(id(line), {})) for line in lines)
+        marks = self.backend.marks
+        new = [x for x in lines if x["kind"] != "event" and x["step"] > marks.get(stream(x), -1)]
+        if new:
+            marks |= {stream(line): line["step"] for line in new}
+            points = ((point(line), devices.get(id(line), {})) for line in new)
             self.backend.write(one._replace(scalars=one.scalars | more) for one, more in points)
         if last:
-            self.backend.close(self.run.state, latest)
+            self.backend.close(self.run.state, timestamp(newest))
+
+    def _settings(self, lines: list[Line]) -> dict[str, Any]:
+        """The run's hyper-parameters, without secrets."""
+        recipe, start = self.run.recipe, last_start(lines)
+        world = next((x["world"] for x in reversed(lines) if "world" in x), 1)
+        settings = scrub(recipe.flat())
+        study = self.run.path.resolve().parents[1]
+        if (study / "study.json").is_file():
+            settings["telemetry.group"] = settings["telemetry.group"] or study.name
+        settings |= {"world": world, "strategy": recipe.strategy(world).name}
+        settings |= {"config_hash": recipe.config_hash}
+        return settings | {name: start[name] for name in STARTED if start.get(name) is not None}
 
 
 def watch_parent(ending: threading.Event, flush_seconds: float) -> None:
-    """Set `ending` when the training process is gone, and end this one `flush_seconds` later with
-    all it started.
+    """Set `ending` when the training is gone, and end this process group `flush_seconds` later.
 
-    No Python thread runs while a library holds the interpreter (a hung import of compiled code):
-    the alarm ends it then.
+    If a library holds the interpreter (compiled code that hangs), no Python thread runs, and the
+    alarm ends this process.
     """
     parent, closed = os.getppid(), list[Any]()
-    while (
-        not closed and os.getppid() == parent
-    ):  # a forked worker of the training may hold the pipe open
+    while not closed and os.getppid() == parent:  # a worker of the training may keep the pipe open
         signal.alarm(1 + int(flush_seconds + 4 * WATCH_SECONDS))
         closed, _, _ = select.select([0], [], [], WATCH_SECONDS)
     signal.alarm(1 + int(flush_seconds + WATCH_SECONDS))
@@ -316,59 +312,43 @@ def watch_parent(ending: threading.Event, flush_seconds: float) -> None:
 
 
 def main(run: str, name: str, flush_seconds: str) -> int:
-    """Send lines as they come until the parent pipe closes, through any failure; 0 where the
-    tracker has everything."""
+    """Send lines until the training ends, through any failure; returns 0 if all is delivered."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # meant for the training; its end reaches us through the pipe
-    os.nice(
-        10
-    )  # on a machine without a free core, a tracker's imports would halve the training's speed
-    reports, reported = os.dup(1), set()
-    os.dup2(2, 1)  # what a library prints goes to the log
+        signal.signal(number, signal.SIG_IGN)  # meant for the training
+    os.nice(10)  # without a free core, a tracker's imports would halve the training's speed
+    reports, reported = os.dup(1), set[bool]()
+    os.dup2(2, 1)  # the log gets the output of the libraries
 
     def report(text: str, warning: bool) -> None:
-        if (
-            warning not in reported
-        ):  # one line of each kind; short enough to be written into a pipe as a whole
+        if warning not in reported:  # one line of each kind, short enough for one write to a pipe
             reported.add(warning)
             with contextlib.suppress(OSError):  # the training is gone
                 os.write(reports, json.dumps([text[:500], warning]).encode() + b"\n")
 
-    ending = threading.Event()
-    threading.Thread(
-        target=watch_parent, args=(ending, min(float(flush_seconds), 1e6)), daemon=True
-    ).start()
+    ending, seconds = threading.Event(), min(float(flush_seconds), 1e6)
+    threading.Thread(target=watch_parent, args=(ending, seconds), daemon=True).start()
     with contextlib.suppress(OSError):  # a full disk
         # Held to the end, because another exporter may still send the rest of a killed run.
         _lock = acquire_lock(Path(run) / "trackers" / f"{name}.lock")
     follower = Follower(Run(run), BACKENDS[name])
     while True:
-        last, wait = (
-            ending.is_set(),
-            POLL_SECONDS,
-        )  # asked before reading: what was written before the end is read
+        last = ending.is_set()  # before reading, so that the last lines are read
         try:
             follower.flush(last)
             if follower.backend:
                 report(follower.backend.hint, False)
             if last:
                 return 0
-        except Exception as error:  # any error of a tracker's library leaves the run alone
-            wait, follower.backend = RETRY_SECONDS, None
+            ending.wait(POLL_SECONDS)
+        except Exception as error:  # whatever a tracker's library raises
+            follower.backend = None
             report(scrub(first_line(error)), True)
-            print(
-                f"{time.ctime()}: {type(error).__name__}: {scrub(str(error))}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"{time.ctime()}: {type(error).__name__}: {scrub(str(error))}"
+            print(text, file=sys.stderr, flush=True)
             if last:
                 return 1
-        ending.wait(wait)
+            ending.wait(RETRY_SECONDS)
 
 
 if __name__ == "__main__":
-    os._exit(
-        main(*sys.argv[1:])
-    )  # a library's thread or exit handler that hangs does not hold us up
+    os._exit(main(*sys.argv[1:]))  # also if a library's thread or exit handler hangs
