@@ -28,12 +28,14 @@ from windlass.evaluation.source import Source, alone, find_source, open_model, s
 from windlass.fileio import make_dir, read_json
 from windlass.model import convert, hf_files
 from windlass.model.quantised import Linear4bit
+from windlass.recipe.network import ModelSettings
 from windlass.run import Run, decode
 from windlass.telemetry.ledger import plain
 from windlass.telemetry.measures import of_eval
 from windlass.variables import scrub
 
 CODE = Path(__file__).with_name("modeling_windlass.py")
+CARD = Path(__file__).with_name("card.md")  # a template of jinja
 FILE_BYTES = 4 * 10**9  # of weights in one file, at most
 
 
@@ -227,41 +229,34 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
 
 def card(source: Source, name: str, adapter: bool = False) -> str:
     """The model card: origin, data, results and recipe."""
+    from jinja2 import Environment, StrictUndefined
+
     run, recipe, step = source.run, source.recipe, source.step or 0
     assert run is not None and source.checkpoint is not None
     # Results at this step. Those of `windlass eval` take precedence over the training's.
     lines = {str(line["suite"]): line for line in run.lines("eval", step=step)}
     lines |= read_json(run.path / "eval" / f"step-{step:08d}.json").get("results", {})
-    rows = "".join(
-        f"| {suite} | {name} | {_shown(value)} |\n"
-        for suite, line in lines.items()
-        for name, value in decode(line).items()
-        if isinstance(value, float) and of_eval(name).role in ("score", "derived")
-    )
-    head = "## Results at this step\n\n| suite | measure | value |\n|---|---|---|\n"
-    results = f"{head}{rows}\n" if rows else ""
-    header, origin = _origin(source)
     losses = [line["loss"] for line in run.lines("train") if line["step"] <= step]
-    loss = ""
-    if losses:
-        loss = f"; the last logged training loss is {_shown(losses[-1])} nats per token"
-    tokens = open_checkpoint(source.checkpoint, deep=False).counters["tokens"]
-    data = ", ".join(f"`{scrub(one)}`" for one in recipe.data.sources)
-    code = ", trust_remote_code=True" if convert.export_note(recipe.model) else ""
-    library, model = "transformers", "AutoModelForCausalLM"
-    imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
-    if adapter:
-        library, model, code = "peft", "AutoPeftModelForCausalLM", ""
-        imports = f"from peft import {model}\nfrom transformers import AutoTokenizer"
-    return (
-        f"---\nlibrary_name: {library}\nlicense: unknown\n{header}"
-        "pipeline_tag: text-generation\ntags:\n- windlass\n---\n\n"
-        f"# {Path(name).name}\n\n"
-        f"{origin}Trained with Windlass on {data}, recipe `{recipe.preset}` "
-        f"({recipe.config_hash}): {step:,} steps, {tokens:,} tokens{loss}. No licence was chosen for it.\n\n"
-        f'```python\n{imports}\n\nmodel = {model}.from_pretrained("{name}"{code})\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}"{code})\n```\n\n'
-        f"{results}## Recipe\n\n```toml\n{tomli_w.dumps(scrub(recipe.tree()))}```\n"
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+    )
+    return environment.from_string(CARD.read_text(encoding="utf-8")).render(
+        name=name,
+        adapter=adapter,
+        recipe=recipe,
+        step=step,
+        tokens=open_checkpoint(source.checkpoint, deep=False).counters["tokens"],
+        loss=_shown(losses[-1]) if losses else "",
+        data=", ".join(f"`{scrub(one)}`" for one in recipe.data.sources),
+        code=", trust_remote_code=True" if convert.export_note(recipe.model) else "",
+        settings=tomli_w.dumps(scrub(recipe.tree())),
+        scores=[
+            (suite, measure, _shown(value))
+            for suite, line in lines.items()
+            for measure, value in decode(line).items()
+            if isinstance(value, float) and of_eval(measure).role in ("score", "derived")
+        ],
+        **_origin(run, recipe.model),
     )
 
 
@@ -269,21 +264,14 @@ def _shown(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else str(plain(value))
 
 
-def _origin(source: Source) -> tuple[str, str]:
-    """Where the first weights come from: a line of the card's header, and a paragraph; empty for a
-    new model."""
-    m = source.recipe.model
+def _origin(run: Run, m: ModelSettings) -> dict[str, str]:
+    """Where the first weights come from: a repository of the Hub or a name; empty for new ones."""
     name = m.init_from or ("" if m.kind == "gpt" or m.from_scratch else m.name)
-    if not name or source.run is None:
-        return "", ""
     commit = ""
-    if not m.init_from and (saved := hf_files.saved_origin(source.run.path, m)):
+    if name and not m.init_from and (saved := hf_files.saved_origin(run.path, m)):
         commit = read_json(saved / hf_files.RECORD).get("commit", "")
-    if not name.startswith("hf:") and not commit:
-        return "", f"Trained further from `{Path(name).name}`.\n\n"
-    repo, at = name.removeprefix("hf:"), f", commit `{commit}`" if commit else ""
-    link = f"[{repo}](https://huggingface.co/{repo})"
-    return f"base_model: {repo}\n", f"Trained further from {link}{at}.\n\n"
+    repository = name.removeprefix("hf:") if name.startswith("hf:") or commit else ""
+    return {"origin": Path(name).name, "commit": commit, "repository": repository}
 
 
 def _write(path: Path, text: str) -> None:
