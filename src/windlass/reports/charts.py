@@ -84,7 +84,7 @@ class Chart:
         return float(tops[False]) if -math.inf < tops[False] < tops[True] else None
 
     def stacks(self) -> list[tuple[str, float, str, list[tuple[Series, float, str]]]]:
-        """Each bar's name, length in % of the longest, note, and parts with their share and text."""
+        """Each bar's name, length in % of the longest, note, and parts with share and text."""
         values = np.array([one.y for one in self.series])  # [parts, bars]
         totals = values.sum(axis=0)
         bars = []
@@ -146,7 +146,7 @@ def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
 
 
 def smoothing(charts: Iterable[Chart]) -> float:
-    """The weight that evens out such curves and keeps their shape: a reach of 1/80 of the longest."""
+    """The weight that evens out curves and keeps their shape: it reaches 1/80 of the longest."""
     longest = max((len(s.y) for chart in charts for s in chart.series if s.smooth), default=0)
     return min(0.98, round(1 - 1 / max(1.0, longest / 80), 2))
 

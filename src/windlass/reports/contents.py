@@ -1,4 +1,4 @@
-"""What a report says: charts, tables and headlines, each computed once and written by `write.py`."""
+"""The contents of a report: charts, tables and headlines, each computed once."""
 
 from __future__ import annotations
 

@@ -30,50 +30,22 @@ from matplotlib.ticker import (
 
 from windlass.reports.charts import Chart, Look, Series, smoothed, smoothing
 
-INK, SOFT, HAIR = "#22262b", "#6b7280", "#e4e6ea"
+SOFT, HAIR = "#6b7280", "#e4e6ea"
 # eight colours that stay apart for colour-blind readers and in print
 PALETTE = ("#2f5fb3", "#d2691e", "#2e8b6f", "#a8328c", "#8a6d1d", "#5b4bb0", "#b3352f", "#2b8aa5")
 # by the value of a swept setting
 RAMP = LinearSegmentedColormap.from_list("windlass", ["#2d4fa8", "#2e8b6f", "#e0a03a"])
 DASHES: tuple[Any, ...] = (
-    "solid",
+    "-",
     (0, (5, 2)),
     (0, (1.2, 1.6)),
     (0, (6, 1.6, 1.2, 1.6)),
     (0, (10, 2.5)),
 )
-RING: dict[str, Any] = {
-    "marker": "o",
-    "markersize": 4,
-    "markerfacecolor": "white",
-    "markeredgewidth": 1.2,
-}
-DIAMOND: dict[str, Any] = {"marker": "D", "markersize": 5.5}
+RING = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "markeredgewidth": 1.2}
+DIAMOND = {"marker": "D", "markersize": 5.5}
 SIZE, DPI = (6.4, 3.6), 200
-
-STYLE: dict[str, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 9,
-    "axes.edgecolor": SOFT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": HAIR,
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "text.parse_math": False,
-    "pdf.fonttype": 42,  # fonts as text that can be edited
-}
+STYLE = Path(__file__).with_name("plots.mplstyle")
 
 
 def write_plots(
@@ -84,16 +56,16 @@ def write_plots(
     `skip`: `loss-late.png` leaves out the steps before this one; `pdf`: also write PDF files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    drawn: list[tuple[Chart, float]] = []
+    pictures: list[tuple[Chart, float]] = []
     for chart in charts:
-        drawn.append((chart, -math.inf))
+        pictures.append((chart, -math.inf))
         if chart.id == "loss" and any((s.x >= skip).sum() > 1 for s in chart.series if s.smooth):
-            title = f"Loss from step {skip:,} on"
-            drawn.append((replace(chart, id="loss-late", title=title), skip))
-    weight, paths = smoothing(chart for chart, _ in drawn), {}
-    with style.context(STYLE, after_reset=True):  # ours, and nothing of the user's own
-        for chart, first in drawn:
-            figure = draw(chart, runs, weight, first)
+            late = replace(chart, id="loss-late", title=f"Loss from step {skip:,} on")
+            pictures.append((late, skip))
+    weight, paths = smoothing(chart for chart, _ in pictures), {}
+    with style.context(STYLE, after_reset=True):  # without the user's own style
+        for chart, first_step in pictures:
+            figure = draw(chart, runs, weight, first_step)
             paths[chart.id] = path = folder / f"{chart.id}.png"
             FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})
             if pdf:
@@ -118,37 +90,39 @@ def draw(
         _heat(axes, chart)
     else:
         _lines(axes, chart, runs, weight, first_step)
+        _scales(axes, chart, first_step)
         _legend(figure, axes)
     return figure
 
 
 def _lines(axes: Any, chart: Chart, runs: Sequence[Look], weight: float, first_step: float) -> None:
-    """Curves over optimizer steps, or over a study's axis."""
+    """Curves over optimizer steps with the runs' restarts, or curves over a study's axis."""
     axes.set(xlabel=chart.x.label or "optimizer steps", ylabel=chart.unit)
     several = len(runs) > 1 and not chart.x.label
-    named: set[str] = {""}
+    named: set[str] = set()
+
+    def label(name: str) -> str | None:
+        """An entry of the legend, which has each name once."""
+        new = bool(name) and name not in named
+        named.add(name)
+        return name if new else None
+
     for series in chart.series:
         keep = series.x >= first_step
-        label = series.name if series.name not in named and len(chart.series) > 1 else None
-        named.add(series.name)
-        if several and series.points == "only":
-            label = None
-        _curve(axes, series, runs, keep, label, weight)
+        # the lines name several runs, their circles do not
+        unnamed = len(chart.series) == 1 or (several and series.points == "only")
+        _curve(axes, series, runs, keep, None if unnamed else label(series.name), weight)
         bad = series.x[keep & ~np.isfinite(series.y) & series.bad]
         if len(bad):
-            label = f"not finite{f', {series.name}' if several else ''}"
             cross = {"linestyle": "none", "marker": "x", "zorder": 5, "color": PALETTE[6]}
-            top = axes.get_xaxis_transform()
-            axes.plot(bad, [0.98] * len(bad), transform=top, label=label, **cross)
+            cross["label"] = f"not finite{f', {series.name}' if several else ''}"
+            axes.plot(bad, [0.98] * len(bad), transform=axes.get_xaxis_transform(), **cross)
     for look in runs if not chart.x.label else ():
-        colour = _colour(look) if several else SOFT
+        dotted = {"linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 1}
+        dotted["color"] = _colour(look) if several else SOFT
         for restart in look.restarts:
             if restart.step >= first_step:
-                label = None if restart.what in named else restart.what
-                named.add(restart.what)
-                options = {"linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 1}
-                axes.axvline(restart.step, color=colour, label=label, **options)
-    _scales(axes, chart, first_step)
+                axes.axvline(restart.step, label=label(restart.what), **dotted)
 
 
 def _colour(look: Look) -> str:
@@ -159,17 +133,18 @@ def _curve(
     axes: Any, series: Series, runs: Sequence[Look], keep: Any, label: str | None, weight: float
 ) -> None:
     """One line with its band; a smoothed line lies over the pale curve itself."""
-    x, y = series.x[keep], series.y[keep]
-    own = series.colour is None
-    colour = _colour(runs[series.run]) if series.colour is None else PALETTE[series.colour]
-    dash = series.dash + (runs[series.run].dash if own else 0)
+    x, y, dash = series.x[keep], series.y[keep], series.dash
+    if series.colour is None:
+        colour, dash = _colour(runs[series.run]), dash + runs[series.run].dash
+    else:
+        colour = PALETTE[series.colour]
     if series.low is not None and series.high is not None:
         band = {"color": colour, "alpha": 0.14, "linewidth": 0}
         axes.fill_between(x, series.low[keep], series.high[keep], **band)
     if series.smooth and weight:
         axes.plot(x, y, color=colour, alpha=0.28, linewidth=0.9)
         y = smoothed(y, weight)
-    marker = RING if series.points or len(x) == 1 else {}
+    marker: dict[str, Any] = RING if series.points or len(x) == 1 else {}
     axes.plot(
         x,
         y,

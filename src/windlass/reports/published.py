@@ -37,12 +37,12 @@ class Row(NamedTuple):
         measure = of_published(name)
         if self.gpus is False and measure.gpu:
             return "no GPU"
-        value, ranks = self.values.get(measure.source or name), self.values.get("world")
+        value, ranks = self.values.get(measure.of or name), self.values.get("world")
         if name == "gpus" and not self.gpus and ranks:
             return plural(ranks, "CPU rank")
         if value is not None:
             return value if measure.factor == 1 else measure.factor * value
-        if reason := self.reasons.get(measure.source or name):
+        if reason := self.reasons.get(measure.of or name):
             return reason
         if self.state != "finished":
             return WAITING.get(self.state, self.state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
     for key, measures in by_chart(TRAIN).items():
         first, trains = measures[0], [view.train for view in views]
         columns = {measure.name: measure.text for measure in measures}
-        lines = _columns(views, trains, columns, first.scale, smooth=key != "lr")
+        lines = _columns(views, trains, columns, factor=first.scale, smooth=key != "lr")
         drawn.append(Chart(key, first.title, first.unit, lines, y=Axis(zero=True)))
     for key, measures in by_chart(DEVICE).items():
         title, columns = measures[0].title, {measure.name: measure.text for measure in measures}
@@ -74,36 +74,33 @@ def bits_factor(view: RunView) -> float:
 
 
 def _loss_chart(views: Sequence[RunView]) -> Chart:
+    """The training and validation losses, in bits per byte if they only compare so."""
     in_bits = common_measure([view.evaluated for view in views])[0] == BITS
-    series = [
-        replace(one, y=one.y * (bits_factor(view) if in_bits else 1.0))
-        for run, view in enumerate(views)
-        for one in _losses(views, run)
-    ]
+    factors = [bits_factor(view) if in_bits else 1.0 for view in views]
+    series = [x for run, factor in enumerate(factors) for x in _losses(views, run, factor)]
     chart = Chart("loss", "Loss", "bits per byte" if in_bits else "nats per token", series)
     notes = ["lines: training, circles: validation"] * (len(views) > 1)
     notes += ["what diverged is cut off above"] * (chart.ceiling() is not None)
     return replace(chart, note="; ".join(notes))
 
 
-def _losses(views: Sequence[RunView], run: int) -> list[Series]:
+def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
     """A run's training and validation loss."""
     view, several, series = views[run], len(views) > 1, list[Series]()
-    losses = view.train["loss"]
-    wild = bool(len(losses)) and (
+    losses, track = view.train["loss"], view.evals.get(LOSS)
+    wild = len(losses) > 0 and (
         not np.isfinite(losses).all() or diverged(float(losses[0]), float(losses[-1]))
     )
-    look: dict[str, Any] = {"run": run, "diverged": wild}
+    look: dict[str, Any] = {"factor": factor, "run": run, "diverged": wild}
     if len(losses):
         name, colour = (view.label, None) if several else ("training", 0)
-        options = look | {"name": name, "colour": colour, "smooth": True, "bad": True}
-        series.append(_series(views, view.train, "loss", **options))
-    track = view.evals.get(LOSS)
+        own: dict[str, Any] = {"name": name, "colour": colour, "smooth": True, "bad": True}
+        series.append(_series(views, view.train, "loss", **own, **look))
     if track is None or not track.has("loss"):
         return series
     if several:
-        options = look | {"name": f"{view.label}, validation", "points": "only"}
-        return [*series, _series(views, track, "loss", **options)]
+        name = f"{view.label}, validation"
+        return [*series, _series(views, track, "loss", name=name, points="only", **look)]
     look["points"] = "line"
     series.append(_series(views, track, "loss", name="validation", colour=1, **look))
     if track.has("train_loss"):  # without dropout, on the same samples each time
@@ -119,14 +116,14 @@ def _suite_charts(views: Sequence[RunView]) -> list[Chart]:
         tracks = [view.evals.get(suite) for view in views]
         names = dict.fromkeys(name for track in tracks if track for name in track.scores())
         words = {name: name.replace("_", " ") for name in names}
-        if len(views) == 1:
-            series = _columns(views, tracks, words, points="line")
-            drawn.append(Chart(f"suite-{slug(suite)}", suite, "", series))
-            continue
-        for name, text in words.items():
-            series = _columns(views, tracks, {name: text}, points="line")
-            own = f"suite-{slug(suite)}-{slug(name)}"
-            drawn.append(Chart(own, f"{suite}, {text}", "", series))
+        charts = {f"suite-{slug(suite)}": (suite, words)}
+        if len(views) > 1:
+            charts = {
+                f"suite-{slug(suite)}-{slug(name)}": (f"{suite}, {text}", {name: text})
+                for name, text in words.items()
+            }
+        for key, (title, columns) in charts.items():
+            drawn.append(Chart(key, title, "", _columns(views, tracks, columns, points="line")))
     return drawn
 
 
@@ -134,31 +131,34 @@ def _columns(
     views: Sequence[RunView],
     tracks: Sequence[Track | None],
     columns: Mapping[str, str],
-    factor: float = 1,
     **look: Any,
 ) -> list[Series]:
-    """A line for each run and column with numbers; of several runs the first column alone."""
+    """A line for each run and column with numbers; for several runs the first column alone."""
     several, series = len(views) > 1, []
     for run, (view, track) in enumerate(zip(views, tracks, strict=True)):
-        present = [column for column in columns if track is not None and track.has(column)]
+        if track is None:
+            continue
+        present = [column for column in columns if track.has(column)]
         for index, column in enumerate(present[: 1 if several else None]):
-            assert track is not None
-            own = {"name": view.label} if several else {"name": columns[column], **pattern(index)}
-            one = _series(views, track, column, run=run, minor=index > 0, **own, **look)
-            series.append(replace(one, y=one.y * factor))
+            own = look | ({"name": view.label} if several else {"name": columns[column]})
+            own |= {} if several else pattern(index)
+            series.append(_series(views, track, column, run=run, minor=index > 0, **own))
     return series
 
 
-def _series(views: Sequence[RunView], track: Track, column: str, **look: Any) -> Series:
-    """A column of a track, thinned."""
+def _series(
+    views: Sequence[RunView], track: Track, column: str, factor: float = 1, **look: Any
+) -> Series:
+    """A column of a track, times `factor`, thinned."""
     keep = thin(track["step"], track[column], max(400, POINTS // len(views)))
-    return Series(y=track[column][keep], at={axis: track[axis][keep] for axis in AXES}, **look)
+    at = {axis: track[axis][keep] for axis in AXES}
+    return Series(y=factor * track[column][keep], at=at, **look)
 
 
 def _ranks(views: Sequence[RunView], run: int, columns: Mapping[str, str]) -> list[Series]:
-    """A line for each of a run's ranks, on one grid of time; of many ranks their mean and range."""
+    """A line for each rank of a run, on one grid of time; for many ranks their mean and range."""
     view, several, series = views[run], len(views) > 1, list[Series]()
-    lines = max(len(one.ranks) for one in views) * len(views) if several else 0  # at most
+    crowded = len(views) > COLOURS or len(views) * max(len(v.ranks) for v in views) > FEW_LINES
     for place, (column, what) in enumerate(columns.items()):
         tracks = [track for track in view.ranks if track.has(column)]
         if not tracks:
@@ -167,22 +167,19 @@ def _ranks(views: Sequence[RunView], run: int, columns: Mapping[str, str]) -> li
         steps, tokens = (interpolate(view.train, "hours", hours, x) for x in ("step", "tokens"))
         axes = {"step": steps, "tokens": tokens, "hours": hours}
         suffix = f", {what}" if len(columns) > 1 and not several else ""
-        chosen = list(range(len(tracks)))
-        many = len(tracks) > FEW_RANKS or lines > FEW_LINES
-        if many or (several and (len(tracks) == 1 or len(views) > COLOURS)):
-            many = True
+        chosen: Iterable[int] = range(len(tracks))
+        many = len(tracks) > FEW_RANKS or (several and (crowded or len(tracks) == 1))
+        if many:
             name = view.label if several else f"mean of {plural(len(tracks), 'rank')}{suffix}"
             mean, low, high = (f(table, axis=0) for f in (np.nanmean, np.nanmin, np.nanmax))
             look: dict[str, Any] = {"run": run, "colour": None if several else 0, "dash": place}
             series.append(Series(name, mean, axes, low=low, high=high, **look))
             means = np.nanmean(table, axis=1)
-            chosen = [] if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
+            chosen = () if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
         for i in chosen:
-            look = (
-                {"colour": None, "dash": i}
-                if several
-                else {"colour": (i + many) % COLOURS, "dash": place}
-            )
+            look = {"colour": (i + many) % COLOURS, "dash": place}
+            if several:
+                look = {"colour": None, "dash": i}
             name = f"{f'{view.label}, ' * several}rank {tracks[i].rank}{suffix}"
             series.append(Series(name, table[i], axes, run, minor=True, **look))
     return series

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from windlass.study.study import Study
 
 METERS = (
-    "The driver's numbers come from NVML, and the wall clock's samples/s from the whole run without "
-    "its start-up. The trainer measures the memory that its allocator holds, and the samples/s of "
+    "The driver's numbers come from NVML, and the wall clock's samples/s from the whole run "
+    "without its start-up. The trainer measures the memory that its allocator holds, and the samples/s of "
     "its steps after the warm-up."
 )
 KARP = "serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."

@@ -15,7 +15,7 @@ from windlass.telemetry.measures import SETUP, STEP_PARTS
 
 
 def scaling_charts(scaling: Scaling, table: Sequence[Setup]) -> list[Chart]:
-    """Charts against the ranks, or for strategies throughput against memory; the parts of a step."""
+    """Charts against ranks, or for strategies throughput against memory; the parts of a step."""
     measured = [setup for setup in table if setup.measured]
     if scaling.mode == "strategies":
         charts = pareto(measured, scaling.repeats)

@@ -209,7 +209,7 @@ def heat_map(seen: StudyView) -> Chart:
         table[place] = math.nan if group.median is None else group.median
     low, high = np.nanmin(table), np.nanmax(table)
     far = (table - low if lower_is_better(seen.study.measure) else high - table) / (high - low or 1)
-    # by the logarithm of the distance: one very bad cell does not hide differences between good ones
+    # by the logarithm of the distance, because one very bad cell must not hide other differences
     shades = 1 - np.log1p(9 * far) / np.log(10)
     names = short_names(seen.study.keys)
     series = []

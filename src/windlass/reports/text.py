@@ -94,4 +94,4 @@ def slug(text: str) -> str:
 
 
 def plural(count: int, word: str) -> str:
-    return f"{count} {word}{'s' * (count != 1)}"
+    return f"{count:,} {word}{'s' * (count != 1)}"

@@ -31,7 +31,7 @@ from windlass.reports.tracks import (
 )
 from windlass.run import Line, Run, effective, last_start, read_lines
 from windlass.study.compare import Evaluated, evaluated
-from windlass.telemetry.measures import EPOCH_LOSS, TRAIN, lower_is_better
+from windlass.telemetry.measures import EPOCH_LOSS, Measure, lower_is_better, of_run
 from windlass.telemetry.timing import (
     Throughput,
     device_hours,
@@ -105,15 +105,9 @@ class RunView:
         """The run's measures by name, without missing ones."""
         return _values(self)
 
-    @property
-    def changed_settings(self) -> list[tuple[int, str, Any, Any]]:
-        """Step, key, old and new value of each setting that a resume changed."""
-        changes = (x for x in self.events if x.get("event") == "settings_changed")
-        return [(x["step"], key, *pair) for x in changes for key, pair in x["settings"].items()]
-
 
 def view(run: Run, label: str | None = None) -> RunView:
-    """Read a run; a run without a step has no lines. Raises UserError if its recipe is unreadable."""
+    """Read a run, also one without a step. Raises UserError if its recipe is unreadable."""
     raw = list(read_lines(run.metrics_path))
     # only texts can hold a secret, and most lines have numbers alone
     texts = ("event", "sample")
@@ -173,81 +167,69 @@ def _restarts(ledger: Sequence[Line], train: Track, clock: Clock) -> list[Restar
     for attempt in clock.attempts[1:]:
         if attempt.number not in starts:
             continue
-        begun = starts[attempt.number]
-        step, before = float(begun["step"]), begun.get("extended_from")
+        start = starts[attempt.number]
+        step, before = float(start["step"]), start.get("extended_from")
         tokens = float(interpolate(train, "step", np.array([step]), "tokens")[0])
-        changes = [
-            pair
-            for x in events
-            if x["event"] == "settings_changed" and x.get("attempt") == attempt.number
-            for pair in x["settings"].items()
-        ]
-        what = text = STARTS[begun["event"]]
+        own = [x for x in events if x.get("attempt") == attempt.number]
+        changes = [(key, old, new) for _, key, old, new in changed_settings(own)]
+        what = text = STARTS[start["event"]]
         if before:
-            what = "extended"
-            text = f"extended from {before:,} to {begun['steps']:,} steps"
+            what, text = "extended", f"extended from {before:,} to {start['steps']:,} steps"
         elif changes:
             what = "settings changed"
-        for key, (old, new) in changes:
+        for key, old, new in changes:
             text += f"; {key} = {typed(new)} from here on, not {typed(old)}"
-        restarts.append(Restart(what, step, tokens, attempt.before / 3600, begun["time"], text))
+        restarts.append(Restart(what, step, tokens, attempt.before / 3600, start["time"], text))
     return restarts
+
+
+def changed_settings(events: Sequence[Line]) -> list[tuple[int, str, Any, Any]]:
+    """Step, key, old and new value of each setting that a resume changed."""
+    changes = (x for x in events if x.get("event") == "settings_changed")
+    return [(x["step"], key, *pair) for x in changes for key, pair in x["settings"].items()]
 
 
 def _values(v: RunView) -> dict[str, Value]:
     """Every measure of a run, speeds over the whole run; `SUITE_SCORE` for other suites' scores."""
-    summary, start, train, loss = v.summary, v.start, v.train, v.evals.get(LOSS)
+    start, loss, speed = v.start, v.evals.get(LOSS), v.speed
     measure = str(v.settings["checkpoint.best"])
     suite, _, field = measure.partition(".")
     score, score_step = best(v, suite, field)
     best_loss, best_step = best(v, LOSS, LOSS)
-    network = describe_network(start["network"]) if start.get("network") else None
-    changes = (f"{k} {show(a)} -> {show(b)} after step {s:,}" for s, k, a, b in v.changed_settings)
     total, trained = start.get("parameters"), start.get("trained")
-    epoch = start.get("samples_per_epoch", math.nan)
-    per_epoch = first(epoch / start.get("global_batch", 1))
-    values: dict[str, Value] = {
+    per_epoch = first(start.get("samples_per_epoch", math.nan) / start.get("global_batch", 1))
+    changes = changed_settings(v.events)
+    texts = (f"{key} {show(a)} -> {show(b)} after step {step:,}" for step, key, a, b in changes)
+    peaks = (float(np.nanmax(t["peak_alloc_mb"])) for t in v.ranks if t.has("peak_alloc_mb"))
+    computed: dict[str, Value] = {
         "state": v.state,
         "steps": v.step,
-        "epochs": first(last_value(train, "epoch")),
-        "tokens": first(summary.get("tokens"), last_value(train, "tokens")),
-        "label_tokens": first(summary.get("label_tokens"), last_value(train, "label_tokens")),
-        "samples": first(summary.get("samples"), last_value(train, "samples")),
-        "parameters": first(summary.get("parameters"), total),
         "trainable": trainable(trained, total) if total and trained not in (None, total) else None,
-        "network": network,
-        "world": first(summary.get("world"), start.get("world"), len(v.ranks) or None),
-        "train_loss": last_value(train, "loss"),
-        "train_loss_mean": first(summary.get("train_loss_mean")),
-        "eval_loss": last_value(loss, "loss"),
-        "full_eval_loss": last_value(loss, "full_loss"),
-        "eval_perplexity": last_value(loss, "perplexity"),
+        "network": describe_network(start["network"]) if start.get("network") else None,
         "best_eval_loss": best_loss,
         "best_eval_step": best_step,
-        "eval_bits_per_byte": last_value(loss, "bits_per_byte"),
         "best_bits_per_byte": best(v, LOSS, "bits_per_byte")[0],
         "best_measure": measure if score is not None else None,
         "best_score": score,
         "best_score_step": score_step,
-        "train_samples_per_s": (v.speed and v.speed.samples_per_s) or None,
-        "samples_per_s_whole_run": first(summary.get("samples_per_s_whole_run")),
-        "train_tokens_per_s": v.speed and v.speed.tokens_per_s,
-        "train_steps_per_s": v.speed and v.speed.steps_per_s,
+        "train_samples_per_s": (speed and speed.samples_per_s) or None,
+        "train_tokens_per_s": speed and speed.tokens_per_s,
+        "train_steps_per_s": speed and speed.steps_per_s,
         "eval_samples_per_s": evaluation_speed(v.ledger).get("eval_samples_per_s"),
         "steps_per_epoch": per_epoch,
-        **_device_values(v),
-        "mfu": v.speed and v.speed.mfu,
+        "peak_mem_mb": first(v.summary.get("peak_mem_mb"), max(peaks, default=None)),
+        "device_mem_mb": first((v.outcome.device_bytes or math.nan) / 1e6),
+        "util_std_pct": on_ranks(v, "util_pct", "std"),
+        "mfu": speed and speed.mfu,
         "goodput": v.wall["train"] / v.wall["total"] if v.wall["total"] else None,
         "runtime_s": v.wall["total"] or None,
-        "startup_s": _of_event(v, "first_step", "startup_s"),
         "predicted_s": v.outcome.predicted_seconds,
         "actual_s": v.outcome.actual_seconds,
         "device_hours": v.device_hours,
         "starts": 1 + len(v.restarts),
-        "ended_early": _of_event(v, "finished", "reason"),
-        "changed": "; ".join(changes) or None,
+        "changed": "; ".join(texts) or None,
     }
-    values |= {m.name: last_value(train, m.name) for m in TRAIN.values() if m.results}
+    values = {m.name: _read(v, m) if m.source else computed[m.name] for m in of_run().values()}
     values |= {f"{EPOCH_LOSS}{n}": x for n, x in losses_by_epoch(loss, per_epoch).items()}
     for suite, track in v.evals.items():
         scores = track.scores() if suite != LOSS else ()
@@ -255,24 +237,24 @@ def _values(v: RunView) -> dict[str, Value]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _of_event(v: RunView, event: str, field: str) -> Any:
-    """A field of the last event of a kind."""
-    return next((x.get(field) for x in reversed(v.events) if x["event"] == event), None)
-
-
-def _device_values(v: RunView) -> dict[str, Value]:
-    """Memory and utilisation of the devices, from the `summary` line or else from `devices/`."""
-    peaks = (float(np.nanmax(t["peak_alloc_mb"])) for t in v.ranks if t.has("peak_alloc_mb"))
-    return {
-        "mem_alloc_mb": on_ranks(v, "mem_alloc_mb"),
-        "mem_reserved_mb": on_ranks(v, "mem_reserved_mb"),
-        "driver_mem_mb": on_ranks(v, "mem_used_mb"),
-        "peak_mem_mb": first(v.summary.get("peak_mem_mb"), max(peaks, default=None)),
-        "device_mem_mb": first((v.outcome.device_bytes or math.nan) / 1e6),
-        "rss_mb": on_ranks(v, "rss_mb"),
-        "util_pct": on_ranks(v, "util_pct"),
-        "util_std_pct": on_ranks(v, "util_pct", "std"),
-    }
+def _read(v: RunView, measure: Measure) -> Any:
+    """The value of a measure in the ledger; NaN only for a loss, as it must not be hidden."""
+    for source in measure.source.split():
+        line, _, field = source.partition(".")
+        match line:
+            case "train" | "eval":
+                value = last_value(v.train if line == "train" else v.evals.get(LOSS), field)
+            case "device":
+                value = on_ranks(v, field)
+            case "summary" | "start":
+                value = (v.summary if line == "summary" else v.start).get(field)
+            case event:
+                value = next(
+                    (x.get(field) for x in reversed(v.events) if x["event"] == event), None
+                )
+        if isinstance(value, str) or measure.kind == "loss" or first(value) is not None:
+            return value
+    return None
 
 
 def losses_by_epoch(track: Track | None, steps_per_epoch: float | None) -> dict[int, float]:

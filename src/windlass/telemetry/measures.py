@@ -3,8 +3,8 @@
 The console, trackers, tables, charts, the page, scaling studies, published tables, the model card
 and the documentation select their numbers here. A new number is one line of a table below.
 
-A field that a callback, lm-eval or a user's own suite writes is not declared. `of_eval` gives it the
-properties of a score.
+A field that a callback, lm-eval or a user's own suite writes is not declared; `of_eval` gives it
+the properties of a score.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Measure:
         headline: the name at the top of the page; empty: it is not there.
         principal: whether people see it in a table of several runs; the CSV has it anyway.
         gpu: whether only a GPU has it.
-        source, factor: the measure that it is converted from, and by what.
+        source: `LINE.FIELD` in the ledger or `devices/`; of several, the first with a value counts.
+        of, factor: the measure that it is converted from, and by what.
         meaning: a definition for the documentation; empty: the heading says it.
     """
 
@@ -61,6 +62,7 @@ class Measure:
     principal: bool = False
     gpu: bool = False
     source: str = ""
+    of: str = ""
     factor: float = 1.0
     meaning: str = ""
 
@@ -142,12 +144,12 @@ TRAIN = _table(
     """
 loss | training loss | loss | train/loss | loss {:.4f} | | Training loss | nats per token
 left_s | time left | duration | | {:duration} left | | | s
-tokens_per_s | tokens/s | rate | throughput/tokens_per_s | {:short} tok/s | throughput | Throughput |\
- tokens/s, all ranks
+tokens_per_s | tokens/s | rate | throughput/tokens_per_s | {:short} tok/s | throughput\
+ | Throughput | tokens/s, all ranks
 lr | learning rate | score | train/lr | lr {:.2e} | lr | Learning rate
 epoch | epochs done | amount | train/epoch | epoch {:epoch}
-grad_norm | gradient norm | score | train/grad_norm | grad norm {:.2f} | grad_norm | Gradient norm |\
- before clipping
+grad_norm | gradient norm | score | train/grad_norm | grad norm {:.2f} | grad_norm\
+ | Gradient norm | before clipping
 mfu | MFU | share | throughput/mfu | MFU {:share} | mfu | Model FLOPs utilisation |\
  % of the device's peak
 gpu_mem_mb | memory allocated on the GPU | mb | | GPU mem {:gb} | | | MB
@@ -231,7 +233,7 @@ power_w | power_w | rate | power | power | Power of each device | W
 """,
     role="other",
 )
-"""Fields of the samples of each rank's device; trackers get their means between two `train` lines."""
+"""Fields of the samples of each rank's device; trackers get means between two `train` lines."""
 
 PHASES = _table(
     "name words",
@@ -265,58 +267,61 @@ samples | samples_trained
 """Fields of the `summary` line with another name in the trackers, which get all of them."""
 
 RUN = _table(
-    "name kind heading principal headline gpu",
+    "name kind source heading principal headline gpu",
     """
-state | | State | yes
-steps | count | Steps | yes
-epochs | amount | Epochs
-tokens | count | Tokens | yes | Tokens
-label_tokens | count | Tokens that count in the loss
-samples | count | Samples
-parameters | count | Parameters
-trainable | | Trainable parameters
-network | | Network
-world | count | Ranks
-train_loss | loss | Final training loss | yes | Training loss
-train_loss_mean | loss | Training loss, mean of all steps of the run
-eval_loss | loss | Final evaluation loss | yes | Validation loss
-full_eval_loss | loss | Final evaluation loss, all validation data | | Validation loss, all data
-eval_perplexity | loss | Final perplexity
-best_eval_loss | loss | Best evaluation loss | yes | Best validation loss
-best_eval_step | count | Step of the best evaluation
-eval_bits_per_byte | loss | Final bits per byte
-best_bits_per_byte | loss | Best bits per byte | yes
-best_measure | | Best checkpoint by | yes
-best_score | score | Best score of that measure | yes | Best score
-best_score_step | count | Step of that score
-train_samples_per_s | rate | Training speed (samples/s)
-samples_per_s_whole_run | rate | Training speed of the whole run, evaluations and saves included\
- (samples/s)
-train_tokens_per_s | rate | Training speed (tokens/s) | yes | Tokens per second
-train_steps_per_s | rate | Training speed (steps/s)
-eval_samples_per_s | rate | Evaluation speed (samples/s)
-steps_per_epoch | amount | Steps per epoch
-mem_alloc_mb | mb | Memory allocated per rank, mean (MB) | | | GPU
-mem_reserved_mb | mb | Memory reserved per rank, mean (MB) | | | GPU
-driver_mem_mb | mb | Memory in use by the driver's count, per device, mean (MB) | | | GPU
-peak_mem_mb | mb | Peak memory, fullest rank (MB) | yes
-device_mem_mb | mb | Memory of the device (MB)
-rss_mb | mb | Resident memory per rank, mean (MB)
-util_pct | rate | Device utilisation while training, mean (%) | yes
-util_std_pct | rate | Device utilisation while training, deviation (%)
-mfu | share | Model FLOPs utilisation | yes | MFU
-goodput | share | Goodput | yes | Goodput
-runtime_s | duration | Runtime | yes | Runtime
-startup_s | rate | Start-up (s): from the process's start to its first evaluation or step
-predicted_s | duration | Time to finish, predicted after 5 % of the steps
-actual_s | duration | Time it took, without repeated steps and restarts
-device_hours | hours | Device-hours | yes | Device-hours
-starts | count | Starts
-ended_early | | Ended early
-changed | | Settings changed
+state | | | State | yes
+steps | count | | Steps | yes
+epochs | amount | train.epoch | Epochs
+tokens | count | summary.tokens train.tokens | Tokens | yes | Tokens
+label_tokens | count | summary.label_tokens train.label_tokens | Tokens that count in the loss
+samples | count | summary.samples train.samples | Samples
+parameters | count | summary.parameters start.parameters | Parameters
+trainable | | | Trainable parameters
+network | | | Network
+world | count | summary.world start.world | Ranks
+train_loss | loss | train.loss | Final training loss | yes | Training loss
+train_loss_mean | loss | summary.train_loss_mean | Training loss, mean of all steps of the run
+eval_loss | loss | eval.loss | Final evaluation loss | yes | Validation loss
+full_eval_loss | loss | eval.full_loss | Final evaluation loss, all validation data\
+ | | Validation loss, all data
+eval_perplexity | loss | eval.perplexity | Final perplexity
+best_eval_loss | loss | | Best evaluation loss | yes | Best validation loss
+best_eval_step | count | | Step of the best evaluation
+eval_bits_per_byte | loss | eval.bits_per_byte | Final bits per byte
+best_bits_per_byte | loss | | Best bits per byte | yes
+best_measure | | | Best checkpoint by | yes
+best_score | score | | Best score of that measure | yes | Best score
+best_score_step | count | | Step of that score
+train_samples_per_s | rate | | Training speed (samples/s)
+samples_per_s_whole_run | rate | summary.samples_per_s_whole_run |\
+ Training speed of the whole run, evaluations and saves included (samples/s)
+train_tokens_per_s | rate | | Training speed (tokens/s) | yes | Tokens per second
+train_steps_per_s | rate | | Training speed (steps/s)
+eval_samples_per_s | rate | | Evaluation speed (samples/s)
+steps_per_epoch | amount | | Steps per epoch
+mem_alloc_mb | mb | device.mem_alloc_mb | Memory allocated per rank, mean (MB) | | | GPU
+mem_reserved_mb | mb | device.mem_reserved_mb | Memory reserved per rank, mean (MB) | | | GPU
+driver_mem_mb | mb | device.mem_used_mb |\
+ Memory in use by the driver's count, per device, mean (MB) | | | GPU
+peak_mem_mb | mb | | Peak memory, fullest rank (MB) | yes
+device_mem_mb | mb | | Memory of the device (MB)
+rss_mb | mb | device.rss_mb | Resident memory per rank, mean (MB)
+util_pct | rate | device.util_pct | Device utilisation while training, mean (%) | yes
+util_std_pct | rate | | Device utilisation while training, deviation (%)
+mfu | share | | Model FLOPs utilisation | yes | MFU
+goodput | share | | Goodput | yes | Goodput
+runtime_s | duration | | Runtime | yes | Runtime
+startup_s | rate | first_step.startup_s |\
+ Start-up (s): from the process's start to its first evaluation or step
+predicted_s | duration | | Time to finish, predicted after 5 % of the steps
+actual_s | duration | | Time it took, without repeated steps and restarts
+device_hours | hours | | Device-hours | yes | Device-hours
+starts | count | | Starts
+ended_early | | finished.reason | Ended early
+changed | | | Settings changed
 """,
 )
-"""Numbers of a whole run by the name in CSV; `reports.view` computes them."""
+"""Numbers of a whole run by the name in CSV; `reports.view` computes those without a source."""
 
 EPOCH_LOSS = "eval_loss_epoch_"  # and the number of the epoch: the loss at its end
 
@@ -328,7 +333,7 @@ batch_per_device | amount | batch/rank | Samples of a rank in a step | samples p
  | | shape
 global_batch | count | batch | Samples of a step | samples in a step | | shape
 parameters | count | parameters | Parameters | parameters of the model | | shape
-flops_per_device | giga | GFLOP/rank | GFLOP of a rank in a step | FLOPs per rank in a step | | shape
+flops_per_device | giga | GFLOP/rank | GFLOP of a rank in a step | FLOPs per rank and step | | shape
 step_ms | rate | step ms | Step (ms) | time of a step after the warm-up: the windows' median
 samples_per_s | rate | samples/s | Samples/s | samples in a step over its time
 steps_per_s | hours | steps/s | Steps/s | steps a second, after the warm-up | | strategies
@@ -342,16 +347,17 @@ pareto | | pareto | Pareto front | whether no setup is both faster and smaller i
 recommended | | best | Recommended | whether it is the recommended setup | | strategies
 tokens_per_s_per_device | count | tok/s/rank | Tokens/s of a rank | tokens a second per rank
 mfu | share | MFU | MFU | model FLOPs utilisation
-speedup | hours | speed-up | Speed-up | throughput over the baseline's; weak: efficiency times N / N0\
- | | compared
-efficiency | share | eff. | Efficiency | strong, fixed-data: T(N0) N0 / (T(N) N); weak: T(N0) / T(N)\
- | | compared
+speedup | hours | speed-up | Speed-up\
+ | throughput over the baseline's; weak: efficiency times N / N0 | | compared
+efficiency | share | eff. | Efficiency\
+ | strong, fixed-data: T(N0) N0 / (T(N) N); weak: T(N0) / T(N) | | compared
 serial_fraction | hours | serial | Serial fraction | Karp-Flatt, with p = N / N0 | | compared
 ratio | share | runtime÷ | Runtime ÷ baseline's | this runtime over the baseline's | | compared
 compute_ms | rate | compute | Computing (ms) | in a step: the probe's passes and update\
  | computing | part
-exposed_ms | rate | comm. | Communication exposed (ms) | in a step: not hidden | communication | part
-data_ms | rate | data | Waiting for data (ms) | in a step: waiting for data | waiting for data | part
+exposed_ms | rate | comm. | Communication exposed (ms) | in a step: not hidden\
+ | communication | part
+data_ms | rate | data | Waiting for data (ms) | in a step | waiting for data | part
 host_ms | rate | host | Host (ms) | in a step: the rest | the host | part
 predicted_ms | rate | predicted | Predicted step (ms) | from the machine's measured rates
 predicted_error | share | error | Prediction's error | predicted over measured time, less 1\
@@ -379,7 +385,7 @@ strategies, and `compared` ones for other studies; the `part`s of a step sum to 
 STEP_PARTS = tuple(name for name, measure in SETUP.items() if measure.role == "part")
 
 PUBLISHED = _table(
-    "name kind source factor gpu",
+    "name kind of factor gpu",
     """
 gpus | count | world | 1
 gpu_hours | hours | device_hours | 1 | GPU
@@ -396,8 +402,12 @@ ratio_pct | rate | ratio | 100
 
 def of_run() -> dict[str, Measure]:
     """The measures of a whole run: RUN, and the last values of `train` fields with `results`."""
-    last = (m for m in TRAIN.values() if m.results)
-    return RUN | {m.name: Measure(m.name, m.results, m.kind, principal=m.principal) for m in last}
+    last = {
+        m.name: Measure(m.name, m.results, m.kind, source=f"train.{m.name}", principal=m.principal)
+        for m in TRAIN.values()
+        if m.results
+    }
+    return RUN | last
 
 
 def of_result(name: str) -> Measure:
