@@ -302,23 +302,23 @@ def test_one_rule_for_divergence(first, last, answer):
     assert diverged(first, last) == answer
 
 
-def test_winner_and_halving_go_by_the_measure_of_checkpoint_best(tmp_path):
-    """The best F1 wins, though its loss is the worst."""
+@pytest.mark.parametrize(("lower", "winner"), [([], 1), (["f1"], 0)])
+def test_winner_and_halving_go_by_the_measure_of_checkpoint_best(tmp_path, lower, winner):
+    """The best F1 wins, though its loss is the worst; a suite can declare that less is better."""
     pytest.importorskip("optuna")
     recipe = Recipe.load("gpt-squad", ["checkpoint.best=squad.f1"])
     study = Study.create(recipe, ["optim.lr=1e-2,1e-3,1e-4"], tmp_path / "f1")
     for number, (loss, f1) in enumerate([(1.0, 20.0), (3.0, 80.0), (2.0, 40.0)]):
         run, line = study.run_of(study.cells[number]), {"kind": "eval", "step": 9}
-        scores = line | {"suite": "loss", "loss": loss}, line | {"suite": "squad", "f1": f1}
+        own = {"suite": "squad", "f1": f1, "lower": lower}
+        scores = line | {"suite": "loss", "loss": loss}, line | own
         write_ledger(run, *scores, {"kind": "event", "event": "finished", "step": 9})
     best = study.winners().groups[0]
-    assert (best.assignment, best.median, study.results()[1].best_loss) == (
-        {"optim.lr": 1e-3},
-        80.0,
-        3.0,
-    )
+    assert best.assignment == study.cells[winner].assignment
+    assert (best.median, study.results()[1].best_loss) == ([20.0, 80.0][winner], 3.0)
     halving = Halving(study)
-    assert [bool(halving.prune(result)) for result in study.results()] == [False, False, True]
+    pruned = [bool(halving.prune(result)) for result in study.results()]
+    assert pruned == [False, bool(lower), True]
 
 
 def test_speed_is_work_divided_by_time(study):

@@ -116,11 +116,11 @@ def show_winners(progress: Progress, study: Study, world: int) -> None:
             spread = f"{low:.4f} to {high:.4f} over {group.seeds}"
             progress.notify(f"{group.label}: median {group.median:.4f}, {spread}")
     winners, remark = study.winners()
-    for best in winners:
-        over = f", median of {best.seeds}" if best.seeds else ""
-        score = f"{title_of(study.measure)} {best.median:.4f}{over}"
-        progress.notify(f"best: {best.label} ({score})")
-        for line in filter(None, study.winner_command(best.assignment, world)):
+    for group in winners:
+        over = f", median of {group.seeds}" if group.seeds else ""
+        score = f"{title_of(study.measure)} {group.median:.4f}{over}"
+        progress.notify(f"best: {group.label} ({score})")
+        for line in filter(None, study.winner_command(group.assignment, world)):
             progress.notify(f"  {line}")
     if remark:
         progress.console.print(remark)

@@ -41,61 +41,42 @@ SMALL_WIDTH = 768
 
 @dataclass(frozen=True)
 class Plan:
-    """Numbers of a run before it begins, or of its remaining steps.
-
-    Attributes:
-        state: of a run that has begun; else empty.
-        tokens_per_step: over all ranks, without padding.
-        taken_as_full: whether the plan ignores padding because its amount is unknown.
-        schedule_steps: steps of the learning rate schedule, if they differ from the run's.
-        flops: of the whole run, padding included.
-        memory: a row for each layout, the fastest first.
-        recommended: settings of the first layout that fits.
-        advice: the reason for them, or a remedy if nothing fits.
-        checkpoints: the most on disk at a time.
-        tokens_bytes: bytes of the token shards, if `data.max_tokens` gives their number.
-        seconds, device_hours: from now to the end.
-        not_counted: future milestones without a measured time.
-        evaluations: of the loss, and their share of the work.
-        optimizer: `optim.kind`.
-        export: why an export needs the model's code; empty if it does not.
-        unknown: the reason for each None.
-    """
+    """Numbers of a run before it begins, or of its remaining steps."""
 
     recipe: str
     config_hash: str
     run_dir: str
-    state: str
+    state: str  # of a run that has begun; else empty
     world: int
     device: Device
     precision: str
     size: Size
     steps: int | None
     done: int
-    tokens_per_step: float
+    tokens_per_step: float  # over all ranks, without padding
     padded_tokens_per_step: int
-    taken_as_full: bool
+    taken_as_full: bool  # whether the plan ignores padding because its amount is unknown
     tokens: int | None
     epochs: float | None
-    schedule_steps: int | None = None
+    schedule_steps: int | None = None  # of the learning rate schedule, if not the run's steps
     optimal_tokens: int | None = None
     optimal_steps: int | None = None
-    flops: int | None = None
-    memory: list[MemoryRow] = field(default_factory=list)
-    recommended: dict[str, str | int | bool] = field(default_factory=dict)
-    advice: str = ""
-    checkpoints: int | None = None
-    tokens_bytes: int | None = None
+    flops: int | None = None  # of the whole run, padding included
+    memory: list[MemoryRow] = field(default_factory=list)  # the fastest layout first
+    recommended: dict[str, str | int | bool] = field(default_factory=dict)  # a layout that fits
+    advice: str = ""  # the reason for it, or a remedy if nothing fits
+    checkpoints: int | None = None  # the most on disk at a time
+    tokens_bytes: int | None = None  # of the shards, if `data.max_tokens` gives their number
     speed: Speed | None = None
     seconds_per_step: float | None = None
-    seconds: float | None = None
+    seconds: float | None = None  # from now to the end
     device_hours: float | None = None
-    not_counted: list[str] = field(default_factory=list)
+    not_counted: list[str] = field(default_factory=list)  # milestones without a measured time
     milestones: list[MilestoneRow] = field(default_factory=list)
-    evaluations: Evaluations | None = None
-    optimizer: str = ""
-    export: str = ""
-    unknown: dict[str, str] = field(default_factory=dict)
+    evaluations: Evaluations | None = None  # of the loss, and their share of the work
+    optimizer: str = ""  # `optim.kind`
+    export: str = ""  # why an export needs the model's code; empty if it does not
+    unknown: dict[str, str] = field(default_factory=dict)  # the reason for each None
 
     def __repr__(self) -> str:
         """The tables of `windlass plan`."""
@@ -174,8 +155,8 @@ def assumed_speed(subject: Subject, mfu: float) -> Speed | None:
     # Padding is computed, too.
     tokens = min(model.context, subject.tokens_per_sample or model.context)
     if tokens < model.context:
-        places = f"{100 * tokens / model.context:.0f} % of the places are tokens"
-        detail += f"; {places}, the rest padding"
+        share = 100 * tokens / model.context
+        detail += f"; {share:.0f} % of the places are tokens, the rest padding"
     if model.kind == "gpt" and model.width < SMALL_WIDTH:
         small = f"matrices of width {model.width} hardly fill such a device"
         detail += f"; {small}, so take it for a bound"
@@ -221,10 +202,10 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         seconds_per_step=tokens_per_step / speed.tokens_per_s if speed else None,
         unknown=unknown,
     )
-    plan = with_memory(plan, subject)
-    if steps is None:
-        return plan
-    return with_milestones(plan, recipe, Horizon(steps, samples, batch), subject.val_samples)
+    parts = memory_parts(plan, subject)
+    if steps is not None:
+        parts |= calendar(plan, recipe, Horizon(steps, samples, batch), subject.val_samples)
+    return replace(plan, **parts)
 
 
 def reasons(subject: Subject, speed: Speed | None) -> dict[str, str]:
@@ -245,44 +226,41 @@ def reasons(subject: Subject, speed: Speed | None) -> dict[str, str]:
     return unknown
 
 
-def with_memory(plan: Plan, subject: Subject) -> Plan:
-    """The plan with memory, compute-optimal length and FLOPs, if the model's size is known."""
+def memory_parts(plan: Plan, subject: Subject) -> dict[str, Any]:
+    """Memory, compute-optimal length and FLOPs; empty if the model's size is unknown."""
     recipe, size, device = subject.recipe, subject.size, subject.device
     if not size.parameters or not size.flops_per_token:
-        return plan
+        return {}
     layout = layout_of(recipe, subject.world, device.kind, subject.precision)
     layout = replace(layout, workspace=device.workspace_bytes)
     model, vocab = subject.counted or recipe.model, size.vocab or 0
     rows = memory_rows(model, vocab, recipe.optim.kind, layout, device.usable_bytes)
     settings, advice = recommend(rows, recipe.train.micro_batch)
     per_step = size.flops_per_token * plan.padded_tokens_per_step
-    return replace(
-        plan,
-        memory=rows,
-        recommended=settings,
-        advice=advice,
-        optimal_tokens=optimal_tokens(size.parameters, recipe.train.tokens_per_parameter),
-        optimal_steps=optimal_steps(recipe, size.parameters, subject.tokens_per_sample),
-        flops=None if plan.steps is None else per_step * plan.steps,
-    )
+    return {
+        "memory": rows,
+        "recommended": settings,
+        "advice": advice,
+        "optimal_tokens": optimal_tokens(size.parameters, recipe.train.tokens_per_parameter),
+        "optimal_steps": optimal_steps(recipe, size.parameters, subject.tokens_per_sample),
+        "flops": None if plan.steps is None else per_step * plan.steps,
+    }
 
 
-def with_milestones(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> Plan:
-    """The plan of a run of known length with its milestones, and with the time to its end if the
-    speed is known."""
+def calendar(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> dict[str, Any]:
+    """Milestones of a run of known length, and the time to its end if the speed is known."""
     costs = plan.speed.costs if plan.speed else {}
     every = milestones(recipe, horizon, val_samples)
     rows = milestone_rows(every, plan.done, plan.seconds_per_step, costs)
     schedule_steps = schedule_horizon(recipe.optim.schedule, horizon).steps
-    plan = replace(
-        plan,
-        milestones=rows,
-        checkpoints=checkpoints_to_come(recipe, horizon),
-        schedule_steps=schedule_steps if schedule_steps != horizon.steps else None,
-        evaluations=evaluations(recipe, horizon, val_samples),
-    )
-    if plan.speed is None or (seconds := rows[-1].last_seconds if rows else 0.0) is None:
-        return plan
-    missing = [m.what for m in rows if m.what in TIMED and m.what not in costs]
-    hours = seconds * plan.world / 3600
-    return replace(plan, seconds=seconds, device_hours=hours, not_counted=missing)
+    parts = {
+        "milestones": rows,
+        "checkpoints": checkpoints_to_come(recipe, horizon),
+        "schedule_steps": schedule_steps if schedule_steps != horizon.steps else None,
+        "evaluations": evaluations(recipe, horizon, val_samples),
+    }
+    seconds = rows[-1].last_seconds if rows else 0.0
+    if plan.speed is not None and seconds is not None:
+        parts |= {"seconds": seconds, "device_hours": seconds * plan.world / 3600}
+        parts["not_counted"] = [m.what for m in rows if m.what in TIMED and m.what not in costs]
+    return parts

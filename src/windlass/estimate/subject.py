@@ -23,56 +23,37 @@ from windlass.telemetry.timing import peak_flops
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a model; None without the vocabulary or a Hugging Face model's configuration.
-
-    Attributes:
-        non_embedding: parameters in blocks and norms; None for a Hugging Face model.
-        flops_per_token: with attention over the whole context; 6 N for a Hugging Face model.
-        network: architecture, layers, heads and width of a Hugging Face model.
-    """
+    """The size of a model; None without the vocabulary or a Hugging Face model's configuration."""
 
     vocab: int | None = None
     parameters: int | None = None
     trained: int | None = None
-    non_embedding: int | None = None
+    non_embedding: int | None = None  # in blocks and norms; None for a Hugging Face model
     parts: dict[str, int] = field(default_factory=dict)
-    flops_per_token: int | None = None
+    flops_per_token: int | None = None  # with attention, but 6 N for a Hugging Face model
     checkpoint_bytes: int | None = None
     network: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The inputs of a plan.
-
-    Attributes:
-        precision: with `auto` resolved.
-        vocab: rows of the embedding, if the recipe leaves them to the tokenizer.
-        samples_per_epoch: 0 if it is unknown.
-        tokens_per_sample: the average without padding; None if it is unknown.
-        val_samples: samples of the validation set; 0 if there is none, or if it is unknown.
-        reason: why these four are unknown.
-        done: steps done.
-        steps: steps of a run that has begun.
-        counted: sizes of a Hugging Face model, or of a GPT with `freeze`, by a count.
-        hf_reason: why the count failed.
-        activations_reason: why the activations could not be measured.
-    """
+    """The inputs of a plan."""
 
     recipe: Recipe
     world: int
     device: Device
-    precision: str
-    vocab: int | None = None
-    samples_per_epoch: int = 0
-    tokens_per_sample: float | None = None
-    val_samples: int = 0
-    reason: str = "unknown until the data is prepared"
-    done: int = 0
-    steps: int | None = None
+    precision: str  # with `auto` resolved
+    vocab: int | None = None  # rows of the embedding, if the recipe leaves them to the tokenizer
+    samples_per_epoch: int = 0  # 0: unknown
+    tokens_per_sample: float | None = None  # the average without padding; None: unknown
+    val_samples: int = 0  # of the validation set; 0: none, or unknown
+    reason: str = "unknown until the data is prepared"  # why these four are unknown
+    done: int = 0  # steps
+    steps: int | None = None  # of a run that has begun
+    # Counted sizes of a Hugging Face model, or of a GPT with `freeze`.
     counted: CountedSizes | None = None
-    hf_reason: str = ""
-    activations_reason: str = ""
+    hf_reason: str = ""  # why the count failed
+    activations_reason: str = ""  # why the activations could not be measured
 
     @property
     def size(self) -> Size:
@@ -146,8 +127,7 @@ def subject_of(
 
 
 def with_counted_sizes(subject: Subject) -> Subject:
-    """The subject with sizes by a count of parameters, for a Hugging Face model or
-    `model.freeze`."""
+    """The subject with counted parameters, for a Hugging Face model or `model.freeze`."""
     recipe, model = subject.recipe, subject.recipe.model
     vocab = 0 if model.kind == "hf" else model.vocab or subject.vocab or recipe_vocab(recipe) or 0
     if model.kind == "gpt" and not (model.freeze and vocab):
@@ -166,8 +146,7 @@ def with_counted_sizes(subject: Subject) -> Subject:
 
 
 def with_activations(subject: Subject) -> Subject:
-    """The subject with activations of counted sizes, measured by a pass with fake tensors in a few
-    seconds."""
+    """The subject with the activations of counted sizes, by a pass with fake tensors (seconds)."""
     recipe, own = subject.recipe, subject.counted
     if own is None:
         return subject
@@ -182,8 +161,7 @@ def with_activations(subject: Subject) -> Subject:
 
 
 def with_prepared_data(subject: Subject) -> Subject:
-    """The subject with vocabulary and samples of the prepared data, or with the reason why they are
-    missing."""
+    """The subject with vocabulary and samples of the prepared data, or why they are missing."""
     from windlass.data.prepare import find_prepared, open_samples
     from windlass.data.samples import real_tokens
 

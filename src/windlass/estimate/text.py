@@ -93,8 +93,7 @@ def _length(plan: Any) -> str:
 
 
 def _print_memory(plan: Any, console: Console) -> None:
-    """The memory of a rank by strategy and activation checkpointing, and the recommended
-    settings."""
+    """The memory of a rank by strategy and checkpointing, and the recommended settings."""
     rows, usable, first = plan.memory, plan.device.usable_bytes, plan.memory[0].layout
     most, ours = max(row.memory.total for row in rows), plan.size.non_embedding is not None
     measured = rows[0].memory.at == "measured"

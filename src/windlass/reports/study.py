@@ -22,11 +22,10 @@ from windlass.reports.tables import measure_column
 from windlass.reports.text import numeric, show
 from windlass.reports.view import RunView, view
 from windlass.study.compare import BITS
-from windlass.study.grid import SEED, short_names
-from windlass.study.grid import label as label_of
+from windlass.study.grid import SEED, label_of, short_names
 from windlass.study.results import CellResult, SeedGroup
 from windlass.study.study import Study
-from windlass.telemetry.measures import lower_is_better, title_of
+from windlass.telemetry.measures import title_of
 from windlass.variables import scrub
 
 
@@ -208,7 +207,7 @@ def heat_map(seen: StudyView) -> Chart:
         place = rows.index(group.assignment[row_key]), columns.index(group.assignment[column_key])
         table[place] = math.nan if group.median is None else group.median
     low, high = np.nanmin(table), np.nanmax(table)
-    far = (table - low if lower_is_better(seen.study.measure) else high - table) / (high - low or 1)
+    far = (table - low if any(r.lower for r in seen.results) else high - table) / (high - low or 1)
     # by the logarithm of the distance, because one very bad cell must not hide other differences
     shades = 1 - np.log1p(9 * far) / np.log(10)
     names = short_names(seen.study.keys)

@@ -63,12 +63,12 @@ class Cell:
         other = {k: assignment[k] for k in outside if assignment[k] != usual.get(k)}
         text = json.dumps([recipe.config_hash, other])
         key = hashlib.sha256(text.encode()).hexdigest()[:12] if other else recipe.config_hash
-        words = re.sub(r"[^A-Za-z0-9.=+-]+", "-", label(scrub(assignment))).strip("-")[:80]
+        words = re.sub(r"[^A-Za-z0-9.=+-]+", "-", label_of(scrub(assignment))).strip("-")[:80]
         return Cell(assignment, recipe, key, directory or f"runs/{words}-{key[:8]}")
 
     @property
     def label(self) -> str:
-        return label(self.assignment)
+        return label_of(self.assignment)
 
     @property
     def overrides(self) -> list[str]:
@@ -89,7 +89,7 @@ class Cell:
         return int(self.assignment.get(REPEAT, 1))
 
 
-def label(assignment: Assignment, names: Mapping[str, str] | None = None) -> str:
+def label_of(assignment: Assignment, names: Mapping[str, str] | None = None) -> str:
     """An assignment on one line, by `short_names` or the given names: `lr=0.001 kind=wsd`."""
     names = names or short_names(assignment)
     texts = ((names[k], f"{v:g}" if isinstance(v, float) else v) for k, v in assignment.items())

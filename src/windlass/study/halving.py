@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from windlass.study.results import CellResult, Evaluation
 from windlass.study.study import Study
-from windlass.telemetry.measures import lower_is_better
 
 
 class Halving:
@@ -20,8 +19,7 @@ class Halving:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)
-        direction = "minimize" if lower_is_better(study.measure) else "maximize"
-        trials = optuna.create_study(direction=direction, pruner=pruner)
+        trials = optuna.create_study(direction="minimize", pruner=pruner)
         self._trials = {cell.key: trials.ask() for cell in study.cells}
         self._reported = dict.fromkeys(self._trials, 0)
         self._reasons: dict[str, str] = {}
@@ -38,7 +36,8 @@ class Halving:
     def _report(self, result: CellResult, evaluation: Evaluation) -> None:
         key = result.cell.key
         rung = self._reported[key] = self._reported[key] + 1
-        self._trials[key].report(evaluation.score, rung)
+        sign = 1 if result.lower else -1
+        self._trials[key].report(sign * evaluation.score, rung)
         if self._trials[key].should_prune() and key not in self._reasons:
             score = f"{result.measure} {evaluation.score:.4f} at step {evaluation.step}"
             self._reasons[key] = f"not in the better half after evaluation {rung} ({score})"

@@ -6,7 +6,7 @@ ranks on it, so that they contend for cores and memory like the cell's ranks. On
 which all of them train count (`setups._probe`). `probe.json` says how the probe ended.
 
 torch's profiler would save these runs. But with two gloo ranks its exposed communication (32, 19
-and 33 ms in three trials) was about half of the time that a step lost to it (64, 23 and 40 ms),
+and 33 ms in three trials) was 0.5 to 0.83 of the time that a step lost to it (64, 23 and 40 ms),
 because the communication that overlaps computing takes cores from it.
 
 `machine.json` has the measurements of `windlass check`, by `<hosts>x<all ranks>`.
@@ -31,10 +31,8 @@ from windlass.study.grid import Cell
 from windlass.study.process import STOP_SIGNALS, CellProcess
 from windlass.study.study import Study
 
-STEPS, WINDOWS = (
-    10,
-    4,
-)  # of a probe after its warm-up, at least; a window lies between `train` lines
+# Of a probe after its warm-up, at least; a window lies between `train` lines.
+STEPS, WINDOWS = 10, 4
 MOST_EVERY = 5  # steps of a window, at most
 ENDLESS = 10**6  # steps: the probe is killed before its end
 TINY_LR = 1e-9  # keeps the loss finite without a schedule

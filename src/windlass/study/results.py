@@ -10,18 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windlass.checkpoint.retention import (
-    LOSS,
-    comparable,
-    scores_by_step,
-)
+from windlass.checkpoint.retention import LOSS, comparable, scores_by_step
 from windlass.errors import UserError
 from windlass.estimate.optimum import resolve_steps
 from windlass.recipe import NON_SEMANTIC
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.compare import BITS, Evaluated, common_measure, evaluated
-from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label
-from windlass.telemetry.measures import lower_is_better
+from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label_of
 from windlass.telemetry.timing import throughput
 
 RECENT = 10  # logged steps from which the time left is computed
@@ -71,6 +66,7 @@ class CellResult:
     eval_loss: float | None = None
     best_loss: float | None = None
     score: float | None = None  # the best value of `measure`, step 0 included
+    lower: bool = False  # whether less of it is better, by its declaration or by the run's suite
     evaluations: tuple[Evaluation, ...] = ()
     evaluated: Evaluated | None = None  # the data and tokenizer of the loss
     tokens: int = 0
@@ -91,7 +87,8 @@ class CellResult:
 
     def row(self) -> dict[str, Any]:
         """The cell's settings and results as plain values, for a table or JSON."""
-        left_out = ("cell", "run", "measure", "last_step", "first_loss", "evaluations", "evaluated")
+        left_out = {"cell", "run", "measure", "last_step", "first_loss", "lower"}
+        left_out |= {"evaluations", "evaluated"}
         values = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**self.cell.assignment, **values, "run": str(self.run.path)}
 
@@ -176,6 +173,7 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
         "eval_loss": losses[-1] if losses else None,
         "best_loss": min(scores_by_step(lines, LOSS).values(), default=None),
         "score": None if top is None else scores[top],
+        "lower": scores.lower,
         "evaluations": tuple(
             Evaluation(str(x.get("time", "")), x["step"], x[name or suite]) for x in scored
         ),
@@ -202,7 +200,7 @@ class SeedGroup:
 
     @property
     def label(self) -> str:
-        return label(self.assignment) or "the recipe"
+        return label_of(self.assignment) or "the recipe"
 
     @property
     def seeds(self) -> str:
@@ -256,7 +254,7 @@ def find_winners(
     for group in seed_groups(results):
         place = {key: value for key, value in group.assignment.items() if key not in choices}
         rivals.setdefault(repr(place), []).append(group)
-    sign, winners, fewer = 1 if lower_is_better(measure) else -1, [], list[str]()
+    sign, winners, fewer = 1 if any(r.lower for r in results) else -1, [], list[str]()
     for groups in rivals.values():
         scored = [group for group in groups if group.scores] if len(groups) > 1 else []
         if not scored:

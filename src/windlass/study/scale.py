@@ -15,7 +15,6 @@ from typing import Any
 
 from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument, did_you_mean
-from windlass.estimate.optimum import resolve_steps
 from windlass.estimate.plan import assemble
 from windlass.estimate.subject import subject_of
 from windlass.processes import usable_cores, visible_gpus
@@ -127,10 +126,8 @@ def create_study(
         recipe = recipe.replace({"telemetry.every": every})
         study = Study.create(recipe, listed, path, scaling=scaling, write=write)
     elif before is None or before.scaling is None:
-        example = argument("worlds", [1, 2, 4])
-        raise UserError(
-            f"{example}: give numbers of ranks to compare; the smallest is the baseline"
-        )
+        ranks = "give numbers of ranks to compare; the smallest is the baseline"
+        raise UserError(f"{argument('worlds', [1, 2, 4])}: {ranks}")
     elif scaling == before.scaling:
         study = before
     else:
@@ -157,8 +154,7 @@ def scaling_of(before: Scaling | None, options: dict[str, Any], preset: str) -> 
         words = argument("mode", " ".join(filter(None, (before.mode, before.grow))))
         raise UserError(f"the existing study has {words}: give another {argument('path', 'DIR')}")
     if len({n for n in project if n > 0}) != len(project):
-        given_ranks = argument("project", list(project))
-        raise UserError(f"{given_ranks}: write different numbers of ranks")
+        raise UserError(f"{argument('project', list(project))}: write different numbers of ranks")
     return replace(before or Scaling(mode, preset=preset), **given)
 
 
@@ -254,17 +250,15 @@ def strategies(
     """The valid combinations of strategy, offload, activation checkpointing and precision."""
     several = [strategy.name for strategy in STRATEGIES.values() if strategy.distributed]
     kinds = several if world > 1 else ["single", "shard_grad_op", "full_shard"]
-    divisors = [n for n in range(1, world) if world % n == 0]
-    group = world // nodes if nodes > 1 else max(divisors, default=1)
+    group = world // nodes if nodes > 1 else STRATEGIES["hybrid_shard"].sizes(world).dp_shard
     size = recipe.parallel.shard_size
     if not 1 < (size or group) < world:  # it would be ddp or full_shard
         kinds = [name for name in kinds if name != "hybrid_shard"]
     checkpointing = recipe.parallel.activation_checkpointing
     modes = ("none", "full" if checkpointing == "none" else checkpointing)
     possible, problems = list[Assignment](), list[UserError]()
-    for precision, kind, offload, mode in itertools.product(
-        precisions or [""], kinds, (False, True), modes
-    ):
+    options = (precisions or [""], kinds, (False, True), modes)
+    for precision, kind, offload, mode in itertools.product(*options):
         one: Assignment = {"train.precision": precision} if precision else {}
         one |= {"parallel.strategy": kind, "parallel.offload": offload}
         one["parallel.activation_checkpointing"] = mode
@@ -283,14 +277,13 @@ def strategies(
 def fewest_steps(recipe: Recipe, listed: Sequence[Assignment]) -> int:
     """Steps of the shortest cell, 1 if they are unknown before the data is prepared."""
     steps = []
-    for one in listed:
-        if one.get(REPEAT, 1) == 1:
-            cell = Cell.of(recipe, one)
-            try:
-                steps.append(resolve_steps(cell.recipe))
-            except UserError:
-                subject = subject_of(cell.recipe, None, (), one[WORLD], "", None)
-                steps.append(assemble(subject, None).steps or 1)
+    for one in (one for one in listed if one.get(REPEAT, 1) == 1):
+        cell = Cell.of(recipe, one).recipe
+        if isinstance(cell.train.steps, int):
+            steps.append(cell.train.steps)
+        else:
+            subject = subject_of(cell, None, (), one[WORLD], "", None)
+            steps.append(assemble(subject, None).steps or 1)
     return min(steps)
 
 

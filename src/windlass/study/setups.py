@@ -27,6 +27,8 @@ from windlass.telemetry.timing import BEGINS, STEP_PHASES
 LOW_EFFICIENCY = 0.7  # a lower one gets a remark
 COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
 """Numbers that compare a setup with the baseline."""
+STATES = ("failed", "diverged", "pruned", "interrupted", "running", "waiting", "finished")
+"""Of several repeats, the setup has the state that comes first here."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Setup:
     name: str  # `1 host, 4 ranks`, or the settings that a study of strategies varies
     assignment: Assignment  # of its cells, without the repeat
     results: list[CellResult]  # one for each repeat
-    state: str  # of its cells; of several states the one furthest from finished
+    state: str  # of its cells, by STATES
     reason: str = ""
     values: dict[str, Any] = field(default_factory=dict)  # by a name of `measures.SETUP`
     # Lowest and highest over the repeats.
@@ -107,13 +109,25 @@ def _without_repeat(cell: Cell) -> Assignment:
 def _setup(study: Study, scaling: Scaling, results: list[CellResult]) -> Setup:
     """A setup with the medians of its repeats, not yet compared with other setups."""
     cell, done = results[0].cell, [r for r in results if r.state == "finished"]
-    order = ("failed", "diverged", "pruned", "interrupted", "running", "waiting", "finished")
-    worst = min(results, key=lambda r: order.index(r.state))
-    start = last_start(done[0].run.ledger()) if done else {}
-    measured = [run_numbers(r.run, scaling.warmup) for r in done]
-    names = dict.fromkeys(name for run in measured for name in run)
-    columns = {name: [run[name] for run in measured if name in run] for name in names}
-    values = _shape(cell, start) | {n: statistics.median(c) for n, c in columns.items()}
+    worst = min(results, key=lambda r: STATES.index(r.state))
+    start, model = last_start(done[0].run.ledger()) if done else {}, cell.recipe.model
+    world = int(start.get("world") or cell.world or cell.nodes)
+    batch = start.get("global_batch", cell.recipe.train.global_batch)
+    layers = (start.get("network") or {}).get("layers")
+    values: dict[str, Any] = {
+        "world": world,
+        "nodes": cell.nodes,
+        "global_batch": batch,
+        "batch_per_device": batch / world,
+        "layers": layers or (model.layers if model.kind == "gpt" else None),
+        "parameters": start.get("parameters"),
+    }
+    values = {name: value for name, value in values.items() if value is not None}
+    columns: dict[str, list[float]] = {}
+    for result in done:
+        for name, value in run_numbers(result.run, scaling.warmup).items():
+            columns.setdefault(name, []).append(value)
+    values |= {name: statistics.median(column) for name, column in columns.items()}
     setup = Setup(
         _name(study, scaling, cell, values),
         _without_repeat(cell),
@@ -127,34 +141,17 @@ def _setup(study: Study, scaling: Scaling, results: list[CellResult]) -> Setup:
     if 0 < len(done) < len(results):
         setup.remarks.append(f"{len(done)} of {len(results)} repeats have finished")
     if setup.measured:  # from the median step, so that they agree with it
-        steps_per_s = 1e3 / values["step_ms"]
-        values["steps_per_s"] = steps_per_s
-        values["samples_per_s"] = values["global_batch"] * steps_per_s
+        steps_per_s = values["steps_per_s"] = 1e3 / values["step_ms"]
+        values["samples_per_s"] = batch * steps_per_s
         values["tokens_per_s"] = values["tokens_per_step"] * steps_per_s
-        values["tokens_per_s_per_device"] = values["tokens_per_s"] / setup.world
-        tokens = values["padded_tokens_per_step"] / setup.world
+        values["tokens_per_s_per_device"] = values["tokens_per_s"] / world
+        tokens = values["padded_tokens_per_step"] / world
         values["flops_per_device"] = setup.work.flops_per_token * tokens
     return setup
 
 
-def _shape(cell: Cell, start: Line) -> dict[str, Any]:
-    """Ranks, hosts, layers, batch and parameters, as far as they are known before a run."""
-    model, world = cell.recipe.model, int(start.get("world") or cell.world or cell.nodes)
-    batch = start.get("global_batch", cell.recipe.train.global_batch)
-    layers = (start.get("network") or {}).get("layers")
-    shape = {
-        "world": world,
-        "nodes": cell.nodes,
-        "global_batch": batch,
-        "batch_per_device": batch / world,
-        "layers": layers or (model.layers if model.kind == "gpt" else None),
-        "parameters": start.get("parameters"),
-    }
-    return {name: value for name, value in shape.items() if value is not None}
-
-
 def _name(study: Study, scaling: Scaling, cell: Cell, values: Mapping[str, Any]) -> str:
-    """Hosts, ranks, and the settings that distinguish a setup from the others."""
+    """Hosts and ranks, or the settings that distinguish a setup from the others."""
     if scaling.mode != "strategies":
         hosts, ranks = values["nodes"], values["world"]
         text = f"{hosts} host{'s' * (hosts > 1)}, {ranks} rank{'s' * (ranks > 1)}"
@@ -201,12 +198,12 @@ def step_medians(lines: Sequence[Line]) -> dict[str, float]:
 def run_numbers(run: Run, warmup: int) -> dict[str, float]:
     """The numbers of a finished run: of its steps after the warm-up, and of its summary."""
     lines = run.ledger()
-    chosen = windows(lines, warmup)
-    values = step_medians(chosen)
-    if chosen:
+    measured = windows(lines, warmup)
+    values = step_medians(measured)
+    if measured:
         values["samples_per_s"] = last_start(lines)["global_batch"] / values["step_ms"] * 1e3
-        if all("mfu" in x for x in chosen):
-            values["mfu"] = statistics.median(x["mfu"] for x in chosen)
+        if all("mfu" in x for x in measured):
+            values["mfu"] = statistics.median(x["mfu"] for x in measured)
     summary = [x for x in lines if x["kind"] == "summary"][-1]
     names = ("train_loss_mean", "runtime_s", "samples_per_s_whole_run", "peak_mem_mb")
     whole: dict[str, Any] = {

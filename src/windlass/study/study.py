@@ -162,14 +162,12 @@ class Study:
         differ = {key: value for key, value in new.items() if value != old[key]}
         own = {k: v for k, v in differ.items() if k in self.keys or not k.startswith(NON_SEMANTIC)}
         recipe = self.recipe.replace(**{k: v for k, v in differ.items() if k not in own})
-        before = [cell.assignment for cell in self.cells]
-        given = with_seeds(before, [own | cell.assignment for cell in grid])
-        assignments = [*before, *given]
-        places = [*(cell.directory for cell in self.cells), *[""] * len(given)]
+        before = {cell.directory: cell.assignment for cell in self.cells}
+        given = with_seeds(list(before.values()), [own | cell.assignment for cell in grid])
         shared = recipe.flat() | ONE
-        keys = dict.fromkeys(key for one in assignments for key in one)
+        keys = dict.fromkeys(key for one in (*before.values(), *given) for key in one)
         cells: dict[str, Cell] = {}
-        for assignment, place in zip(assignments, places, strict=True):
+        for place, assignment in [*before.items(), *(("", one) for one in given)]:
             full = {key: assignment.get(key, shared.get(key)) for key in keys}
             cell = Cell.of(recipe, full, place)
             cells.setdefault(cell.key, cell)

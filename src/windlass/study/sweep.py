@@ -162,7 +162,7 @@ class Sweep:
         self.launch = self.launch or self.study.over_hosts
         on_cpu = all(cell.recipe.parallel.device == "cpu" for cell in self.cells)
         self.devices = [] if on_cpu else visible_gpus()
-        world = self._largest_world(self.cells)
+        world = max(cell.world or self.world for cell in self.cells)
         # The cells of a scaling study run one at a time, so that their times compare.
         asked = self.workers = 1 if self.study.scaling else min(self.workers, len(self.cells))
         if self.devices:
@@ -205,9 +205,6 @@ class Sweep:
         if self.lost:
             raise HostLost(self.lost)
 
-    def _largest_world(self, cells: Sequence[Cell]) -> int:
-        return max(cell.world or self.world for cell in cells)
-
     def _on_signal(self, number: int) -> None:
         if self.stopping and number == signal.SIGINT:  # a second Ctrl-C does not wait for saves
             for process in self.running:
@@ -219,7 +216,7 @@ class Sweep:
             if self.study.status(cell) in FAILED_STATES:
                 self.study.set_status(cell, "")
         queue = [cell for cell in cells if self.study.result(cell).state in self.open_states]
-        ranks = self.workers * self._largest_world(cells)
+        ranks = self.workers * max(cell.world or self.world for cell in cells)
         # A cell alone measures its best number of threads; a launch shares its hosts' cores.
         threads = thread_share(ranks) if ranks > 1 and not self.launch else 0
         while queue or self.running:
