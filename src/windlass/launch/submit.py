@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -34,182 +35,7 @@ SCRIPT, SNAPSHOT = "submit.sh", "submit.toml"
 WATCH_SECONDS = 5.0
 # what a scheduler says about a job that is over
 OVER = re.compile("invalid job|unknown job|has finished|is not found", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What a job asks for: hosts, ranks and GPUs of each (-1: the site's), the time limit, and how often it may restart."""
-
-    nodes: int = 1
-    per_host: int = 0  # ranks of a host; 0: one for each GPU, and one where there is none
-    gpus_per_node: int = -1
-    time: str = ""
-    max_restarts: int = 3
-    min_busbw: float = 0.0  # GB/s that `windlass check` has to measure first; 0: no check
-    max_size: str = ""  # the largest message of that check, as `windlass check --max-size` reads it
-
-    def check(self) -> list[str]:
-        """The options of `windlass check` that ask for the bandwidth."""
-        return [
-            "--min-busbw",
-            f"{self.min_busbw:g}",
-            *(["--max-size", self.max_size] if self.max_size else []),
-        ]
-
-
-def site_file() -> Path:
-    return (
-        Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-        / "windlass"
-        / "site.toml"
-    )
-
-
-def read_site(path: Path | None = None) -> Site:
-    """The site file; the defaults where there is none. UserError for a file that is not one."""
-    chosen = path or site_file()
-    if path is None and not chosen.is_file():
-        return Site()
-    try:
-        site = Site(**tomllib.loads(chosen.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"the site file {chosen} cannot be read: {error}") from None
-    except ValidationError as error:
-        wrong = [f"{chosen}:"]
-        for e in error.errors():
-            name, key = ".".join(map(str, e["loc"])), Site.model_fields.get(str(e["loc"][0]))
-            what = f"= {e['input']!r}: {e['msg']}. {key.description}" if key else "is no key of it"
-            wrong.append(f"  {name} {what}")
-        raise UserError(
-            "\n".join([*wrong, f"  Its keys are {', '.join(sorted(Site.model_fields))}"])
-        ) from None
-    if site.scheduler and site.scheduler not in SCHEDULERS:
-        raise UserError(
-            f"{chosen}: scheduler = {site.scheduler!r}: write one of {', '.join(SCHEDULERS)}"
-        )
-    if secret := [name for name in site.environment if SECRET_NAME.search(name)]:
-        raise UserError(
-            f"{chosen}: environment has {', '.join(secret)}, and a batch script is a file that others may read: leave it out; "
-            'SLURM passes the variables of the shell that submits (PBS: `directives = ["-V"]`), and W&B reads ~/.netrc'
-        )
-    return site
-
-
-def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
-    """The scheduler that is asked for, the site's, or the installed one; UserError if none is."""
-    installed = [name for name, one in SCHEDULERS.items() if shutil.which(one.SUBMIT)]
-    chosen = asked or site.scheduler or next(iter(installed), "")
-    if not chosen:
-        programs = ", ".join(f"{one.SUBMIT} ({one.TITLE})" for one in SCHEDULERS.values())
-        raise UserError(
-            f"this machine has none of {programs}: submit from a login node; --scheduler NAME "
-            "--dry-run prints the script"
-        )
-    if chosen not in SCHEDULERS:
-        raise UserError(f"--scheduler {chosen}: write {', '.join(SCHEDULERS)}")
-    one = SCHEDULERS[chosen]
-    if site.launcher and site.launcher not in one.LAUNCHERS:
-        raise UserError(
-            f"{one.TITLE} has no {site.launcher}: write launcher = {' or '.join(one.LAUNCHERS)} "
-            "in the site file"
-        )
-    if chosen not in installed and not dry_run:
-        raise UserError(
-            f"there is no {one.SUBMIT} here: submit from a login node, or look with --dry-run"
-        )
-    return chosen
-
-
-def make_job(
-    name: str,
-    command: Sequence[str],
-    recipes: Sequence[Recipe],
-    logs: Path,
-    site: Site,
-    asked: Resources,
-) -> Job:
-    """A job that asks for what training any of these recipes needs; UserError if the site does not have it."""
-    on_cpu = all(recipe.parallel.device == "cpu" for recipe in recipes)
-    gpus = 0 if on_cpu else asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
-    if not gpus and not on_cpu:
-        raise UserError(
-            f"how many GPUs has a node? Write --gpus-per-node N (or gpus_per_node in {site_file()}), or train on the CPU with "
-            "parallel.device=cpu"
-        )
-    if site.gpus_per_node and gpus > site.gpus_per_node:
-        raise UserError(
-            f"--gpus-per-node {gpus}: a node of this site has {site.gpus_per_node} (gpus_per_node)"
-        )
-    if asked.time and not re.fullmatch(TIME, asked.time):
-        raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
-    if asked.max_size and not asked.min_busbw:
-        raise UserError(
-            f"--max-size {asked.max_size}: it is the message of --min-busbw GB/S; give both"
-        )
-    ranks = asked.per_host or max(1, gpus)
-    memory = site.memory_per_rank * ranks
-    if memory < 0:
-        memory = max(
-            host_memory_gb(recipe, asked.nodes * ranks, ranks, on_cpu) for recipe in recipes
-        )
-    return Job(
-        name,
-        command,
-        Path.cwd(),
-        logs,
-        logs / SCRIPT,
-        asked.nodes,
-        ranks,
-        gpus,
-        memory,
-        asked.time,
-        max_restarts=asked.max_restarts,
-    )
-
-
-def submit_run(
-    recipe: Recipe,
-    *,
-    scheduler: str = "",
-    site: Site | None = None,
-    asked: Resources = Resources(),
-    dry_run: bool = False,
-) -> tuple[str, str]:
-    """Submit the training of a recipe; returns the script and the job's id (empty with `dry_run`, which writes nothing).
-
-    The run directory is created, for the script, the recipe as it is now, which all starts of the job train, and the log
-    `<run>_<id>.out`.
-
-    Raises UserError for what the site has not, the recipe cannot do, or the scheduler refuses.
-    """
-    site = site or read_site()
-    scheduler = find_scheduler(scheduler, site, dry_run)
-    place = Path(site.scratch or Path.cwd())
-    run = Run((place / recipe.run_dir).resolve())
-    name, recipe = run.name, with_places(recipe, place).replace({"run.dir": str(run.path)})
-    if (
-        recipe.checkpoint.grace_seconds
-        == type(recipe.checkpoint).model_fields["grace_seconds"].default
-    ):  # torchrun's
-        recipe = recipe.replace({"checkpoint.grace_seconds": GRACE_SECONDS - 10})
-    snapshot = str(run.path / SNAPSHOT)
-    launch = (*WINDLASS, "launch", "--", *WINDLASS)
-    job = make_job(name, (*launch, "train", snapshot), [recipe], run.path, site, asked)
-    recipe.batch(
-        job.nodes * job.ranks_per_node
-    )  # UserError where the global batch cannot be divided
-    before = (*launch, "check", snapshot, *asked.check()) if asked.min_busbw else ()
-    after = track_commands([recipe], site, str(run.path))
-    job = replace(job, directory=place, before=before, after=after)
-    if run.path.exists() and not dry_run:
-        job_id, state = queued(run.path)
-        if state:
-            ends = f"`windlass submit --watch {run.path}` follows it, --cancel in place of --watch ends it"
-            raise UserError(f"job {job_id} of {run.path} is {state}: {ends}")
-    return submit(job, site, scheduler, dry_run, recipe)
-
-
-# Settings that may name a file or directory that is there already, with a prefix or without one.
+# settings that may name an existing file or directory, with a prefix or without
 INPUTS = (
     "data.source",
     "data.eval_source",
@@ -222,38 +48,171 @@ INPUTS = (
 )
 
 
-def with_places(recipe: Recipe, directory: Path) -> Recipe:
-    """The recipe for a job that runs in `directory`: files named relative to this directory get their whole paths."""
+@dataclass(frozen=True)
+class Resources:
+    """What a job asks for."""
 
-    def whole(text: str) -> str:
-        match = re.fullmatch(r"((?:hf|squad|shards|gpt2):)?(.*)", text, re.DOTALL)
-        assert match is not None, "every text matches"
-        prefix, place = match.groups("")
-        is_here = (
-            place and not Path(place).is_absolute() and (Path(place).exists() or glob.glob(place))
+    nodes: int = 1
+    per_host: int = 0  # ranks of a host; 0: one for each GPU, one on a host without GPUs
+    gpus_per_node: int = -1  # -1: the site's
+    time: str = ""  # HH:MM:SS; empty: the site's
+    max_restarts: int = 3
+    min_busbw: float = 0.0  # GB/s that `windlass check` has to measure first; 0: no check
+    max_size: str = ""  # the largest message of that check, as `windlass check --max-size` reads it
+
+    def check(self) -> list[str]:
+        """The options of `windlass check` that require the bandwidth."""
+        size = ["--max-size", self.max_size] if self.max_size else []
+        return ["--min-busbw", f"{self.min_busbw:g}", *size]
+
+
+def site_file() -> Path:
+    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(config, "windlass", "site.toml")
+
+
+def read_site(path: Path | None = None) -> Site:
+    """The site file, or the defaults if the user has none. UserError if it is not valid."""
+    file = path or site_file()
+    if path is None and not file.is_file():
+        return Site()
+    try:
+        site = Site(**tomllib.loads(file.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"the site file {file} cannot be read: {error}") from None
+    except ValidationError as error:
+        lines = [f"{file}:"]
+        for e in error.errors():
+            name, key = ".".join(map(str, e["loc"])), Site.model_fields.get(str(e["loc"][0]))
+            wrong = f"= {e['input']!r}: {e['msg']}. {key.description}" if key else "is not a key"
+            lines.append(f"  {name} {wrong}")
+        lines.append(f"  The keys are {', '.join(sorted(Site.model_fields))}")
+        raise UserError("\n".join(lines)) from None
+    if site.scheduler and site.scheduler not in SCHEDULERS:
+        names = ", ".join(SCHEDULERS)
+        raise UserError(f"{file}: scheduler = {site.scheduler!r}: write one of {names}")
+    if secret := [name for name in site.environment if SECRET_NAME.search(name)]:
+        raise UserError(
+            f"{file}: environment has {', '.join(secret)}, but others may read a batch script: "
+            "leave it out; SLURM passes the variables of the shell that submits (PBS: `directives "
+            '= ["-V"]`), and W&B reads ~/.netrc'
         )
+    return site
+
+
+def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
+    """The name of the scheduler: `asked`, the site's, or the installed one; else UserError."""
+    installed = [name for name, one in SCHEDULERS.items() if shutil.which(one.SUBMIT)]
+    name = asked or site.scheduler or next(iter(installed), "")
+    if name and name not in SCHEDULERS:
+        raise UserError(f"--scheduler {name}: write {', '.join(SCHEDULERS)}")
+    if not name or (name not in installed and not dry_run):
+        wanted = [SCHEDULERS[name]] if name else SCHEDULERS.values()
+        programs = " or ".join(f"{one.SUBMIT} ({one.TITLE})" for one in wanted)
+        remedy = "submit from a login node; --scheduler NAME --dry-run prints the script"
+        raise UserError(f"this machine has no {programs}: {remedy}")
+    one = SCHEDULERS[name]
+    if site.launcher and site.launcher not in one.LAUNCHERS:
+        launchers = " or ".join(one.LAUNCHERS)
+        remedy = f"write launcher = {launchers} in the site file"
+        raise UserError(f"{one.TITLE} has no {site.launcher}: {remedy}")
+    return name
+
+
+def make_job(
+    name: str,
+    command: Sequence[str],
+    recipes: Sequence[Recipe],
+    logs: Path,
+    site: Site,
+    asked: Resources,
+) -> Job:
+    """A job with the resources to train any of these recipes; UserError if the site lacks them."""
+    on_cpu = all(recipe.parallel.device == "cpu" for recipe in recipes)
+    gpus = 0 if on_cpu else asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
+    if not gpus and not on_cpu:
+        raise UserError(
+            f"how many GPUs has a node? Write --gpus-per-node N (or gpus_per_node in {site_file()})"
+            ", or train on the CPU with parallel.device=cpu"
+        )
+    if site.gpus_per_node and gpus > site.gpus_per_node:
+        most = f"a node of this site has {site.gpus_per_node} (gpus_per_node)"
+        raise UserError(f"--gpus-per-node {gpus}: {most}")
+    if asked.time and not re.fullmatch(TIME, asked.time):
+        raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
+    if asked.max_size and not asked.min_busbw:
+        raise UserError(f"--max-size {asked.max_size}: give it together with --min-busbw GB/S")
+    ranks = asked.per_host or max(1, gpus)
+    memory = site.memory_per_rank * ranks
+    if memory < 0:
+        world = asked.nodes * ranks
+        memory = max(host_memory_gb(recipe, world, ranks, on_cpu) for recipe in recipes)
+    job = Job(name, command, Path.cwd(), logs, logs / SCRIPT, asked.nodes, ranks, gpus, memory)
+    return replace(job, time=asked.time, max_restarts=asked.max_restarts)
+
+
+def submit_run(
+    recipe: Recipe,
+    *,
+    scheduler: str = "",
+    site: Site | None = None,
+    asked: Resources = Resources(),
+    dry_run: bool = False,
+) -> tuple[str, str]:
+    """Submit the training of a recipe; returns the script and the job's id.
+
+    The run directory gets the script, the log `<run>_<id>.out`, and a copy of the recipe, which all
+    starts of the job train. `dry_run` writes nothing, and the id is empty.
+
+    Raises UserError for what the site lacks, the recipe cannot do, or the scheduler rejects.
+    """
+    site = site or read_site()
+    scheduler = find_scheduler(scheduler, site, dry_run)
+    place = Path(site.scratch or Path.cwd())
+    run = Run((place / recipe.run_dir).resolve())
+    recipe = with_places(recipe, place).replace({"run.dir": str(run.path)})
+    grace = type(recipe.checkpoint).model_fields["grace_seconds"].default  # for torchrun
+    if recipe.checkpoint.grace_seconds == grace:
+        recipe = recipe.replace({"checkpoint.grace_seconds": GRACE_SECONDS - 10})
+    snapshot = str(run.path / SNAPSHOT)
+    launch = (*WINDLASS, "launch", "--", *WINDLASS)
+    job = make_job(run.name, (*launch, "train", snapshot), [recipe], run.path, site, asked)
+    recipe.batch(job.nodes * job.ranks_per_node)  # UserError if it does not divide the global batch
+    before = (*launch, "check", snapshot, *asked.check()) if asked.min_busbw else ()
+    after = track_commands([recipe], site, str(run.path))
+    job = replace(job, directory=place, before=before, after=after)
+    if run.path.exists() and not dry_run:
+        job_id, state = queued(run.path)
+        if state:
+            follow = f"`windlass submit --watch {run.path}` follows it, --cancel instead ends it"
+            raise UserError(f"job {job_id} of {run.path} is {state}: {follow}")
+    return submit(job, site, scheduler, dry_run, recipe)
+
+
+def with_places(recipe: Recipe, directory: Path) -> Recipe:
+    """The recipe for a job that runs in `directory`: paths of files here become absolute."""
+
+    def absolute(text: str) -> str:
+        prefix, place = re.fullmatch(r"((?:hf|squad|shards|gpt2):)?(.*)", text, re.DOTALL).groups(
+            ""
+        )
+        is_here = place and (Path(place).exists() or glob.glob(place))
         return f"{prefix}{Path.cwd() / place}" if is_here else text
 
     if directory.resolve() == Path.cwd():
         return recipe
-    given = {
-        key: value for key, value in recipe.flat().items() if key in INPUTS and value != "stdlib"
-    }
-    changed = {
-        k: [whole(one) for one in v] if isinstance(v, list) else whole(v)
-        for k, v in given.items()
-        if v
-    }
-    return recipe.replace({key: value for key, value in changed.items() if value != given[key]})
+    changed = dict[str, Any]()
+    for key, value in recipe.flat().items():
+        if key in INPUTS and value and value != "stdlib":
+            new = list(map(absolute, value)) if isinstance(value, list) else absolute(value)
+            changed |= {key: new} if new != value else {}
+    return recipe.replace(changed)
 
 
 def track_commands(
     recipes: Sequence[Recipe], site: Site, run: str, *options: str
 ) -> list[Sequence[str]]:
-    """What sends to the trackers of these recipes what they did not get while a run trained.
-
-    W&B's offline runs, and what an MLflow server did not get. Local files need nothing.
-    """
+    """The commands that send ledgers to trackers which may lack parts: W&B offline, MLflow servers."""
     environ = os.environ | site.environment
     behind = {
         "wandb": environ.get("WANDB_MODE") == "offline",
@@ -267,33 +226,27 @@ def track_commands(
 def submit(
     job: Job, site: Site, scheduler: str, dry_run: bool = False, recipe: Recipe | None = None
 ) -> tuple[str, str]:
-    """Write a job's script and the recipe's snapshot, and give the script to the scheduler; returns it and the job's id."""
+    """Write a job's script and the recipe, and submit the script; returns it and the job's id."""
     script = render(job, site, scheduler)
     if dry_run:
         return script, ""
     try:
         job.logs.mkdir(parents=True, exist_ok=True)
-        for mark in (
-            *job.logs.glob(".open-*"),
-            job.logs / EXIT_CODE,
-        ):  # of an earlier job, which does not count here
+        for mark in (*job.logs.glob(".open-*"), job.logs / EXIT_CODE):  # of an earlier job
             mark.unlink(missing_ok=True)
         _keep_records(job.logs)
         if recipe:
             write_atomic(job.logs / SNAPSHOT, recipe.toml())
         job.script.write_text(script, encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"{job.script} cannot be written: {error.strerror}; give another run.dir"
-        ) from None
+        why = f"{job.script} cannot be written: {error.strerror}"
+        raise UserError(f"{why}; set another run.dir") from None
     one = SCHEDULERS[scheduler]
-    done = subprocess.run(
-        one.submit(job.script), capture_output=True, text=True, check=False, cwd=job.directory
-    )
+    done = _run(one.submit(job.script), job.directory)
     if done.returncode:
         why = (done.stderr or done.stdout).strip()
         raise UserError(
-            f"{one.SUBMIT} refused {job.script}: {why}. Change --nodes, --gpus-per-node or --time, "
+            f"{one.SUBMIT} rejects {job.script}: {why}. Change --nodes, --gpus-per-node or --time, "
             "or partition, account, constraint, cpus_per_rank and memory_per_rank (0: none) in "
             f"{site_file()} or --site FILE"
         )
@@ -303,9 +256,9 @@ def submit(
 
 
 def queued(directory: Path) -> tuple[str, str]:
-    """The id of a directory's job and its state in words; the state is empty if it is over, both if there was none.
+    """The id of a directory's job, and its state in words (empty: over); both empty without a job.
 
-    An array has more than one job where some of its tasks go on in jobs of their own: this is the first that is not over.
+    An array has several jobs if tasks continue in their own jobs; the first one not over counts.
     """
     jobs = [
         (str(submitted["job"]), _state(submitted)) for submitted in _records(directory).values()
@@ -314,13 +267,13 @@ def queued(directory: Path) -> tuple[str, str]:
 
 
 def _records(directory: Path) -> dict[Path, dict[str, str]]:
-    """The jobs of a directory by the files that name them: the last one that was submitted first."""
+    """The jobs of a directory by the files that name them, the last submitted job first."""
     paths = (directory / SUBMITTED, *sorted(directory.glob(FOLLOWING)))
     return {path: submitted for path in paths if (submitted := read_json(path)).get("job")}
 
 
 def _keep_records(directory: Path) -> None:
-    """Before a new job is submitted: forget the jobs that are over, and move the last one aside if it is not."""
+    """Before a new job: forget the jobs that are over, and rename the record of the last one."""
     for path, submitted in _records(directory).items():
         if not _state(submitted):
             path.unlink()
@@ -334,23 +287,25 @@ def _state(submitted: Mapping[str, str]) -> str:
     if shutil.which(scheduler.SUBMIT) is None:
         return ""
     query = scheduler.query(submitted["job"])
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    done = _run(query)
     if done.returncode and not OVER.search(done.stderr):  # a scheduler that is busy
         return f"unknown ({(done.stderr or query[0]).strip()})"
     return "" if done.returncode else scheduler.state(done.stdout)
 
 
-def _ask(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+def _run(command: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
 
 
 def cancel(directory: Path) -> str:
-    """End the jobs of a run or study; what runs saves first. Returns the jobs' ids; UserError where there is none."""
+    """End the jobs of a run or study; a running job saves first. Returns the jobs' ids.
+
+    Raises UserError if all jobs are over, RunFailed if the scheduler does not answer.
+    """
     records = _records(directory)
     if not records:
-        raise UserError(
-            f"{directory} has no {SUBMITTED}: it was not submitted with `windlass submit`"
-        )
+        problem = f"{directory} has no {SUBMITTED}"
+        raise UserError(f"{problem}: it was not submitted with `windlass submit`")
     alive = [(submitted, state) for submitted in records.values() if (state := _state(submitted))]
     if not alive:
         job = next(iter(records.values()))["job"]
@@ -358,11 +313,12 @@ def cancel(directory: Path) -> str:
     if silent := next((state for _, state in alive if state.startswith("unknown")), ""):
         raise RunFailed(f"the scheduler does not say whether the job runs: {silent}; try again")
     # Schedulers kill a job some seconds after they have asked it to end, too soon for a save. So a
-    # job that waits is deleted. The script of a job that runs gets a signal, lets the ranks save,
-    # and puts nothing back into the queue.
+    # waiting job is deleted. The script of a running job gets a signal, lets the ranks save, and
+    # does not requeue the job.
     for submitted, state in alive:
-        for command in SCHEDULERS[submitted["scheduler"]].cancel(submitted["job"], state, _ask):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        scheduler, job = SCHEDULERS[submitted["scheduler"]], submitted["job"]
+        for command in scheduler.cancel(job, state, lambda words: _run(words).stdout):
+            done = _run(command)
             if done.returncode:
                 raise RunFailed(f"{shlex.join(command)}: {done.stderr.strip()}")
     return ", ".join(submitted["job"] for submitted, _ in alive)
@@ -375,10 +331,7 @@ def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_S
         job, state = queued(directory)
         if state and state != last:
             show(f"[{job}: {state}]")
-        logs = [
-            *directory.glob("*.out"),
-            *directory.glob("*.OU"),
-        ]  # the latter: what PBS itself says
+        logs = [*directory.glob("*.out"), *directory.glob("*.OU")]  # .OU: from PBS or LSF itself
         for log in sorted(log for log in logs if log.stat().st_mtime >= since):
             with log.open(errors="replace") as file:
                 file.seek(shown.get(log, 0))

@@ -86,7 +86,7 @@ def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
     Open MPI, MPICH and its kin (PMI, PALS), then the scheduler's own, as srun. A launcher's single
     task is a plain process. UserError if variables are missing or wrong.
     """
-    scheduler = next((name for name, one in SCHEDULERS.items() if one.is_rank(environ)), "none")
+    scheduler = next((name for name, one in SCHEDULERS.items() if one.step(environ)), "none")
     launcher = next((name for name, signs in SIGNS.items() if signs & environ.keys()), scheduler)
     if launcher == "environment" and "TORCHELASTIC_RUN_ID" in environ:
         launcher = "torchrun"
@@ -117,15 +117,15 @@ def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
     local_world = max(1, number("local_world", -(-world // max(1, nodes))))
     nodes = nodes or -(-world // local_world)
     node, local_rank = number("node", rank // local_world), number("local_rank", rank % local_world)
-    scheduler = SCHEDULERS.get(launcher)
-    if scheduler:  # hosts may have unequal numbers of tasks
-        counts = scheduler.rank_counts(environ)
+    step = SCHEDULERS[launcher].step(environ) if launcher in SCHEDULERS else None
+    if step:  # hosts may have unequal numbers of tasks
+        counts = step.tasks
         local_world = counts[node] if node < len(counts) and sum(counts) == world else local_world
     addr = environ.get("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _first_host(environ, nodes))
     job = _first(environ, names["job"]) or find_job(environ)[1] if "job" in names else ""
-    step = _first(environ, names.get("step", ""))
+    number_of_step = _first(environ, names.get("step", ""))
     # the same on all ranks of the job
-    derived = FIRST_PORT + zlib.crc32(f"{job}.{step}".encode()) % PORTS
+    derived = FIRST_PORT + zlib.crc32(f"{job}.{number_of_step}".encode()) % PORTS
     port = _number(environ, "MASTER_PORT", None if names is TORCH and world > 1 else derived)
     attempt = number("attempt", 0)
     return DistEnv(rank, world, local_rank, local_world, node, nodes, launcher, addr, port, attempt)
@@ -150,7 +150,7 @@ def interface_to(host: str) -> str:
 def _first_host(environ: Mapping[str, str], nodes: int) -> str:
     for scheduler in SCHEDULERS.values():
         with contextlib.suppress(UserError):
-            if hosts := scheduler.rank_hosts(environ):
+            if hosts := (scheduler.step(environ) or scheduler.nodes(environ)).hosts:
                 return hosts[0]
     raise UserError(
         f"no variable says which of {nodes} hosts is the first: set MASTER_ADDR to rank 0's host"

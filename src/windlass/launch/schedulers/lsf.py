@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from windlass.launch.schedulers.protocol import Ask, Nodes, quoted, read_nodefile
+from windlass.launch.schedulers.protocol import Ask, Nodes, mpiexec_only, quoted, read_nodefile
 
 if TYPE_CHECKING:
     from windlass.launch.job import Job, Site
@@ -25,7 +25,7 @@ JOB_ID, MACHINE, NODEFILE = "LSB_JOBID", "LSF_CLUSTER_NAME", "LSB_DJOB_HOSTFILE"
 LOGGED: tuple[str, ...] = (JOB_ID, "LSB_JOBINDEX", "LSB_QUEUE", MACHINE)
 JOB_VARIABLES = r"(LSB|LSF|LS)_\w+"
 TASK_VARIABLES = "LS_JOBPID"
-RANK: Mapping[str, str] = {}  # mpiexec starts the ranks
+RANK, step, own_launcher = mpiexec_only()
 REQUEUE_CODE = 120
 STATES = {
     "PEND": "pending",
@@ -118,23 +118,5 @@ def nodes(environ: Mapping[str, str]) -> Nodes:
     return read_nodefile(environ, JOB_ID, NODEFILE)
 
 
-def rank_hosts(environ: Mapping[str, str]) -> Sequence[str]:
-    return nodes(environ).hosts
-
-
-def is_rank(environ: Mapping[str, str]) -> bool:
-    return False
-
-
-def rank_counts(environ: Mapping[str, str]) -> Sequence[int]:
-    return ()
-
-
 def restarts(environ: Mapping[str, str]) -> int:
     return int(environ.get("LSB_RESTART") == "Y")
-
-
-def own_launcher(
-    hosts: Sequence[str], per_host: Sequence[int], environ: Mapping[str, str], cores: int
-) -> list[str]:
-    return []  # mpiexec starts the ranks

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from windlass.launch.schedulers.protocol import Ask, Nodes, quoted, read_nodefile
+from windlass.launch.schedulers.protocol import Ask, Nodes, mpiexec_only, quoted, read_nodefile
 
 if TYPE_CHECKING:
     from windlass.launch.job import Job, Site
@@ -26,7 +26,7 @@ JOB_ID, MACHINE, NODEFILE = "PBS_JOBID", "PBS_SERVER", "PBS_NODEFILE"
 LOGGED: tuple[str, ...] = (JOB_ID, "PBS_QUEUE", MACHINE)
 JOB_VARIABLES = r"PBS(_\w+)?|NCPUS(_\w+)?"
 TASK_VARIABLES = "PBS_(TASKNUM|NODENUM|VNODENUM)"
-RANK: Mapping[str, str] = {}  # mpiexec starts the ranks
+RANK, step, own_launcher = mpiexec_only()
 STATES = {
     "Q": "pending",
     "H": "held",
@@ -122,23 +122,5 @@ def nodes(environ: Mapping[str, str]) -> Nodes:
     return read_nodefile(environ, JOB_ID, NODEFILE)
 
 
-def rank_hosts(environ: Mapping[str, str]) -> Sequence[str]:
-    return nodes(environ).hosts
-
-
-def is_rank(environ: Mapping[str, str]) -> bool:
-    return False
-
-
-def rank_counts(environ: Mapping[str, str]) -> Sequence[int]:
-    return ()
-
-
 def restarts(environ: Mapping[str, str]) -> int:
     return 0  # PBS does not tell the job
-
-
-def own_launcher(
-    hosts: Sequence[str], per_host: Sequence[int], environ: Mapping[str, str], cores: int
-) -> list[str]:
-    return []  # mpiexec starts the ranks

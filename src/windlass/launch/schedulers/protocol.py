@@ -19,11 +19,15 @@ Ask = Callable[[list[str]], str]  # runs a command and returns its output
 
 @dataclass(frozen=True)
 class Nodes:
-    """The hosts of a job, its tasks on each (empty: the job did not say), and its host file."""
+    """The hosts of a job or step, its tasks on each (empty: unknown), and the job's host file."""
 
     hosts: Sequence[str]
     tasks: Sequence[int]
     file: str = ""
+
+
+Step = Callable[[Mapping[str, str]], Nodes | None]
+OwnLauncher = Callable[[Sequence[str], Sequence[int], Mapping[str, str], int], list[str]]
 
 
 class Scheduler(Protocol):
@@ -34,9 +38,7 @@ class Scheduler(Protocol):
     LAUNCHERS: tuple[str, ...]  # what can start ranks; the first is the default
 
     MARK: str  # begins a line of options in a script
-    WARNS: (
-        bool  # sends the script SIGUSR1 before the time limit; else the script counts time itself
-    )
+    WARNS: bool  # sends SIGUSR1 before the time limit; else the script counts the time
     WRITES_LOG: bool  # writes `<name>_<id>.out`; else the script does
     LISTS: bool  # an array may leave tasks out
     JOB_SHELL: str  # the job's id, in shell
@@ -60,13 +62,26 @@ class Scheduler(Protocol):
     def cancel(self, job: str, state: str, ask: Ask) -> list[list[str]]: ...
 
     def nodes(self, environ: Mapping[str, str]) -> Nodes: ...
-    def rank_hosts(self, environ: Mapping[str, str]) -> Sequence[str]: ...
-    def is_rank(self, environ: Mapping[str, str]) -> bool: ...  # started by its own launcher
-    def rank_counts(self, environ: Mapping[str, str]) -> Sequence[int]: ...  # ranks on each host
     def restarts(self, environ: Mapping[str, str]) -> int: ...  # earlier starts of this job
-    def own_launcher(  # the words in front of the ranks' command; empty: mpiexec starts them
-        self, hosts: Sequence[str], per_host: Sequence[int], environ: Mapping[str, str], cores: int
+    def step(self, environ: Mapping[str, str], /) -> Nodes | None: ...  # see mpiexec_only
+    def own_launcher(
+        self,
+        hosts: Sequence[str],
+        per_host: Sequence[int],
+        environ: Mapping[str, str],
+        cores: int,
+        /,
     ) -> list[str]: ...
+
+
+def mpiexec_only() -> tuple[Mapping[str, str], Step, OwnLauncher]:
+    """`RANK`, `step` and `own_launcher` of a scheduler that has no launcher of its own.
+
+    `step` returns the hosts and ranks of the launcher's step that a process is a rank of, else
+    None. `own_launcher` returns the words in front of the ranks' command; `cores` is how many times
+    a rank's cores each task gets.
+    """
+    return {}, lambda environ: None, lambda hosts, per_host, environ, cores: []
 
 
 def quoted(value: str) -> str:

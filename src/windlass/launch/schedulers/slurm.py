@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import shlex
@@ -97,9 +98,8 @@ def submit(script: Path) -> list[str]:
 
 
 def submitted(output: str) -> str:
-    return output.rsplit(maxsplit=1)[-1].partition(";")[
-        0
-    ]  # `;cluster` follows if there are several
+    # `;cluster` follows if there are several clusters
+    return output.rsplit(maxsplit=1)[-1].partition(";")[0]
 
 
 def query(job: str) -> list[str]:
@@ -124,31 +124,29 @@ def cancel(job: str, state: str, ask: Ask) -> list[list[str]]:
 def nodes(environ: Mapping[str, str]) -> Nodes:
     names = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
     if not names:
-        job = f"{JOB_ID}={environ[JOB_ID]}"
+        job = f"{JOB_ID}={environ.get(JOB_ID)}"
         raise UserError(f"{job} is set, SLURM_JOB_NODELIST is not: {SECOND_SHELL}")
     tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
     return Nodes(expand_hosts(names), expand_counts(tasks))
 
 
-def rank_hosts(environ: Mapping[str, str]) -> Sequence[str]:
-    lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    return expand_hosts(next((environ[name] for name in lists if environ.get(name)), ""))
-
-
-def is_rank(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process, as one of several tasks.
+def step(environ: Mapping[str, str]) -> Nodes | None:
+    """The step, if srun started this process as one of several tasks.
 
     The shell of a batch job has a rank and a number of tasks too, but no step. An interactive shell
     is a step with one task, whose number is near 2**32.
     """
-    step = environ.get("SLURM_STEP_ID", "")
+    number = environ.get("SLURM_STEP_ID", "")
     tasks = next((environ[name] for name in RANK["world"].split() if environ.get(name)), "1")
-    is_step = step.isdigit() and int(step) < INTERACTIVE_STEP
-    return "SLURM_PROCID" in environ and is_step and tasks != "1"
-
-
-def rank_counts(environ: Mapping[str, str]) -> Sequence[int]:
-    return expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    is_step = number.isdigit() and int(number) < INTERACTIVE_STEP
+    if "SLURM_PROCID" not in environ or not is_step or tasks == "1":
+        return None
+    counts = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    names, hosts = next((environ[name] for name in lists if environ.get(name)), ""), list[str]()
+    with contextlib.suppress(UserError):  # only a process without MASTER_ADDR needs them
+        hosts = expand_hosts(names)
+    return Nodes(hosts, counts)
 
 
 def restarts(environ: Mapping[str, str]) -> int:
@@ -158,7 +156,7 @@ def restarts(environ: Mapping[str, str]) -> int:
 def own_launcher(
     hosts: Sequence[str], per_host: Sequence[int], environ: Mapping[str, str], cores: int
 ) -> list[str]:
-    """`srun`; `cores` is how many times a rank's cores each task gets.
+    """`srun`.
 
     Ranks that stop exit with 75, one after another, so the first must not end the others. Ranks
     notice a lost one, and srun ends the rest 60 s after the first.
