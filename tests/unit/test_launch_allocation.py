@@ -237,7 +237,7 @@ def test_a_second_shell_gets_the_jobs_variables(pbs, tmp_path):
     assert loaded["PBS_QUEUE"] == "a'b" and read_allocation(loaded, 0).hosts == ("x1", "x2")
     with refused("host y", "pbs-7.server", "windlass env --save"):
         load_job(store, "y")
-    with refused("no job"):
+    with refused("not in a job", "PBS_JOBID"):
         save_job({}, store)
 
 

@@ -61,14 +61,14 @@ class Allocation:
         return sum(self.per_host)
 
     def with_ranks(self, ranks: int = 0, per_host: int = 0) -> Allocation:
-        """With other numbers of ranks, of `-n` and `--per-host`; 0: as it is. UserError if they disagree."""
+        """With the ranks of `-n` and `--per-host` (0: unchanged); UserError if these disagree."""
         if ranks and not per_host and ranks % len(self.hosts) == 0:
             per_host = ranks // len(self.hosts)
         changed = replace(self, per_host=(per_host,) * len(self.hosts)) if per_host else self
         if ranks and changed.ranks != ranks:
             hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
             each = f"{changed.per_host[0]} ranks on each of {hosts}"
-            raise UserError(f"-n {ranks} is not {each}: give -n and --per-host that agree")
+            raise UserError(f"-n {ranks} is not {each}: change -n or --per-host")
         return changed
 
 
@@ -90,17 +90,18 @@ def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
 
 
 def default_launcher(allocation: Allocation, launcher: str = "") -> str:
-    """What starts the ranks: `launcher`, or the scheduler's; empty outside a job. UserError for others."""
+    """What starts the ranks: `launcher`, else the scheduler's default; empty outside a job.
+
+    UserError if the scheduler does not have `launcher`.
+    """
     if launcher and launcher not in LAUNCHERS:
         raise UserError(f"--launcher {launcher}: write {', '.join(LAUNCHERS)}")
     if allocation.scheduler == "none":
         return ""
     scheduler = SCHEDULERS[allocation.scheduler]
     if launcher and launcher not in scheduler.LAUNCHERS:
-        raise UserError(
-            f"job {allocation.job} runs under {scheduler.TITLE}, which has no {launcher}: "
-            f"write launcher = {' or '.join(scheduler.LAUNCHERS)}"
-        )
+        problem = f"job {allocation.job} runs under {scheduler.TITLE}, which has no {launcher}"
+        raise UserError(f"{problem}: write launcher = {' or '.join(scheduler.LAUNCHERS)}")
     return launcher or scheduler.LAUNCHERS[0]
 
 
@@ -113,10 +114,9 @@ def launch_command(
 ) -> list[str]:
     """The `srun` or `mpiexec` that runs `command` on all ranks; outside a job the command itself.
 
-    `launcher` is one of `LAUNCHERS`; `torchrun` is one agent on each host, which the scheduler's
-    default launcher starts. `flavor` is the implementation of `mpiexec`: `mpich`, `openmpi` or
-    `pals`; `environ` is the environment of the ranks. Hosts with different numbers of ranks get
-    them from the host file.
+    `flavor`: the implementation of `mpiexec` (`mpich`, `openmpi` or `pals`). `environ`: the ranks'
+    environment. `launcher`: one of `LAUNCHERS`; for `torchrun` the scheduler's default launcher
+    starts one agent on each host. The host file says how many ranks a host has, if hosts differ.
     """
     launcher, environ = default_launcher(allocation, launcher), environ or {}
     if not launcher:
@@ -125,8 +125,7 @@ def launch_command(
     if launcher == "torchrun":
         if len(set(allocation.per_host)) > 1:
             raise UserError(
-                "torchrun starts the same number of ranks on each host, and these hosts differ: "
-                "give --per-host N"
+                "torchrun needs the same number of ranks on each host: set --per-host N"
             )
         command = _torchrun(allocation, command, environ)
         launcher, cores = default_launcher(allocation), allocation.per_host[0]
@@ -138,7 +137,11 @@ def launch_command(
     equal = len(set(per_host)) == 1
     if flavor == "openmpi":  # bound, a rank may get one core
         by_host = ["--map-by", f"ppr:{per_host[0]}:node"] if equal else []
-        options = ["--bind-to", "none", *by_host, *environment_options(environ)]
+        # other launchers pass all variables to other hosts
+        passed = [
+            word for name in sorted(environ) if PASSED_ON.match(name) for word in ("-x", name)
+        ]
+        options = ["--bind-to", "none", *by_host, *passed]
     else:
         options = ["-ppn", str(per_host[0])] if equal else []
     # without a host file mpiexec asks the scheduler
@@ -255,18 +258,9 @@ def launch_in_job(
 
 
 def lost_hosts(allocation: Allocation, reports: Path) -> list[str]:
-    """The hosts none of whose ranks reported how it ended."""
+    """The hosts whose ranks did not report their end."""
     alive = {path.name.partition("-")[2] for path in reports.glob("host-*")}
-    return [
-        host
-        for host in allocation.hosts
-        if host.partition(".")[0] not in alive and host not in alive
-    ]
-
-
-def environment_options(environ: Mapping[str, str]) -> list[str]:
-    """Open MPI's options that pass a training's variables to other hosts; other launchers pass all."""
-    return [word for name in sorted(environ) if PASSED_ON.match(name) for word in ("-x", name)]
+    return [host for host in allocation.hosts if not alive & {host, host.partition(".")[0]}]
 
 
 def free_port(host: str) -> int:
@@ -279,15 +273,14 @@ def free_port(host: str) -> int:
 
 
 def mpi_flavor(needed: bool = True) -> str:
-    """The implementation of this machine's `mpiexec`; without one UserError, or `mpich` if not `needed`."""
-    if shutil.which("mpiexec") is None:
-        if not needed:
-            return "mpich"
+    """The implementation of this machine's `mpiexec`. Without one: UserError, or `mpich` if not
+    `needed`."""
+    text, version = "", ["mpiexec", "--version"]
+    if shutil.which("mpiexec"):
+        done = subprocess.run(version, capture_output=True, text=True, check=False, timeout=60)
+        text = (done.stdout + done.stderr).lower()
+    elif needed:
         raise UserError("there is no mpiexec here: load the machine's MPI module, then start again")
-    done = subprocess.run(
-        ["mpiexec", "--version"], capture_output=True, text=True, check=False, timeout=60
-    )
-    text = (done.stdout + done.stderr).lower()
     return next((name for name, words in FLAVORS.items() if re.search(words, text)), "mpich")
 
 
@@ -297,16 +290,12 @@ def jobs_dir() -> Path:
 
 
 def job_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a second shell needs, by allow-list: none of a single task, no secret."""
-    kept = "|".join([COMMON_VARIABLES, *(one.JOB_VARIABLES for one in SCHEDULERS.values())])
-    of_one_task = "|".join(one.TASK_VARIABLES for one in SCHEDULERS.values())
-    return {
-        name: value
-        for name, value in sorted(environ.items())
-        if re.fullmatch(kept, name)
-        and not re.fullmatch(of_one_task, name)
-        and not SECRET_NAME.search(name)
-    }
+    """The variables that a second shell needs, without a single task's variables and secrets."""
+    of_job = "|".join([COMMON_VARIABLES, *(one.JOB_VARIABLES for one in SCHEDULERS.values())])
+    of_task = "|".join(one.TASK_VARIABLES for one in SCHEDULERS.values())
+    names = [name for name in sorted(environ) if re.fullmatch(of_job, name)]
+    left_out = [name for name in names if re.fullmatch(of_task, name) or SECRET_NAME.search(name)]
+    return {name: environ[name] for name in names if name not in left_out}
 
 
 def save_job(environ: Mapping[str, str], directory: Path) -> Path:
@@ -314,7 +303,7 @@ def save_job(environ: Mapping[str, str], directory: Path) -> Path:
     allocation = read_allocation(environ, 0)
     if allocation.scheduler == "none":
         names = ", ".join(one.JOB_ID for one in SCHEDULERS.values())
-        raise UserError(f"this shell is in no job ({names}): run it in the job's own shell")
+        raise UserError(f"this shell is not in a job, because it lacks {names}: use a job's shell")
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     nodes = Path(allocation.hostfile).read_text() if allocation.hostfile else ""
     path = directory / f"{allocation.scheduler}-{allocation.job}.json"
@@ -338,8 +327,6 @@ def load_job(directory: Path, host: str) -> dict[str, str]:
             write_atomic(nodes, saved["nodes"])
             variables[nodefile] = str(nodes)
         return variables
-    others = f"; those of {', '.join(jobs)} have other hosts" if jobs else ""
-    raise UserError(
-        f"no saved job has the host {host}{others}: run `windlass env --save` in the job's own "
-        "shell first"
-    )
+    others = f" ({', '.join(jobs)} have other hosts)" if jobs else ""
+    remedy = "first run `windlass env --save` in the job's own shell"
+    raise UserError(f"no saved job has the host {host}{others}: {remedy}")

@@ -193,9 +193,8 @@ def with_places(recipe: Recipe, directory: Path) -> Recipe:
     """The recipe for a job that runs in `directory`: paths of files here become absolute."""
 
     def absolute(text: str) -> str:
-        prefix, place = re.fullmatch(r"((?:hf|squad|shards|gpt2):)?(.*)", text, re.DOTALL).groups(
-            ""
-        )
+        prefix = next((p for p in ("hf:", "squad:", "shards:", "gpt2:") if text.startswith(p)), "")
+        place = text.removeprefix(prefix)
         is_here = place and (Path(place).exists() or glob.glob(place))
         return f"{prefix}{Path.cwd() / place}" if is_here else text
 
