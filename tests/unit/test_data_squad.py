@@ -178,8 +178,7 @@ def test_rows_are_made_once_and_a_change_of_anything_is_noticed(tmp_path: Path) 
     )
     prepared = prepare(wanted)
     assert not prepared.is_new and prepared.index.fingerprint == data.fingerprint
-    assert (prepared.documents, prepared.vocab) == (12, 257)
-    assert [prepared.tokens(name) for name in ("train", "val")] == [
+    assert [prepared.index.rows[name].tokens for name in ("train", "val")] == [
         r.tokens for r in (data.train, data.val)
     ]
     with refused("context: prepared with 256", "128", "data.dir"):

@@ -24,9 +24,7 @@ from windlass.data.tokenizer import MARK, Tokenizer
 from windlass.errors import UserError
 from windlass.fileio import read_json
 
-LAYOUT = (
-    "chat 5"  # changes with the rows of a conversation; rows of another layout are prepared again
-)
+LAYOUT = "chat 5"  # the rows' version: rows of another layout are prepared again
 Piece = tuple[str | int, bool]  # a text or a special token's id, and whether it counts in the loss
 PLAIN = (
     "{% for m in messages %}{% if m.role == 'assistant' %}Assistant:{% generation %} "
@@ -87,11 +85,11 @@ class Template:
         """The conversation up to its last answer, in pieces; the `untrained` answers do not count.
 
         An answer ends with the token that ends its turn. If the template has `{% generation %}`
-        blocks, their content counts instead. Raises UserError if the template writes earlier turns
-        differently once later ones follow.
+        blocks, their content counts instead. UserError if a later turn changes an earlier one.
         """
+        render = partial(self.render, tokenizer=tokenizer, tools=tools)
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        whole = self.render(messages[: places[-1] + 1], tokenizer, ask=False, tools=tools)
+        whole = render(messages[: places[-1] + 1], ask=False)
         if GENERATION.search(self.source or PLAIN):
             if untrained and whole.count(BEGIN) != len(places):
                 raise UserError(
@@ -103,7 +101,7 @@ class Template:
             trained = block.sub(lambda m: m[1] if next(answers) in untrained else m[0], whole)
             return _cut(trained, tokenizer)
         # An answer follows its generation prompt, and ends with the first special token after it.
-        heads = [self.render(messages[:i], tokenizer, ask=True, tools=tools) for i in places]
+        heads = [render(messages[:i], ask=True) for i in places]
         limits = [*map(len, heads[1:]), len(whole)]
         for place, head, limit in reversed(list(zip(places, heads, limits, strict=True))):
             if place in untrained:
@@ -116,12 +114,12 @@ class Template:
             ends = [m.end() for m in special if m.start() >= content_end]
             if messages[place].get("tool_calls"):
                 # may have special tokens inside, so it ends with the last one of the turn
-                turn = self.render(messages[: place + 1], tokenizer, ask=False, tools=tools)
+                turn = render(messages[: place + 1], ask=False)
                 ends = [end for end in ends if end <= len(turn) - len(head)][-1:]
             if not whole.startswith(head) or not (ends or limit == limits[-1]):
                 raise UserError(
                     "Windlass cannot find the answers in the tokenizer's chat template, which "
-                    "changes earlier turns or ends none with a special token; "
+                    "changes earlier turns or does not end an answer with a special token; "
                     "train on conversations with one answer"
                 )
             end = len(head) + (ends[0] if ends else len(tail))
@@ -149,12 +147,7 @@ class Template:
         return environment.from_string(source)
 
     def render(
-        self,
-        messages: Sequence[Message],
-        tokenizer: Tokenizer,
-        *,
-        ask: bool,
-        tools: list[Any] | None = None,
+        self, messages: Sequence[Message], tokenizer: Tokenizer, ask: bool, tools: Any = None
     ) -> str:
         """The rendered, guarded conversation, with generation blocks between BEGIN and END.
 
@@ -166,17 +159,15 @@ class Template:
             raise UserError(
                 "tools need a chat template; set data.tokenizer to a tokenizer that has one"
             )
-        guarded = _guarded(list(messages), tokenizer)
+        guarded = {
+            "messages": _guarded(list(messages), tokenizer),
+            "tools": _guarded(tools, tokenizer),
+        }
         end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
         # `transformers` passes None for an argument that a caller omits, and templates check it.
-        names = {
-            "tools": _guarded(tools, tokenizer),
-            "documents": None,
-            "end_of_text": end,
-            **dict(self.special),
-        }
+        names = {"documents": None, "end_of_text": end, **dict(self.special)}
         try:
-            return str(self._compiled.render(messages=guarded, add_generation_prompt=ask, **names))
+            return str(self._compiled.render(**guarded, add_generation_prompt=ask, **names))
         except (TemplateError, TypeError, ValueError) as error:
             problem = "the tokenizer's chat template rejects this conversation"
             raise UserError(f"{problem}: {error}") from None
@@ -229,9 +220,7 @@ def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> froze
     return frozenset(token for token in ends if isinstance(token, int))
 
 
-def prompt_tokens(
-    messages: Sequence[Message], template: Template, tokenizer: Tokenizer
-) -> list[int]:
+def prompt_tokens(messages: list[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
     """The tokens before the assistant's answer."""
     pieces = _cut(template.render(messages, tokenizer, ask=True), tokenizer)
     return tokenizer.encode_marked(pieces)[0]

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.files import JSON_LINES, find_files, listing, read_json_items
@@ -23,9 +22,8 @@ from windlass.errors import UserError
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
-Message = dict[
-    str, Any
-]  # `role`, `content`, and what else the template reads (`tool_calls`, `name`, ...)
+# `role`, `content`, and other keys that a template reads (`tool_calls`, `name`, ...)
+Message = dict[str, Any]
 Parsed = tuple[list[Message], tuple[str, str] | None]
 ROLES = ("system", "user", "assistant", "tool")
 # Names of the roles in ShareGPT's files, and OpenAI's `developer`.
@@ -35,13 +33,8 @@ ROLE_ALIASES = {
     "human": "user",
     "developer": "system",
 }
-JSON_KINDS = {
-    dict: "an object",
-    list: "a list",
-    str: "text",
-    bool: "true or false",
-    type(None): "null",
-}
+JSON_KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
+JSON_KINDS[type(None)] = "null"
 
 
 @dataclass(frozen=True)
@@ -55,10 +48,6 @@ class Conversation:
     untrained: frozenset[int] = frozenset()  # places of answers that are empty or have weight 0
 
     @property
-    def key(self) -> str:
-        return ""  # conversations are known by their number
-
-    @property
     def remarks(self) -> list[str]:
         """Problems of the conversation, each with file and line."""
         return [
@@ -69,21 +58,21 @@ class Conversation:
 
     @property
     def content(self) -> list[str]:
+        """The texts of a conversation; two equal validation sets have equal ones."""
         if self.text:
             return list(self.text)
         return [message["content"] for message in self.messages if message["content"]]
 
-    texts = content
+    texts = content  # from which a tokenizer learns
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A way to write a conversation: its name, its fields, and an example for messages."""
+    """A way to write a conversation, with an example for error messages."""
 
-    name: str
     fields: tuple[str, ...]
+    name: str
     example: str
-    parse: Callable[[Any], Parsed]
 
 
 def _messages(turns: Any) -> list[Message]:
@@ -96,26 +85,19 @@ def _messages(turns: Any) -> list[Message]:
 def _message(turn: Any, place: str) -> Message:
     if not isinstance(turn, dict):
         raise ValueError(f"{place} is {_kind(turn)}, not an object")
-    required = {"role"} if turn.get("tool_calls") else {"role", "content"}
-    required = {"from", "value"} if "from" in turn else required
-    if missing := sorted(required - turn.keys()):
+    names = ("from", "value") if "from" in turn else ("role", "content")
+    required = names[:1] if turn.get("tool_calls") and "from" not in turn else names
+    if missing := [name for name in sorted(required) if name not in turn]:
         raise ValueError(f"{place} has no {missing[0]!r}; it has {', '.join(map(repr, turn))}")
-    message = {
-        key: value
-        for key, value in turn.items()
-        if value is not None and key not in ("from", "value")
-    }
-    role: Any = turn.get("from", turn.get("role"))
-    content = turn.get("value", turn.get("content"))
-    message["role"] = ROLE_ALIASES.get(role, role)
+    message = {k: v for k, v in turn.items() if v is not None and k not in ("from", "value")}
+    role, content = (turn.get(name) for name in names)
+    message["role"] = ROLE_ALIASES.get(str(role), role)
     if message["role"] not in ROLES:
         roles = ", ".join((*ROLES, *sorted(ROLE_ALIASES)))
         raise ValueError(f"{place} has the role {role!r}; a role is one of {roles}")
     if isinstance(content, list):  # parts
         if any(part.get("type") != "text" for part in content):
-            raise ValueError(
-                f"{place}: a content has text alone; Windlass does not train on images"
-            )
+            raise ValueError(f"{place}: the content must be text; Windlass does not take images")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not message.get("tool_calls"):
         raise ValueError(f"{place}: a content is text, not {_kind(content)}")
@@ -136,20 +118,15 @@ def _take_untrained(messages: list[Message]) -> frozenset[int]:
     """
     untrained = set[int]()
     for place, message in enumerate(messages):
-        turn, weight, train = (
-            f"turn {place + 1}",
-            message.pop("weight", None),
-            message.pop("train", None),
-        )
+        weight, train = message.pop("weight", None), message.pop("train", None)
+        turn, role = f"turn {place + 1}", message["role"]
         if weight not in (None, 0, 1):
             raise ValueError(f"{turn} has the weight {weight!r}; a weight is 0 or 1")
         if train not in (None, True, False):
             raise ValueError(f"{turn} has train = {train!r}; it is true or false")
-        if message["role"] != "assistant" and (weight or train):
-            role = message["role"]
-            raise ValueError(
-                f"{turn} is the {role}'s, and only the assistant's count: omit weight and train"
-            )
+        if role != "assistant" and (weight or train):
+            answers = "only the assistant's count: omit weight and train"
+            raise ValueError(f"{turn} is the {role}'s, and {answers}")
         if weight == 0 or train is False or _is_empty(message):
             untrained.add(place)
     return frozenset(untrained)
@@ -164,14 +141,15 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": function} if "function" in call else function
 
 
-def _alpaca(item: Any) -> Parsed:
-    request = "\n\n".join(filter(None, (item["instruction"], item.get("input"))))
-    system = [{"role": "system", "content": item["system"]}] if item.get("system") else []
-    answer = {"role": "assistant", "content": item["output"]}
-    return _messages([*system, {"role": "user", "content": request}, answer]), None
-
-
-def _pair(item: Any) -> Parsed:
+def _parse(item: Any, shape: Shape) -> Parsed:
+    """The messages of an item, or its prompt and completion if both are plain texts."""
+    if len(shape.fields) == 1:
+        return _messages(item[shape.fields[0]]), None
+    if shape.name == "Alpaca":
+        request = "\n\n".join(filter(None, (item["instruction"], item.get("input"))))
+        system = [{"role": "system", "content": item["system"]}] if item.get("system") else []
+        answer = {"role": "assistant", "content": item["output"]}
+        return _messages([*system, {"role": "user", "content": request}, answer]), None
     prompt, completion = item["prompt"], item["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return [], (prompt, completion)
@@ -182,28 +160,22 @@ def _pair(item: Any) -> Parsed:
 
 SHAPES = (
     Shape(
-        "messages",
         ("messages",),
+        "messages",
         '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}',
-        lambda item: (_messages(item["messages"]), None),
     ),
     Shape(
-        "ShareGPT",
         ("conversations",),
+        "ShareGPT",
         '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}',
-        lambda item: (_messages(item["conversations"]), None),
     ),
     Shape(
-        "prompt and completion",
-        ("prompt", "completion"),
-        '{"prompt": "...", "completion": "..."}',
-        _pair,
+        ("prompt", "completion"), "prompt and completion", '{"prompt": "...", "completion": "..."}'
     ),
     Shape(
-        "Alpaca",
         ("instruction", "output"),
+        "Alpaca",
         '{"instruction": "...", "input": "...", "output": "..."}',
-        _alpaca,
     ),
 )
 
@@ -215,14 +187,17 @@ def read_splits(recipe: Recipe, notify: Notify = print) -> list[list[Conversatio
     if data.eval_sources or (data.eval_split and data.sources[0].startswith("hf:")):
         split, setting = data.eval_split or data.split, "data.eval_source"
         return [train, read(data.eval_sources or data.sources, split, setting, notify)]
-    places: set[int] = set()
+    held_out: set[int] = set()
     if data.val_fraction and len(train) > 1:
-        count = max(1, int(len(train) * Fraction(str(data.val_fraction))))
-        places = set(choose_places(map(str, range(len(train))), count, recipe.run.seed, "split"))
-    return [
-        [item for i, item in enumerate(train) if (i in places) == held_out]
-        for held_out in (False, True)
-    ]
+        count, keys = (
+            int(len(train) * Fraction(str(data.val_fraction))),
+            map(str, range(len(train))),
+        )
+        held_out = set(choose_places(keys, max(1, count), recipe.run.seed, "split"))
+    parts: list[list[Conversation]] = [[], []]
+    for place, conversation in enumerate(train):
+        parts[place in held_out].append(conversation)
+    return parts
 
 
 def read(
@@ -237,13 +212,12 @@ def read(
     """
     conversations: list[Conversation] = []
     for source in sources:
-        if source.startswith("hf:"):
+        files = [] if source.startswith("hf:") else find_files(source, setting, JSON_LINES)
+        parts = [(str(path), read_json_items(path)) for path in files]
+        if not files:
             table = load_dataset(source[3:], split)
             rows = ((f"{source}, row {number}", row) for number, row in enumerate(table))
-            parts: list[tuple[str, Iterator[tuple[str, Any]]]] = [(source, rows)]
-        else:
-            files = find_files(source, setting, JSON_LINES)
-            parts = [(str(path), read_json_items(path)) for path in files]
+            parts = [(source, rows)]
         counts: Counter[str] = Counter()
         for name, items in parts:
             shape, part = _read_part(items)
@@ -252,8 +226,7 @@ def read(
             counts[shape.name] += len(part)
             conversations += part
         shapes = ", ".join(f"{count:,} conversations ({name})" for name, count in counts.items())
-        names = f" in {listing([Path(name) for name, _ in parts])}" if len(parts) > 1 else ""
-        notify(f"{source}: {shapes}{names}")
+        notify(f"{source}: {shapes}{f' in {listing(files)}' if len(files) > 1 else ''}")
     return conversations
 
 
@@ -264,7 +237,7 @@ def _read_part(items: Iterator[tuple[str, Any]]) -> tuple[Shape | None, list[Con
     for place, item in items:
         shape = shape or shape_of(item, place)
         try:
-            messages, text = shape.parse(item)
+            messages, text = _parse(item, shape)
             untrained = _take_untrained(messages)
             tools = item.get("tools")
             tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -281,11 +254,11 @@ def _read_part(items: Iterator[tuple[str, Any]]) -> tuple[Shape | None, list[Con
 
 def shape_of(item: Any, place: str) -> Shape:
     """The shape of an item; UserError with all shapes if it has none of them."""
-    for shape in SHAPES:
-        if isinstance(item, dict) and all(item.get(field) is not None for field in shape.fields):
-            return shape
     problem = f"is {_kind(item)}"
     if isinstance(item, dict):
+        for shape in SHAPES:
+            if all(item.get(field) is not None for field in shape.fields):
+                return shape
         problem = f"has {', '.join(map(repr, list(item)[:12]))}"
     examples = "\n".join(f"  {shape.example}" for shape in SHAPES)
     raise UserError(f"{place}: the item {problem}, and a conversation is one of\n{examples}")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -21,19 +22,20 @@ from windlass.errors import UserError
 from windlass.recipe import DataSettings
 
 FEW_DOCUMENTS = 100  # fewer documents are divided by the length of their texts
+NONE = Fraction(0)
 
 
 @dataclass
 class Limit:
     """The part of a source to read; 0 means no limit.
 
-    Validation documents are held out of the first `text` bytes, for every tokenizer the same. The
-    other documents are read until they have `tokens` tokens.
+    Validation documents are held out of the first `text` bytes; the others are read until they have
+    `tokens` tokens.
     """
 
-    tokens: Fraction = Fraction(0)  # for training
-    held_out: Fraction = Fraction(0)  # fraction of the text
-    text: Fraction = Fraction(0)  # bytes, by `text_size`
+    tokens: Fraction = NONE  # for training
+    held_out: Fraction = NONE  # fraction of the text
+    text: Fraction = NONE  # bytes, by `text_size`
     bytes_read: int = 0
     text_tokens: int = 0  # tokens of the first `text` bytes, once these are read
 
@@ -51,7 +53,7 @@ class TextSource:
 
     stream: str  # the name of its shards' stream
     corpus: Corpus
-    limit: Limit
+    limit: Limit = field(default_factory=Limit)
     max_tokens: int = 0  # a single text is cut here, since it has no documents to stop between
     held_documents: int | None = None  # for validation, if documents are few; None: by the limit
     rest: int = -1  # number of the document that continues the one before it
@@ -73,29 +75,28 @@ def text_sources(data: DataSettings, notify: Notify) -> list[TextSource]:
     `max_tokens` takes the same fraction of each source, by its size.
     """
     held_out, tokens = Fraction(str(data.val_fraction)), Fraction(data.max_tokens)
-    train = open_corpora(data, data.sources, sha256=data.sha256, split=data.split, notify=notify)
+    train = open_corpora(data, data.sources, data.split, notify, data.sha256)
     for corpus in train:
         corpus.limit = data.max_documents or None
     own_split = data.eval_split and data.sources[0].startswith("hf:")  # files have no splits
     if separate := data.eval_sources or (data.sources if own_split else []):
-        val = open_corpora(data, separate, split=data.eval_split or data.split, notify=notify)
+        val = open_corpora(data, separate, data.eval_split or data.split, notify)
         if data.max_documents and held_out:
             for corpus in val:
                 corpus.limit = max(1, int(data.max_documents * held_out))
         text = Fraction(max(1, int(tokens * held_out)) if tokens and held_out else 0)
         if val[0].single_text and text:
             val[0] = _cut_document(val[0], 0, int(text), with_rest=False)
-        limits = [Limit(text=text * weight) for weight in _weights(val)]
-        return _limited(train, tokens, Fraction(0)) + [
-            TextSource(stream_name(EVAL, i), corpus, limit)
-            for i, (corpus, limit) in enumerate(zip(val, limits, strict=True))
+        return _limited(train, tokens) + [
+            TextSource(stream_name(EVAL, i), corpus, Limit(text=text * weight))
+            for i, (corpus, weight) in enumerate(zip(val, _weights(val), strict=True))
         ]
     if data.val_shards or not held_out:
-        return _limited(train, tokens, Fraction(0), data.val_shards * data.shard_tokens)
+        return _limited(train, tokens, extra=data.val_shards * data.shard_tokens)
     if train[0].single_text:
         # nanoGPT's split: between two characters, and each part is encoded by itself
         first, rest = (_part_of_text(train[0], 1 - held_out, first) for first in (True, False))
-        return [TextSource(MAIN, first, Limit(), int(tokens)), TextSource(EVAL, rest, Limit())]
+        return [TextSource(MAIN, first, max_tokens=int(tokens)), TextSource(EVAL, rest)]
     return [_divide_few(source) for source in _limited(train, tokens, held_out)]
 
 
@@ -106,7 +107,7 @@ def _weights(corpora: list[Corpus]) -> list[Fraction]:
 
 
 def _limited(
-    corpora: list[Corpus], max_tokens: Fraction, held_out: Fraction, extra: int = 0
+    corpora: list[Corpus], max_tokens: Fraction, held_out: Fraction = NONE, extra: int = 0
 ) -> list[TextSource]:
     """Sources of `max_tokens` together, plus the `held_out` text and `extra` tokens each."""
     sources = list[TextSource]()
@@ -131,20 +132,19 @@ def _part_of_text(corpus: Corpus, fraction: Fraction, first: bool) -> Corpus:
 def _divide_few(source: TextSource) -> TextSource:
     """The source with its hold-out fixed if it has few documents.
 
-    They are divided by the lengths of their texts: between two documents if that comes near, else
-    inside a document, which becomes two.
+    They are divided between two documents if that comes near, else inside one, which becomes two.
     """
-    sizes, limit = list[tuple[int, int]](), replace(source.limit, tokens=Fraction(0))
+    sizes, limit = list[tuple[int, int]](), replace(source.limit, tokens=NONE)
     for number, text in enumerate(source.corpus.documents()):
         sizes += [(number, text_size(text))] if text else []
         if len(sizes) >= FEW_DOCUMENTS:
             return source
         if limit.add(text_size(text), 1):
             break
+    if not sizes:
+        return source
     starts = [0, *itertools.accumulate(size for _, size in sizes)]
     count, end, held_out = len(sizes), starts[-1], source.limit.held_out
-    if not count:
-        return source
     wanted = end - max(1, int(end * held_out))
     near = (end - wanted) / 4
     held = min(count - 1, max(1, round(count * held_out)))
@@ -205,10 +205,8 @@ def divide(
             start, stop, last = 0, end, len(table)
         elif data.val_shards:
             if data.val_shards >= len(shards):
-                raise UserError(
-                    f"data.val_shards = {data.val_shards} of {len(shards)}: "
-                    "lower it or data.shard_tokens"
-                )
+                problem = f"data.val_shards = {data.val_shards} of {len(shards)}"
+                raise UserError(f"{problem}: lower it or data.shard_tokens")
             start, stop = 0, int(stream.edges[data.val_shards])
             last = sum(shard.documents for shard in shards[: data.val_shards])
         elif EVAL in streams or not data.val_fraction or not end:
@@ -241,12 +239,12 @@ def divide(
 
 
 def _last_documents(
-    data: DataSettings, source: TextSource, table: np.ndarray, notify: Callable[[str], None]
+    data: DataSettings, source: TextSource, table: np.ndarray, notify: Notify
 ) -> tuple[int, int]:
     """The held-out documents of a source: the first, and the one after the last."""
     ends, last, limit = np.cumsum(table["size"].astype(np.int64)), len(table), source.limit
     if limit.text:
-        last = min(last, int(np.searchsorted(ends, int(-(-limit.text // 1)))) + 1)
+        last = min(last, int(np.searchsorted(ends, math.ceil(limit.text))) + 1)
     held = source.held_documents
     if held is None:
         held = min(last - 1, max(1, round(last * limit.held_out)))

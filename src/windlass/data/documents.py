@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from windlass.data.division import Limit, TextSource, divide, stream_name, text_
 from windlass.data.files import find_files
 from windlass.data.progress import Progress
 from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, file_states, remember, scan
+from windlass.data.sources import Corpus
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.fileio import Files, read_json, to_json
@@ -41,16 +43,14 @@ def prepare_text(
     recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress
 ) -> Index:
     """Write shards and tokenizer; returns the index, not written yet."""
-    data, sources = recipe.data, list[TextSource]()
+    data, sources, resumed = recipe.data, list[TextSource](), False
     if data.sources[0].startswith("shards:"):
         tokenizer = vocabulary.load_tokenizer(recipe)
         tokenizer.save(directory)
         streams, origins = _scan_shards(data, tokenizer, progress)
-        resumed = False
     else:
         sources = text_sources(data, progress.note)
-        origins = {source.stream: _origin(source) for source in sources}
-        named = None
+        origins, named = {source.stream: _origin(source) for source in sources}, None
         if vocabulary.kind_of(data.tokenizer) not in ("char", "bpe"):
             named = vocabulary.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
         fingerprint = named.fingerprint if named else ""
@@ -77,14 +77,9 @@ def prepare_text(
     if not resumed:  # else files of an earlier process are read once before they are used
         shards = [shard for stream in streams.values() for shard in stream]
         remember(directory, file_states(directory, shards))
-    by_stream = {source.stream: source for source in sources}
-    return Index(
-        settings=settings,
-        source=origins,
-        tokenizer=tokenizer.describe(),
-        streams=streams,
-        splits=divide(data, directory, streams, by_stream, progress.note),
-    )
+    splits = divide(data, directory, streams, {s.stream: s for s in sources}, progress.note)
+    made = {"settings": settings, "source": origins, "tokenizer": tokenizer.describe()}
+    return Index(**made, streams=streams, splits=splits)
 
 
 def _origin(source: TextSource) -> dict[str, Any]:
@@ -95,10 +90,9 @@ def _origin(source: TextSource) -> dict[str, Any]:
 
 
 class Written:
-    """What an interrupted preparation has committed, stored in `progress.json`.
+    """The committed work of an interrupted preparation, stored in `progress.json`.
 
-    `work` describes the corpus and the tokenizer. Another work starts over, without the shards that
-    are there.
+    If `work` (corpus, settings, tokenizer) differs, the preparation starts over.
     """
 
     def __init__(self, directory: Path, work: dict[str, Any]):
@@ -169,29 +163,20 @@ def _write_shards(
     shards = [Shard.model_validate(shard) for shard in before.get("shards", ())]
     if before.get("done"):
         return shards
-    if shards:
-        tokens = sum(shard.tokens for shard in shards)
-        progress.note(f"resuming after {len(shards)} committed shards, {tokens:,} tokens")
     limit.bytes_read, limit.text_tokens = before.get("read", (0, 0))
     resume = before.get("resume", (0, 0))
     dtype = "uint16" if tokenizer.vocab <= 1 << 16 else "uint32"
-    writer = ShardWriter(
-        directory,
-        name,
-        dtype,
-        data.shard_tokens,
-        shards,
-        resume,
-        lambda writer: written.save(writer, limit),
-    )
+    commit = partial(written.save, limit=limit)
+    writer = ShardWriter(directory, name, dtype, data.shard_tokens, shards, resume, commit)
+    if shards:
+        progress.note(f"resuming after {len(shards)} committed shards, {writer.tokens:,} tokens")
     stage = "validation data" if name.startswith(EVAL) else "training data"
     # A single text is cut at its limit, and documents are kept whole.
     eot, cut, tokens_read = tokenizer.eot, 0, 0
     if corpus.single_text:
         eot, cut = None, source.max_tokens
     enough, workers = cut or float(limit.tokens), data.workers or usable_cores()
-    texts = corpus.documents(resume[0])
-    batches = encode_documents(texts, resume[0], tokenizer, eot, workers, source.rest)
+    batches = encode_documents(corpus, resume[0], tokenizer, eot, workers, source.rest)
     with contextlib.closing(batches):
         for batch in batches:
             for piece in batch:
@@ -210,24 +195,24 @@ def _scan_shards(
     data: DataSettings, tokenizer: Tokenizer, progress: Progress
 ) -> tuple[dict[str, list[Shard]], dict[str, Any]]:
     """The streams of another tool's shards, which stay in place, and the source of each."""
-    train = [find_files(source.removeprefix("shards:")) for source in data.sources]
-    paths, held = [path for files in train for path in files], list[Path]()
+    files = {
+        stream_name(MAIN, number): find_files(source.removeprefix("shards:"))
+        for number, source in enumerate(data.sources)
+    }
+    origins = {name: {"name": source} for name, source in zip(files, data.sources, strict=True)}
+    paths, held = [path for part in files.values() for path in part], list[Path]()
     if data.eval_sources:
-        if not all(source.startswith("shards:") for source in data.eval_sources):
-            raise UserError(
-                "data.eval_source must be token shards, because data.source is: write shards:GLOB"
-            )
         for source in data.eval_sources:
+            if not source.startswith("shards:"):
+                problem = "must be token shards, because data.source is: write shards:GLOB"
+                raise UserError(f"data.eval_source {problem}")
             held += find_files(source.removeprefix("shards:"), "data.eval_source")
     elif not data.val_shards:
         held = [path for path in paths if re.search(VALIDATION_NAME, path.name.lower())]
         held = held if len(held) < len(paths) else []
     excluded = {path.resolve() for path in held}
-    files, origins = dict[str, list[Path]](), dict[str, Any]()
-    for i, source in enumerate(data.sources):
-        name = stream_name(MAIN, i)
-        files[name] = [path for path in train[i] if path.resolve() not in excluded]
-        origins[name] = {"name": source}
+    for name, part in files.items():
+        files[name] = [path for path in part if path.resolve() not in excluded]
     if not any(files.values()):
         raise UserError(
             "data.source: no shard is left for training, because data.eval_source has them all"
@@ -256,22 +241,17 @@ class Encoded(NamedTuple):
 
 
 def encode_documents(
-    texts: Iterator[str],
-    first: int,
-    tokenizer: Tokenizer,
-    eot: int | None,
-    workers: int,
-    rest: int = -1,
+    corpus: Corpus, first: int, tokenizer: Tokenizer, eot: int | None, workers: int, rest: int
 ) -> Generator[list[Encoded], None, None]:
-    """The tokens of documents, numbered from `first`; a long document comes in several parts.
+    """The tokens of documents from number `first` on; a long document comes in several parts.
 
     `eot` stands before each document that is not empty, except before number `rest`, which
-    continues the document before it. Each worker has two batches read ahead.
+    continues the document before it. Two batches for each worker are read ahead.
     """
 
     def batches() -> Iterator[list[tuple[str, bool, Encoded]]]:
         batch, size = [], 0
-        for number, text in enumerate(texts, first):
+        for number, text in enumerate(corpus.documents(first), first):
             stretches = list(tokenizer.stretches(text)) or [""]
             raw = text.encode("utf-8", "replace")
             head = text != "" and number != rest

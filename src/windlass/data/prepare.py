@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.data import chat, shards, squad, vocabulary
+from windlass.data import chat, squad, vocabulary
 from windlass.data.division import stream_name
 from windlass.data.documents import PROGRESS, prepare_text
 from windlass.data.files import describe_files, has_changed
@@ -32,7 +32,7 @@ from windlass.data.samples import (
     split_documents,
     split_stream,
 )
-from windlass.data.shards import EVAL, MAIN, Index, Split
+from windlass.data.shards import EVAL, MAIN, Index, Split, prepare_again, verify
 from windlass.data.sources import slug
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
@@ -44,14 +44,10 @@ if TYPE_CHECKING:
 
 LOCK = ".lock"
 # The settings that determine prepared data. The others (order, packing ...) change its reading.
-TEXT_SETTINGS = (
-    *("source", "eval_source", "sha256", "tokenizer", "text_key", "split", "eval_split"),
-    *("max_documents", "max_tokens", "val_fraction", "val_shards", "shard_tokens"),
-)
-ROWS_SETTINGS = (
-    *("format", "source", "eval_source", "val_fraction", "train_size", "eval_size"),
-    *("split", "eval_split"),
-)
+COMMON = ("source", "eval_source", "split", "eval_split", "val_fraction")
+LIMITS = ("max_documents", "max_tokens", "val_shards", "shard_tokens")
+TEXT_SETTINGS = (*COMMON, *LIMITS, "sha256", "tokenizer", "text_key")
+ROWS_SETTINGS = (*COMMON, "format", "train_size", "eval_size")
 
 
 @dataclass(frozen=True)
@@ -61,31 +57,15 @@ class Prepared:
     directory: Path
     index: Index
     tokenizer: Tokenizer
-    is_new: bool  # prepared now, by this process
-    seconds: float  # to prepare, wait and check
-
-    @property
-    def documents(self) -> int:
-        """Documents or examples of training and validation; 0 if unknown."""
-        documents = sum(self.index.documents(stream) for stream in self.index.streams)
-        return documents + sum(rows.items for rows in self.index.rows.values())
-
-    @property
-    def vocab(self) -> int:
-        """Token ids, including the special ones."""
-        return self.tokenizer.vocab
-
-    def tokens(self, split: str) -> int:
-        """Tokens of `train` or `val`, without padding; 0 if there is no such split."""
-        parts: dict[str, Any] = {**self.index.splits, **self.index.rows}
-        return int(parts[split].tokens) if split in parts else 0
+    is_new: bool = False  # prepared now, by this process
+    seconds: float = 0.0  # to prepare, wait and check
 
 
 def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None) -> Prepared:
     """Prepare the data of a recipe unless it is prepared, and check it.
 
-    One process of a file system prepares. The others wait for it, or resume if it is killed. All of
-    `ranks` call this together, and the ranks of a host divide the files to check.
+    One process of a file system prepares. The others wait for it, or resume if it is killed. All
+    `ranks` call this together.
 
     Raises:
         UserError: Source, tokenizer or directory cannot be used, a shard is missing or changed, or
@@ -99,23 +79,19 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None) -> Prepared
         index, is_new = _find(recipe, settings, directory), False
         if index is None:
             index, is_new = _write(recipe, settings, directory, progress)
-        tokenizer = vocabulary.load_tokenizer(recipe, directory)
+        tokenizer, again = vocabulary.load_tokenizer(recipe, directory), prepare_again(directory)
         if tokenizer.fingerprint != index.tokenizer.fingerprint:
-            remedy = shards.prepare_again(directory)
-            raise UserError(f"wrong tokenizer in {directory / FOLDER}: {remedy}")
+            raise UserError(f"wrong tokenizer in {directory / FOLDER}: {again}")
         is_rank_0 = os.environ.get("RANK", "0") == "0"
         notify = progress.note if is_rank_0 else lambda text: None
         vocabulary.check_tokenizer(recipe, tokenizer, notify)
-        shards.verify(
-            directory, index, lambda done: progress.update("checking SHA-256", done), ranks
-        )
+        verify(directory, index, lambda done: progress.update("checking SHA-256", done), ranks)
         if not is_new and recipe.data.format == "text" and is_rank_0:
             for kind, names in ((MAIN, recipe.data.sources), (EVAL, recipe.data.eval_sources)):
                 for number, name in enumerate(names):
                     origin = index.source.get(stream_name(kind, number))
                     if origin and has_changed(name, origin):
-                        remedy = f"delete {directory} to prepare it again"
-                        progress.note(f"{name} has changed since it was prepared; {remedy}")
+                        progress.note(f"{name} has changed since it was prepared; {again}")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
@@ -148,10 +124,10 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
     """The prepared data of a recipe, not checked; None if there is none. Raises as `prepare`."""
     settings = preparing_settings(recipe)
     directory = data_dir(recipe, settings)
-    if index := _find(recipe, settings, directory):
-        tokenizer = vocabulary.load_tokenizer(recipe, directory)
-        return Prepared(directory, index, tokenizer, False, 0.0)
-    return None
+    index = _find(recipe, settings, directory)
+    if index is None:
+        return None
+    return Prepared(directory, index, vocabulary.load_tokenizer(recipe, directory))
 
 
 def preparing_settings(recipe: Recipe) -> dict[str, Any]:
@@ -197,18 +173,16 @@ def _find(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | No
     if index is None:
         return None
     stored, prefix = index.settings, "data." if recipe.data.format == "text" else ""
-    changed = [key for key in sorted({*wanted, *stored}) if wanted.get(key) != stored.get(key)]
-    if not wanted["tokenizer_files"] and "tokenizer_files" in changed:
-        changed.remove(
-            "tokenizer_files"
-        )  # without the files, the tokenizer saved beside the data serves
+    if not wanted["tokenizer_files"]:  # then the tokenizer saved beside the data serves
+        stored = stored | {"tokenizer_files": {}}
+    changed = [
+        f"\n  {prefix}{k}: prepared with {stored.get(k)!r}, the recipe says {wanted.get(k)!r}"
+        for k in sorted({*wanted, *stored})
+        if wanted.get(k) != stored.get(k)
+    ]
     if changed:
-        lines = [
-            f"  {prefix}{k}: prepared with {stored.get(k)!r}, the recipe says {wanted.get(k)!r}"
-            for k in changed
-        ]
         head = f"{directory} was prepared with other settings; give another data.dir:"
-        raise UserError("\n".join([head, *lines]))
+        raise UserError(head + "".join(changed))
     return index
 
 
@@ -265,20 +239,12 @@ def open_data(recipe: Recipe, ranks: Ranks | None = None) -> Data:
 
 def as_data(recipe: Recipe, prepared: Prepared) -> Data:
     """Prepared data, opened."""
-    train, val = open_samples(recipe, prepared)
     index, tokenizer, template = prepared.index, prepared.tokenizer, None
     if recipe.data.format != "text":
         template = chat.Template.of_directory(prepared.directory / FOLDER)
-    return Data(
-        train,
-        val,
-        tokenizer,
-        index.fingerprint,
-        tokenizer.vocab,
-        prepared.directory,
-        template,
-        index,
-    )
+    train, val = open_samples(recipe, prepared)
+    made: dict[str, Any] = {"directory": prepared.directory, "template": template, "index": index}
+    return Data(train, val, tokenizer, index.fingerprint, tokenizer.vocab, **made)
 
 
 def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples | None]:
@@ -292,28 +258,25 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             damage = str(error)
         if damage:
-            remedy = shards.prepare_again(prepared.directory)
-            raise UserError(f"{path} is damaged ({damage}); {remedy}")
+            raise UserError(f"{path} is damaged ({damage}); {prepare_again(prepared.directory)}")
     for name, split in index.splits.items():
         sets[name] = _text_samples(recipe, prepared, split, ragged=name == "val")
         if not len(sets[name]):
-            few = f"{split.tokens:,} tokens ({name}) are too few"
-            context = recipe.model.context + 1
             raise UserError(
-                f"{prepared.directory}: {few} for one sample of model.context + 1 = {context:,}"
+                f"{prepared.directory}: {split.tokens:,} tokens ({name}) are too few for one "
+                f"sample of model.context + 1 = {recipe.model.context + 1:,}"
             )
     return sets["train"], sets.get("val")
 
 
 def _text_samples(recipe: Recipe, prepared: Prepared, split: Split, *, ragged: bool) -> Samples:
-    directory, index, eot = prepared.directory, prepared.index, prepared.tokenizer.eot
-    stream = split_stream(directory, index, split)
+    index, eot, context = prepared.index, prepared.tokenizer.eot, recipe.model.context
+    stream = split_stream(prepared.directory, index, split)
     if recipe.data.packing != "documents":
-        return PackedSamples(stream, recipe.model.context, ragged=ragged)
+        return PackedSamples(stream, context, ragged=ragged)
     single_text = any(index.source[part.stream].get("single_text") for part in split.ranges)
     if eot is None or single_text or not any(shard.documents for shard in stream.shards):
         raise UserError(
             'data.packing = "documents": the corpus is one stream of tokens; write "packed"'
         )
-    starts = split_documents(directory, index, split)
-    return DocumentSamples(stream, starts, recipe.model.context, eot)
+    return DocumentSamples(stream, split_documents(prepared.directory, index, split), context, eot)

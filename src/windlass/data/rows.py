@@ -7,14 +7,16 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from windlass import hub
 from windlass.data import chat, conversations, squad, vocabulary
+from windlass.data.conversations import Conversation
 from windlass.data.files import JSON_LINES, describe_files, find_files
 from windlass.data.progress import Progress
 from windlass.data.samples import Row, Rows, choose_places, length_percentiles
 from windlass.data.shards import EVAL, MAIN, Index, RowsFile
+from windlass.data.squad import Question
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import UserError
 from windlass.recipe import Recipe
@@ -23,52 +25,25 @@ REMARKS = "remarks.txt"
 SHOWN_REMARKS = 8
 CHAT_CHARACTERS = "User: System: Assistant: \n"  # a character tokenizer needs the layout's too
 
-
-class Example(Protocol):
-    """A question or a conversation; it becomes one row."""
-
-    @property
-    def key(self) -> str:
-        """Its name for the choice of a part of a set; empty: its number."""
-
-    @property
-    def place(self) -> str:
-        """Its origin, for messages."""
-
-    @property
-    def remarks(self) -> list[str]:
-        """Problems of it, each with its place."""
-
-    @property
-    def texts(self) -> Sequence[str]:
-        """The texts from which a tokenizer learns."""
-
-    @property
-    def content(self) -> Sequence[str]:
-        """The texts that two equal validation sets have in common."""
+Examples = Sequence[Question] | Sequence[Conversation]
 
 
 def prepare_rows(
     recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress
 ) -> Index:
     """Write rows, tokenizer and template; returns the index, not written yet."""
-    data, context = recipe.data, recipe.model.context
-    splits: list[Any] = []  # two lists of examples
+    data, context, is_chat = recipe.data, recipe.model.context, recipe.data.format == "chat"
+    splits: list[Any] = []
     splits += (
-        squad.read_splits(recipe)
-        if data.format == "squad"
-        else conversations.read_splits(recipe, progress.note)
+        conversations.read_splits(recipe, progress.note) if is_chat else squad.read_splits(recipe)
     )
-    sizes = (data.train_size, "train"), (data.eval_size, "eval")
-    for i, (size, purpose) in enumerate(sizes):
-        keys = [example.key or str(number) for number, example in enumerate(splits[i])]
-        splits[i] = [
-            splits[i][place] for place in choose_places(keys, size, recipe.run.seed, purpose)
-        ]
-    tokenizer, template = _tokenizer(recipe, splits[0], progress), chat.Template()
+    for i, (size, purpose) in enumerate(((data.train_size, "train"), (data.eval_size, "eval"))):
+        keys = [getattr(example, "id", str(place)) for place, example in enumerate(splits[i])]
+        places = choose_places(keys, size, recipe.run.seed, purpose)
+        splits[i] = [splits[i][place] for place in places]
+    tokenizer, template, layout = _tokenizer(recipe, splits[0], progress), chat.Template(), ""
     make_row: Any = partial(squad.row, tokenizer=tokenizer, context=context)
-    layout = ""
-    if data.format == "chat":
+    if is_chat:
         if recipe.tokenizer.startswith("hf:"):
             place = hub.tokenizer_directory(recipe.tokenizer[3:], recipe.tokenizer_key)
             template = chat.Template.of_directory(place)
@@ -82,28 +57,33 @@ def prepare_rows(
         for number, example in enumerate(examples, 1):
             row = make_row(example)
             rows += [row] if row else []
-            remarks += _remarks(example, row, context)
+            remarks += example.remarks
+            if row is None:
+                remarks.append(f"{example.place}: left out, because it has nothing left to learn")
+            elif (lost := row.whole - context - 1) > 0:
+                cut = f"{lost:,} of {row.whole:,} tokens lost"
+                remarks.append(f"{example.place}: cut at model.context = {context:,}, {cut}")
             progress.update(f"{data.format} rows ({name})", number / len(examples))
         if not rows:
             raise UserError(
                 f"no question or conversation ({name}) fits model.context = {context}: "
                 f"{remarks[-1]}"
             )
-        files[name] = _write(directory, name, rows, examples, tokenizer, context)
+        files[name] = _write(directory, name, rows, examples, tokenizer.eot or 0, context)
     tokenizer.save(directory)
     template.save(directory / FOLDER)
-    _write_remarks(directory / REMARKS, remarks, progress)
+    if remarks:
+        path = directory / REMARKS
+        more = [f"and {len(remarks) - SHOWN_REMARKS:,} more"] if remarks[SHOWN_REMARKS:] else []
+        shown = [f"{len(remarks):,} remarks on items ({path}):", *remarks[:SHOWN_REMARKS], *more]
+        progress.note("\n  ".join(shown))
+        path.write_text("".join(f"{line}\n" for line in remarks), encoding="utf-8")
     origins = {}
     for stream, names in ((MAIN, data.sources), (EVAL, data.eval_sources)):
         paths = [path for name in names for path in local_files(name, data.format)]
         origins[stream] = {"name": names, "files": describe_files(paths)}
-    return Index(
-        settings=settings,
-        source=origins,
-        tokenizer=tokenizer.describe(),
-        rows=files,
-        template=layout,
-    )
+    saved = {"settings": settings, "source": origins, "tokenizer": tokenizer.describe()}
+    return Index(**saved, rows=files, template=layout)
 
 
 def local_files(source: str, kind: str) -> list[Path]:
@@ -115,7 +95,7 @@ def local_files(source: str, kind: str) -> list[Path]:
     return find_files(source, endings=JSON_LINES)
 
 
-def _tokenizer(recipe: Recipe, examples: Sequence[Example], progress: Progress) -> Tokenizer:
+def _tokenizer(recipe: Recipe, examples: Examples, progress: Progress) -> Tokenizer:
     data, kind = recipe.data, vocabulary.kind_of(recipe.data.tokenizer)
     texts = dict.fromkeys(text for example in examples for text in example.texts)
     if kind == "bpe":
@@ -127,18 +107,12 @@ def _tokenizer(recipe: Recipe, examples: Sequence[Example], progress: Progress) 
 
 
 def _write(
-    directory: Path,
-    name: str,
-    rows: list[Row],
-    examples: Sequence[Example],
-    tokenizer: Tokenizer,
-    context: int,
+    directory: Path, name: str, rows: list[Row], examples: Examples, pad: int, context: int
 ) -> RowsFile:
     """Write the rows of a split; their entry for the index."""
-    packed, temporary = Rows(rows, pad=tokenizer.eot or 0), directory / f".{name}.tmp"
+    packed, temporary, text = Rows(rows, pad), directory / f".{name}.tmp", ""
     packed.save(temporary)
     temporary.replace(directory / f"{name}.npz")
-    text = ""
     if name == "val":
         content = json.dumps([list(example.content) for example in examples])
         text = hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -151,24 +125,3 @@ def _write(
         left_out=len(examples) - len(packed),
         **length_percentiles([row.whole for row in rows], context + 1),
     )
-
-
-def _remarks(example: Example, row: Row | None, context: int) -> list[str]:
-    """The problems of an example, and whether it is cut or left out; each with its place."""
-    if row is None:
-        left_out = f"{example.place}: left out, because it has nothing left to learn"
-        return [*example.remarks, left_out]
-    lost = row.whole - context - 1
-    if lost <= 0:
-        return example.remarks
-    cut = f"cut at model.context = {context:,}, {lost:,} of {row.whole:,} tokens lost"
-    return [*example.remarks, f"{example.place}: {cut}"]
-
-
-def _write_remarks(path: Path, remarks: list[str], progress: Progress) -> None:
-    if remarks:
-        lines = [f"{len(remarks):,} remarks on items ({path}):", *remarks[:SHOWN_REMARKS]]
-        if len(remarks) > SHOWN_REMARKS:
-            lines += [f"and {len(remarks) - SHOWN_REMARKS:,} more"]
-        progress.note("\n  ".join(lines))
-        path.write_text("".join(f"{line}\n" for line in remarks), encoding="utf-8")

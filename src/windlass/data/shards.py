@@ -3,13 +3,10 @@
 A data directory contains
 
 - `index.json`, written last, so that it exists only if everything else does;
-- `shard-00000.bin` ...: token ids, little endian, 16 or 32 bits by the size of the vocabulary. A
-  second source has `shard.1-00000.bin` ..., a separate validation corpus `eval-shard-00000.bin`
-  ...;
+- `shard-00000.bin` ...: token ids, little endian, 16 or 32 bits by the size of the vocabulary; a
+  second source has `shard.1-...`, a separate validation corpus `eval-shard-...`;
 - `shard-00000.documents` ...: a row of DOCUMENT for each document that starts in the shard;
 - `tokenizer/`; for questions or conversations `train.npz` and `val.npz` instead of shards.
-
-One process writes, under the directory's lock.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ class Shard(BaseModel):
 
     file: str  # name in the data directory, or the absolute path of a shard that another tool wrote
     tokens: int
-    documents: int  # that start in it; 0: unknown (shards of other tools)
+    documents: int = 0  # that start in it; 0: unknown (shards of other tools)
     sha256: str
     dtype: str  # `uint16` or `uint32`
     offset: int = 0  # bytes of header before the first token
@@ -126,17 +123,13 @@ class Index(BaseModel):
 
     def compute_fingerprint(self) -> str:
         """A hash of the tokens, their split and their tokenizer, equal in every directory."""
-
-        def dump(shards: list[Shard]) -> list[dict[str, Any]]:
-            return [shard.model_dump(exclude={"file", "table"}) for shard in shards]
-
-        splits = self.splits.items()
+        shown = {"file", "table"}, {"documents", "text"}
         content = [
             FORMAT,
             self.tokenizer.model_dump(exclude={"kind", "start"}),
-            {name: dump(shards) for name, shards in self.streams.items()},
-            {name: split.model_dump(exclude={"documents", "text"}) for name, split in splits},
-            {name: rows.fingerprint for name, rows in self.rows.items()},
+            {k: [s.model_dump(exclude=shown[0]) for s in v] for k, v in self.streams.items()},
+            {k: split.model_dump(exclude=shown[1]) for k, split in self.splits.items()},
+            {k: rows.fingerprint for k, rows in self.rows.items()},
         ]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -167,6 +160,10 @@ def prepare_again(directory: Path) -> str:
     return f"delete {directory} and prepare the data again"
 
 
+def bad_shard(path: Path, problem: str) -> UserError:
+    return UserError(f"the shard {path} {problem}")
+
+
 def on_disk(dtype: str) -> np.dtype[Any]:
     """The type of tokens in a file, little endian on every machine."""
     return np.dtype(dtype).newbyteorder("<")
@@ -175,9 +172,8 @@ def on_disk(dtype: str) -> np.dtype[Any]:
 class ShardWriter:
     """Writes a stream of documents as shards of equal size.
 
-    The shard being filled is in memory, and each is committed whole. A document may extend over
-    several shards. `resume` is where the next shard starts: the number of the document in which the
-    last committed shard ends, and how many of its tokens are committed.
+    The shard being filled is in memory. `resume` is where the next shard starts: the number of the
+    document in which the last committed shard ends, and how many of its tokens are committed.
     """
 
     def __init__(
@@ -200,8 +196,8 @@ class ShardWriter:
     def add(self, tokens: np.ndarray, number: int, size: int = 0, text: int = 0) -> None:
         """Append tokens (int64 [n]) of document `number`; `size` and `text` are for DOCUMENT.
 
-        Documents come in order, and one may come in several parts. After a resume the caller adds
-        the document from its start, and the writer skips its committed tokens.
+        Documents come in order, perhaps in several parts. After a resume the caller adds the
+        document from its start, and the writer skips its committed tokens.
         """
         if number != self._number:
             self._number, self._done = number, 0
@@ -269,23 +265,19 @@ class Stream:
             count, dtype = min(len(out) - done, shard.tokens - begin), on_disk(shard.dtype)
             path, size = self._directory / shard.file, count * dtype.itemsize
             with self._lock:
-                file = self._open_file(place, path)
-                raw = os.pread(file, size, shard.offset + begin * dtype.itemsize)
+                if place not in self._open:
+                    if len(self._open) >= OPEN_FILES:
+                        os.close(self._open.pop(next(iter(self._open))))
+                    try:
+                        self._open[place] = os.open(path, os.O_RDONLY)
+                    except OSError as error:
+                        raise bad_shard(path, f"cannot be read: {error}") from None
+                raw = os.pread(self._open[place], size, shard.offset + begin * dtype.itemsize)
             if len(raw) != size:
                 raise UserError(f"{path} ends too early: it was truncated after it was checked")
             out[done : done + count] = np.frombuffer(raw, dtype=dtype)
             done += count
             place += 1
-
-    def _open_file(self, place: int, path: Path) -> int:
-        if place not in self._open:
-            if len(self._open) >= OPEN_FILES:
-                os.close(self._open.pop(next(iter(self._open))))
-            try:
-                self._open[place] = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise UserError(f"the shard {path} cannot be read: {error}") from None
-        return self._open[place]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """int64 [stop - start]."""
@@ -303,12 +295,10 @@ class Stream:
                 tables.append(table)
         return np.concatenate(tables)
 
-    def __del__(self) -> None:
-        if (
-            os is not None and os.close is not None
-        ):  # at the interpreter's end modules are removed first
-            for descriptor in getattr(self, "_open", {}).values():
-                os.close(descriptor)
+    # bound here, because modules are removed before objects when the interpreter ends
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        for descriptor in self._open.values():
+            close(descriptor)
 
 
 def cut_shards(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
@@ -334,15 +324,13 @@ def file_states(directory: Path, shards: Iterable[Shard]) -> dict[str, list[int 
         if shard.table:
             files[shard.table_file] = shard.documents * DOCUMENT.itemsize, shard.table
         for file, (size, sha256) in files.items():
-            path = directory / file
+            path, remedy = directory / file, prepare_again(directory)
             try:
                 stat = path.stat()
             except OSError:
-                remedy = prepare_again(directory)
-                raise UserError(f"the shard {path} is missing; {remedy}") from None
+                raise bad_shard(path, f"is missing; {remedy}") from None
             if stat.st_size != size:
-                has = f"has {stat.st_size:,} bytes, not {size:,}"
-                raise UserError(f"the shard {path} {has}; {prepare_again(directory)}")
+                raise bad_shard(path, f"has {stat.st_size:,} bytes, not {size:,}; {remedy}")
             states[file] = [stat.st_size, stat.st_mtime_ns, sha256]
     return states
 
@@ -353,8 +341,7 @@ def verify(
     """Check every shard as `file_states`, and its SHA-256 if it changed since the last check.
 
     The ranks of a host divide the files, because each host may have its own copy. `tick` gets the
-    fraction of this rank's files that is read. Raises UserError on every rank if a shard is
-    damaged.
+    fraction of this rank's files that is read. UserError on every rank if a shard is damaged.
     """
     states, verified = file_states(directory, index.shards), read_json(directory / VERIFIED)
     changed = [file for file in states if verified.get(file) != states[file]]
@@ -367,20 +354,18 @@ def verify(
             return
         first = (ranks.env.node, 0)
         changed = next((files for node, r, files in lists if (node, r) == first), changed)
-    own, problem = changed[rank::world], ""
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    own, damaged = changed[rank::world], list[Path]()
+    with ThreadPoolExecutor(4) as pool:
         digests = pool.map(lambda file: sha256_of(directory / file), own)
         for done, (file, sha256) in enumerate(zip(own, digests, strict=True), 1):
             if sha256 != states[file][2]:
-                remedy = prepare_again(directory)
-                problem = f"the shard {directory / file} is damaged (SHA-256); {remedy}"
+                damaged.append(directory / file)
                 break
             tick(done / len(own))
-    problems = [problem]
     if world > 1 and ranks is not None:
-        problems = ranks.all_gather_object("damaged shards", problem)
-    if damaged := next(filter(None, problems), ""):
-        raise UserError(damaged)
+        damaged = [p for part in ranks.all_gather_object("damaged shards", damaged) for p in part]
+    if damaged:
+        raise bad_shard(damaged[0], f"is damaged (SHA-256); {prepare_again(directory)}")
     if changed and rank == 0:
         remember(directory, states)
 
@@ -402,43 +387,33 @@ def scan(path: Path, vocab: int) -> Shard:
         try:  # without pickle: an array of objects would run code when loaded
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
-            problem = f"is not a whole .npy file of tokens: {first_line(error)}"
-            raise UserError(f"the shard {path} {problem}") from None
-        dtype_name = {"<u2": "uint16", "<u4": "uint32"}.get(array.dtype.str, "")
-        if not dtype_name or array.ndim != 1:
+            raise bad_shard(path, f"is not a whole .npy file: {first_line(error)}") from None
+        dtype_name, offset, tokens = array.dtype.name, array.offset, array.size
+        if array.dtype.str not in ("<u2", "<u4") or array.ndim != 1:
             content = f"{array.dtype} of shape {array.shape}, not a row of uint16 or uint32"
-            raise UserError(f"the shard {path} holds {content}")
-        offset, tokens = array.offset, len(array)
+            raise bad_shard(path, f"holds {content}")
     elif path.suffix != ".bin":
-        raise UserError(f"the shard {path} is neither .npy nor .bin")
+        raise bad_shard(path, "is neither .npy nor .bin")
     elif size >= LLMC_HEADER_BYTES:
         magic, _, count = np.fromfile(path, "<i4", 3).tolist()
         if magic in LLMC_TYPES:
             dtype_name, offset, tokens = LLMC_TYPES[magic], LLMC_HEADER_BYTES, count
     dtype, digest, done = on_disk(dtype_name), hashlib.sha256(), 0
     if not tokens or size != offset + tokens * dtype.itemsize:
-        raise UserError(
-            f"the shard {path} is truncated or not a shard: "
-            f"{size:,} bytes for {tokens:,} tokens of {dtype_name}"
-        )
+        found = f"{size:,} bytes for {tokens:,} tokens of {dtype_name}"
+        raise bad_shard(path, f"is truncated or not a shard: {found}")
     with path.open("rb") as file:
         digest.update(file.read(offset))
         while raw := file.read(BLOCK_TOKENS * dtype.itemsize):
             digest.update(raw)
             block = np.frombuffer(raw, dtype)
             if int(block.max()) >= vocab:
-                place = int(np.argmax(block >= vocab))
-                raise UserError(
-                    f"the shard {path} has the token id {int(block[place]):,} "
-                    f"at place {done + place:,}, and the vocabulary has {vocab:,} ids: "
-                    "it was made with another tokenizer"
+                at = int(np.argmax(block >= vocab))
+                raise bad_shard(
+                    path,
+                    f"has the token id {int(block[at]):,} at place {done + at:,}, and the "
+                    f"vocabulary has {vocab:,} ids: it was made with another tokenizer",
                 )
             done += len(block)
-    return Shard(
-        file=str(path.resolve()),
-        tokens=tokens,
-        documents=0,
-        sha256=digest.hexdigest(),
-        dtype=dtype_name,
-        offset=offset,
-    )
+    place, sha256 = str(path.resolve()), digest.hexdigest()
+    return Shard(file=place, tokens=tokens, sha256=sha256, dtype=dtype_name, offset=offset)

@@ -17,7 +17,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,7 @@ class Corpus:
     name: str
     # `read(start)`: the documents from `start` on, and the fraction read so far (0: unknown)
     read: Callable[[int], Iterator[tuple[str, float]]]
-    description: dict[str, Any] = field(
-        default_factory=dict
-    )  # in the index; shows a changed source
+    description: dict[str, Any]  # in the index; shows a changed source
     single_text: bool = False  # one document: split by characters, without an end-of-text token
     limit: int | None = None  # documents at most
     size: int = 0  # bytes, approximately; 0: unknown
@@ -73,22 +71,19 @@ class Corpus:
 def open_corpora(
     data: DataSettings,
     sources: list[str],
-    *,
-    sha256: str = "",
     split: str = "",
     notify: Notify = print,
+    sha256: str = "",
 ) -> list[Corpus]:
     """The corpora of `data.source` or `data.eval_source`; UserError if one does not exist."""
-    corpora = [
-        open_corpus(data, source, sha256=sha256, split=split, notify=notify) for source in sources
-    ]
+    corpora = [open_corpus(data, source, split, notify, sha256) for source in sources]
     for corpus in corpora:
         corpus.single_text &= len(corpora) == 1  # one text among several ends with a token
     return corpora
 
 
 def open_corpus(
-    data: DataSettings, source: str, *, sha256: str = "", split: str = "", notify: Notify = print
+    data: DataSettings, source: str, split: str = "", notify: Notify = print, sha256: str = ""
 ) -> Corpus:
     """The corpus of one source; UserError if the source does not exist."""
     if source == "stdlib":
@@ -136,14 +131,9 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
                             yield text, (before + raw.tell()) / total
             except UserError:
                 raise
-            except (
-                OSError,
-                ValueError,
-                NotImplementedError,
-            ) as error:  # pyarrow's are of these kinds
-                raise UserError(
-                    f"{path} is damaged, cut short or cannot be read: {first_line(error)}"
-                ) from None
+            except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's kinds too
+                problem = f"is damaged, cut short or cannot be read: {first_line(error)}"
+                raise UserError(f"{path} {problem}") from None
             before += size
 
     single_text = len(files) == 1 and suffixes(files[0])[0] not in (*ENDINGS[1:], ".json")
@@ -194,10 +184,8 @@ def download(url: str, sha256: str, folder: Path, notify: Notify = print) -> Pat
         ):
             shutil.copyfileobj(answer, out, 1 << 22)
         if (actual := sha256_of(partial)) != sha256:
-            raise UserError(
-                f"{url} is incomplete or another file: "
-                f"its SHA-256 is {actual}, data.sha256 = {sha256}"
-            )
+            hashes = f"its SHA-256 is {actual}, data.sha256 = {sha256}"
+            raise UserError(f"{url} is incomplete or another file: {hashes}")
         partial.replace(target)
     except UserError:
         raise
@@ -212,10 +200,9 @@ def download(url: str, sha256: str, folder: Path, notify: Notify = print) -> Pat
 
 
 def load_dataset(place: str, split: str, streaming: bool = False) -> Any:
-    """A split, or a slice of one (`train[:1%]`), of a data set of Hugging Face's `datasets`.
+    """A split (perhaps `train[:1%]`) of a data set of `datasets`; UserError if it cannot be loaded.
 
-    `place` is `NAME`, `NAME:CONFIG`, or a directory of files or of `save_to_disk`. Raises UserError
-    if the data set or the split does not exist or cannot be reached.
+    `place` is `NAME`, `NAME:CONFIG`, or a directory of files or of `save_to_disk`.
     """
     folder = Path(place).expanduser()
     if not folder.is_dir():

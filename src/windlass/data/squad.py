@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.data.samples import Row, choose_places
 from windlass.data.sources import load_dataset
@@ -25,6 +25,7 @@ PROMPT = "Question: {question} Context: {context} Answer:"
 class Question:
     """One question about a paragraph."""
 
+    remarks: ClassVar[tuple[str, ...]] = ()
     id: str
     question: str
     context: str
@@ -33,19 +34,12 @@ class Question:
     group: str = ""  # the article; a split never divides its questions
 
     @property
-    def key(self) -> str:
-        return self.id
-
-    @property
     def place(self) -> str:
         return f"question {self.id}"
 
     @property
-    def remarks(self) -> list[str]:
-        return []
-
-    @property
     def texts(self) -> tuple[str, ...]:
+        """The texts from which a tokenizer learns."""
         return (PROMPT.format(question=self.question, context=self.context), *self.answers)
 
     @property
@@ -63,19 +57,19 @@ def read_questions(source: str, split: str = "train", key: str = "data.source") 
         raise UserError(f"{key}: {source!r} has no questions; write squad or squad:FILE.json")
     try:
         if path:
-            tree = json.loads(Path(path).read_text(encoding="utf-8"))
-            questions = [
-                _question(qa, part["context"], str(article.get("title", "")), qa["answers"])
-                for article in tree["data"]
+            entries = [
+                (qa, part["context"], str(article.get("title", "")), qa["answers"])
+                for article in json.loads(Path(path).read_text(encoding="utf-8"))["data"]
                 for part in article["paragraphs"]
                 for qa in part["qas"]
             ]
         else:
-            questions = []
+            entries = []
             for row in load_dataset(HUB_NAME, split):
                 pairs = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
                 answers = [{"text": text, "answer_start": start} for text, start in pairs]
-                questions.append(_question(row, row["context"], row["title"], answers))
+                entries.append((row, row["context"], row["title"], answers))
+        questions = [_question(*entry) for entry in entries]
     except UserError as error:
         if path:
             raise
@@ -147,10 +141,8 @@ def eval_questions(recipe: Recipe) -> list[Question]:
 
 
 def suite_sources(recipe: Recipe) -> list[str]:
-    """The suite's sources: `eval.squad_file`, `data.eval_source`, or SQuAD's validation set.
-
-    Empty if the questions are held out from the training questions.
-    """
+    """`eval.squad_file`, `data.eval_source`, or SQuAD's validation set; empty if the suite's
+    questions are held out from the training questions."""
     data = recipe.data
     if recipe.eval.squad_file:
         return [f"squad:{recipe.eval.squad_file}"]
@@ -166,9 +158,8 @@ def suite_sources(recipe: Recipe) -> list[str]:
 def row(item: Question, tokenizer: Tokenizer, context: int) -> Row | None:
     """One question in at most `context` + 1 tokens; None if it does not fit.
 
-    The answer and the end-of-text token count in the loss. A long context is cut to the longest
-    part around the answer that fits, in whole words, from both sides in proportion, so that the
-    answer's relative place stays.
+    The answer and the end-of-text token count in the loss. A long context is cut in whole words,
+    from both sides in proportion, to the longest part around the answer that fits.
     """
     if tokenizer.eot is None:
         raise UserError(
@@ -219,8 +210,7 @@ def around(item: Question, characters: int) -> str:
 def prompt(item: Question, tokenizer: Tokenizer, room: int) -> list[int]:
     """The tokens of a question's prompt for generation, at most `room`.
 
-    A long context loses its end, and a question that is too long alone its beginning. The place of
-    the answer has no effect, because a model that is measured does not know it.
+    A long context loses its end, and a question that is too long alone its beginning.
     """
 
     def encode(characters: int) -> list[int]:

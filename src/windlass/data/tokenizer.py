@@ -29,9 +29,7 @@ MARK = "\ufdd0"  # follows a character of a text that is not a special token (`w
 # GPT-2's cut of a text into words, before it merges pairs (Radford et al. 2019, released code).
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 STRETCH = 1 << 20  # characters of a text that one worker encodes at once
-LONGEST_PIECE = (
-    400_000  # characters for `tiktoken`, whose stack overflows on a million of white space
-)
+LONGEST_PIECE = 400_000  # characters: `tiktoken`'s stack overflows on a million of white space
 # Tokenizers with equal vocabularies differ in the ids of this text.
 PROBE = (
     "def f(x):\n\treturn x ** 2  # It's 3.14159, isn't it?\r\n\r\n    Žluťoučký kůň 12345 中文字符 "
@@ -55,14 +53,11 @@ class Tokenizer:
     Attributes:
         inner: The `tokenizers.Tokenizer` with the same ids.
         eot: The id that separates documents; None if the corpus is one text.
-        start: The id with which the model's configuration begins an empty prompt, if the tokenizer
-            has no BOS.
-        bos: The ids that the tokenizer's post-processor puts before a text, as in `transformers`;
-            `encode` does not.
+        start: The id before an empty prompt by the model's configuration, without a BOS.
+        bos: The ids that the post-processor puts before a text; `encode` does not.
         vocab: Number of ids, including the special ones.
         fingerprint: Equal for tokenizers that give the same ids for every text.
-        special: Ids of the special tokens by text; a chat template writes them, and a user does
-            not.
+        special: Ids of the special tokens by text; only a chat template writes them.
     """
 
     def __init__(self, kind: str, inner: Any, eot: int | None, start: int | None = None):
@@ -74,9 +69,8 @@ class Tokenizer:
         self.vocab = max(pieces.values()) + 1
         content = [sorted(pieces.items()), eot, inner.encode(PROBE, add_special_tokens=False).ids]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        self.special: dict[str, int] = {
-            t.content: i for i, t in inner.get_added_tokens_decoder().items() if t.special
-        }
+        added = inner.get_added_tokens_decoder().items()
+        self.special: dict[str, int] = {t.content: i for i, t in added if t.special}
         if eot is not None:
             self.special[inner.id_to_token(eot)] = eot
         encoded = inner.encode("a")
@@ -154,13 +148,12 @@ class Tokenizer:
         if (table := self._bytes) is not None:
             raw = b"".join(table[i] if i < self.vocab else UNKNOWN.encode() for i in map(int, ids))
             return raw.decode("utf-8", "replace")
-        # The library would drop an id without a token.
-        texts = list[str]()
+        text = ""
         for valid, run in groupby(map(int, ids), lambda i: i < self.vocab):
-            part = list(run)
-            decoded = self.inner.decode(part, skip_special_tokens=False) if valid else ""
-            texts.append(decoded if valid else UNKNOWN * len(part))
-        return "".join(texts)
+            part = list(run)  # the library would drop an id without a token
+            decoded = self.inner.decode(part, skip_special_tokens=False) if valid else None
+            text += UNKNOWN * len(part) if decoded is None else decoded
+        return text
 
     def byte_lengths(self) -> np.ndarray:
         """UTF-8 bytes of each id, decoded after another token, int64 [V]; 0 for special tokens."""
@@ -176,7 +169,7 @@ class Tokenizer:
             space = " " if "\u2581" in decoder else "\u2581"
             for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
                 sizes[i] = len(piece.replace("\u2581", space).encode())
-                if letters and all(c in letters for c in piece):
+                if letters and letters.keys() >= set(piece):
                     sizes[i] = len(piece)
                 elif not letters and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
                     sizes[i] = 1  # a single byte, as sentencepiece writes it
@@ -200,7 +193,7 @@ class Tokenizer:
         """The tokens from which a model generates.
 
         For an empty text: BOS (the tokenizer's or the configuration's), else EOS, else a line feed,
-        else the first character of a character tokenizer.
+        else the first character.
         """
         if text and (ids := self.encode_with_bos(text)):
             return ids
@@ -213,10 +206,9 @@ class Tokenizer:
     def encode_pair(
         self, prompt: str, answer: str, prompt_ids: list[int] | None = None
     ) -> tuple[list[int], int]:
-        """The tokens of prompt and answer, and how many of them are the prompt's.
+        """The tokens of prompt and answer, and how many of them are the prompt's (`prompt_ids`).
 
-        Both are encoded as one text if this leaves the prompt's own tokens (`prompt_ids`)
-        unchanged, else separately.
+        Both are encoded as one text if this leaves the prompt's own tokens unchanged.
         """
         alone = self.encode_with_bos(prompt) if prompt_ids is None else prompt_ids
         both = self.encode_with_bos(prompt + answer)
@@ -232,8 +224,7 @@ class Tokenizer:
     ) -> tuple[list[int], list[bool]]:
         """The tokens of texts and special tokens (by id), each with the mark of its part.
 
-        The joined texts are encoded together; only parts that are ids become special tokens. A
-        token over two parts is marked if one of them is.
+        The joined texts are encoded together. A token over two parts is marked if one of them is.
         """
         ids, marks = list[int](), list[bool]()
         if self._bytes is not None:
@@ -261,10 +252,7 @@ class Tokenizer:
 
     @cached_property
     def _sentinels(self) -> tuple[Any, dict[int, str]]:
-        """A copy of the tokenizer with a random text for each special token, and these by id.
-
-        The special tokens' own texts are plain text to the copy.
-        """
+        """A copy of the tokenizer with a random text for each special token, and these by id."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Inner
 
@@ -287,13 +275,7 @@ class Tokenizer:
         write_atomic(folder / DESCRIPTION, self.describe().model_dump_json(indent=1) + "\n")
 
     def describe(self) -> Description:
-        return Description(
-            kind=self.kind,
-            fingerprint=self.fingerprint,
-            vocab=self.vocab,
-            eot=self.eot,
-            start=self.start,
-        )
+        return Description.model_validate(self, from_attributes=True)
 
 
 def cut_at_lines(text: str) -> Iterator[str]:

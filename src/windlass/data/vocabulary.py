@@ -55,34 +55,29 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
     """The tokenizer saved in `directory`, or the one that `data.tokenizer` names if none is saved.
 
     A model trained from scratch on texts learns no token before a text, so its tokenizer writes no
-    BOS. Raises UserError if the saved tokenizer has changed, or if none is saved and the tokenizer
-    is made from the corpus.
+    BOS. UserError if the saved tokenizer has changed, or if the corpus that makes one is missing.
     """
-    kind, folder = kind_of(recipe.data.tokenizer), Path(directory or "nowhere") / FOLDER
+    kind, model = kind_of(recipe.data.tokenizer), recipe.model
+    folder = Path(directory or "nowhere") / FOLDER
     if directory is not None and (folder / DESCRIPTION).is_file():
         try:
-            saved = Description.model_validate_json((folder / DESCRIPTION).read_bytes())
+            tokenizer, fingerprint = _read_saved(folder)
         except (OSError, ValidationError) as error:
             problem = f"cannot be read ({first_line(error)})"
             raise UserError(f"{folder} {problem}; prepare the data again") from None
-        tokenizer = Tokenizer(saved.kind, _read_json(folder / JSON_FILE), saved.eot, saved.start)
-        if tokenizer.fingerprint != saved.fingerprint:
+        if tokenizer.fingerprint != fingerprint:
             raise UserError(
                 f"{folder / JSON_FILE} was changed after it was saved; prepare the data again"
             )
     elif kind in ("char", "bpe"):
-        raise UserError(
-            f"data.tokenizer: {kind} needs the corpus; "
-            "prepare the data first, or use another for shards:"
-        )
+        remedy = "prepare the data first, or use another for shards:"
+        raise UserError(f"data.tokenizer: {kind} needs the corpus; {remedy}")
     else:
         tokenizer = named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
-    pretrained = recipe.model.init_from or (
-        recipe.model.kind == "hf" and not recipe.model.from_scratch
-    )
-    tokenizer.start = tokenizer.start if pretrained else None
-    if recipe.data.format == "text" and not pretrained and tokenizer.bos:
-        tokenizer.inner.post_processor, tokenizer.bos = None, ()
+    if not (model.init_from or (model.kind == "hf" and not model.from_scratch)):
+        tokenizer.start = None
+        if recipe.data.format == "text" and tokenizer.bos:
+            tokenizer.inner.post_processor, tokenizer.bos = None, ()
     return tokenizer
 
 
@@ -102,10 +97,9 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
     model, own, wanted = recipe.model, own_tokenizer(recipe.model), recipe.data.tokenizer
     if own in (wanted, "byte"):
         return
+    revision = f"@{model.revision}" if model.revision and own == f"hf:{model.name}" else ""
     try:
-        trained = named_tokenizer(
-            f"{own}@{model.revision}" if model.revision and own == f"hf:{model.name}" else own
-        )
+        trained = named_tokenizer(own + revision)
     except UserError:  # the model has none, or does not exist any more
         return
     ids, trained_ids = (t.inner.get_vocab(with_added_tokens=True) for t in (tokenizer, trained))
@@ -113,14 +107,13 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
         return
     other = f"the tokenizer of {model.init_from or model.name} ({trained.vocab:,} ids)"
     text = f"data.tokenizer = {wanted} ({tokenizer.vocab:,} ids) is not {other}"
+    remedy = f"which its weights were trained with; leave data.tokenizer out, or write {own}"
     if model.from_scratch:
         notify(f"{text}; its weights are not used, so this may be intended")
     elif trained.vocab == tokenizer.vocab:
-        notify(f"{text}, which its weights were trained with; leave data.tokenizer out to use it")
+        notify(f"{text}, {remedy}")
     else:
-        raise UserError(
-            f"{text}, which its weights were trained with; leave data.tokenizer out, or write {own}"
-        )
+        raise UserError(f"{text}, {remedy}")
 
 
 def tokenizer_files(setting: str) -> dict[str, str]:
@@ -236,8 +229,7 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
             problem = f"{place} has no {JSON_FILE} nor another tokenizer's files"
             raise UserError(f"data.tokenizer: {problem}; name one: {first_line(error)}") from None
     if (file.parent / DESCRIPTION).is_file():  # a run's tokenizer, also of bytes and characters
-        saved = Description.model_validate_json((file.parent / DESCRIPTION).read_bytes())
-        return Tokenizer(saved.kind, _read_json(file), saved.eot, saved.start)
+        return _read_saved(file.parent)[0]
     tokens = [read_json(file.parent / config).get("eos_token") for config in CONFIG_FILES]
     names = [token["content"] if isinstance(token, dict) else token for token in tokens if token]
     inner, start = _read_json(file), read_json(file.parent / "config.json").get("bos_token_id")
@@ -245,6 +237,13 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
         start = None
     ids = map(inner.token_to_id, [*names, *END_TOKENS])
     return Tokenizer("hf", inner, next((i for i in ids if i is not None), None), start)
+
+
+def _read_saved(folder: Path) -> tuple[Tokenizer, str]:
+    """A tokenizer from `Tokenizer.save`, and the fingerprint that it had then."""
+    saved = Description.model_validate_json((folder / DESCRIPTION).read_bytes())
+    inner = _read_json(folder / JSON_FILE)
+    return Tokenizer(saved.kind, inner, saved.eot, saved.start), saved.fingerprint
 
 
 def _read_json(file: Path) -> Any:
