@@ -143,7 +143,7 @@ TRAIN = _table(
     "name words kind tracker console chart heading unit",
     """
 loss | training loss | loss | train/loss | loss {:.4f} | | Training loss | nats per token
-left_s | time left | duration | | {:duration} left | | | s
+left_s | time left | duration | | {:duration} left
 tokens_per_s | tokens/s | rate | throughput/tokens_per_s | {:short} tok/s | throughput\
  | Throughput | tokens/s, all ranks
 lr | learning rate | score | train/lr | lr {:.2e} | lr | Learning rate
@@ -152,13 +152,13 @@ grad_norm | gradient norm | score | train/grad_norm | grad norm {:.2f} | grad_no
  | Gradient norm | before clipping
 mfu | MFU | share | throughput/mfu | MFU {:share} | mfu | Model FLOPs utilisation |\
  % of the device's peak
-gpu_mem_mb | memory allocated on the GPU | mb | | GPU mem {:gb} | | | MB
-rss_mb | resident memory of rank 0 | mb | | RAM {:gb} | | | MB
+gpu_mem_mb | memory allocated on the GPU | mb | | GPU mem {:gb}
+rss_mb | resident memory of rank 0 | mb | | RAM {:gb}
 step_ms | whole step | rate | time/step_ms | dt {:.1f} * | step_time | Time of a step | ms
-forward_ms | forward | rate | time/forward_ms | dtf {:.1f} * | step_time | | ms
-backward_ms | backward | rate | time/backward_ms | dtb {:.1f} * | step_time | | ms
-optimizer_ms | optimizer | rate | time/optimizer_ms | | step_time | | ms
-data_ms | waiting for data | rate | time/data_ms | | step_time | | ms
+forward_ms | forward | rate | time/forward_ms | dtf {:.1f} * | step_time
+backward_ms | backward | rate | time/backward_ms | dtb {:.1f} * | step_time
+optimizer_ms | optimizer | rate | time/optimizer_ms | | step_time
+data_ms | waiting for data | rate | time/data_ms | | step_time
 samples_per_s | samples/s | rate | throughput/samples_per_s | sps {:.4g} *
 mtps | million tokens/s | rate | | mtps {:.3g} *
 tokens | tokens so far | count | train/tokens
@@ -176,13 +176,13 @@ EVAL = {
     **_table(
         "name role better unit words heading meaning",
         """
-train_loss | score | lower | nats per token | train loss | | on samples of the training data
-loss | score | lower | nats per token | val loss
+train_loss | score | lower | nats per token | train loss | | loss on samples of the training data
+loss | score | lower | nats per token | val loss | | loss on the validation data
 full_loss | score | lower | nats per token | of all data | Loss, all data | on all validation data
-perplexity | derived | lower | | perplexity | | e^loss
+perplexity | derived | lower | | perplexity | | perplexity, e^loss
 full_perplexity | derived | lower | | | Perplexity, all data
-bits_per_byte | score | lower | bits | | | loss / ln 2 x tokens / bytes
-full_bits_per_byte | score | lower | bits | | Bits per byte, all data
+bits_per_byte | score | lower | | | | bits per byte, loss / ln 2 x tokens / bytes
+full_bits_per_byte | score | lower | | | Bits per byte, all data
 word_perplexity | score | lower
 byte_perplexity | score | lower
 """,
@@ -220,16 +220,18 @@ examples | count | count
 """Fields of `eval` lines in the order in which the terminal shows the ones with `words`."""
 
 DEVICE = _table(
-    "name tracker kind chart words heading unit",
+    "name tracker kind chart words heading unit meaning",
     """
-mem_alloc_mb | mem_alloc_mb | mb | memory | allocated | Device memory of each rank | MB
-mem_reserved_mb | mem_reserved_mb | mb | memory | reserved | | MB
-mem_used_mb | mem_used_mb | mb | | in use by the driver's count | | MB
-peak_alloc_mb | | mb | | highest allocated so far | | MB
-rss_mb | rss_mb | mb | resident | resident | Memory of each rank's process | MB resident
-util_pct | util_pct | rate | utilisation | utilisation | Utilisation of each rank |\
- %, in training steps only
-power_w | power_w | rate | power | power | Power of each device | W
+mem_alloc_mb | mem_alloc_mb | mb | memory | allocated | Device memory of each rank | MB\
+ | memory that torch allocated on the device
+mem_reserved_mb | mem_reserved_mb | mb | memory | reserved | | | memory that torch reserved
+mem_used_mb | mem_used_mb | mb | | | | | memory in use on the device, by the driver's count
+peak_alloc_mb | | mb | | | | | highest mem_alloc_mb so far
+rss_mb | rss_mb | mb | resident | resident | Memory of each rank's process | MB resident\
+ | resident memory of the process
+util_pct | util_pct | rate | utilisation | utilisation | Utilisation of each rank\
+ | %, in training steps only | utilisation of the device
+power_w | power_w | rate | power | power | Power of each device | W | power of the device
 """,
     role="other",
 )
@@ -328,11 +330,10 @@ EPOCH_LOSS = "eval_loss_epoch_"  # and the number of the epoch: the loss at its 
 SETUP = _table(
     "name kind short heading meaning words role",
     """
-layers | count | layers | Layers | layers of the model | | shape
-batch_per_device | amount | batch/rank | Samples of a rank in a step | samples per rank in a step\
- | | shape
-global_batch | count | batch | Samples of a step | samples in a step | | shape
-parameters | count | parameters | Parameters | parameters of the model | | shape
+layers | count | layers | Layers | | | shape
+batch_per_device | amount | batch/rank | Samples of a rank in a step | | | shape
+global_batch | count | batch | Samples of a step | | | shape
+parameters | count | parameters | Parameters | | | shape
 flops_per_device | giga | GFLOP/rank | GFLOP of a rank in a step | FLOPs per rank and step | | shape
 step_ms | rate | step ms | Step (ms) | time of a step after the warm-up: the windows' median
 samples_per_s | rate | samples/s | Samples/s | samples in a step over its time
@@ -341,31 +342,32 @@ util_pct | rate | util. % | Utilisation (%) | mean utilisation of the device in 
  | | strategies
 exact_match | rate | EM | Exact match | SQuAD's exact match at the last evaluation | | optional
 f1 | rate | F1 | F1 | SQuAD's F1 at the last evaluation | | optional
-peak_mem_mb | mb | memory MB | Peak memory, fullest rank (MB) | allocated on a GPU, else resident
+peak_mem_mb | mb | memory MB | Peak memory, fullest rank (MB)\
+ | highest memory of the fullest rank, allocated on a GPU, else resident
 pareto | | pareto | Pareto front | whether no setup is both faster and smaller in memory\
  | | strategies
 recommended | | best | Recommended | whether it is the recommended setup | | strategies
 tokens_per_s_per_device | count | tok/s/rank | Tokens/s of a rank | tokens a second per rank
-mfu | share | MFU | MFU | model FLOPs utilisation
+mfu | share | MFU | MFU | Model FLOPs utilisation
 speedup | hours | speed-up | Speed-up\
  | throughput over the baseline's; weak: efficiency times N / N0 | | compared
-efficiency | share | eff. | Efficiency\
- | strong, fixed-data: T(N0) N0 / (T(N) N); weak: T(N0) / T(N) | | compared
-serial_fraction | hours | serial | Serial fraction | Karp-Flatt, with p = N / N0 | | compared
+efficiency | share | eff. | Efficiency | T(N0) N0 / (T(N) N); weak: T(N0) / T(N) | | compared
+serial_fraction | hours | serial | Serial fraction | serial fraction (Karp-Flatt, p = N / N0)\
+ | | compared
 ratio | share | runtime÷ | Runtime ÷ baseline's | this runtime over the baseline's | | compared
-compute_ms | rate | compute | Computing (ms) | in a step: the probe's passes and update\
- | computing | part
-exposed_ms | rate | comm. | Communication exposed (ms) | in a step: not hidden\
- | communication | part
-data_ms | rate | data | Waiting for data (ms) | in a step | waiting for data | part
-host_ms | rate | host | Host (ms) | in a step: the rest | the host | part
-predicted_ms | rate | predicted | Predicted step (ms) | from the machine's measured rates
-predicted_error | share | error | Prediction's error | predicted over measured time, less 1\
+compute_ms | rate | compute | Computing (ms)\
+ | computing in a step: the probe's passes and update | computing | part
+exposed_ms | rate | comm. | Communication exposed (ms)\
+ | communication in a step that computing does not hide | communication | part
+data_ms | rate | data | Waiting for data (ms) | | waiting for data | part
+host_ms | rate | host | Host (ms) | the rest of a step | the host | part
+predicted_ms | rate | predicted | Predicted step (ms) | step by the machine's measured rates
+predicted_error | share | error | Prediction's error | predicted over measured step, less 1\
  | | optional
 train_loss_mean | loss | loss | Training loss, mean | mean training loss of the run's steps
 runtime_s | rate | runtime s | Runtime (s) | wall time of the whole run
-startup_s | rate | start-up s | Start-up (s) | from the process's start to its first step
-compile_s | rate | compile s | Compiling (s) | compiling | | optional
+startup_s | rate | start-up s | Start-up (s) | time from the process's start to its first step
+compile_s | rate | compile s | Compiling (s) | | | optional
 world | count | | | ranks
 nodes | count | | | hosts
 tokens_per_s | rate | | | tokens a second, all ranks
