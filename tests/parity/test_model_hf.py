@@ -18,7 +18,7 @@ from windlass.data.vocabulary import load_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate, prompt_ids
 from windlass.evaluation.text import sample
-from windlass.model.build import build_model
+from windlass.model.build import build_model, materialise
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel, has_plain_head, open_hf
 from windlass.model.loss import CHUNK_BYTES
@@ -176,7 +176,8 @@ def test_buffers_that_are_saved_are_read_and_missing_ones_refused(tmp_path: Path
     model = open_hf(llama)
     model.model.register_buffer("shift", torch.zeros(3))
     with pytest.raises(UserError, match="shift"):
-        model.to_empty_parameters("cpu").fill_weights(1)
+        materialise(model, torch.device("cpu"), torch.device("cpu"))
+        model.fill_weights(1)
 
 
 def test_masters_are_fp32_and_names_may_lack_the_prefix(

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hf_fixtures
 from windlass.model import size
 from windlass.model.build import build_model, read_sizes
-from windlass.model.gpt import GPT, Rotation, generator, initialise
+from windlass.model.gpt import GPT, RotaryEmbedding, generator, initialise
 from windlass.model.size import (
     CountedSizes,
     Parameters,
@@ -135,7 +135,7 @@ def test_a_token_sees_nothing_of_what_follows_and_without_positions_no_order(pos
 
 def test_rotation_turns_pairs_by_their_place() -> None:
     x = torch.randn(1, 5, 2, 6, dtype=torch.float64)
-    turned = Rotation(100.0, 6, 3, 5, like=x)(x)
+    turned = RotaryEmbedding(100.0, 6, 3, 5, like=x)(x)
     for t, h, i in itertools.product(range(5), range(2), range(3)):
         angle = torch.tensor((t + 3) * 100.0 ** (-2 * i / 6), dtype=torch.float64)
         pair = torch.complex(x[0, t, h, i], x[0, t, h, i + 3]) * torch.polar(
@@ -144,7 +144,7 @@ def test_rotation_turns_pairs_by_their_place() -> None:
         torch.testing.assert_close(turned[0, t, h, i], pair.real)
         torch.testing.assert_close(turned[0, t, h, i + 3], pair.imag)
     low = x.bfloat16()
-    rotation = Rotation(10_000.0, 6, 0, 5, like=low)
+    rotation = RotaryEmbedding(10_000.0, 6, 0, 5, like=low)
     assert (rotation.cos.dtype, rotation(low).dtype) == (torch.float32, torch.bfloat16)
 
 

@@ -1,5 +1,4 @@
-"""Build a recipe's network, our GPT or a model of `transformers`, without values for its
-weights."""
+"""A recipe's network, our GPT or a model of `transformers`, without values for its weights."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from windlass.errors import UserError
 from windlass.model.gpt import GPT
@@ -25,34 +24,52 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     run: Path | None = None,
 ) -> nn.Module:
-    """The network of a recipe's `[model]`, with parameters of `dtype` on `device`, not yet
-    initialised.
+    """The network of a recipe's `[model]`, with parameters of `dtype` on `device`, not initialised.
 
     On the meta device it takes no memory. `parallelize` gives it storage, then `initialise` or a
     checkpoint gives it values. The embedding has `model.vocab` rows, or by default one for each of
-    the tokenizer's `vocab` tokens. `run` is a directory in which a model of `transformers` may have
-    left its configuration. Raises UserError if `model.vocab` is too small, and see
-    `windlass.model.hf.build_hf`.
+    the tokenizer's `vocab` tokens. `run` may hold the configuration of a model of `transformers`.
+    Raises UserError if `model.vocab` is too small, and as `windlass.model.hf.build_hf`.
     """
     if recipe.model.kind == "hf":
         from windlass.model.hf import build_hf
 
-        hf = build_hf(recipe, vocab, device, dtype, run)
-        freeze(hf.model, recipe.model.freeze)
-        return hf
-    rows = recipe.model.vocab or vocab
-    if rows < vocab:
-        problem = f"model.vocab = {rows} is too small for the tokenizer"
-        raise UserError(f"{problem}: write {vocab} or more, or 0")
-    with torch.device("meta"):
-        model = GPT(recipe.model, rows).to(dtype)
-    freeze(model, recipe.model.freeze)
-    return model if torch.device(device).type == "meta" else model.to_empty(device=device)
+        model: Any = build_hf(recipe, vocab, dtype, run)
+        freeze(model.model, recipe.model.freeze)
+    else:
+        rows = recipe.model.vocab or vocab
+        if rows < vocab:
+            problem = f"model.vocab = {rows} is too small for the tokenizer"
+            raise UserError(f"{problem}: write {vocab} or more, or 0")
+        with torch.device("meta"):
+            model = GPT(recipe.model, rows).to(dtype)
+        freeze(model, recipe.model.freeze)
+    device = torch.device(device)
+    if device.type != "meta":
+        materialise(model, device, device)
+    return model  # type: ignore[no-any-return]
+
+
+def materialise(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
+    """Move parameters and buffers to their devices, in place, tied ones together; tensors on the
+    meta device get storage without values."""
+    moved: dict[Tensor, Any] = {}
+    for module in model.modules():
+        for tensors, target in ((module._parameters, device), (module._buffers, buffer_device)):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.device == target:
+                    continue
+                if tensor not in moved:
+                    data = tensor.data
+                    new = torch.empty_like(data, device=target) if data.is_meta else data.to(target)
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, tensor.requires_grad)
+                    moved[tensor] = new
+                tensors[name] = moved[tensor]
 
 
 def own_module(model: nn.Module, context: int) -> nn.Module:
-    """A user's own module for `train`; wraps a causal language model of `transformers` as
-    `HfModel`."""
+    """A user's own module; wraps a causal language model of `transformers` as `HfModel`."""
     if not all(hasattr(model, name) for name in ("config", "get_output_embeddings")):
         return model
     from windlass.model.hf import wrap
@@ -61,8 +78,7 @@ def own_module(model: nn.Module, context: int) -> nn.Module:
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:
-    """Freeze the parameters whose names match a pattern; UserError if a pattern matches none, or if
-    nothing is left."""
+    """Freeze the parameters whose names match; UserError if a pattern matches none, or all do."""
     parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one has two names
     for pattern in patterns:
         names = [name for name in parameters if fnmatchcase(name, pattern)]
@@ -85,8 +101,7 @@ def read_sizes(recipe: Recipe, vocab: int = 0) -> CountedSizes:
 
 
 def sizes_of(model: nn.Module) -> CountedSizes:
-    """Count a model's parameters, each once, before the model is parallelized; the meta device is
-    fine."""
+    """Count the parameters of a model, not parallelized, perhaps on the meta device."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     config = getattr(model, "config", None)
     network = {} if config is None else hf_network(config.get_text_config())

@@ -1,10 +1,11 @@
 """A GPT with the choices of `ModelSettings`; GPT-2 and Llama are two of its configurations.
 
-Unusual: `forward` computes the loss itself, so that a head sharded by FSDP2 is used inside the root's forward; and the loss is
-a sum, because the step divides it once by the number of unmasked labels of all ranks.
+Unusual: `forward` computes the loss itself, so that a head sharded by FSDP2 is used inside the
+root's forward. The loss is a sum, because the step divides it once by the number of unmasked labels
+of all ranks.
 
-Legend: B batch, T time (tokens of this pass), S time seen (T and what is in the cache), D model width, H heads, K key and
-value heads, E = D / H width of a head, V vocabulary.
+Legend: B batch, T time (tokens of this pass), S time seen (T and the cached tokens), D model width,
+H heads, K key and value heads, E = D / H width of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from windlass.seeds import seed_of
 
 
 class LayerCache:
-    """One layer's keys and values of `length` tokens; allocated in the first pass, in its dtype and on its device."""
+    """One layer's keys and values of `length` tokens; the first pass allocates them."""
 
     def __init__(self, batch: int, capacity: int):
         self.batch, self.capacity, self.length = batch, capacity, 0
@@ -31,14 +32,12 @@ class LayerCache:
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add the keys and values [B, K, T, E] of T new tokens.
 
-        Returns:
-            All keys and all values so far [B, K, S, E], and which of them each new token sees [T, S]; None for the usual
-            causal mask (the cache was empty) and for a single new token (it sees all).
+        Returns all keys and all values so far [B, K, S, E], and the mask [T, S] of the tokens that
+        each new token sees. The mask is None if the cache was empty (then it is the causal mask)
+        and for a single new token, which sees all.
         """
         start, stop = self.length, self.length + k.shape[2]
-        assert k.shape[0] == self.batch and stop <= self.capacity, (
-            "more rows or tokens than the cache was made for"
-        )
+        assert k.shape[0] == self.batch and stop <= self.capacity, "the cache is too small"
         if not start:
             self.keys, self.values = (
                 x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in (k, v)
@@ -51,7 +50,7 @@ class LayerCache:
 
 
 class Norm(nn.Module):
-    """LayerNorm (arXiv 1607.06450) or RMSNorm (arXiv 1910.07467), then a weight and perhaps a bias."""
+    """LayerNorm (arXiv 1607.06450) or RMSNorm (arXiv 1910.07467), with a weight, perhaps a bias."""
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
@@ -61,24 +60,25 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(settings.width)) if biased else None
 
     def forward(self, x: Tensor) -> Tensor:  # [..., D]
-        # FSDP2 gathers the weights in half precision where the stream may be in fp32: no CPU kernel mixes them.
+        # FSDP2 gathers weights in half precision; no CPU kernel mixes them with a float32 stream.
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
         if self.rms:
             return F.rms_norm(x, weight.shape, weight, self.eps)
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
-class Rotation:
-    """Rotary positions (arXiv 2104.09864): the i-th and (i + E/2)-th entry of a head turn by `place * theta ** (-2i / E)`.
+class RotaryEmbedding:
+    """Rotary positions (arXiv 2104.09864): entries i and i + E/2 of a head turn by
+    `position * theta ** (-2i / E)`.
 
-    Made once in a pass and shared by its blocks. A plain object, so that nobody casts its tables to half precision.
+    One pass makes it once for all blocks. It is not a module, so that no cast reaches its tables.
     """
 
     def __init__(self, theta: float, head_width: int, start: int, length: int, like: Tensor):
         dtype = torch.promote_types(like.dtype, torch.float32)
         half = torch.arange(0, head_width, 2, device=like.device, dtype=dtype) / head_width
-        places = torch.arange(start, start + length, device=like.device, dtype=dtype)
-        angles = torch.outer(places, theta**-half)
+        positions = torch.arange(start, start + length, device=like.device, dtype=dtype)
+        angles = torch.outer(positions, theta**-half)
         cos, sin = angles.cos(), angles.sin()
         self.cos = torch.cat([cos, cos], dim=-1).unsqueeze(1)  # [T, 1, E]
         self.sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1)
@@ -90,30 +90,27 @@ class Rotation:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; with fewer key and value heads than heads, neighbouring heads share theirs."""
+    """Causal self-attention; neighbouring heads share a key and value head if there are fewer."""
 
     def __init__(self, m: ModelSettings):
         super().__init__()
         self.heads, self.kv_heads, self.head_width = m.heads, m.kv_heads_, m.width // m.heads
         self.qk_norm, self.norm_eps, self.dropout = m.qk_norm, m.norm_eps, m.dropout
-        self.qkv = nn.Linear(
-            m.width, (m.heads + 2 * m.kv_heads_) * self.head_width, bias=m.attn_bias
-        )
+        rows = (m.heads + 2 * m.kv_heads_) * self.head_width
+        self.qkv = nn.Linear(m.width, rows, bias=m.attn_bias)
         self.out = nn.Linear(m.width, m.width, bias=m.attn_bias)
 
     def forward(
-        self, x: Tensor, rotation: Rotation | None = None, cache: LayerCache | None = None
+        self, x: Tensor, rotary: RotaryEmbedding | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         H, K = self.heads, self.kv_heads
         qkv = self.qkv(x).unflatten(-1, (H + 2 * K, self.head_width))  # [B, T, H + 2K, E]
-        if rotation or self.qk_norm:
-            qk, v = qkv.split(
-                [H + K, K], dim=2
-            )  # queries and keys are treated alike, and in one go
+        if rotary or self.qk_norm:
+            qk, v = qkv.split([H + K, K], dim=2)  # one operation serves queries and keys
             if self.qk_norm:
                 qk = F.rms_norm(qk, (self.head_width,), eps=self.norm_eps)
-            if rotation:
-                qk = rotation(qk)
+            if rotary:
+                qk = rotary(qk)
             q, k = qk.to(v.dtype).split([H, K], dim=2)
         else:
             q, k, v = qkv.split([H, K, K], dim=2)
@@ -126,7 +123,7 @@ class Attention(nn.Module):
             k,
             v,
             attn_mask=mask,
-            # A constant without a cache: compared with a size that varies, it would break a compiled graph.
+            # A constant without a cache: a comparison with a varying size would break a graph.
             is_causal=mask is None and not (cache and q.shape[2] == 1),
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=H != K,
@@ -169,30 +166,29 @@ class Block(nn.Module):
         self.dropout = settings.dropout
 
     def forward(
-        self, x: Tensor, rotation: Rotation | None = None, cache: LayerCache | None = None
+        self, x: Tensor, rotary: RotaryEmbedding | None = None, cache: LayerCache | None = None
     ) -> Tensor:
-        x = x + drop(self.attn(self.attn_norm(x), rotation, cache), self.dropout, self.training)
+        x = x + drop(self.attn(self.attn_norm(x), rotary, cache), self.dropout, self.training)
         return x + drop(self.ff(self.ff_norm(x)), self.dropout, self.training)
 
 
 def drop(x: Tensor, rate: float, training: bool) -> Tensor:
-    """Dropout that costs nothing when there is none."""
+    """Dropout; it costs nothing at a rate of 0."""
     return F.dropout(x, rate) if rate and training else x
 
 
 class Head(nn.Module):
-    """The head: its matrix [V, D] unless it is the embedding's, and its bias [V] if it has one."""
+    """The head: a matrix [V, D] unless it is tied, and perhaps a bias [V]."""
 
     def __init__(self, settings: ModelSettings, vocab: int):
         super().__init__()
-        self.weight = (
-            None if settings.tie_head else nn.Parameter(torch.empty(vocab, settings.width))
-        )
+        shape = (vocab, settings.width)
+        self.weight = None if settings.tie_head else nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(vocab)) if settings.head_bias else None
         self.cap = settings.logit_cap
 
     def forward(self, x: Tensor, labels: Tensor | None, table: Tensor) -> Tensor:
-        """The logits of hidden states [B, T, D], or their summed loss; `table` is the embedding's matrix, for a tied head."""
+        """Logits of hidden states [B, T, D], or their summed loss; a tied head uses `table`."""
         weight = table if self.weight is None else self.weight
         if labels is None:
             return head_logits(x, weight, self.bias, self.cap)
@@ -200,14 +196,17 @@ class Head(nn.Module):
 
 
 class Blocks(nn.ModuleList):
-    """The blocks; called, it lists them: the units of sharding, activation checkpointing and compilation."""
+    """The blocks; a call lists them: the units of sharding, checkpointing and compilation.
+
+    It is a module, so that parameters are named `blocks.0...` and `model.blocks()` works too.
+    """
 
     def forward(self) -> list[nn.Module]:
         return list(self)
 
 
 class GPT(nn.Module):
-    """The whole network, with `vocab` rows in its embedding. Its weights mean nothing until `initialise` has been called."""
+    """The network with `vocab` rows in its embedding; `initialise` gives its weights values."""
 
     def __init__(self, settings: ModelSettings, vocab: int):
         super().__init__()
@@ -227,24 +226,22 @@ class GPT(nn.Module):
 
         Args:
             tokens: [B, T], int64; T at most the context.
-            labels: The tokens that follow [B, T], -100 where masked. With them the result is the sum of the cross-entropy over
-                the others: a scalar in float32 (float64 when the model is).
-            cache: What came before, from `new_cache`; the tokens of this pass are added to it. With it the result is the
-                last token's logits [B, 1, V].
+            labels: The tokens that follow [B, T]; -100 masks one. With labels the result is the
+                sum of the cross-entropy over the unmasked ones: a scalar in float32 (float64 if the
+                model is).
+            cache: Earlier tokens, from `new_cache`; this pass adds its tokens. With a cache the
+                result is the last token's logits [B, 1, V].
         """
         m, start, length = self.settings, cache[0].length if cache else 0, tokens.shape[1]
-        assert start + length <= self.context, (
-            f"{start + length} tokens do not fit into a context of {self.context}"
-        )
-        x = self.embedding(tokens)
-        rotation = None
+        assert start + length <= self.context, f"{start + length} tokens, context {self.context}"
+        x, rotary = self.embedding(tokens), None
         if m.position == "learned":
             x = x + self.positions.weight[start : start + length]
         elif m.position == "rope":
-            rotation = Rotation(m.rope_theta, m.width // m.heads, start, length, like=x)
+            rotary = RotaryEmbedding(m.rope_theta, m.width // m.heads, start, length, like=x)
         x = drop(x, m.dropout, self.training)
         for i, block in enumerate(self.blocks):
-            x = block(x, rotation, cache[i]) if cache else block(x, rotation)
+            x = block(x, rotary, cache[i]) if cache else block(x, rotary)
         if cache:
             x = x[:, -1:]
         if m.final_norm:
@@ -252,16 +249,15 @@ class GPT(nn.Module):
         return self.head(x, labels, self.embedding.weight)
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The units of sharding before and after the blocks; none if embedding and head share a matrix, which the root has."""
+        """The units of sharding before and after the blocks; none with a tied head, because the
+        root holds a shared matrix."""
         if self.settings.tie_head:
             return [], []
         return [self.embedding], [*([self.norm] if self.settings.final_norm else []), self.head]
 
     def new_cache(self, batch: int, length: int) -> list[LayerCache]:
-        """Room for each layer's keys and values of `batch` rows of up to `length` tokens, for `forward`."""
-        assert length <= self.context, (
-            f"{length} tokens do not fit into a context of {self.context}"
-        )
+        """An empty cache for `batch` rows of up to `length` tokens."""
+        assert length <= self.context, f"{length} tokens, context {self.context}"
         return [LayerCache(batch, length) for _ in self.blocks]
 
     def matrix_parts(self, name: str) -> tuple[int, ...]:
@@ -286,10 +282,10 @@ class GPT(nn.Module):
         return ranges
 
     def initial_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        """What a parameter is before the first step, in float32 on the CPU: a function of its name and the generator.
+        """A parameter's initial value, whole, in float32 on the CPU.
 
-        As in GPT-2: matrices and tables are normal, the output projection of each sub-layer by 1 / sqrt(2 layers) narrower
-        (or zero), norms are 1 and biases 0. Each is drawn whole, and a sharded parameter takes its slice of it, so that any
+        As in GPT-2: matrices and tables are normal, output projections of sub-layers narrower by
+        1 / sqrt(2 layers) (or zero), norms 1, biases 0. A sharded parameter takes its slice, so any
         world size and strategy starts from the same bits.
         """
         m = self.settings
@@ -303,36 +299,36 @@ class GPT(nn.Module):
 
 
 def generator(seed: int, name: str) -> torch.Generator:
-    """A CPU generator of its own for each seed and parameter name."""
+    """The CPU generator of a seed and a parameter's name."""
     return torch.Generator().manual_seed(seed_of(f"windlass/init/{seed}/{name}"))
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
-    """Give every parameter its initial value, in place; the model has storage, is plain or sharded, and not wrapped.
+    """Give every parameter, whole or sharded, its initial value, in place.
 
-    It has `initial_value(name, shape, generator) -> Tensor`, as `GPT`, or `fill_weights(seed)`, as `HfModel`.
+    The unwrapped model has `initial_value(name, shape, generator) -> Tensor`, as `GPT`, or
+    `fill_weights(seed)`, as `HfModel`.
     """
     owner: Any = model
     if hasattr(owner, "fill_weights"):
         owner.fill_weights(seed)
         return
     for name, parameter in owner.named_parameters():
-        assert not parameter.is_meta, f"{name} is on the meta device: to_empty first"
+        assert not parameter.is_meta, f"{name} is on the meta device: materialise it first"
         assign(parameter, owner.initial_value(name, parameter.shape, generator(seed, name)))
 
 
 @torch.no_grad()
 def assign(parameter: Tensor, full: Tensor) -> None:
-    """Copy a full tensor into a parameter: all of it, or this rank's slice of a DTensor, without communication."""
+    """Copy a full tensor, or this rank's slice of it, into a parameter, without communication."""
     if not hasattr(parameter, "placements"):
         parameter.copy_(full)
         return
     from torch.distributed.tensor import distribute_tensor
 
     mesh: Any = parameter.device_mesh
+    whole = full.to(mesh.device_type)
     # `src_data_rank=None`: every rank has the whole tensor already, so nothing is sent.
-    part = distribute_tensor(
-        full.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None
-    )
+    part = distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)
     parameter.to_local().copy_(part.to_local())  # type: ignore[attr-defined]

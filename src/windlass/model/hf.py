@@ -34,8 +34,7 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 class HfModel(nn.Module):
     """A model of `AutoModelForCausalLM`; `fill_weights` gives its parameters values.
 
-    `directory` holds its configuration and weights; `settings` is the section `[model]` of a
-    recipe.
+    `directory` holds its configuration and weights; `settings` is a recipe's `[model]`.
     """
 
     def __init__(self, model: nn.Module, directory: Path, settings: ModelSettings):
@@ -85,26 +84,13 @@ class HfModel(nn.Module):
                     tensors[name.replace(".base_layer.", ".")] = buffer
         hf_files.fill_from_files(tensors, directory, prefix, remote)
 
-    def to_empty_parameters(self, device: str | torch.device) -> HfModel:
-        """Give parameters on the meta device storage; unlike `to_empty`, buffers keep their values,
-        and ties stay ties."""
-        new: dict[nn.Parameter, nn.Parameter] = {}
-        for module in self.modules():
-            for name, old in module._parameters.items():
-                if old is not None and old.is_meta:
-                    empty = nn.Parameter(
-                        torch.empty_like(old, device=device), requires_grad=old.requires_grad
-                    )
-                    module._parameters[name] = new.setdefault(old, empty)
-        return self.to(device)
-
     def blocks(self) -> list[nn.Module]:
         """The units of sharding, activation checkpointing and compilation, in order."""
         return find_blocks(self.model)
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The units of sharding before and after the blocks. The loss reads the head's matrix, so
-        the root keeps that."""
+        """The units of sharding before and after the blocks; the root keeps the head's matrix,
+        because the loss reads it."""
         model: Any = self.model
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         tied = head is None or getattr(head, "weight", None) is embedding.weight
@@ -137,11 +123,9 @@ class HfModel(nn.Module):
 
 
 def wrap(model: Any, context: int) -> HfModel:
-    """Wrap a model of `transformers`, perhaps with adapters of `peft`, that has its weights;
-    converts it to float32.
+    """Wrap a loaded model of `transformers`, perhaps with adapters of `peft`, in float32.
 
-    Raises UserError if it is not a causal language model or if its context is shorter than
-    `context`.
+    Raises UserError if it is not a causal language model, or its limit is under `context`.
     """
     kind, config = type(model).__name__, model.config
     if model.get_output_embeddings() is None or config.get_text_config().is_encoder_decoder:
@@ -160,10 +144,9 @@ def wrap(model: Any, context: int) -> HfModel:
 
 
 class HfCache:
-    """The cache of one batch of texts: keys and values of attention, states of a recurrent network,
-    or the tokens so far.
+    """The cache of one batch of texts: keys and values, or states of a recurrent network.
 
-    Some architectures ignore a cache; they read all tokens again in each pass.
+    Some architectures ignore a cache. They read all tokens again in each pass.
     """
 
     def __init__(self, model: nn.Module):
@@ -177,8 +160,7 @@ class HfCache:
         self.tokens: Tensor | None = None
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Logits [B, 1, V] of the last of the tokens [B, T], which follow the tokens of earlier
-        calls."""
+        """Logits [B, 1, V] of the last of the tokens [B, T], which follow those of earlier calls."""
         first = self.tokens is None
         self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
         if not first and tokens.shape[1] > 1 and getattr(self.model, "_is_stateful", False):
@@ -204,23 +186,18 @@ def is_filled(cache: Any, length: int) -> bool:
     return bool(layers)
 
 
-def build_hf(
-    recipe: Recipe, vocab: int, device: str | torch.device, dtype: torch.dtype, run: Path | None
-) -> HfModel:
-    """The model of a recipe, with values for buffers but not for parameters; arguments as in
-    `windlass.model.build`.
+def build_hf(recipe: Recipe, vocab: int, dtype: torch.dtype, run: Path | None) -> HfModel:
+    """The model of a recipe, with parameters on the meta device; arguments as in `build_model`.
 
-    Raises UserError if there is no such causal language model, or if its context or embedding is
-    too short.
+    Raises UserError if it is not a causal language model, or its context or embedding is too short.
     """
     settings, name = recipe.model, recipe.model.name
     directory = hf_files.saved_origin(run, settings) if run else None
     model = open_hf(directory or hub.directory(name, settings.revision), settings, dtype)
     if settings.context > model.limit:
-        problem = (
-            f"model.context = {settings.context} is longer than {name}'s limit of {model.limit}"
-        )
-        raise UserError(f"{problem} tokens: write model.context={model.limit}, or less")
+        limit = f"{name}'s limit of {model.limit} tokens"
+        problem = f"model.context = {settings.context} is longer than {limit}"
+        raise UserError(f"{problem}: write model.context={model.limit}, or less")
     model.context = settings.context
     if model.vocab < vocab:
         rows = f"{vocab:,} tokens, and {name} has {model.vocab:,} token embeddings"
@@ -233,7 +210,7 @@ def build_hf(
         if is_own:
             advice += ", save the tokenizer beside it, and write that directory as model.name"
         raise UserError(f"data.tokenizer has {rows}: {advice}")
-    return model if torch.device(device).type == "meta" else model.to_empty_parameters(device)
+    return model
 
 
 def open_hf(
@@ -253,8 +230,8 @@ def open_hf(
 
 
 def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
-    """The network that a directory's configuration describes: parameters on the meta device,
-    buffers with values."""
+    """The network of a directory's configuration: buffers with values, parameters on the meta
+    device."""
     hub.prepare()
     what, remote = f"model.name: {settings.name}", settings.trust_remote_code
     for package in ("transformers", "accelerate"):
@@ -293,8 +270,7 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules of the classes in `_no_split_modules`; else the modules of the longest
-    ModuleList."""
+    """The outermost modules of the classes in `_no_split_modules`; else the longest ModuleList."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks, inside = list[nn.Module](), set[nn.Module]()
     for module in model.modules():

@@ -1,8 +1,8 @@
-"""Cross-entropy from hidden states, without ever holding all logits where the vocabulary is large.
+"""Cross-entropy from hidden states; with a large vocabulary the logits of all tokens never exist.
 
-Unusual: the forward pass computes the gradient of a sum of cross-entropies, which is known up to the
-factor that arrives in the backward pass, while it has a chunk's logits. That takes three products
-with the head's matrix, none repeated.
+Unusual: the forward pass computes the gradients as well, while it holds a chunk's logits. They lack
+only the factor that arrives in the backward pass. So it needs three products with the head's matrix
+and repeats none.
 
 Legend: N tokens, D model width, V vocabulary.
 """

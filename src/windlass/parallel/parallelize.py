@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -39,6 +39,7 @@ from torch.utils.checkpoint import (
 )
 
 from windlass.errors import UserError
+from windlass.model.build import materialise
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import Strategy
@@ -84,15 +85,15 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     on_meta = any(p.is_meta for p in model.parameters())
     sharded = ranks.strategy.shards_parameters
     if not sharded:
-        _move(model, ranks.device, ranks.device)
+        materialise(model, ranks.device, ranks.device)
     if not on_meta and ranks.world > 1:  # a user's model may differ from process to process
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
             dist.broadcast(tensor.data, src=0)
     if sharded:
         _shard(model, blocks, ranks, recipe)
         if on_meta:
-            offload = recipe.parallel.offload
-            _move(model, torch.device("cpu") if offload else ranks.device, ranks.device)
+            device = torch.device("cpu") if recipe.parallel.offload else ranks.device
+            materialise(model, device, ranks.device)
         return model
     if ranks.strategy.shards_optimizer:
         for p in model.parameters():
@@ -219,25 +220,6 @@ def compute_in_float32(modules: list[nn.Module]) -> None:
 
             subclasses[kind] = type(kind.__name__, (kind,), {"forward": forward})
         module.__class__ = subclasses[kind]
-
-
-def _move(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
-    """Parameters and buffers to their devices, tied ones together; those on the meta device get
-    storage without values."""
-    moved: dict[Tensor, Any] = {}
-    for module in model.modules():
-        for tensors, target in ((module._parameters, device), (module._buffers, buffer_device)):
-            for name, tensor in tensors.items():
-                if tensor is None or tensor.device == target:
-                    continue
-                if tensor not in moved:
-                    data, empty = tensor.data, tensor.is_meta
-                    moved[tensor] = (
-                        torch.empty_like(data, device=target) if empty else data.to(target)
-                    )
-                    if isinstance(tensor, nn.Parameter):
-                        moved[tensor] = nn.Parameter(moved[tensor], tensor.requires_grad)
-                tensors[name] = moved[tensor]
 
 
 @contextlib.contextmanager
