@@ -1,10 +1,9 @@
-"""How the ranks of one save agree on one checkpoint, or on none, through the file system. No torch.
+"""The ranks of one save agree on a checkpoint, or on none, through the file system. No torch.
 
 Every rank writes its file and then a part, a small JSON file, into a temporary directory. Rank 0
-waits for all parts, writes counters, manifest and digest, makes every byte durable, and renames
-the directory. This rename is the commit, and the other ranks watch for it. Only rank 0 decides. It
-gives up if a part reports an error or comes too late, and renames the directory to `.failed-...`,
-where the other ranks find the reason.
+waits for all parts, writes counters, manifest and digest, makes every byte durable, and renames the
+directory. This rename is the commit, and the other ranks wait for it. If a part reports an error or
+comes too late, rank 0 renames the directory to `.failed-...`, with the reason in it.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Commit:
     counters: bytes
     meta: Mapping[str, Any]
     total_bytes: int  # of all ranks together
-    failed: str  # why this rank has no image, so that all ranks give up; empty if it has one
+    failed: str  # why this rank has no image, so that all ranks give up
     warning: str = ""  # a problem after the rename (rank 0)
 
     def __post_init__(self) -> None:
@@ -104,10 +103,10 @@ class Commit:
         except Exception as error:
             self._give_up(error)
             if self.rank != 0 and self.tombstone.name in names_in(self.directory):
-                reason = "rank 0 gave the save up"
-                with contextlib.suppress(OSError):  # a full disk may have no reason on it
+                reason = "rank 0 gave the save up"  # the error here follows from that
+                with contextlib.suppress(OSError):  # on a full disk the reason may be missing
                     reason = (self.tombstone / REASON).read_text(encoding="utf-8", errors="replace")
-                raise GivenUp(reason) from error  # the error here is a consequence
+                raise GivenUp(reason) from error
             raise
 
     def _write_part(self) -> None:
@@ -116,13 +115,12 @@ class Commit:
         for folder in (self.directory.parent, self.directory, self.temporary):
             files.make_dir(folder)
         if self.rank == 0:
-            short = shortage(self.directory, self.total_bytes, f"checkpoint {self.target.name}")
-            if short:
+            what = f"checkpoint {self.target.name}"
+            if short := shortage(self.directory, self.total_bytes, what):
                 raise GivenUp(f"no room on the disk: {short}")
         if self.failed:
             raise GivenUp(self.failed)
-        part: dict[str, Any] = {"host": socket.gethostname(), "files": {}}
-        part["tensors"] = self.image.tensors
+        part = {"host": socket.gethostname(), "files": {}, "tensors": self.image.tensors}
         if self.image.tensors:
             name, digest = FILE.format(self.rank), hashlib.sha256()
             data, piece_bytes = self.image.data, self.writer.piece_bytes
@@ -140,8 +138,8 @@ class Commit:
         parts: dict[int, dict[str, Any]] = {}
         for _ in _polls(self.writer.deadline):
             names = set(names_in(self.temporary))
-            for rank in range(self.world):
-                if rank not in parts and PART.format(rank) in names:
+            for rank in set(range(self.world)) - parts.keys():
+                if PART.format(rank) in names:
                     part = json.loads((self.temporary / PART.format(rank)).read_bytes())
                     if error := part.get("error"):
                         raise GivenUp(f"rank {rank} on {part['host']} failed to write: {error}")
@@ -149,10 +147,8 @@ class Commit:
             if len(parts) == self.world:
                 return [parts[rank] for rank in range(self.world)]
         late = ", ".join(str(r) for r in range(self.world) if r not in parts)
-        raise GivenUp(
-            f"no part came from rank {late} within {self.writer.deadline:g} s; is "
-            f"{self.directory} on a file system that all ranks share?"
-        )
+        problem = f"no part came from rank {late} within {self.writer.deadline:g} s"
+        raise GivenUp(f"{problem}; is {self.directory} on a file system that all ranks share?")
 
     def _commit(self, parts: list[dict[str, Any]], serial: int) -> None:
         """Rank 0: counters, manifest and digest, then the name."""
@@ -179,13 +175,13 @@ class Commit:
                 if replaced.exists():
                     files.rename(replaced, self.target)
             raise
-        # Other ranks and readers may have seen it, so no error can undo it.
+        # From here an error cannot undo it, because others may have seen it.
         try:
             files.sync_dir(self.directory)
             files.sync_dir(self.directory.parent)  # `checkpoints` itself may be new
             if replaced.exists():
-                discard(replaced, files)
-        except OSError as error:  # the next start removes the rest of a replaced one
+                discard(replaced, files)  # after an error the next start removes the rest
+        except OSError as error:
             problem = f"the disk did not confirm it: {explain(error)}"
             self.warning = f"the checkpoint is committed, but {problem}"
 
@@ -218,7 +214,7 @@ class Commit:
         return to_json(manifest)
 
     def _await_commit(self) -> None:
-        """Other ranks: wait until rank 0 has committed or given up; longer than rank 0 waits."""
+        """Other ranks: wait, longer than rank 0 does, until rank 0 has committed or given up."""
         for _ in _polls(2 * self.writer.deadline + 60.0):
             names = names_in(self.directory)
             if self.tombstone.name in names:
@@ -230,7 +226,7 @@ class Commit:
         raise GivenUp("rank 0 neither committed the save nor gave it up")
 
     def _give_up(self, error: Exception) -> None:
-        """Remove a failed save and tell the other ranks, as far as a broken disk allows it."""
+        """Remove a failed save and tell the other ranks, if the disk allows it."""
         files = self.files
         with contextlib.suppress(OSError):  # first, to make room for the message on a full disk
             files.unlink(self.temporary / FILE.format(self.rank))

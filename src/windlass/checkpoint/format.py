@@ -12,13 +12,13 @@ A part of a tensor is a box: consecutive indices in every dimension. Its numbers
 row-major order. The boxes of a tensor hold each of its elements exactly once.
 
 A directory is *whole* if it has `manifest.sha256`: every byte was on the disk before one rename
-gave the directory its name. Otherwise it is *temporary*: a save or a removal is in progress, or a
-kill has interrupted it. Readers ignore it, and recovery removes it. A whole checkpoint can still
-be damaged, so every byte is hashed before it is used.
+gave the directory its name. Otherwise it is *temporary*: a save or a removal is in progress, or was
+interrupted. Readers ignore it, and recovery removes it. A whole checkpoint can still be damaged, so
+Windlass hashes every byte before it uses one.
 
-Two other names exist. `step-00000250.replaced` is a whole checkpoint while a new one of the same
-step takes its name. `bad-step-00000250` was damaged; nothing reads, counts or deletes it. No part
-of a checkpoint is code, and a manifest can only name plain files inside the directory.
+`step-00000250.replaced` is a whole checkpoint while a new one of the same step takes its name.
+`bad-step-00000250` was damaged; Windlass neither reads, counts nor deletes it. A checkpoint holds
+no code, and a manifest can only name plain files inside the directory.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Manifest:
-        """Each element of each tensor is there exactly once, in a file that the manifest names."""
+        """The named files hold each element of each tensor exactly once."""
         if STATE not in self.files:
             raise ValueError(f"{STATE} is not among the files")
         for name, tensor in self.tensors.items():
@@ -216,10 +216,7 @@ def is_whole(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a whole checkpoint. No other file is read, but their sizes are compared.
-
-    Raises Damaged: a file is missing, has another size, or the manifest changed after the commit.
-    """
+    """The manifest of a whole checkpoint; Damaged if it or the size of a file has changed."""
     try:
         digest, data = (path / DIGEST).read_bytes(), (path / MANIFEST).read_bytes()
         if digest != digest_line(data):
@@ -235,10 +232,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify_files(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> None:
-    """Hash every byte of the files that fall to `rank` of `world`; raises Damaged at a difference.
-
-    The files are divided by size, so that all ranks hash about the same number of bytes.
-    """
+    """Hash every byte of this rank's share of the files (by size); Damaged at a difference."""
     load, mine = [0] * world, []
     for name, info in sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0])):
         lightest = load.index(min(load))
@@ -272,7 +266,7 @@ def step_dir(directory: Path, step: int) -> Path:
 def names_in(directory: Path) -> list[str]:
     """The names in a directory, sorted; none if it does not exist.
 
-    A listing answers even for one name, because NFS may report a new name as missing for a minute.
+    Ask it for a single name too: NFS may report a new name as missing for a minute.
     """
     try:
         return sorted(os.listdir(directory))

@@ -1,9 +1,8 @@
 """From a run to a checkpoint without damage, and from a checkpoint to tensors.
 
-A choice has two parts, so that ranks can share the hashing. One rank calls `candidates`, which
-reads manifests and lists the possible checkpoints in order of preference. All ranks call
-`first_undamaged`, which hashes one after the other until one is good. Only `recover`, `discard` and
-`rename_damaged` change the disk.
+One rank calls `candidates`, which lists the possible checkpoints in order of preference. All ranks
+call `first_undamaged`, which shares the hashing and stops at the first good one. Only `recover`,
+`discard` and `rename_damaged` change the disk.
 """
 
 from __future__ import annotations
@@ -95,9 +94,9 @@ class Checkpoint:
         return tensor
 
     def read_into(self, name: str, offsets: Sequence[int], target: torch.Tensor) -> None:
-        """Fill a tensor, on any device, with the box that begins at `offsets` and has its shape.
+        """Fill a tensor, on any device, with the box of its shape that begins at `offsets`.
 
-        Raises Damaged: a file is shorter than the manifest says, or cannot be read.
+        Raises Damaged if a file is too short or cannot be read.
         """
         import torch
 
@@ -150,10 +149,10 @@ def _window(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> t
 def strips(
     sizes: Sequence[int], low: Sequence[int], high: Sequence[int], itemsize: int
 ) -> Iterator[tuple[int, list[int], tuple[int, ...]]]:
-    """Consecutive numbers of an array that together hold the box from `low` up to `high`.
+    """Boxes of consecutive numbers of an array that together hold the box from `low` to `high`.
 
-    Each is a box itself: the numbers before it, its first index, its sizes. A strip is wider than
-    necessary if the exact one would be short. Rows of the array need one strip, up to PIECE_BYTES.
+    Yields for each the numbers before it, its first index and its sizes. A strip is wider than
+    necessary if the exact one would be short. Whole rows need one strip per PIECE_BYTES.
     """
     if not sizes:
         yield 0, [], ()
@@ -173,7 +172,7 @@ def strips(
 
 
 def open_checkpoint(path: str | Path, deep: bool = True) -> Checkpoint:
-    """The checkpoint in a directory; `deep` hashes every byte. Raises UserError if damaged."""
+    """The checkpoint in a directory; `deep` hashes every byte. UserError if it is damaged."""
     path = Path(path)
     try:
         manifest = read_manifest(path)
@@ -199,23 +198,21 @@ def candidates(
 ) -> list[Path]:
     """The checkpoints to which `checkpoint.resume` refers, in order of preference.
 
-    - `latest`: the newest commit of the run's current lineage (see retention.py), then older ones,
-      then the checkpoint that the lineage started from; with `up_to`, only up to this step.
-    - `best`: the one with the best score of `measure` (by default `checkpoint.best`) in the ledger,
-      then the next best.
+    - `latest`: those of the run's current lineage (see retention.py), newest commit first, then the
+      one that the lineage started from; with `up_to`, only up to this step.
+    - `best`: by their scores of `measure` (by default `checkpoint.best`) in the ledger.
     - a step or a path: this checkpoint alone.
 
-    Raises UserError: the checkpoint does not exist, or one exists and `resume` is `never`.
+    UserError if the checkpoint does not exist, or if one exists and `resume` is `never`.
     """
     run = Run(run_dir)
     entries = list_entries(run.checkpoints_dir)
     if resume == "never":
         if not entries:
             return []
-        raise UserError(
-            f"{run.path} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is "
-            f"never; use {argument('fresh')} to set the run aside, or resume from it"
-        )
+        held = f"{run.path} holds a checkpoint of step {entries[0].step}"
+        advice = f"use {argument('fresh')} to set the run aside, or resume from it"
+        raise UserError(f"{held}, and checkpoint.resume is never; {advice}")
     if resume == "latest":
         return _latest(run, entries, up_to)
     if resume == "best":
@@ -227,26 +224,22 @@ def candidates(
         raise UserError(f"{run.path} has no checkpoint of step {int(resume)}; there are: {steps}")
     path = Path(resume)
     if not path.is_dir():
-        raise UserError(
-            f"checkpoint.resume is {resume!r}: there is no such checkpoint; write latest, best, a "
-            "step, a checkpoint's path, or never"
-        )
+        instead = "write latest, best, a step, a checkpoint's path, or never"
+        raise UserError(f"checkpoint.resume: there is no checkpoint {resume!r}; {instead}")
     return candidates(path) if (path / "recipe.toml").is_file() else [path]
 
 
 def _latest(run: Run, entries: list[Entry], up_to: int | None) -> list[Path]:
     lineage, limit = read_lineage(run.path) or Lineage(), float("inf") if up_to is None else up_to
     origin = run.path / lineage.checkpoint if lineage.checkpoint else None
-    # A damaged one without a readable serial may belong to the lineage: it is tried and reported.
+    # A damaged one without a serial may belong to the lineage, so it is tried and reported.
     ours = (e for e in entries if e.manifest is None or e.serial > lineage.serial)
     paths = [e.path for e in ours if e.step <= limit and e.path != origin]
     if origin is None or lineage.step > limit:
         return paths
     if not paths and not origin.is_dir():
-        raise UserError(
-            f"{run.path} has no checkpoint since it started from {origin}, which is gone: restore "
-            "it, or name another one to resume from (checkpoint.resume=STEP)"
-        )
+        problem = f"{run.path} has no checkpoint since it started from {origin}, which is gone"
+        raise UserError(f"{problem}: restore it, or name another one (checkpoint.resume=STEP)")
     return [*paths, *([origin] if origin.is_dir() else [])]
 
 
@@ -262,10 +255,9 @@ def _best(run: Run, entries: list[Entry], measure: str) -> list[Path]:
 
 
 def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Choice | None:
-    """The first checkpoint without damage; None if `paths` is empty.
+    """The first checkpoint without damage; None if `paths` is empty, UserError if all are damaged.
 
-    Collective over `ranks`, which pass the same paths: each reads every manifest and hashes its
-    share of the files. Raises UserError: all checkpoints are damaged.
+    Collective over `ranks`, which pass the same paths: each hashes its share of the files.
     """
     notes: list[str] = []
     for number, path in enumerate(paths):
@@ -278,11 +270,8 @@ def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Choice
         notes.append(f"the checkpoint of step {entry.step} is damaged and not used: {problem}")
     if not notes:
         return None
-    raise UserError(
-        "\n  ".join(["no checkpoint can be used:", *notes])
-        + f"\nuse {argument('fresh')} to set the run aside and start over, or name another "
-        "checkpoint (checkpoint.resume=STEP)"
-    )
+    advice = f"use {argument('fresh')} to start over, or name another (checkpoint.resume=STEP)"
+    raise UserError("\n  ".join(["no checkpoint can be used:", *notes]) + f"\n{advice}")
 
 
 def choose_checkpoint(
@@ -293,17 +282,14 @@ def choose_checkpoint(
 
 
 def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Choice:
-    """The checkpoint that a user names: `RUN` (its newest), `RUN@STEP`, `RUN@best`, or a path.
+    """The checkpoint that a user names: `RUN` (the newest), `RUN@STEP`, `RUN@best` or a path.
 
-    Every byte is verified. Collective over `ranks`, which share the hashing. Raises UserError: it
-    does not exist, or is damaged.
+    Collective over `ranks`, which hash every byte. UserError if it does not exist or is damaged.
     """
     text, at, which = os.fspath(source).rpartition("@")
     run, which = (text, which) if at and Path(text).is_dir() else (os.fspath(source), "latest")
     if not Path(run).is_dir():
-        raise UserError(
-            f"there is no run and no checkpoint at {source}; by default the runs lie in runs/"
-        )
+        raise UserError(f"there is no run or checkpoint at {source}; by default runs lie in runs/")
     paths = [Path(run)] if (Path(run) / MANIFEST).is_file() else candidates(run, which)
     if choice := first_undamaged(paths, ranks):
         return choice
@@ -311,9 +297,9 @@ def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Choice:
 
 
 def recover(directory: Path, files: Files | None = None) -> list[str]:
-    """Remove temporary directories from a run's `checkpoints`, at a start; returns a note on each.
+    """Remove temporary directories from a run's `checkpoints`; returns a note on each.
 
-    A checkpoint gets its name back if the save that was to replace it was interrupted.
+    A checkpoint gets its name back if the save in its place was interrupted.
     """
     files, notes = files or Files(), list[str]()
     for name in names_in(directory):
@@ -348,20 +334,15 @@ def discard(path: Path, files: Files) -> None:
 
 
 def rename_damaged(choice: Choice, run: Path) -> None:
-    """Rename the damaged checkpoints of a choice to `bad-...`, which nothing reads.
-
-    Checkpoints of other runs keep their names.
-    """
+    """Rename the run's own damaged checkpoints of a choice to `bad-...`, which nothing reads."""
+    files = Files()
     for path in choice.damaged:
-        if not path.resolve().is_relative_to(run.resolve()):
-            continue
-        files, number = Files(), 0
-        while (
-            target := path.with_name(f"bad-{path.name}" + (f".{number}" if number else ""))
-        ).exists():
-            number += 1
-        files.rename(path, target)
-        files.sync_dir(path.parent)
+        if path.resolve().is_relative_to(run.resolve()):
+            names = (
+                f"bad-{path.name}{suffix}" for suffix in ("", *(f".{n}" for n in range(1, 99)))
+            )
+            files.rename(path, next(p for p in map(path.with_name, names) if not p.exists()))
+            files.sync_dir(path.parent)
 
 
 @dataclass(frozen=True)
@@ -403,18 +384,10 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
     why = retain(committed(directory).values(), policy, scores[policy.measure])
     rows = []
     for e in sorted(list_entries(directory), key=lambda e: e.step):
-        manifest, kept = e.manifest, why.get(e.serial, [])
-        row = CheckpointStatus(
-            e.step,
-            e.path,
-            time=manifest.time if manifest else None,
-            bytes=manifest.bytes if manifest else None,
-            world=manifest.world if manifest else None,
-            scores={measure: values.get(e.step) for measure, values in scores.items()},
-            kept=kept,
-            problem=e.verify() if verify else e.problem,
-        )
-        rows.append(row)
+        facts = (m.time, m.bytes, m.world) if (m := e.manifest) else (None, None, None)
+        measured = {measure: values.get(e.step) for measure, values in scores.items()}
+        problem, kept = e.verify() if verify else e.problem, why.get(e.serial, [])
+        rows.append(CheckpointStatus(e.step, e.path, *facts, measured, kept, problem))
     cut_off = {n for n in names if STEP_DIR.match(n) and not is_whole(directory / n)}
     temporary = [n for n in names if n.startswith(".saving-") or n in cut_off]
     bad = [n for n in names if n.startswith("bad-")]

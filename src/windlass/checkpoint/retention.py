@@ -1,7 +1,6 @@
-"""Which checkpoints stay, and which of them belong to the run's current steps. No torch.
+"""The checkpoints that stay, and those that belong to the run's current steps. No torch.
 
-Scores come from the run's ledger, because a save begins before its step is evaluated, and a
-committed checkpoint never changes.
+Scores come from the ledger, because a save begins before the evaluation of its step.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ LINEAGE = "lineage.json"
 
 @dataclass(frozen=True)
 class Committed:
-    """The facts about a committed checkpoint that retention needs."""
+    """A committed checkpoint, for retention."""
 
     serial: int  # number of the commit in the run; the highest is the newest
     step: int
@@ -50,7 +49,7 @@ def committed(directory: Path) -> dict[Path, Committed]:
 
 @dataclass(frozen=True)
 class Policy:
-    """The settings of retention: see `checkpoint.keep_last` and its neighbours."""
+    """The settings of retention, as in `[checkpoint]`."""
 
     last: int = 10
     best: bool = True
@@ -83,7 +82,7 @@ class Scores(dict[int, float]):
         self.lower = lower
 
     def ranked(self) -> list[int]:
-        """The steps with a finite value, the best one first, and of equal ones the earlier first."""
+        """The steps with a finite value, the best first; among equals the earliest first."""
         sign = 1 if self.lower else -1
         finite = [step for step, value in self.items() if math.isfinite(value)]
         return sorted(finite, key=lambda step: (sign * self[step], step))
@@ -95,10 +94,7 @@ class Scores(dict[int, float]):
 
 
 def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> Scores:
-    """The finite values of a measure (`loss`, or `SUITE.NAME` as `squad.f1`) in `eval` lines.
-
-    Only evaluations of the same items as in the last one count (see `comparable`).
-    """
+    """The finite, `comparable` values of a measure (`loss` or `SUITE.NAME`) in `eval` lines."""
     suite, _, name = measure.partition(".")
     own = [x for x in lines if x["kind"] == "eval" and x.get("suite", LOSS) == suite]
     values = {int(x["step"]): float(x.get(name or suite, math.nan)) for x in comparable(own)}
@@ -114,10 +110,7 @@ def without_improvement(lines: Sequence[Mapping[str, Any]], measure: str) -> int
 
 
 def comparable(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The `eval` lines of a suite that measured the same items as the last one.
-
-    A resume with another `eval.batches` changes the items, and then the values do not compare.
-    """
+    """The `eval` lines of a suite on the items of the last one: a resume may change the items."""
     return [x for x in lines if all(x.get(key) == lines[-1].get(key) for key in SAME_ITEMS)]
 
 
@@ -159,9 +152,9 @@ def retain(
 
 
 # -- lineage
-# A run goes back if it is extended from before its decay or resumed from an earlier step; a branch
-# starts at a checkpoint of another run. Until the next save, the newest commit still belongs to the
-# abandoned lineage. `lineage.json` records the new one, durably, before its first step.
+# A run may go back: an extension from before its decay, a resume from an earlier step, a branch of
+# another run. Until the next save, the newest commit belongs to the abandoned lineage. So
+# `lineage.json` records the new one, durably, before its first step.
 
 
 class Lineage(BaseModel):
@@ -187,9 +180,9 @@ def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, 
 
 
 def read_lineage(run: Path) -> Lineage | None:
-    """The run's current lineage; None without a file: then every checkpoint belongs to it.
+    """The run's current lineage; None without a file, when every checkpoint belongs to it.
 
-    Raises UserError if the file is malformed, because a guess could resume from wrong weights.
+    UserError if the file is malformed, because a guess could resume from wrong weights.
     """
     path = run / LINEAGE
     try:

@@ -1,12 +1,12 @@
 """Saving: the step waits for a copy of the state to the host; a thread writes the copy.
 
-`Saver.save` copies this rank's boxes into a buffer that has the layout of the file (`HostBuffer`),
-and returns. A thread writes the buffer, hashing it on the way, and agrees with the other ranks
-through the file system (`Commit`). Rank 0 then deletes the checkpoints that retention does not keep. `poll`
-and `wait` return the outcomes to the trainer, and `Saver` remembers what they mean for a restart.
+`Saver.save` copies this rank's boxes into a buffer with the layout of the file (`HostBuffer`) and
+returns. A thread hashes and writes the buffer, and agrees with the other ranks through the file
+system (`Commit`). Rank 0 then deletes the checkpoints that retention does not keep. `poll` and
+`wait` return the outcomes, and `Saver` knows the step from which a restart would resume.
 
-The thread never touches a process group: its calls would cross the collectives of the training, and
-it could not give them up if a rank is dead.
+The thread uses no process group: its calls would cross the training's collectives, and it could not
+give them up if a rank is dead.
 """
 
 from __future__ import annotations
@@ -63,13 +63,11 @@ class SaveOutcome:
 
 
 class HostBuffer:
-    """Memory on the host for a copy of a rank's boxes, which every save reuses.
+    """Host memory for a copy of a rank's boxes, which every save reuses.
 
-    For a state on CUDA it is page-locked. The copies are put on the current stream, so they see the
-    weights of this step; an event marks their end, and only the writer waits for it.
-
-    The memory is mapped here and registered with CUDA, because `pin_memory=True` rounds a size up
-    to a power of two.
+    For a state on CUDA it is page-locked: mapped here and registered, because `pin_memory=True`
+    rounds a size up to a power of two. The copies run on the current stream, so they see this
+    step's weights. An event marks their end, and only the writer waits for it.
     """
 
     def __init__(self) -> None:
@@ -105,10 +103,8 @@ class HostBuffer:
         self._unpin = unregister
 
     def fill(self, slices: Sequence[Slice], rank: int) -> tuple[Image, Any]:
-        """Copy the boxes into the buffer, behind a header that describes them.
-
-        Returns the file's image, and an event that marks the end of the copies; None without CUDA.
-        """
+        """Copy the boxes into the buffer, after their header; the file's image, and the event (with
+        CUDA) that marks the end of the copies."""
         header, places, size = layout(slices, rank)
         device = cuda_device(slices)
         self.reserve(size, device)
@@ -195,10 +191,7 @@ class Saver:
         return self._started > self._reported + len(self._outcomes)
 
     def expected_seconds(self, step: int) -> float:
-        """How long a save of `step` would take after the save in progress; 0 if this step is saved.
-
-        Every save is expected to take as long as the last committed one.
-        """
+        """Seconds until a save of `step` would end if it took as long as the last; 0 if saved."""
         if self.newest == step:
             return 0.0
         last, elapsed = self.last_seconds or 0.0, time.monotonic() - self._began
@@ -228,16 +221,15 @@ class Saver:
         scores: Scores | None = None,
         while_waiting: Callable[[], None] | None = None,
     ) -> None:
-        """Copy the state, which may change when this returns; it is not durable before its outcome.
+        """Copy the state, which may then change; its outcome says when it is durable.
 
         Args:
-            step: Names the checkpoint; a committed one of the same step is replaced.
+            step: Names the checkpoint; replaces a committed one of the same step.
             state: This rank's boxes.
-            counters: The numbers that a resume needs in addition (JSON); rank 0's are written.
-            meta: `reason` (see retention) and anything else to list (JSON). A float that is not
-                finite becomes null.
+            counters: Other numbers that a resume needs (JSON); those of rank 0 are saved.
+            meta: `reason` (see retention) and other facts (JSON); a non-finite float becomes null.
             scores: Values of `policy.measure` by step, from the run's ledger.
-            while_waiting: Called every POLL_SECONDS while the save before this one is written.
+            while_waiting: Called every POLL_SECONDS until the save before this one has ended.
         """
         called = time.perf_counter()
         self._until_idle(None, while_waiting)
@@ -249,7 +241,7 @@ class Saver:
             counters_json = to_json(dict(counters))
             image, copied = self._buffer.fill(state.slices, self.rank)
         except (MemoryError, OSError, RuntimeError, ValueError) as error:
-            # Fails the save on all ranks, but not the run.
+            # The save fails on all ranks, but not the run.
             failed = f"the state could not be copied to the host: {explain(error)}"
         commit = Commit(
             self,
@@ -302,12 +294,7 @@ class Saver:
                 while_waiting()
 
     def _write(
-        self,
-        commit: Commit,
-        copied: Any,
-        staged_s: float,
-        waited_s: float,
-        scores: Scores,
+        self, commit: Commit, copied: Any, staged_s: float, waited_s: float, scores: Scores
     ) -> None:
         """Write and commit. Any error becomes the outcome. `copied` is the event of `fill`."""
         began, error = time.perf_counter(), ""
@@ -330,19 +317,9 @@ class Saver:
                 except Exception as problem:
                     warning = f"old checkpoints could not be removed: {explain(problem)}"
             self.last_seconds = time.perf_counter() - began + staged_s
-        seconds = time.perf_counter() - began
-        self._outcomes.append(
-            SaveOutcome(
-                commit.step,
-                commit.target,
-                error,
-                commit.total_bytes,
-                staged_s,
-                waited_s,
-                seconds,
-                warning,
-            )
-        )
+        times = staged_s, waited_s, time.perf_counter() - began
+        where = commit.step, commit.target
+        self._outcomes.append(SaveOutcome(*where, error, commit.total_bytes, *times, warning))
 
     def _next_serial(self) -> int:
         """The number of the next commit; only rank 0's counts."""

@@ -1,11 +1,10 @@
 """The state of a training as named tensors, cut into boxes that any other layout can read.
 
-Names do not depend on how the model is wrapped: `model/<parameter or buffer>` and
-`optim/<parameter>/<key>`. Weights that are tied have one name; their other names are aliases.
+Names do not depend on the model's wrapping: `model/<parameter or buffer>` and
+`optim/<parameter>/<key>`. Tied weights have one name; their other names are aliases.
 
-Each rank holds a box of each tensor, or the whole tensor. The ranks that hold the same box divide
-its rows, so that all of them write about the same number of bytes. A reader asks for boxes of its
-own layout, whatever the layout of the writers was.
+Each rank holds a box of each tensor, or the whole tensor. Ranks that hold the same box divide its
+rows, so that each writes about the same number of bytes. A reader asks for boxes of its own layout.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class State:
 
 
 def gather_state(model: nn.Module, optimizer: Any = None, rank: int = 0, world: int = 1) -> State:
-    """The part of model and optimizer that this rank writes. The tensors are views, not copies.
+    """The part of model and optimizer that this rank writes, as views.
 
-    Every rank calls it with the same model and optimizer, and replicas must be equal; the ranks do
-    not communicate. Under FSDP2 it reshards parameters that are gathered.
+    Every rank calls it; replicas must be equal, and the ranks do not communicate. Under FSDP2 it
+    reshards gathered parameters.
     """
     return state_of(*named_state(model, optimizer), rank, world)
 
@@ -102,10 +101,10 @@ def divide(tensors: Mapping[str, Tensor], rank: int, world: int) -> list[Slice]:
 def divide_rows(
     tensors: Mapping[str, Tensor], index: int, count: int
 ) -> dict[str, tuple[int, int]]:
-    """Divide tensors among `count` ranks by rows: for each name, the rows [first, last) of `index`.
+    """The rows [first, last) of each tensor that number `index` of `count` ranks writes.
 
-    The tensors, laid end to end, are cut into `count` pieces of equal size. A row belongs to the
-    piece in which it begins, so few tensors are cut. A scalar is one row.
+    The tensors, laid end to end, make `count` pieces of equal size. A row belongs to the piece in
+    which it begins, so few tensors are cut. A scalar is one row.
     """
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     low, high = (sum(sizes.values()) * i // count for i in (index, index + 1))
@@ -239,13 +238,10 @@ def named_state(
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> None:
-    """Fill model and optimizer from a checkpoint of any layout, bit for bit.
+    """Fill a model, in its final wrapping, and its optimizer from a checkpoint, bit for bit.
 
-    The model, in its final wrapping, is filled in place. The optimizer gets exactly the state that
-    the checkpoint has. Each rank reads only its boxes.
-
-    Raises UserError: tensors are missing, left over, or of another shape or type (all of them are
-    named), or a file that was whole when the checkpoint was chosen cannot be read.
+    Each rank reads only its boxes. The optimizer gets exactly the state in the checkpoint.
+    UserError names all tensors that are missing, left over, or of another shape or type.
     """
     try:
         targets, aliases = _model_tensors(model)
@@ -255,10 +251,8 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> 
         if optimizer is not None:
             _restore_optimizer(checkpoint, model, optimizer)
     except (Damaged, FileNotFoundError) as error:
-        raise UserError(
-            f"checkpoint {checkpoint.path} was damaged after it was chosen: {error}; give the same "
-            "command again to use the newest checkpoint that is whole"
-        ) from None
+        problem = f"checkpoint {checkpoint.path} was damaged after it was chosen: {error}"
+        raise UserError(f"{problem}; the same command again uses the newest whole one") from None
 
 
 def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any) -> None:
@@ -268,11 +262,9 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
         saved.setdefault(name, []).append(key)
     trained = _trained(model, optimizer)
     if unknown := sorted(set(saved) - {name for name, _ in trained}):
-        raise UserError(
-            f"checkpoint {checkpoint.path} has optimizer state for {_some(unknown)}, which the "
-            "optimizer here does not train: the recipe freezes other weights or has another "
-            "optimizer"
-        )
+        problem = f"checkpoint {checkpoint.path} has optimizer state for {_some(unknown)}"
+        why = "the recipe freezes other weights or has another optimizer"
+        raise UserError(f"{problem}, which the optimizer here does not train: {why}")
     fused = {id(p): group.get("fused") for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in trained:
         state = optimizer.state[parameter]

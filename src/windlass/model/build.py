@@ -95,8 +95,7 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
 
 
 def read_sizes(recipe: Recipe, vocab: int = 0) -> CountedSizes:
-    """The sizes of a recipe's model, counted without weights; our GPT needs `vocab`. Raises as
-    `build_model`."""
+    """The sizes of a recipe's model; our GPT needs `vocab`. Raises as `build_model`."""
     return sizes_of(build_model(recipe, vocab))
 
 

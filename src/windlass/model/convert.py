@@ -58,8 +58,7 @@ MODULES = {
     "arcee": UNGATED,
     "apertus": UNGATED | APERTUS_NORMS,
 }
-"""Our modules in order, and the modules of `transformers`; the rows of several of them follow each
-other in ours."""
+"""Our modules in order, and theirs; ours may stack the rows of several of theirs."""
 LLAMA_SETTINGS = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
@@ -162,8 +161,7 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
 
 
 def unit_weights(m: ModelSettings) -> dict[str, int]:
-    """The norm weights of queries and keys, which our model lacks because they are 1, with their
-    sizes."""
+    """Names and sizes of the norm weights of queries and keys, which are 1 in our model."""
     layers = range(m.layers if m.qk_norm else 0)
     norms = [f"model.layers.{i}.self_attn.{one}_norm.weight" for i in layers for one in "qk"]
     return dict.fromkeys(norms, m.width // m.heads)
@@ -181,8 +179,7 @@ def from_hf(m: ModelSettings, name: str, read: Read) -> Tensor:
 
 
 def dropped(m: ModelSettings, there: dict[str, Any]) -> list[str]:
-    """Our names of the biases that only the other model has; the two models are equal if these are
-    zero."""
+    """Our names of the biases that only their model has; the models are equal if these are 0."""
     kind = architecture(m)
     own = set(our_names(kind, m, own_biases(m)))
     theirs = our_names(kind, m, [key for key in BIASES if there.get(key)])
@@ -190,8 +187,7 @@ def dropped(m: ModelSettings, there: dict[str, Any]) -> list[str]:
 
 
 def architecture(m: ModelSettings) -> str:
-    """The `model_type` in `transformers`; if there is none, UserError names the settings that the
-    nearest one rejects."""
+    """The `model_type` in `transformers`; UserError names the settings that prevent it."""
     allowed = {**ALLOWED, "gpt2": {**ALLOWED["gpt2"], "kv_heads": (0, m.heads)}}
     differs = {
         kind: [key for key, values in keys.items() if getattr(m, key) not in values]
@@ -213,8 +209,7 @@ def export_note(m: ModelSettings) -> str:
 
 
 def own_config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
-    """The `config.json` of a model that is exported with its code
-    (interop/modeling_windlass.py)."""
+    """The `config.json` of an export with code (interop/modeling_windlass.py)."""
     classes = {"AutoConfig": "WindlassConfig", "AutoModelForCausalLM": "WindlassForCausalLM"}
     auto_map = {auto: f"modeling_windlass.{name}" for auto, name in classes.items()}
     entries = _entries(m, vocab, eot, {key: key for key in OWN_SETTINGS})

@@ -249,8 +249,7 @@ class GPT(nn.Module):
         return self.head(x, labels, self.embedding.weight)
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The units of sharding before and after the blocks; none with a tied head, because the
-        root holds a shared matrix."""
+        """The units of sharding beside the blocks; none if the root holds a tied head."""
         if self.settings.tie_head:
             return [], []
         return [self.embedding], [*([self.norm] if self.settings.final_norm else []), self.head]
@@ -261,8 +260,7 @@ class GPT(nn.Module):
         return [LayerCache(batch, length) for _ in self.blocks]
 
     def matrix_parts(self, name: str) -> tuple[int, ...]:
-        """The rows of each of the matrices that lie on top of one another in a parameter; empty if
-        it is one matrix."""
+        """The rows of each matrix stacked in a parameter; empty if it is one matrix."""
         m = self.settings
         keys = m.width // m.heads * m.kv_heads_
         return (m.width, keys, keys) if name.endswith("attn.qkv.weight") else ()

@@ -89,8 +89,7 @@ class HfModel(nn.Module):
         return find_blocks(self.model)
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The units of sharding before and after the blocks; the root keeps the head's matrix,
-        because the loss reads it."""
+        """The units of sharding beside the blocks; the root keeps the head, for the loss."""
         model: Any = self.model
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         tied = head is None or getattr(head, "weight", None) is embedding.weight
@@ -160,7 +159,7 @@ class HfCache:
         self.tokens: Tensor | None = None
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Logits [B, 1, V] of the last of the tokens [B, T], which follow those of earlier calls."""
+        """Logits [B, 1, V] of the last of the tokens [B, T], which follow the cached tokens."""
         first = self.tokens is None
         self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
         if not first and tokens.shape[1] > 1 and getattr(self.model, "_is_stateful", False):
@@ -230,8 +229,7 @@ def open_hf(
 
 
 def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
-    """The network of a directory's configuration: buffers with values, parameters on the meta
-    device."""
+    """The network of a directory's configuration, its parameters on the meta device."""
     hub.prepare()
     what, remote = f"model.name: {settings.name}", settings.trust_remote_code
     for package in ("transformers", "accelerate"):

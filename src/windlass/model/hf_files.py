@@ -40,8 +40,7 @@ UNLIKE_OURS = (
     *("layers_to_transform", "trainable_token_indices", "target_parameters", "layer_replication"),
     *("use_qalora", "use_bdlora"),
 )
-"""Entries of an adapter's configuration that change its result and have no counterpart in
-`model.lora`."""
+"""Entries of an adapter's configuration that change its result and that `model.lora` lacks."""
 
 
 class WeightFiles:
@@ -65,8 +64,7 @@ class WeightFiles:
             self.files |= dict.fromkeys(file.keys(), file)
 
     def find(self, name: str, prefix: str) -> str | None:
-        """The name of a parameter in the files, perhaps without or with the network's prefix; None
-        if it is missing."""
+        """A parameter's name in the files, with or without the network's prefix; None: missing."""
         names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
         return next((n for n in names if n in self.files), None)
 
@@ -106,8 +104,7 @@ def fill_from_files(
 def _fill_through_transformers(
     tensors: dict[str, Tensor], directory: Path, remote_code: bool
 ) -> None:
-    """Fill from files in an older layout, which `transformers` converts. Each rank holds the whole
-    model for a while."""
+    """Fill from an older layout, which `transformers` converts; needs the whole model in memory."""
     from transformers import AutoModelForCausalLM
 
     options = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
@@ -161,8 +158,7 @@ def fill_from_seed(
 
 
 def fill_adapter(name: str, parameter: Tensor, seed: int) -> None:
-    """Initialise an adapter as LoRA does: the first matrix as in a linear layer, the second to
-    zero."""
+    """Initialise an adapter as LoRA does: A like a linear layer, B to zero."""
     whole = torch.zeros(parameter.shape)
     if ".lora_A." in name or ".lora_embedding_B." in name:
         generator = torch.Generator().manual_seed(seed_of(f"windlass/hf/{seed}/{name}"))
@@ -171,8 +167,7 @@ def fill_adapter(name: str, parameter: Tensor, seed: int) -> None:
 
 
 def adapter_settings(directory: Path) -> dict[str, Any]:
-    """The settings `[model]` for an adapter of `peft` or `windlass export --adapter` and its base;
-    UserError if it differs."""
+    """The `[model]` of an adapter of `peft` or of our export; UserError for an unknown kind."""
     config = read_json(directory / ADAPTER)
     plain = {"peft_type": "LORA", "bias": "none"}
     unlike = [key for key in UNLIKE_OURS if config.get(key)]
@@ -191,8 +186,7 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
 
 
 def fill_from_adapter(model: nn.Module, directory: Path) -> None:
-    """Fill the adapters of a network, whole or sharded, from `adapter_model.safetensors`; UserError
-    if they do not fit."""
+    """Fill a network's adapters from `adapter_model.safetensors`; UserError if they do not fit."""
     files = WeightFiles(directory, "adapter_model.safetensors")
     adapters = (
         (n.replace(".default", ""), p) for n, p in model.named_parameters() if ".lora_" in n
@@ -206,8 +200,7 @@ def fill_from_adapter(model: nn.Module, directory: Path) -> None:
 
 
 def describe_origin(model: Any) -> dict[str, str]:
-    """An `HfModel`'s name, requested revision, commit on the Hub, and the SHA-256 of its
-    configuration."""
+    """An `HfModel`'s name, revision, commit on the Hub, and SHA-256 of its configuration."""
     config = hashlib.sha256((model.directory / "config.json").read_bytes()).hexdigest()
     return read_json(model.directory / RECORD) or {
         "name": model.settings.name,
@@ -218,8 +211,7 @@ def describe_origin(model: Any) -> dict[str, str]:
 
 
 def save_origin(model: Any, run: Path) -> None:
-    """Copy the files from which an `HfModel` is built into its run, all or none, at the run's first
-    start."""
+    """Copy an `HfModel`'s configuration, code and tokenizer into its run, all or none."""
     folder = run / FOLDER
     if model.directory == folder or read_json(folder / RECORD):
         return
@@ -235,16 +227,14 @@ def save_origin(model: Any, run: Path) -> None:
 
 
 def saved_origin(run: Path, settings: ModelSettings) -> Path | None:
-    """The folder in a run that `save_origin` wrote; None if it is missing or belongs to another
-    model."""
+    """The folder that `save_origin` wrote into a run; None if there is none of this model."""
     record = read_json(run / FOLDER / RECORD)
     same = record.get("name") == settings.name and record.get("revision") == settings.revision
     return run / FOLDER if record and same else None
 
 
 def weights_directory(model: Any) -> Path:
-    """The directory with an `HfModel`'s original weights; UserError if the configuration there has
-    changed."""
+    """The directory of an `HfModel`'s weights; UserError if its configuration has changed."""
     folder: Path = model.directory
     files = [] if read_json(folder / RECORD) else hub.weight_files(folder)
     if files and all((folder / file).is_file() for file in files):

@@ -12,8 +12,7 @@ BYTES_FP32 = 4
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a GPT by place. `total` counts each tensor once. Biases count with their
-    matrices."""
+    """The parameters of a GPT by place, biases with their matrices."""
 
     embedding: int  # the token table; when the head is tied it is the head's matrix too
     positions: int  # the table of learned positions
@@ -114,8 +113,7 @@ class CountedSizes:
     peaks: Peaks = ()
 
     def peak(self, micro_batch: int) -> tuple[int, int]:
-        """Bytes of a step beside weights and state, without and with gradients, by a line through
-        two measured peaks."""
+        """Bytes of a step beside weights and state, without and with gradients, from `peaks`."""
         (n, low, low_grads), (m, high, high_grads) = self.peaks
         more, each = micro_batch - n, m - n
         return low + (high - low) * more // each, low_grads + (
@@ -127,13 +125,11 @@ class CountedSizes:
         return each * (self.total - self.in_4bit) + self.in_4bit * 9 // 16
 
     def flops_per_token(self) -> int:
-        """FLOPs of a token's forward and backward pass without attention: 6 per trained parameter,
-        4 per frozen one."""
+        """FLOPs per token without attention: 6 per trained parameter, 4 per frozen one."""
         return 4 * self.total + 2 * self.trained
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint with AdamW: all weights in fp32, and two moments per trained
-        one."""
+        """Bytes of a checkpoint: fp32 weights, and AdamW's two moments per trained one."""
         return self.weight_bytes() + BYTES_FP32 * 2 * self.trained
 
 
@@ -146,8 +142,7 @@ def describe_network(network: dict[str, Any]) -> str:
 
 
 def describe_sizes(sizes: CountedSizes) -> str:
-    """Parameters (with their trained part, if some are frozen) and the network of a model of
-    `transformers`."""
+    """Parameters, their trained part, and the network of a model of `transformers`."""
     text = f"{sizes.total:,} parameters"
     if sizes.trained != sizes.total:
         text = f"trainable {trainable(sizes.trained, sizes.total)}"

@@ -69,8 +69,7 @@ def build_optimizer(
 
 
 def torch_optimizer(settings: OptimSettings) -> type[Any] | None:
-    """The class in `torch.optim` that a recipe names, None for our own; UserError for an unknown
-    name or option."""
+    """The class in `torch.optim`; None for our own; UserError for a bad name or option."""
     if not settings.kind.startswith("torch.optim."):
         return None
     # The base; needs a closure; needs sparse gradients.
@@ -141,8 +140,7 @@ def build_torch_optimizer(
 
 
 def set_lr(optimizer: torch.optim.Optimizer, multiplier: float) -> None:
-    """Give every group its peak learning rate times `multiplier`; a number on the host, so nothing
-    waits or recompiles."""
+    """Set every group's learning rate to its peak times `multiplier`, on the host."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * multiplier
 
@@ -151,10 +149,10 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     """`decay` and `no_decay`; with `muon` the blocks' matrices (`muon.decay`) and the rest
     (`adamw.decay`, `adamw.no_decay`).
 
-    AdamW updates embeddings, positions, the head, biases and norms, because they are not linear
-    maps between hidden spaces; so the author of Muon advises. He also advises to orthogonalise
-    queries, keys and values separately if one matrix holds all three. The model lists its blocks with
-    `blocks()`, and may have `matrix_parts(name)`: the rows of each matrix stacked in a parameter.
+    AdamW updates embeddings, positions, the head, biases and norms, which are not linear maps
+    between hidden spaces; Muon's author advises this. He also advises to orthogonalise stacked
+    queries, keys and values separately: the model may have `matrix_parts(name)`, the rows of each
+    matrix stacked in a parameter.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if settings.kind != "muon":
@@ -204,8 +202,7 @@ def describe_groups(groups: list[dict[str, Any]]) -> str:
 def _split_by_decay(
     parameters: list[nn.Parameter], settings: OptimSettings, lr: float, prefix: str
 ) -> list[ParameterGroup]:
-    """One or two groups; with `optim.decay_on = "matrices"` weight decay is for parameters of two
-    and more (global) dimensions."""
+    """One or two groups; `optim.decay_on = "matrices"` decays two and more (global) dimensions."""
     split: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": []}
     for p in parameters:
         split["decay" if settings.decay_on == "all" or p.ndim >= 2 else "no_decay"].append(p)

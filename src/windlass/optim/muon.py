@@ -32,8 +32,7 @@ Placements = tuple[Placement, ...]
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int] = ()) -> Tensor:
-    """About U V^T of U S V^T, by Newton-Schulz steps in `dtype`; each by itself if matrices of
-    `parts` rows are stacked."""
+    """About U V^T of U S V^T, by Newton-Schulz steps in `dtype`; `parts`: rows of stacked ones."""
     if len(parts) > 1:
         return torch.cat([orthogonalise(part, dtype) for part in matrix.split(list(parts))])
     a, b, c = COEFFICIENTS
@@ -239,8 +238,7 @@ def _replicated(
 
 
 def _recut(local: Tensor, like: Any, cut: Placements, wanted: Placements) -> Tensor:
-    """This rank's part of a matrix shaped `like` another, cut as `wanted`; `local` is the part cut
-    as `cut`."""
+    """This rank's part of a matrix shaped `like` another, cut as `wanted` instead of `cut`."""
     if cut == wanted:
         return local
     shape, stride = like.shape, like.stride()

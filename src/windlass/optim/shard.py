@@ -19,13 +19,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 GATHER_BYTES = 2**25
 """Parameters up to this size together are gathered in one message."""
 LINE_BYTES = 64
-"""On a CPU torch's fused AdamW works in pieces of this size, and rounds the rest of a tensor in
-another way."""
+"""Torch's fused AdamW on a CPU works in lines of this size and rounds a rest differently."""
 
 
 def own_rows(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """This rank's part of a tensor that is whole on every rank: a view of its rows (`Shard(0)`), or
-    of all of it."""
+    """This rank's view of a tensor that all ranks hold: its rows (`Shard(0)`), or all of it."""
     assert tensor.is_contiguous(), "rows of a tensor in column-major order"
     local = tensor.detach()
     if placement.is_shard():
@@ -37,8 +35,7 @@ def own_rows(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
 
 
 def placement(p: Tensor, mesh: DeviceMesh, any_row: bool) -> Placement:
-    """How a parameter is divided: by rows, but not at all if it is a scalar. Without `any_row` the
-    cut may not be inside a line either."""
+    """By rows, or not at all for a scalar and, without `any_row`, for a cut inside a line."""
     if not p.dim():
         return Replicate()
     each = -(-p.shape[0] // mesh.size()) * p[0].nbytes  # bytes of a rank

@@ -50,8 +50,7 @@ def sum_async(numbers: Sequence[float], ranks: Ranks) -> Pending:
 
 
 def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Add up a tensor over the ranks that see different tokens, in place on its own device; on CUDA
-    the host does not wait."""
+    """Add up a tensor over the ranks that see different tokens, in place and on its device."""
     on_host = tensor.device.type == "cpu"
     if group := ranks.mesh.loss_ranks if on_host else ranks.mesh.loss_group:
         dist.all_reduce(tensor, group=group)
@@ -59,8 +58,7 @@ def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def max_async(flags: Sequence[int], ranks: Ranks) -> Pending:
-    """Begin to take the largest of each flag over all ranks: they act together after a step on what
-    one of them saw before it."""
+    """Begin to take the largest of each flag over all ranks, so that they act together."""
     return Pending(flags, ranks, dist.ReduceOp.MAX)
 
 

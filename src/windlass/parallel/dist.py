@@ -108,8 +108,7 @@ class Ranks:
         return self._wait(keys)
 
     def _wait(self, keys: dict[int, str]) -> list[Any]:
-        """The values of one key of each rank; DistStoreError after the time limit, or if a rank has
-        failed."""
+        """The value of each rank's key; DistStoreError if it is late or a rank has failed."""
         assert self.store is not None
         until, pause = time.monotonic() + self._timeout, 0.0005
         while not self.store.check(list(keys.values())):
@@ -347,8 +346,7 @@ def exit_now(code: int) -> None:
 
 
 def choose_device(wanted: str, env: DistEnv) -> torch.device:
-    """This rank's device: its own GPU if there are GPUs, else the CPU; UserError if a wanted GPU is
-    missing."""
+    """This rank's GPU if there are GPUs, else the CPU; UserError if a wanted GPU is missing."""
     visible = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if not visible and wanted == "cuda":
         raise UserError(

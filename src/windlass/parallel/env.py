@@ -1,4 +1,4 @@
-"""Who am I? The rank, world size and address of the store, from the variables that launchers set. No torch."""
+"""This process's rank, world size and store address, from launchers' variables. No torch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class DistEnv:
     """One process of several: its numbers, globally and on its host, and the address of the store.
 
     `launcher` is `none` (a plain process), `windlass`, `torchrun`, `environment` (RANK and
-    WORLD_SIZE set by hand), `openmpi`, `mpi`, or a scheduler whose own launcher started it (`slurm`).
+    WORLD_SIZE set by hand), `openmpi`, `mpi`, or a scheduler with its own launcher (`slurm`).
     `attempt` counts restarts of the same job from 0.
     """
 

@@ -97,8 +97,7 @@ class Mesh:
 
 
 def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups whose ranks hold different pieces of a tensor, one for each sharded mesh dimension
-    with several ranks."""
+    """The groups of several ranks that hold different pieces of a tensor."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh

@@ -151,8 +151,7 @@ def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Mo
 
 
 def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Recipe) -> None:
-    """FSDP2 over each block, over the model's `ends()` before and after them, and over the rest as
-    one unit."""
+    """FSDP2 over each block, over the model's `ends()`, and over the rest as one unit."""
     settings = recipe.parallel
     low = LOW.get(resolve_precision(recipe.train.precision, ranks.device))
     pinned = ranks.device.type == "cuda"
@@ -192,8 +191,7 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
 
 
 def is_foreign_norm(module: nn.Module) -> bool:
-    """Whether a module is another library's norm, by its class's name and its parameters; our norms
-    raise their own weights."""
+    """Whether a module is another library's norm; ours raise their own weights."""
     kind, vectors = type(module), [p.dim() <= 1 for p in module.parameters()]
     is_norm = "norm" in kind.__name__.lower() and bool(vectors) and all(vectors)
     return is_norm and not kind.__module__.startswith("windlass.")
@@ -294,8 +292,7 @@ def varying_shapes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_without_plans() -> Iterator[None]:
-    """Inside, attention on CUDA is flash or memory-efficient, because cuDNN's takes about 0.4 s to
-    plan for each new shape."""
+    """Without cuDNN's attention, which takes about 0.4 s to plan for each new shape."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:

@@ -1,8 +1,7 @@
-"""Combinations of settings that cannot work, which no single setting can know.
+"""Combinations of settings that cannot work.
 
-A check reads its settings from the recipe. `load.py` also calls it for a recipe in which some
-settings are wrong. Those are missing there, so a check ends with an AttributeError at the first of
-them that it reads.
+`load.py` also calls the checks for a recipe with wrong settings. These are missing there, so a
+check that reads one ends with an AttributeError.
 """
 
 from __future__ import annotations

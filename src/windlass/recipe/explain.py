@@ -1,13 +1,12 @@
-"""The meaning of a setting, the values that it takes, and the place that a recipe's value comes
-from; a first recipe."""
+"""The explanation of a setting: meaning, values, origin; and a first recipe to edit."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from windlass import hub
 from windlass.errors import UserError
@@ -19,11 +18,10 @@ from windlass.recipe.network import CONTEXT_KEYS
 
 
 def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) -> str:
-    """Describe a setting, or each setting of a section in a line; UserError suggests a valid key
-    for an unknown one.
+    """Describe a setting, or each setting of a section in a line.
 
-    With a recipe it shows that recipe's value and every place that sets it, in the order in which
-    they apply.
+    With a recipe it shows that recipe's value and each place that sets it, in order. UserError
+    suggests a valid key for an unknown one.
     """
     fields = settings()
     loaded = Recipe.load(recipe, overrides) if recipe else Recipe()
@@ -33,7 +31,7 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
         sentences = {f"{k} = {flat[k]}": _sentence(fields[k].description) for k in inside}
         width = min(max(map(len, sentences)), 48)
         lines = [f"  {line:<{width}}  {text}" for line, text in sentences.items()]
-        return "\n".join([f"{key}: {type(_part(loaded, key)).__doc__}", *lines])
+        return "\n".join([f"{key}: {type(attrgetter(key)(loaded)).__doc__}", *lines])
     if key not in fields:
         raise UserError(f"{key}: there is no such setting; {nearest(key, fields)}")
     sources = layers(recipe, overrides) if recipe else []
@@ -49,23 +47,15 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
     return "\n".join([f"{key} = {flat[key]}", description, "", *shown])
 
 
-def _part(recipe: Recipe, key: str) -> Any:
-    part: Any = recipe
-    for name in key.split("."):
-        part = getattr(part, name)
-    return part
-
-
 def _sentence(text: str) -> str:
     """The first sentence, without what follows a semicolon or a colon."""
     return " ".join(text.split()).partition(". ")[0].partition("; ")[0].rstrip(".")
 
 
 def _resolved(recipe: Recipe, key: str) -> str:
-    """The value that the recipe's value stands for, if that is another, as for an empty name or 0
-    key/value heads."""
+    """The value that takes the place of the recipe's, as for an empty name or 0 kv_heads."""
     section, _, name = key.rpartition(".")
-    part = _part(recipe, section) if section else recipe
+    part = attrgetter(section)(recipe) if section else recipe
     if name in getattr(part, "unused", ()):
         return f'no effect with model.kind="{recipe.model.kind}"'
     names = {"run.name": recipe.name, "run.dir": str(recipe.run_dir)}
@@ -75,8 +65,7 @@ def _resolved(recipe: Recipe, key: str) -> str:
 
 
 def context_limit(model: str) -> int | None:
-    """The longest sequence that a model of the Hub or a directory takes, in tokens; None if its
-    configuration lacks it."""
+    """The longest sequence of a model of the Hub or a directory, in tokens; None if unknown."""
     try:
         config = read_json(hub.directory(model.removeprefix("hf:")) / "config.json")
     except UserError:  # the training reports a model that it cannot reach, and the limit if it can
@@ -93,8 +82,10 @@ def sources_of(data: str) -> list[str]:
 
 
 def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
-    """Write a short commented recipe to edit, for a small GPT or for fine-tuning `model`; UserError
-    if the file exists."""
+    """Write a short commented recipe for a small GPT or for fine-tuning `model`.
+
+    UserError if the file exists or cannot be written.
+    """
     if file.suffix != ".toml":
         raise UserError(f"{file}: a recipe's name ends in .toml, as {file.with_suffix('.toml')}")
     template = Path(__file__).with_name("first_finetuning.toml" if model else "first_recipe.toml")

@@ -10,9 +10,9 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping
-from datetime import date, time
+from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -38,14 +38,10 @@ FORMS = {
 @cache
 def other_tools() -> dict[str, dict[str, tuple[str, str]]]:
     """The keys of each other tool, each with our key (or `key=value`, or empty) and a remark."""
-    text = Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8")
-    return {
-        tool: {
-            key: (answer, "") if isinstance(answer, str) else tuple(answer)
-            for key, answer in keys.items()
-        }
-        for tool, keys in tomllib.loads(text).items()
-    }
+    tools = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
+    for keys in tools.values():
+        keys |= {key: (own, "") for key, own in keys.items() if isinstance(own, str)}
+    return tools
 
 
 def _answers(key: str) -> dict[str, str]:
@@ -59,8 +55,7 @@ def _answers(key: str) -> dict[str, str]:
 
 
 def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
-    """The settings that an unknown key may stand for: another tool's key, the same name, a
-    misspelling."""
+    """The settings that an unknown key may mean; none if nothing is near."""
     if answers := _answers(key):
         return [own.partition("=")[0] for own in answers]
     parts = key.split(".")
@@ -73,14 +68,13 @@ def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
 
 
 def _likeness(key: str, field: str) -> float:
-    """How alike two keys are in their less similar half, section or name; a key may lack its
-    section."""
+    """How alike two keys are in their less similar half; a key may lack its section."""
     pairs = zip(key.rpartition(".")[::2], field.rpartition(".")[::2], strict=True)
     return min(difflib.SequenceMatcher(None, a, b).ratio() if a else 1.0 for a, b in pairs)
 
 
 def nearest(key: str, fields: Mapping[str, Any]) -> str:
-    """The answer to an unknown key: what to write instead, or the names that its section has."""
+    """The answer to an unknown key: a setting to write instead, or the names in its section."""
     if answers := _answers(key):
         notes = {own: f" ({remark})" * bool(remark) for own, remark in answers.items()}
         return " or ".join(f"write {own}{notes[own]}" if own else answers[own] for own in answers)
@@ -94,52 +88,38 @@ def nearest(key: str, fields: Mapping[str, Any]) -> str:
 
 def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Keys and messages for pydantic's errors; the members of a union make one message."""
-    wanted: dict[str, list[str]] = {}
-    given: dict[str, str] = {}
     problems: dict[str, str] = {}
     for error in errors:
-        parts, value = [str(part) for part in error["loc"]], error["input"]
-        if error["type"] == "extra_forbidden":
-            key = ".".join(parts)
-            for leaf in flatten({key: value}) or [key]:  # each key of an unknown table
-                problems[leaf] = f"there is no such setting; {nearest(leaf, fields)}"
-            continue
+        prefixes = list(accumulate(map(str, error["loc"]), lambda a, b: f"{a}.{b}"))
+        whole, value = prefixes[-1], error["input"]
         # pydantic appends the member of a union or the index of a list to the key
-        prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-        key = next((prefix for prefix in prefixes if prefix in fields), prefixes[0])
-        if key not in fields:
+        key = next((prefix for prefix in prefixes if prefix in fields), whole)
+        if error["type"] == "extra_forbidden":
+            for leaf in flatten({whole: value}) or [whole]:  # each key of an unknown table
+                problems[leaf] = f"there is no such setting; {nearest(leaf, fields)}"
+        elif key not in fields:
             inside = ", ".join(k for k in fields if k.startswith(f"{key}."))
             problems[key] = f"this is a section; its settings are {inside}"
-            continue
-        shown = str(value) if isinstance(value, date | time) else json.dumps(value, default=str)
-        given.setdefault(key, "" if error["type"] == "missing" else f", not {shown}")
-        words = _wanted(error, key, fields[key])
-        if words not in wanted.setdefault(key, []):
-            wanted[key].append(words)
-    wrong = ((key, f"{' or '.join(words)}{given[key]}") for key, words in wanted.items())
-    return [*problems.items(), *wrong]
+        else:
+            wanted, given = _wanted(error, key, fields[key]), json.dumps(value, default=str)
+            problems.setdefault(key, f"{wanted}, not {given}")
+    return list(problems.items())
 
 
 def _wanted(error: Any, key: str, field: Any) -> str:
-    """The values that a setting takes, by pydantic's kind of error."""
-    kind, context, value = error["type"], error.get("ctx", {}), error["input"]
-    if kind == "value_error":  # the words of our own check
-        return str(context["error"])
-    if kind == "literal_error":
-        return f"it is {context['expected']}"
-    if kind == "string_pattern_mismatch":
-        return f"it takes {FORMS.get(key, context['pattern'])}"
-    for name, words in BOUNDS.items():
-        if name in context:
-            return f"it must be {words} {context[name]}"
-    if get_origin(field.annotation) is tuple:
-        example = json.dumps(field.default, separators=(",", ":"))
-        return f"it needs {('no', 'one', 'two')[len(field.default)]} numbers, as {key}={example}"
-    takes_text = str in (field.annotation, *get_args(field.annotation))
-    if takes_text and isinstance(value, int | float | date | time):
-        quoted = json.dumps(str(value))
+    """The values that a setting takes, after an error of pydantic."""
+    if error["type"] == "value_error":  # the words of our own check
+        return str(error["ctx"]["error"])
+    if error["type"] == "string_pattern_mismatch":
+        return f"it takes {FORMS[key]}"
+    if str in (field.annotation, *get_args(field.annotation)) and isinstance(
+        error["input"], int | float
+    ):
+        quoted = json.dumps(str(error["input"]))
         return f"it takes text, in quotation marks: {quoted} in a file, {key}='{quoted}' in a shell"
-    return f"it takes {values(field)}"
+    is_pair = get_origin(field.annotation) is tuple
+    example = f" ({key}={json.dumps(field.default, separators=(',', ':'))})" if is_pair else ""
+    return f"it takes {values(field)}{example}"
 
 
 def choices(field: Any) -> list[str]:
@@ -152,27 +132,31 @@ def choices(field: Any) -> list[str]:
 
 def values(field: Any) -> str:
     """The values that a setting takes, in words."""
-    words = _values(field.annotation)
-    if any("duration" in str(part).lower() for part in (field.annotation, *field.metadata)):
-        words = DURATION
-    limits = [(part, name) for part in field.metadata for name in BOUNDS if hasattr(part, name)]
-    bounds = [f"{BOUNDS[name]} {getattr(part, name)}" for part, name in limits]
-    return f"{words}, {' and '.join(bounds)}" if bounds else words
+    return _values(field.annotation, field.metadata)
 
 
-def _values(annotation: Any) -> str:
+def _values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     plain = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
     origin, members = get_origin(annotation), get_args(annotation)
-    if annotation in plain:
-        return plain[annotation]
-    if origin is Literal:
-        return ", ".join(f'"{member}"' for member in members)
     if "Annotated" in str(type(annotation)):
-        return _values(members[0])
-    if origin is tuple:
-        return f"a list of {len(members)} numbers"
-    if origin is dict:
-        return "a table"
-    if origin is list:
-        return f"a list of {_values(members[0]).removeprefix('a ')}"
-    return " or ".join(map(_values, members))
+        constraints = [
+            c for one in annotation.__metadata__ for c in getattr(one, "metadata", [one])
+        ]
+        return _values(members[0], [*metadata, *constraints])
+    if any("duration" in str(part).lower() for part in (annotation, *metadata)):
+        words = DURATION
+    elif annotation in plain:
+        words = plain[annotation]
+    elif origin is Literal:
+        words = " or ".join(", ".join(f'"{one}"' for one in members).rsplit(", ", 1))
+    elif origin is tuple:
+        words = f"a list of {len(members)}, each {_values(members[0])}"
+    elif origin is dict:
+        words = "a table"
+    elif origin is list:
+        words = f"a list of {_values(members[0]).removeprefix('a ')}"
+    else:
+        words = " or ".join(map(_values, members))
+    limits = [(part, name) for part in metadata for name in BOUNDS if hasattr(part, name)]
+    bounds = [f"{BOUNDS[name]} {getattr(part, name)}" for part, name in limits]
+    return f"{words}, {' and '.join(bounds)}" if bounds else words

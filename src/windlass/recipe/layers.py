@@ -1,5 +1,4 @@
-"""A recipe's settings before validation: presets, files and what they extend, and changes, as plain
-TOML values."""
+"""A recipe's settings before validation, as TOML values: presets, files and changes."""
 
 from __future__ import annotations
 
@@ -8,13 +7,12 @@ import math
 import shlex
 import tomllib
 from collections.abc import Iterable, Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError, did_you_mean
 
-CONFIGS = (".yaml", ".yml", ".py")
-"""Suffixes of other tools' configuration files."""
 SECTIONS = 10
 """Tables and keys at the top of a whole recipe, `preset` among them."""
 Changes = str | Mapping[str, Any] | Iterable[str]
@@ -43,27 +41,26 @@ def study_presets() -> dict[str, Path]:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """`a.b=value` as key and TOML value; a value that is not TOML is text."""
+    """`a.b=value` as key and TOML value; a date is text, and so is a value that is not TOML."""
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key:
         raise UserError(f"{text!r} is not an override; write KEY=VALUE, for example optim.lr=3e-4")
     try:
-        return key, tomllib.loads(f"value = {value}")["value"]
+        parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key, value
+    return key, value if isinstance(parsed, date | time) else parsed
 
 
 def typed(value: Any) -> str:
-    """A setting's value as it is typed after the `=`, so that `parse_override` reads the same
-    value."""
+    """A setting's value as a user types it after the `=`; `parse_override` reads the same value."""
     is_plain = isinstance(value, str) and value == value.strip() and value.isprintable()
     return value if is_plain and parse_override(f"key={value}")[1] == value else _toml(value)
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML on one line, which is JSON but for tables, infinity, NaN and one control
-    character."""
+    """A value as TOML on one line, like JSON except for tables, NaN and a control character."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_toml(key)} = {_toml(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -74,8 +71,7 @@ def _toml(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A Python value as TOML has it: paths as text, tuples and NumPy arrays as lists, NumPy scalars
-    as numbers."""
+    """A Python value as TOML has it: a path as text, a tuple or a NumPy array as a list."""
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):
@@ -128,8 +124,7 @@ def _has_prompt_of_preset(tree: dict[str, Any], source: Any) -> bool:
 
 
 def _find(recipe: str | Path) -> Path:
-    """The file behind a preset's name, a path or a run directory; UserError suggests a valid
-    one."""
+    """The file of a preset, a path or a run directory; UserError suggests a valid one."""
     shipped, path, name = presets(), Path(recipe), str(recipe)
     for file in (path / "recipe.toml", path if path.suffix == ".toml" else None, shipped.get(name)):
         if file and file.is_file():
@@ -141,7 +136,7 @@ def _find(recipe: str | Path) -> Path:
             instead = f"a recipe, and the model in it: model.kind=hf model.name={name}"
         raise UserError(f"{name} is a directory without a recipe (recipe.toml); give {instead}")
     if path.is_file():
-        if path.suffix in CONFIGS:
+        if path.suffix in (".yaml", ".yml", ".py"):  # another tool's configuration
             raise UserError(f"{name}: a recipe is a TOML file (`windlass init` writes one)")
         train = f"windlass train quickstart {shlex.quote(f'data.source={name}')}"
         raise UserError(f"{name}: it is not a recipe; to train on it: {train}")
@@ -158,8 +153,7 @@ def _find(recipe: str | Path) -> Path:
 
 
 def layers(recipe: str | Path, overrides: Changes = ()) -> list[tuple[str, dict[str, Any]]]:
-    """The places that a recipe's settings come from, in the order in which they apply: name and
-    dotted settings."""
+    """The sources of a recipe's settings in order of application: name and dotted settings."""
     path, shipped = _find(recipe), presets().values()
     preset = path.stem if path.stem != "recipe" else path.resolve().parent.name
     files = [(f"preset {p.stem}" if p in shipped else str(p), own) for p, own in _files(path)]
@@ -167,8 +161,7 @@ def layers(recipe: str | Path, overrides: Changes = ()) -> list[tuple[str, dict[
 
 
 def check_preset(own: dict[str, Any], where: str) -> None:
-    """Raise UserError if settings that are not a whole recipe name a shipped preset as `preset` and
-    mean `extends`."""
+    """Raise UserError if settings write `preset = NAME` where they mean `extends`."""
     name = own.get("preset")
     if name in presets() and len({key.partition(".")[0] for key in own}) < SECTIONS:
         advice = f'to start from that preset write extends = "{name}"'
@@ -176,8 +169,7 @@ def check_preset(own: dict[str, Any], where: str) -> None:
 
 
 def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
-    """A recipe's file after the files that it extends, each with its own settings under dotted
-    keys."""
+    """The files that a recipe's file extends, then the file, each with its dotted settings."""
     if path.resolve() in seen:
         raise UserError(f"{path}: extends itself by way of {', '.join(str(p) for p in seen)}")
     try:

@@ -1,9 +1,8 @@
 """From a preset's name or a TOML file, and overrides, to a checked recipe.
 
-`layers.py` merges a name, a file's `extends` and the overrides as plain TOML; this module validates
-the result once. Each setting is checked where it is declared (`settings.py`), and `combinations.py`
-has what cannot work together. All problems of a recipe are reported together, each with its key and
-the nearest valid name.
+`layers.py` collects the settings, and this module validates them once. `settings.py` checks each
+setting where it declares it; `combinations.py` checks the settings together. Windlass reports all
+problems of a recipe at once, each with its key and the nearest valid name.
 """
 
 from __future__ import annotations
@@ -43,12 +42,9 @@ NON_SEMANTIC = (
     *("train.micro_batch", "train.threads", "train.early_stop", "train.startup_checks"),
     *("train.compile", "train.deterministic", "parallel.", "checkpoint.", "eval.", "telemetry."),
 )
-"""Settings that do not change the numbers of a run. They are not in the config hash and may differ
-on resume."""
-
+"""Settings outside the config hash: they do not change a run's numbers and may change on resume."""
 MEASURED_ON = ("eval.batches", "eval.hellaswag_", "eval.squad_")
-"""Settings that choose the items of an evaluation. After a resume that changes one, earlier scores
-no longer compare."""
+"""Settings that choose an evaluation's items: a change on resume makes scores incomparable."""
 UNRECORDED = ("preset", "run.dir", "data.dir", "checkpoint.resume")
 """Settings that belong to one start. A resume writes all other changes into the run's recipe."""
 REPR_SETTINGS = 8  # changed settings that the repr of a recipe shows, at most
@@ -83,8 +79,7 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _resolve_defaults(self) -> Recipe:
-        """Derive learning rate and tokenizer from `model` if they are not set; they do not count as
-        set afterwards."""
+        """Derive learning rate and tokenizer from `model` if unset; they still count as unset."""
         derived = (("optim", "lr", default_lr), ("data", "tokenizer", own_tokenizer))
         for section, name, default in derived:
             part = getattr(self, section)
@@ -95,16 +90,14 @@ class Recipe(BaseModel):
         return self
 
     def replace(self, *changes: Changes, **values: Any) -> Recipe:
-        """A checked copy with settings changed: `replace({"optim.lr": 3e-4})`,
-        `replace(optim={"lr": 3e-4})`, or as text."""
+        """A checked copy: `replace({"optim.lr": 3e-4})`, `replace(optim={"lr": 3e-4})`, or text."""
         tree = self.model_dump(mode="json", exclude_unset=True)
         new = {key: value for change in (*changes, values) for key, value in dotted(change).items()}
         merge(tree, new)
         return validate(tree, self.preset)
 
     def __repr__(self) -> str:
-        """The preset, and the settings that differ from it (from the defaults, if it does not ship
-        with the package)."""
+        """The preset, and the settings that differ from it, or from the defaults without one."""
         before = (Recipe.load(self.preset) if self.preset in presets() else Recipe()).flat()
         changes = {k: v for k, v in self.flat().items() if k != "preset" and v != before.get(k)}
         shown = [f"{key}={typed(value)}" for key, value in changes.items()]
@@ -152,22 +145,18 @@ class Recipe(BaseModel):
 
     @property
     def tokenizer_key(self) -> str:
-        """The setting that names the tokenizer: `data.tokenizer`, or if it is not set the one that
-        names the model."""
+        """The setting that names the tokenizer; without `data.tokenizer` it names the model."""
         if "tokenizer" in self.data.model_fields_set or not self.data.tokenizer.startswith("hf:"):
             return "data.tokenizer"
         return "model.init_from" if self.model.init_from else "model.name"
 
     def strategy(self, world: int) -> Strategy:
-        """The sharding strategy, with each `auto` resolved for a number of ranks; UserError for
-        `single` on several."""
+        """The strategy for `world` ranks, with `auto` resolved; UserError for `single` on more."""
         auto = "ddp" if world > 1 else "single"
         name = auto if self.parallel.strategy == "auto" else self.parallel.strategy
         if name == "single" and world > 1:
-            raise UserError(
-                f'parallel.strategy = "single" is for one rank, and there are {world}; use "ddp" '
-                'or "auto"'
-            )
+            problem = f'parallel.strategy = "single" is for one rank, and there are {world}'
+            raise UserError(f'{problem}; use "ddp" or "auto"')
         each = self.parallel.reduce_each_micro_batch
         return STRATEGIES[name] if each == "auto" else replace(STRATEGIES[name], reduces_each=each)
 
@@ -177,8 +166,7 @@ class Recipe(BaseModel):
         return plan_batch(t.global_batch, t.micro_batch, data_world, self.model.context, device)
 
     def check_packages(self) -> None:
-        """Raise UserError if training this recipe needs an optional package that is not
-        installed."""
+        """Raise UserError if training this recipe needs an optional package that is missing."""
         if self.model.kind == "hf":
             for package in ("transformers", "accelerate"):
                 require(package, 'model.kind = "hf"')
@@ -203,11 +191,10 @@ class Recipe(BaseModel):
 
     @staticmethod
     def load(recipe: str | Path, overrides: Changes = ()) -> Recipe:
-        """Read a preset by name, a `.toml` file or a run directory, change settings, check
-        everything; UserError.
+        """Read a preset, a `.toml` file or a run directory, change settings, check everything.
 
         `overrides`: a mapping (`{"train.steps": 5}`, nested or dotted), or text as on the command
-        line (`["train.steps=5"]`).
+        line (`["train.steps=5"]`). Raises UserError with every problem.
         """
         tree: dict[str, Any] = {}
         for _, layer in layers(recipe, overrides):
@@ -216,8 +203,7 @@ class Recipe(BaseModel):
 
     @staticmethod
     def from_dict(settings: Mapping[str, Any]) -> Recipe:
-        """A recipe from settings as a file has them, nested or dotted; `extends` names the preset
-        or file that they change."""
+        """A recipe from a file's settings, nested or dotted, perhaps with `extends`."""
         own = {key: value for key, value in dotted(settings).items() if key != "extends"}
         if "extends" in settings:
             return Recipe.load(settings["extends"], own)
@@ -227,8 +213,7 @@ class Recipe(BaseModel):
 
 
 def as_recipe(source: Any) -> Recipe:
-    """The recipe of a verb's argument: a `Recipe`, a run, a preset's name, or the path of a file or
-    a run."""
+    """The recipe of a verb's argument: a `Recipe`, a run, a preset's name or a path."""
     if isinstance(source, str | Path):
         return Recipe.load(source)
     recipe = getattr(source, "recipe", source)
@@ -247,8 +232,7 @@ def default_lr(model: ModelSettings) -> float:
 
 
 def own_tokenizer(model: ModelSettings) -> str:
-    """The tokenizer that `data.tokenizer = "auto"` stands for: the one of the weights or of the
-    model, else `byte`."""
+    """The tokenizer for `data.tokenizer = "auto"`: of the weights, of the model, else `byte`."""
     origin = model.init_from
     if origin.startswith("hf:"):
         return origin
@@ -278,8 +262,7 @@ def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, A
 
 
 def validate(tree: Mapping[str, Any], name: str) -> Recipe:
-    """A recipe from nested settings; RecipeError names every unknown key, wrong value and
-    impossible combination."""
+    """A recipe from nested settings; RecipeError with each bad key, value and combination."""
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
@@ -299,8 +282,7 @@ def validate(tree: Mapping[str, Any], name: str) -> Recipe:
 
 
 def _without_wrong(tree: Mapping[str, Any], errors: list[Any], keys: list[str]) -> Recipe:
-    """The recipe of the valid settings alone; reading one of the `keys`, or what follows from it,
-    raises AttributeError."""
+    """The recipe of the valid settings; it lacks the `keys` and what follows from them."""
     right = copy.deepcopy(dict(tree))
     for error in errors:
         part, (name, *inner) = right, map(str, error["loc"])

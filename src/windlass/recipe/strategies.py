@@ -63,18 +63,13 @@ class Strategy:
         if not self.grouped:
             return Sizes(dp_shard=world)
         if shard_size and world % shard_size:
-            raise UserError(
-                f"parallel.shard_size = {shard_size} does not divide the {world} ranks: write a "
-                "size that does"
-            )
+            problem = f"parallel.shard_size = {shard_size} does not divide the {world} ranks"
+            raise UserError(f"{problem}: write a size that does")
         if not shard_size and ranks_of_host and world % ranks_of_host == 0:
             shard_size = ranks_of_host
-        shard_size = shard_size or _largest_divisor(world, max(1, world // 2))
+        half = max(1, world // 2)
+        shard_size = shard_size or max(d for d in range(1, half + 1) if world % d == 0)
         return Sizes(dp_replicate=world // shard_size, dp_shard=shard_size)
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(size for size in range(1, limit + 1) if number % size == 0)
 
 
 _FSDP2 = {"shards_optimizer": True, "shards_parameters": True}

@@ -1,8 +1,6 @@
-"""Durations (how often, how long) and batch arithmetic (how a step's samples are divided among
-ranks).
+"""Durations, and the division of a step's samples among ranks.
 
-A duration is steps (`250`), a fraction of the run (`0.01`) or epochs (`"1 epoch"`). Everything that
-needs to know when something is due, or which samples a rank takes, asks here.
+A duration is steps (`250`), a fraction of the run (`0.01`) or epochs (`"1 epoch"`).
 """
 
 from __future__ import annotations
@@ -47,16 +45,14 @@ def epochs_in(text: str) -> Fraction:
 
 @dataclass(frozen=True)
 class Horizon:
-    """The run's steps and the samples of one epoch and of one step, from which a duration becomes
-    steps."""
+    """The run's length in steps, and the samples of an epoch and of a step."""
 
     steps: int
     samples_per_epoch: int
     samples_per_step: int
 
     def steps_in(self, duration: int | float | str) -> int:
-        """The duration in whole steps: a fraction is rounded to the nearest step (at least 1),
-        epochs up."""
+        """The duration in whole steps; epochs round up, a fraction to the nearest (at least 1)."""
         if isinstance(duration, str):
             samples = epochs_in(duration) * self.samples_per_epoch
             return -((-samples.numerator) // (samples.denominator * self.samples_per_step))
@@ -65,11 +61,9 @@ class Horizon:
         return duration
 
     def due(self, every: int | float | str, step: int) -> bool:
-        """Whether something with the period `every` is due after `step` completed steps (step 0:
-        never).
+        """Whether something with the period `every` is due after `step` steps; never at step 0.
 
-        An epoch rarely ends exactly at a step; a period in epochs is due at the first step at or
-        past its end.
+        A period in epochs is due at the first step at or past its end.
         """
         if isinstance(every, str):
             period = epochs_in(every) * self.samples_per_epoch
@@ -108,7 +102,7 @@ class BatchPlan:
 
 
 def samples_per_pass(context: int, device: str) -> int:
-    """The samples of `context` tokens for one forward pass: at most TOKENS_PER_MICRO_BATCH tokens."""
+    """Samples for one forward pass: at most TOKENS_PER_MICRO_BATCH tokens, at least one sample."""
     return max(1, TOKENS_PER_MICRO_BATCH[device] // context)
 
 
