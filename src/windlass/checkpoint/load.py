@@ -384,7 +384,8 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
     why = retain(committed(directory).values(), policy, scores[policy.measure])
     rows = []
     for e in sorted(list_entries(directory), key=lambda e: e.step):
-        facts = (m.time, m.bytes, m.world) if (m := e.manifest) else (None, None, None)
+        m = e.manifest
+        facts: tuple[Any, Any, Any] = (m.time, m.bytes, m.world) if m else (None, None, None)
         measured = {measure: values.get(e.step) for measure, values in scores.items()}
         problem, kept = e.verify() if verify else e.problem, why.get(e.serial, [])
         rows.append(CheckpointStatus(e.step, e.path, *facts, measured, kept, problem))

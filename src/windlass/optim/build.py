@@ -88,10 +88,10 @@ def torch_optimizer(settings: OptimSettings) -> type[Any] | None:
         if option not in taken:
             instead = did_you_mean(option, taken)
             raise UserError(f"optim.options: {settings.kind} takes no {option}; {instead}")
-    try:  # the class checks the values, before anything is written
+    try:  # the class checks the values
         one_step(optimizer([nn.Parameter(torch.zeros(3, 2))], lr=settings.lr, **settings.options))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"optim.options: {settings.kind} refuses them: {error}") from None
+        raise UserError(f"optim.options: {settings.kind} rejects them: {error}") from None
     return optimizer
 
 
@@ -101,12 +101,8 @@ def one_step(optimizer: torch.optim.Optimizer) -> list[Tensor]:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    return [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def build_torch_optimizer(
@@ -114,14 +110,11 @@ def build_torch_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer of `torch.optim`; UserError if only its state cannot be sharded."""
     optimizer: Any = torch_optimizer(settings)
-    sharded = next(
-        (p for g in groups for p in g["params"] if isinstance(p, DTensor) and p.dim()), None
-    )
+    parameters = (p for g in groups for p in g["params"])
+    sharded = next((p for p in parameters if isinstance(p, DTensor) and p.dim()), None)
     if sharded is not None and sharded.device_mesh.size() > 1:
-        some = torch.zeros(3, 2, device=sharded.device)
-        probe = nn.Parameter(
-            DTensor.from_local(some, sharded.device_mesh, sharded.placements, run_check=False)
-        )
+        some, mesh = torch.zeros(3, 2, device=sharded.device), sharded.device_mesh
+        probe = nn.Parameter(DTensor.from_local(some, mesh, sharded.placements, run_check=False))
         try:
             state = one_step(optimizer([probe], lr=settings.lr, **settings.options))
             shapes = {tensor.shape for tensor in state}
@@ -129,9 +122,8 @@ def build_torch_optimizer(
             shapes = {torch.Size([0])}
         if shapes - {torch.Size(), probe.shape}:  # rows of a matrix do not determine its factors
             why = f"{settings.kind} needs whole parameters, and here each rank updates rows of them"
-            raise UserError(
-                f'optim.kind: {why}: write parallel.strategy = "ddp", or another optimizer'
-            )
+            advice = 'write parallel.strategy = "ddp", or another optimizer'
+            raise UserError(f"optim.kind: {why}: {advice}")
     try:
         built: torch.optim.Optimizer = optimizer(groups, lr=settings.lr, **settings.options)
     except (TypeError, ValueError) as error:  # torch's Muon takes matrices alone
@@ -146,8 +138,7 @@ def set_lr(optimizer: torch.optim.Optimizer, multiplier: float) -> None:
 
 
 def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
-    """`decay` and `no_decay`; with `muon` the blocks' matrices (`muon.decay`) and the rest
-    (`adamw.decay`, `adamw.no_decay`).
+    """Groups `decay`, `no_decay`; with Muon `muon.decay` (the blocks' matrices), `adamw.decay`, ...
 
     AdamW updates embeddings, positions, the head, biases and norms, which are not linear maps
     between hidden spaces; Muon's author advises this. He also advises to orthogonalise stacked
@@ -166,10 +157,8 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     for g in groups:
         g["muon"] = True
         g["parts"] = [tuple(split(names[id(p)])) or (p.shape[0],) for p in g["params"]]
-    return [
-        *groups,
-        *({**g, "muon": False} for g in _split_by_decay(rest, settings, settings.lr, "adamw.")),
-    ]
+    rest_groups = _split_by_decay(rest, settings, settings.lr, "adamw.")
+    return [*groups, *({**g, "muon": False} for g in rest_groups)]
 
 
 def count_groups(model: Any, settings: OptimSettings) -> list[dict[str, Any]]:
@@ -194,9 +183,8 @@ def describe_groups(groups: list[dict[str, Any]]) -> str:
         total[at] += g["tensors"]
         total[at + 1] += g["parameters"]
     text = "{:,} decayed tensors with {:,} parameters, {:,} undecayed with {:,}"
-    return "; ".join(
-        f"{name}{': ' * bool(name)}{text.format(*total)}" for name, total in totals.items()
-    )
+    texts = {name: text.format(*total) for name, total in totals.items()}
+    return "; ".join(f"{name}: {shown}" if name else shown for name, shown in texts.items())
 
 
 def _split_by_decay(

@@ -107,36 +107,20 @@ class Muon(torch.optim.Optimizer):
         for p in parameters:
             if not self.state[p]:
                 self.state[p] = new_state(p, g)
-        states = [self.state[p] for p in parameters]
-        first, second, steps = (
-            [s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step")
-        )
-        adamw(
-            parameters,
-            [p.grad for p in parameters],
-            first,
-            second,
-            [],
-            steps,
-            fused=g["fused"] or None,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=g["betas"][0],
-            beta2=g["betas"][1],
-            lr=g["lr"],
-            weight_decay=g["weight_decay"],
-            eps=g["eps"],
-            maximize=False,
-        )
+        grads = [p.grad for p in parameters]
+        keys = ("exp_avg", "exp_avg_sq", "step")
+        first, second, steps = ([self.state[p][key] for p in parameters] for key in keys)
+        how = {key: g[key] for key in ("lr", "weight_decay", "eps")}
+        how |= {"beta1": g["betas"][0], "beta2": g["betas"][1], "fused": g["fused"] or None}
+        how |= {"amsgrad": False, "maximize": False, "found_inf": self.found_inf}
+        adamw(parameters, grads, first, second, [], steps, **how)
 
     def _muon(self, g: dict[str, Any], matrices: list[Matrix]) -> None:
         lr, shrink = g["lr"], 1 - g["lr"] * g["weight_decay"]
         ahead = (self._momentum(p, g) for p, _ in matrices)
         for (p, parts), update in zip(matrices, self._orthogonalised(matrices, ahead), strict=True):
-            weight = _local(p)
-            new = (weight * shrink).add_(
-                update.to(weight), alpha=-lr * update_scale((max(parts), p.shape[1]))
-            )
+            weight, scale = _local(p), update_scale((max(parts), p.shape[1]))
+            new = (weight * shrink).add_(update.to(weight), alpha=-lr * scale)
             weight.copy_(self._if_finite(new, weight))
 
     def _momentum(self, p: Tensor, g: dict[str, Any]) -> Tensor:
@@ -173,8 +157,8 @@ class Muon(torch.optim.Optimizer):
     ) -> Iterator[Tensor]:
         """Each rank collects its own matrices, orthogonalises them and sends the rows back.
 
-        The ranks of the first mesh dimension that cuts a matrix share the work. Matrices that are
-        cut otherwise than by rows along that dimension are cut so for the exchange.
+        The ranks of the first mesh dimension that cuts a matrix share the work. For the exchange
+        this dimension cuts every matrix by rows.
         """
         like: Any = matrices[0][0]
         dim = next(i for i, placement in enumerate(like.placements) if not placement.is_replicate())
@@ -184,9 +168,8 @@ class Muon(torch.optim.Optimizer):
         for start in range(0, len(matrices), world):
             batch = matrices[start : start + world]
             updates = (x.to(self.device_type, dtype) for x in islice(ahead, world))
-            local = [
-                _recut(x, p, p.placements, rows) for x, (p, _) in zip(updates, batch, strict=True)
-            ]
+            pairs = zip(updates, batch, strict=True)
+            local = [_recut(x, p, p.placements, rows) for x, (p, _) in pairs]
             out, into = [x.numel() for x in local] + [0] * (world - len(batch)), [0] * world
             if rank < len(batch):
                 mine, parts = batch[rank]
@@ -194,10 +177,8 @@ class Muon(torch.optim.Optimizer):
                 # As torch.chunk divides: the last ranks may have fewer rows, or none.
                 each = -(-height // world)
                 into = [max(0, min(each, height - r * each)) * width for r in range(world)]
-            flat = local[0].new_empty(sum(into))
-            dist.all_to_all_single(
-                flat, torch.cat([x.reshape(-1) for x in local]), into, out, group=group
-            )
+            flat, sent = local[0].new_empty(sum(into)), torch.cat([x.reshape(-1) for x in local])
+            dist.all_to_all_single(flat, sent, into, out, group=group)
             if rank < len(batch):
                 flat = orthogonalise(flat.view(mine.shape), dtype, parts).reshape(-1)
             back = flat.new_empty(sum(out))
@@ -221,19 +202,15 @@ def _replicated(
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     for start in range(0, len(matrices), world):
         batch = zip(matrices[start : start + world], islice(ahead, world), strict=True)
-        updates = [
-            orthogonalise(x, dtype, parts).contiguous()
-            if owner == rank
-            else torch.empty_like(x, dtype=dtype)
-            for owner, ((_, parts), x) in enumerate(batch)
-        ]
-        waits = [
-            dist.broadcast(x, group=group, group_src=owner, async_op=True)
-            for owner, x in enumerate(updates)
-        ]
-        for update, wait in zip(updates, waits, strict=True):
-            assert wait is not None
-            wait.wait()
+        updates, works = list[Tensor](), list[Any]()
+        for owner, ((_, parts), x) in enumerate(batch):
+            own = owner == rank
+            new = orthogonalise(x, dtype, parts) if own else torch.empty_like(x, dtype=dtype)
+            updates.append(new.contiguous())
+        for owner, x in enumerate(updates):
+            works.append(dist.broadcast(x, group=group, group_src=owner, async_op=True))
+        for update, work in zip(updates, works, strict=True):
+            work.wait()
             yield update
 
 
@@ -241,10 +218,8 @@ def _recut(local: Tensor, like: Any, cut: Placements, wanted: Placements) -> Ten
     """This rank's part of a matrix shaped `like` another, cut as `wanted` instead of `cut`."""
     if cut == wanted:
         return local
-    shape, stride = like.shape, like.stride()
-    whole = DTensor.from_local(
-        local, like.device_mesh, cut, run_check=False, shape=shape, stride=stride
-    )
+    layout: Any = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    whole = DTensor.from_local(local, like.device_mesh, cut, **layout)
     return whole.redistribute(placements=wanted).to_local()
 
 

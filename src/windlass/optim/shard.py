@@ -1,9 +1,8 @@
 """ZeRO-1: each rank holds the optimizer state of its rows of each parameter (`shard_optim`).
 
-Parameters and gradients are whole on every rank, and DDP adds the gradients up. Rank r updates the
-r-th of `world` equal pieces of each parameter's rows, cut as FSDP2 cuts them. Then the ranks gather
-the updated rows. The update equals that of `ddp` bit for bit. `shard_optim` sends 3 bytes for every
-2 of `ddp`.
+Every rank holds whole parameters and gradients, which DDP adds up. Rank r updates the r-th of
+`world` equal pieces of each parameter's rows, cut as in FSDP2. Then the ranks gather the updated
+rows. The update equals `ddp`'s bit for bit. `shard_optim` sends 3 bytes for every 2 of `ddp`.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ def own_rows(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     if placement.is_shard():
         each = -(-tensor.shape[0] // mesh.size())
         local = local[mesh.get_local_rank() * each :][:each]
-    return DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    layout: Any = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+    return DTensor.from_local(local, mesh, [placement], **layout)
 
 
 def placement(p: Tensor, mesh: DeviceMesh, any_row: bool) -> Placement:
@@ -44,11 +42,10 @@ def placement(p: Tensor, mesh: DeviceMesh, any_row: bool) -> Placement:
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """An optimizer of this rank's rows, for whole parameters: it passes on the gradients' rows, and
-    gathers the updated rows.
+    """An optimizer of this rank's rows: it takes their gradients and gathers the updated rows.
 
-    `rows` has for each whole parameter the DTensor that the inner optimizer trains instead, which
-    is also the key of its state.
+    `rows` holds for each parameter the DTensor that the inner optimizer trains, the key of its
+    state.
     """
 
     def __init__(

@@ -1,12 +1,13 @@
-"""Collectives besides the model's: sums of counts and losses, the gradient norm, flags for all.
+"""Collectives besides the model's: sums of counts and losses, the gradient norm, flags.
 
-Counts, losses and flags are a few numbers that travel over gloo: asynchronously, and never on the
-device's stream. The gradient norm stays on the device.
+Counts, losses and flags go over gloo, asynchronously and never on the device's stream. The gradient
+norm stays on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,25 +21,18 @@ CHUNK = 4096  # elements whose squares are added in the gradient's own precision
 
 
 class Pending:
-    """Numbers that are being reduced over the ranks, int64 if all are ints (exact), else float64.
+    """A reduction in progress, in int64 if all numbers are ints, else in float64.
 
     Every rank begins its reductions in the same order.
     """
 
-    def __init__(
-        self,
-        numbers: Sequence[float],
-        ranks: Ranks,
-        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    ):
+    def __init__(self, numbers: Sequence[float], group: dist.ProcessGroup | None, op: Any):
         exact = all(isinstance(number, int) for number in numbers)
         self._numbers = torch.tensor(numbers, dtype=torch.int64 if exact else torch.float64)
-        # The largest is a flag for every rank; ranks that see the same tokens count them once.
-        group = ranks.mesh.all_ranks if op == dist.ReduceOp.MAX else ranks.mesh.loss_ranks
         self._work = group and dist.all_reduce(self._numbers, op, group, async_op=True)
 
     def wait(self) -> list[float]:
-        """The reduced numbers, equal on the ranks that reduce; ints if ints were given."""
+        """The reduced numbers, equal on all ranks of the group."""
         if self._work is not None:
             self._work.wait()
         return self._numbers.tolist()
@@ -46,7 +40,7 @@ class Pending:
 
 def sum_async(numbers: Sequence[float], ranks: Ranks) -> Pending:
     """Begin to add up numbers over the ranks that see different tokens."""
-    return Pending(numbers, ranks)
+    return Pending(numbers, ranks.mesh.loss_ranks, dist.ReduceOp.SUM)
 
 
 def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
@@ -59,17 +53,15 @@ def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 def max_async(flags: Sequence[int], ranks: Ranks) -> Pending:
     """Begin to take the largest of each flag over all ranks, so that they act together."""
-    return Pending(flags, ranks, dist.ReduceOp.MAX)
+    return Pending(flags, ranks.mesh.all_ranks, dist.ReduceOp.MAX)
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor:
-    """The 2-norm of the whole gradient, the same on every rank: a scalar on the rank's device,
-    float64 for a float64 model.
+    """The 2-norm of the whole gradient, a scalar on the device, equal on every rank.
 
-    The squares of a piece are added over the groups of the mesh dimensions that cut it, so each
-    shard counts once, a replicated gradient once, a tied tensor once. The squares are added in the
-    gradients' own precision (at least float32) in small chunks, in float64 between the chunks. The
-    host does not wait.
+    It is float32, or float64 for a float64 model. The squares of a piece are added over the mesh
+    dimensions that cut it, so shards, replicated gradients and tied tensors count once. The host
+    does not wait.
     """
     grads = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
@@ -106,9 +98,9 @@ def _by_kind(grads: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
 def _square_sum(grads: Iterable[Tensor], device: torch.device) -> Tensor:
     """The sum of squares of this rank's part of gradients, a float64 scalar on `device`.
 
-    On a CPU torch adds up a long float32 tensor in few lanes: a norm over 38 million elements is
-    wrong by 0.27 %. Chunks of CHUNK elements, added up in float64, have an error of 2e-9 and cost
-    no time. On CUDA torch works in small chunks by itself.
+    On a CPU torch adds up a long float32 tensor in few lanes, and a norm over 38 million elements
+    is wrong by 0.27 %. With chunks of CHUNK elements, added in float64, it is wrong by 2e-9 and
+    takes no longer. On CUDA torch uses small chunks itself.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (where, dtype), local in _by_kind(grads).items():

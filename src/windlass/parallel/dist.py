@@ -1,9 +1,8 @@
-"""The ranks as one group: the store, process groups, small exchanges, time limits, and an end
-without a hang.
+"""The ranks as one group: store, process groups, exchanges, time limits, an end without a hang.
 
-A start has two halves. `init_store` connects the ranks by a key-value store and waits for all of
-them; from then on a rank writes its failure there, which ends the waits of the others.
-`init_process_group` chooses the device and creates the mesh.
+A start has two halves. `init_store` connects the ranks by a key-value store, in which a failed rank
+writes its failure, so that the others stop waiting. `init_process_group` chooses the device and
+creates the mesh.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ STOP_SECONDS = 30.0  # how long rank 0, which holds the store, waits at a clean 
 POLL_SECONDS = 0.02  # between two looks of a rank that waits on the store; signals come through
 GLOO_NOISE = r"\[[^]]*\.cc:\d+\] |\. This is typically .*"
 STORES: dict[tuple[str, int], dist.Store] = {}
-"""The stores of this process by address; they outlast a training or evaluation.
-
-Ranks that are ahead may begin the next one before rank 0 has ended this one, and would connect to a
-server that is closing. Also, the socket that our launcher opened serves only once."""
+"""The stores of this process by address. They outlast a training: a rank that is ahead may begin
+the next one before rank 0 has ended this one, and our launcher's socket serves only once."""
 LOST_CONTACT = (
-    r"connection closed by peer|connection reset|timed out|timeout|broken pipe|socket|nccl"
+    "connection closed by peer|connection reset|timed out|timeout|broken pipe|socket|nccl"
 )
 
 
@@ -115,10 +112,9 @@ class Ranks:
             if pause >= POLL_SECONDS and self.store.check(["failure"]):
                 raise dist.DistStoreError("another rank has failed")
             if time.monotonic() > until:
-                missing = [str(rank) for rank, key in keys.items() if not self.store.check([key])]
-                raise dist.DistStoreError(
-                    f"timed out: waited {self._timeout:g} s for rank {', '.join(missing)}"
-                )
+                late = ", ".join(str(r) for r, key in keys.items() if not self.store.check([key]))
+                waited = f"waited {self._timeout:g} s for rank {late}"
+                raise dist.DistStoreError(f"timed out: {waited}")
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS)
         return [json.loads(raw) for raw in self.store.multi_get(list(keys.values()))]
@@ -139,9 +135,9 @@ class Ranks:
         self.store, self.mesh = None, Mesh(Sizes(), 0)
 
     def fail(self, error: BaseException) -> processes.Failure:
-        """Report that this rank cannot continue; returns the first failure, this or another rank's.
+        """Report that this rank cannot continue; returns the first failure of any rank.
 
-        The rank joins no more collectives. Its process ends after EXIT_SECONDS at the latest.
+        The rank joins no more collectives. Its process ends within EXIT_SECONDS.
         """
         self._failed = True
         text = f"{type(error).__name__}: {re.sub(GLOO_NOISE, '', first_line(error))}"
@@ -177,12 +173,8 @@ class Ranks:
 
 
 def process_settings() -> Callable[[], None]:
-    """A function that restores the process's settings as they are now.
-
-    A training changes them for the whole process: threads, the arithmetic of matrix products,
-    deterministic kernels, whether Dynamo splits compiled blocks under DDP, and gloo's network
-    interface, which later processes would inherit.
-    """
+    """A function that restores the process's present settings, which a training changes: threads,
+    precision, deterministic kernels, Dynamo's splits under DDP, and gloo's network interface."""
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -241,9 +233,8 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
         elif store is None:
             address = (env.addr, env.port)
             if address not in STORES:
-                options["master_listen_fd"] = (
-                    int(fd) if fd else listen_at(env) if is_master else None
-                )
+                listening = int(fd) if fd else listen_at(env) if is_master else None
+                options["master_listen_fd"] = listening
                 STORES[address] = dist.TCPStore(*address, env.world, is_master, **options)
             store = STORES[address]
         # A restart under torchrun sees old keys; so does a second training in the same processes.
@@ -278,9 +269,8 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
         torch.set_num_threads(processes.thread_share(env.local_world))
     if device.type == "cpu":
         processes.keep_freed_memory()
-    torch.set_float32_matmul_precision(
-        "high" if recipe.train.tf32 and device.type == "cuda" else "highest"
-    )
+    tf32 = recipe.train.tf32 and device.type == "cuda"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if not ranks.strategy.distributed:
         return
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -289,13 +279,10 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
         # gloo takes the host name's interface, which may be missing, slow, or a foreign network.
         os.environ.setdefault(INTERFACE, interface)
     timeout = timedelta(seconds=settings.startup_timeout_seconds)
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        store=dist.PrefixStore("group", ranks.store),
-        rank=env.rank,
-        world_size=env.world,
-        timeout=timeout,
-    )
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    store: Any = dist.PrefixStore("group", ranks.store)
+    place: Any = {"store": store, "rank": env.rank, "world_size": env.world}
+    dist.init_process_group(backend, timeout=timeout, **place)
     ranks_of_host = env.local_world if env.nodes > 1 else 0
     sizes = ranks.strategy.sizes(env.world, settings.shard_size, ranks_of_host)
     ranks.mesh = Mesh(sizes, env.rank)
@@ -304,10 +291,9 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
 
 
 def listen_at(env: DistEnv) -> int | None:
-    """A socket for the store that listens only at `env.addr`; None if other hosts cannot reach that
-    address.
+    """A socket for the store that listens only at `env.addr`; None if other hosts cannot reach it.
 
-    Debian's hosts resolve their own name to 127.0.1.1; torch then listens everywhere.
+    A Debian host resolves its own name to 127.0.1.1. torch listens everywhere then.
     """
     try:
         address = socket.gethostbyname(env.addr)
@@ -349,9 +335,8 @@ def choose_device(wanted: str, env: DistEnv) -> torch.device:
     """This rank's GPU if there are GPUs, else the CPU; UserError if a wanted GPU is missing."""
     visible = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if not visible and wanted == "cuda":
-        raise UserError(
-            'parallel.device = "cuda", but torch finds no CUDA device here; use "auto" or "cpu"'
-        )
+        problem = 'parallel.device = "cuda", but torch finds no CUDA device here'
+        raise UserError(f'{problem}; use "auto" or "cpu"')
     if not visible:
         return torch.device("cpu")
     # A single visible device may be this rank's own; if it is not, NCCL says so.

@@ -25,6 +25,7 @@ TORCH = {
     "nodes": "GROUP_WORLD_SIZE",
     "attempt": "WINDLASS_ATTEMPT TORCHELASTIC_RESTART_COUNT",
 }
+PMI_LOCAL_RANKS = "PMI_LOCAL_RANK MPI_LOCALRANKID PALS_LOCAL_RANKID"
 VARIABLES: dict[str, Mapping[str, str]] = {
     "windlass": TORCH,
     "torchrun": TORCH,
@@ -40,8 +41,7 @@ VARIABLES: dict[str, Mapping[str, str]] = {
         "rank": "PMI_RANK PALS_RANKID",
         "world": "PMI_SIZE",
         "local_rank": " ".join(
-            ["PMI_LOCAL_RANK MPI_LOCALRANKID PALS_LOCAL_RANKID"]
-            + [one.RANK.get("local_rank", "") for one in SCHEDULERS.values()]
+            (PMI_LOCAL_RANKS, *(one.RANK.get("local_rank", "") for one in SCHEDULERS.values()))
         ),
         "local_world": "PMI_LOCAL_SIZE MPI_LOCALNRANKS PALS_LOCAL_SIZE",
         "node": "PALS_NODEID",
@@ -80,11 +80,11 @@ class DistEnv:
 
 
 def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
-    """This process's numbers, from the variables and the host file that they may name.
+    """This process's numbers, from the variables of the innermost launcher.
 
-    Variables of the innermost launcher win: Windlass, torchrun (or RANK and WORLD_SIZE by hand),
-    Open MPI, MPICH and its kin (PMI, PALS), then the scheduler's own, as srun. A launcher's single
-    task is a plain process. UserError if variables are missing or wrong.
+    In order: Windlass, torchrun (or RANK and WORLD_SIZE by hand), Open MPI, MPICH and its kin (PMI,
+    PALS), a scheduler's launcher, as srun. A launcher's single task is a plain process. UserError
+    if variables are missing or wrong.
     """
     scheduler = next((name for name, one in SCHEDULERS.items() if one.step(environ)), "none")
     launcher = next((name for name, signs in SIGNS.items() if signs & environ.keys()), scheduler)
@@ -93,16 +93,14 @@ def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
     if launcher in ("mpi", "openmpi") and scheduler != "none":
         numbers = (_first(environ, VARIABLES[scheduler][name]) for name in ("rank", "world"))
         if tuple(numbers) == (environ.get("PMI_RANK"), environ.get("PMI_SIZE")):
-            launcher = scheduler  # PMI is srun's own, and names no hosts
+            launcher = scheduler  # srun's own PMI, which names no hosts
     if launcher == "none":
         return DistEnv()
     env = _build(environ, launcher)
     if not (env.rank < env.world and env.local_rank < env.local_world <= env.world):
         here = f"on its host rank {env.local_rank} of {env.local_world}"
-        raise UserError(
-            f"the environment ({launcher}) says rank {env.rank} of {env.world}, and {here}; ranks "
-            "count from 0"
-        )
+        problem = f"the environment ({launcher}) says rank {env.rank} of {env.world}, and {here}"
+        raise UserError(f"{problem}; ranks count from 0")
     is_alone = env.world == 1 and VARIABLES[launcher] is not TORCH
     return DistEnv(attempt=env.attempt) if is_alone else env
 
@@ -138,12 +136,9 @@ def interface_to(host: str) -> str:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing: it only asks the kernel for the route
         own = probe.getsockname()[0]
-        names = [
-            name
-            for name, addresses in psutil.net_if_addrs().items()
-            if own in {a.address for a in addresses}
-        ]
-        return "" if own.startswith("127.") or not names else names[0]
+        addresses = psutil.net_if_addrs().items()
+        names = (name for name, found in addresses if own in {a.address for a in found})
+        return "" if own.startswith("127.") else next(names, "")
     return ""
 
 
@@ -152,9 +147,8 @@ def _first_host(environ: Mapping[str, str], nodes: int) -> str:
         with contextlib.suppress(UserError):
             if hosts := (scheduler.step(environ) or scheduler.nodes(environ)).hosts:
                 return hosts[0]
-    raise UserError(
-        f"no variable says which of {nodes} hosts is the first: set MASTER_ADDR to rank 0's host"
-    )
+    problem = f"no variable says which of {nodes} hosts is the first"
+    raise UserError(f"{problem}: set MASTER_ADDR to rank 0's host")
 
 
 def _first(environ: Mapping[str, str], names: str) -> str:
@@ -167,14 +161,11 @@ def _number(environ: Mapping[str, str], names: str, default: int | None = None) 
     for name in names.split():
         if text := environ.get(name, "").strip():
             if not text.isdigit():
-                raise UserError(
-                    f"{name}={text!r} in the environment is not a number: unset it, or start with "
-                    "a launcher"
-                )
+                problem = f"{name}={text!r} in the environment is not a number"
+                raise UserError(f"{problem}: unset it, or start with a launcher")
             return int(text)
     if default is None:
-        missing = f"in the environment {' or '.join(names.split())} is missing"
-        raise UserError(
-            f"{missing}: start all ranks with one launcher, or unset its other variables"
-        )
+        problem = f"in the environment {' or '.join(names.split())} is missing"
+        advice = "start all ranks with one launcher, or unset its other variables"
+        raise UserError(f"{problem}: {advice}")
     return default

@@ -1,16 +1,14 @@
 """The heartbeat: each rank shows every few seconds that it lives, and ends if another is lost.
 
 A thread writes this rank's step and phase, with a count, under the rank's key of the store. Rank 0
-watches all counts, the others watch rank 0's, and all look for the first failure that a rank
-reported. A rank is lost if its count stands still for MISSED intervals (it was suspended, or its
-host is gone). Then the run ends: within 30 s at the default interval.
+watches all counts, the others watch rank 0's, and all look for the first reported failure. A rank
+is lost if its count stands still for MISSED intervals, because it was suspended or its host is
+gone. Then the run ends, within 30 s at the default interval.
 
-A rank whose host waits for a kernel that never ends keeps beating, so on CUDA rank 0 also judges
-progress. If a rank stands still in a phase with collectives for almost the time limit of a
-collective, the rank that is behind all others is lost. Rank 0 says so before NCCL's own watchdog
-aborts the processes, because that names neither rank nor phase.
-
-A call to the store never returns, in spite of its time limit, if rank 0 is suspended: see `within`.
+A rank whose host waits for an endless kernel keeps beating, so on CUDA rank 0 also judges progress.
+If a rank stands still in a phase with collectives for almost the time limit of a collective, the
+rank behind all others is lost. Rank 0 reports it before NCCL's watchdog aborts the processes,
+because that names neither rank nor phase.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ class Heartbeat:
     def report(self, failure: Failure) -> Failure:
         """Tell the others, and return the first failure: another rank's if this one is secondary.
 
-        Rank 0 takes the store away when it ends, so it waits a moment for the others to read it.
+        The store ends with rank 0, so rank 0 waits a moment for the others to read it.
         """
         until = time.monotonic() + (CAUSE_SECONDS if failure.secondary else 0.0)
         while not (first := self.failure or within(EXIT_SECONDS, self._reported)):
@@ -163,11 +161,9 @@ class Heartbeat:
 
 
 def behind(beats: Sequence[dict[str, Any]], still: Sequence[float], limit: float) -> int | None:
-    """The number of the beat whose rank is behind all others, if a rank has stood still for `limit`
-    seconds.
+    """The number of the beat whose rank is behind all others, if one stood still for `limit` s.
 
-    `still` has the seconds for which each rank has been in its place. Among ranks in the same place
-    the first to come counts.
+    `still`: the seconds of each rank in its place. In the same place, the first to come counts.
     """
     pairs = zip(beats, still, strict=True)
     if not any(s >= limit and beat["phase"] in HAS_COLLECTIVES for beat, s in pairs):
@@ -180,13 +176,15 @@ def behind(beats: Sequence[dict[str, Any]], still: Sequence[float], limit: float
 
 
 def _failure(beat: dict[str, Any], why: str) -> Failure:
-    return Failure(
-        beat["rank"], beat["host"], beat["step"], beat["phase"], why, time.time(), lost=True
-    )
+    place = {key: beat[key] for key in ("rank", "host", "step", "phase")}
+    return Failure(**place, error=why, time=time.time(), lost=True)
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result | None:
-    """The result of `call` in a thread; None if it fails or is late, which abandons the thread."""
+    """The result of `call` in a thread, or None if it fails or is late.
+
+    A call to the store ignores its own time limit if rank 0 is suspended.
+    """
     results: list[Result] = []
 
     def run() -> None:

@@ -1,15 +1,13 @@
-"""A model made ready for a device and several ranks: precision, activation checkpointing, compile,
-then DDP or FSDP2.
+"""A model for a device and ranks: precision, activation checkpointing, compile, DDP or FSDP2.
 
-After the backward pass of a step each parameter's gradient is the *sum over ranks* of the gradient
-of that rank's loss. A rank's loss is its sum over unmasked labels, divided by the *global* number
-of them, so the gradient belongs to the mean over all tokens. DDP and FSDP2 average by default;
-here both add.
+After a step's backward pass each gradient is the *sum over ranks* of the gradients of their losses.
+A rank's loss is its sum over unmasked labels, divided by the *global* number of them, so the
+gradient belongs to the mean over all tokens. DDP and FSDP2 average by default; here both add.
 
 Master weights and reductions are float32 (float64 with `fp64`); bf16 and fp16 are autocast in every
-strategy. FSDP2 also gathers parameters in low precision. The matrix of a linear layer is the same,
-because autocast rounds it anyway. Embeddings, and gains and biases of norms, are rounded (by a
-relative 2^-9 in bf16): the only difference between the strategies.
+strategy. FSDP2 also gathers parameters in low precision. That changes no linear layer, which
+autocast rounds anyway. It rounds embeddings and norms (by a relative 2^-9 in bf16), which is the
+only difference between the strategies.
 """
 
 from __future__ import annotations
@@ -67,13 +65,12 @@ def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContext
 
 
 def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
-    """Make `model` ready to train on `ranks` as `recipe.parallel` and `recipe.train` say.
+    """Make `model` ready to train on `ranks`, with the settings of `recipe`.
 
     Parameters on the meta device get storage on the ranks' device, *uninitialised*; otherwise
     every rank gets rank 0's values. `model.blocks()` lists the units of sharding, checkpointing and
-    compiling; a recipe with none of these needs no such method. Returns the model itself (FSDP2
-    works in place), or a DistributedDataParallel around it; call it for the loss. UserError if the
-    recipe needs `blocks()` and the model has none.
+    compiling; UserError if the recipe needs it and the model lacks it. Returns the model itself
+    (FSDP2 works in place), or a DistributedDataParallel around it; call it for the loss.
     """
     blocks = repeated_parts(model, recipe, ranks)
     checkpoint_activations(blocks, recipe.parallel.activation_checkpointing)
@@ -109,11 +106,10 @@ def _replicate(
     model: nn.Module, group: dist.ProcessGroup, device: torch.device, bucket_mb: float
 ) -> DistributedDataParallel:
     """DDP over the ranks of `group`, which hold equal parameters; it adds gradients."""
-    is_new = (  # torch >= 2.12
-        "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-    )
+    names = inspect.signature(DistributedDataParallel.__init__).parameters
+    name = "forward_sync_buffers"  # torch >= 2.12
     # No buffer of ours changes.
-    no_sync: Any = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
+    no_sync: Any = {name if name in names else "broadcast_buffers": False}
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
@@ -143,10 +139,9 @@ def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Mo
         *["train.compile"] * recipe.train.compile,
     ]
     if needs:
-        raise UserError(
-            f"{' and '.join(needs)}: {type(model).__name__} does not say which parts of it repeat; "
-            "give it a method that does, as `def blocks(self): return list(self.layers)`"
-        )
+        problem = f"{' and '.join(needs)}: {type(model).__name__} does not say which parts repeat"
+        advice = "give it a method that does, as `def blocks(self): return list(self.layers)`"
+        raise UserError(f"{problem}; {advice}")
     return []
 
 
@@ -200,8 +195,8 @@ def is_foreign_norm(module: nn.Module) -> bool:
 def compute_in_float32(modules: list[nn.Module]) -> None:
     """Have modules raise their gathered low-precision parameters to float32 in each forward pass.
 
-    Each class of modules gets one subclass: Dynamo guards a function that is set on a module by its
-    identity, so a function for each module would compile every block again.
+    Each class gets one subclass. Dynamo guards a function set on a module by its identity, so a
+    function for each module would compile every block again.
     """
     subclasses: dict[type[nn.Module], type[nn.Module]] = {}
     for module in modules:
@@ -222,12 +217,10 @@ def compute_in_float32(modules: list[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def sync_gradients(model: nn.Module, strategy: Strategy, last: bool) -> Iterator[None]:
-    """Around forward and backward of one micro-batch: reduce the gradients over the ranks after the
-    `last` one of the step.
+    """Around forward and backward of a micro-batch: reduce gradients after the step's `last` one.
 
-    Before that, DDP and FSDP2 add to this rank's own whole gradients. If the strategy
-    `reduces_each`, FSDP2 adds to shards; between sharding groups it still reduces only after the
-    last micro-batch.
+    Before it, DDP and FSDP2 add to this rank's whole gradients. If the strategy `reduces_each`,
+    FSDP2 adds to shards, and reduces between sharding groups after the last micro-batch only.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or strategy.reduces_each)
@@ -240,11 +233,10 @@ def sync_gradients(model: nn.Module, strategy: Strategy, last: bool) -> Iterator
 
 
 def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
-    """Have each block drop its activations in the forward pass and compute them again in the
-    backward pass.
+    """Have each block drop its activations and compute them again in the backward pass.
 
     `full` recomputes the whole block; `selective` saves the outputs of matrix products and
-    attention. The recomputation restores the generators' states, so dropout draws the same masks.
+    attention. Dropout draws the same masks again.
     """
     contexts = functools.partial(create_selective_checkpoint_contexts, selective_policy)
     context = {"context_fn": contexts} if how == "selective" else {}
@@ -268,8 +260,8 @@ def selective_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
         return CheckpointPolicy.MUST_SAVE
     if "_scaled_dot_product_" in str(op):
         names = [argument.name for argument in op._schema.arguments]
-        # Attention that draws dropout itself is recomputed. Otherwise the generator would be in
-        # another state for the dropout after it, and its mask would differ.
+        # Attention with dropout is recomputed. Otherwise the generator would be in another state
+        # for the dropout after it.
         if not (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"):
             return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
@@ -277,11 +269,9 @@ def selective_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 
 @contextlib.contextmanager
 def varying_shapes() -> Iterator[None]:
-    """Around passes outside the training whose shapes vary: compiled blocks run eagerly, and
-    attention uses no plans.
+    """Around passes of varying shapes: compiled blocks run eagerly, attention uses no plans.
 
-    A compiled block that sees other sizes is compiled for varying sizes from then on, in the
-    training too.
+    A compiled block that sees other sizes is compiled for varying sizes, in the training too.
     """
     # Importing Dynamo takes seconds; if nobody has, nothing is compiled.
     compiler = sys.modules.get("torch._dynamo")

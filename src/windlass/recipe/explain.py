@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
@@ -91,19 +92,20 @@ def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
     template = Path(__file__).with_name("first_finetuning.toml" if model else "first_recipe.toml")
     text = template.read_text(encoding="utf-8").replace("THIS_FILE", str(file))
     sources = sources_of(data)
-    changes = {"name": model, "source": sources[0] if len(sources) == 1 else sources}
+    changes: dict[str, object] = {"name": model, "source": sources}
+    if len(sources) == 1:
+        changes["source"] = sources[0]
     changes["format"] = "text" if any(source.endswith(".txt") for source in sources) else ""
+    written = tomllib.loads(text)["model"].get("context", 0)
+    if model and (limit := context_limit(model)) and limit < written:
+        changes["context"] = limit
+    changes = {key: value for key, value in changes.items() if value}
+    if data and data != "stdlib":
+        changes["prompt"] = ""  # the template's prompt is for Python's source code
     for key, value in changes.items():
-        if value and (line := re.search(rf'^{key} = ".*?" *(?=#)', text, flags=re.M)):
-            shown = json.dumps(value, ensure_ascii=False)
-            text = text.replace(line[0], f"{key} = {shown}".ljust(len(line[0]) - 1) + " ", 1)
-    limit = context_limit(model) if model else None
-    line = re.search(r"^context = (\d+) *(?=#)", text, flags=re.M)
-    if limit and line and limit < int(line[1]):
-        text = text.replace(line[0], f"context = {limit}".ljust(len(line[0])), 1)
-    if data and data != "stdlib":  # the template's prompt is for Python's source code
-        prompt = 'prompt = "def "             # the'
-        text = text.replace(prompt, 'prompt = ""                 # empty: as a text begins; the')
+        if line := re.search(rf"^{key} = [^#]*(?=#)", text, flags=re.M):
+            setting = f"{key} = {json.dumps(value, ensure_ascii=False)}"
+            text = text.replace(line[0], setting.ljust(len(line[0]) - 1) + " ", 1)
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)
