@@ -1,8 +1,7 @@
-"""Our GPT as GPT-2, Llama, Qwen3, Arcee or Apertus of `transformers`, and back: architecture,
-configuration, weights.
+"""Our GPT as GPT-2, Llama, Qwen3, Arcee or Apertus of `transformers`, and back.
 
 Each table serves both directions. The functions read one tensor at a time, so memory never holds a
-whole model twice. The module imports torch inside functions only, because `plan` uses it.
+model twice. Only functions import torch, because `plan` uses this module.
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
     "arcee": {"activation": tuple(ACTIVATIONS), "qk_norm": (False,), **ROPE},
     "apertus": {"activation": tuple(ACTIVATIONS), "qk_norm": (True,), "ff_bias": (False,), **ROPE},
 }
-"""The values of our settings that an architecture allows. With RoPE and RMSNorm there is an
-architecture for each combination of a gated feed-forward layer and normalised queries and keys."""
+"""The values of our settings that an architecture allows. RoPE and RMSNorm have one for each choice
+of a gated feed-forward layer and of normalised queries and keys."""
 OWN_SETTINGS = (
     *("layers", "heads", "kv_heads", "width", "ff_width", "context", "norm", "final_norm"),
     *("norm_eps", "position", "rope_theta", "activation", "attn_bias", "ff_bias", "norm_bias"),
@@ -289,15 +288,15 @@ def settings_of(config: Any) -> dict[str, Any]:
 def check_fit(m: ModelSettings, vocab: int, there: dict[str, Any], where: str) -> None:
     """Raise UserError with every setting that must change for the weights to fit.
 
-    A shorter context fits, and so do extra rows of the embedding, and missing biases that are zero
-    there (see `dropped`).
+    A shorter context, extra rows of the embedding and `dropped` biases fit.
     """
     own = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_, "vocab": vocab}
     fits = {"context": own["context"] <= there["context"], "vocab": vocab >= there["vocab"]}
     fits |= {key: True for key in BIASES if there.get(key)}
     wrong = {key: value for key, value in there.items() if not fits.get(key, own[key] == value)}
-    if wrong:
-        now = {key: json.dumps(own[key]) for key in wrong}
-        lines = [f"  model.{k} = {json.dumps(v)}  (it is {now[k]})" for k, v in wrong.items()]
+    lines = [
+        f"  model.{k} = {json.dumps(v)}  (it is {json.dumps(own[k])})" for k, v in wrong.items()
+    ]
+    if lines:
         problem = f"model.init_from: the weights of {where} have another shape; write"
         raise UserError("\n".join([problem, *lines]))

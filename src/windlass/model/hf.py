@@ -1,5 +1,4 @@
-"""A causal language model of `transformers` with the interface of our GPT: tokens and labels in,
-the summed loss out.
+"""A causal language model of `transformers` with the interface of our GPT.
 
 Unusual: parameters begin on the meta device while buffers, which hold tables, are real. `hf_files`
 fills the weights later, perhaps into shards. Legend: B batch, T time, D model width, V vocabulary.
@@ -53,12 +52,11 @@ class HfModel(nn.Module):
 
     @torch.no_grad()
     def fill_weights(self, seed: int, directory: Path | None = None) -> None:
-        """Give every parameter and saved buffer its value, in place; UserError if the files do not
-        fit or are pickled.
+        """Give every parameter and saved buffer its value, in place.
 
-        Weights come from the files in `directory` (None: the model's origin). With
-        `model.from_scratch` they follow from the seed and their names, and buffers keep the
-        architecture's values. Adapters always follow from the seed.
+        Weights come from the files in `directory` (None: the model's origin), or with
+        `model.from_scratch` from the seed and their names. Adapters always follow from the seed.
+        UserError if the files do not fit or are pickled.
         """
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
@@ -283,8 +281,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def has_plain_head(model: Any) -> bool:
     """Whether the logits are exactly the product of the output embedding and the last hidden state.
 
-    The test uses a shallow copy of the model whose network gives a fixed hidden state and whose
-    head is a small stand-in.
+    It tries a shallow copy of the model with a fixed hidden state and a small head.
     """
     head, base = model.get_output_embeddings(), model.base_model
     name = next((name for name, module in model.named_children() if module is head), None)

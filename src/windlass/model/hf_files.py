@@ -1,9 +1,8 @@
 """The files of a model of `transformers`: its weights, streamed into parameters, and its origin.
 
-Each rank reads only the rows that it holds from safetensors, a slice at a time, without
-communication. `RUN/origin` holds the configuration, the code and the tokenizer's files beside a
-record (`origin.json`). Together with a checkpoint it makes a run complete: Windlass can resume,
-evaluate, sample and export it even if the original weights are gone.
+Each rank reads only its slices of the safetensors files, without communication. `RUN/origin` holds
+configuration, code, the tokenizer's files and a record (`origin.json`). With it and a checkpoint a
+run is complete even if the original weights are gone.
 """
 
 from __future__ import annotations
@@ -52,11 +51,9 @@ class WeightFiles:
         self.files: dict[str, Any] = {}  # the open file of each tensor
         for name in [file_name] if file_name else hub.weight_files(directory):
             if not (directory / name).is_file():
-                raise UserError(
-                    f"{directory} has no {name}. Windlass opens no pickled weights, because they "
-                    "can run code; convert them with AutoModelForCausalLM.from_pretrained(...)"
-                    ".save_pretrained(DIR)"
-                )
+                why = "Windlass opens no pickled weights, because they can run code"
+                convert = "AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)"
+                raise UserError(f"{directory} has no {name}. {why}; convert them with {convert}")
             try:
                 file = safe_open(directory / name, framework="pt")
             except (OSError, SafetensorError) as error:
@@ -72,11 +69,9 @@ class WeightFiles:
 def fill_from_files(
     tensors: dict[str, Tensor], directory: Path, prefix: str, remote_code: bool
 ) -> None:
-    """Fill parameters and buffers, whole or sharded, from the files of a directory; UserError if
-    they do not fit.
+    """Fill parameters and buffers, whole or sharded, from files; UserError if they do not fit.
 
-    The names are those of `transformers`. Some files omit the network's `base_model_prefix`, here
-    `prefix`.
+    Some files omit the network's `base_model_prefix`, here `prefix`, from the names.
     """
     files = WeightFiles(directory)
     keys = {name: key for name in tensors if (key := files.find(name, prefix)) is not None}
@@ -107,19 +102,22 @@ def _fill_through_transformers(
     """Fill from an older layout, which `transformers` converts; needs the whole model in memory."""
     from transformers import AutoModelForCausalLM
 
-    options = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
+    options: dict[str, Any] = {
+        "use_safetensors": True,
+        "output_loading_info": True,
+        "dtype": "auto",
+    }
+    options["trust_remote_code"] = remote_code
     try:
-        whole, report = AutoModelForCausalLM.from_pretrained(
-            directory, trust_remote_code=remote_code, **options
-        )
+        whole, report = AutoModelForCausalLM.from_pretrained(directory, **options)
     except Exception as error:  # other shapes, damaged files, code that came with the model
         problem = f"transformers cannot read the weights: {first_line(error)}"
         raise UserError(f"{directory}: {problem}") from None
     values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     missing = (set(report["missing_keys"]) & set(tensors)) | (set(tensors) - set(values))
     if missing:
-        count = f"({len(missing)} in all)"
-        raise UserError(f"{directory} lacks the weight {min(missing)} of its model {count}")
+        problem = f"{directory} lacks the weight {min(missing)} of its model"
+        raise UserError(f"{problem} ({len(missing)} in all)")
     for name, tensor in tensors.items():
         assign(tensor, values[name])
 
@@ -127,11 +125,9 @@ def _fill_through_transformers(
 def fill_from_seed(
     parameters: dict[str, Tensor], template: nn.Module, blocks: Sequence[nn.Module], seed: int
 ) -> None:
-    """Initialise parameters, whole or sharded, as the architecture does, as a pure function of the
-    seed and their names.
+    """Initialise parameters, whole or sharded, as the architecture does, from seed and names alone.
 
-    `template` is the network on the meta device. One of its blocks or other modules at a time gets
-    storage on the CPU.
+    `template` is the network on the meta device. One block or other module at a time gets storage.
     """
     left = dict(parameters)
     inside = {id(module) for block in blocks for module in block.modules()}
@@ -188,10 +184,8 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
 def fill_from_adapter(model: nn.Module, directory: Path) -> None:
     """Fill a network's adapters from `adapter_model.safetensors`; UserError if they do not fit."""
     files = WeightFiles(directory, "adapter_model.safetensors")
-    adapters = (
-        (n.replace(".default", ""), p) for n, p in model.named_parameters() if ".lora_" in n
-    )
-    own = {f"base_model.model.{name}": parameter for name, parameter in adapters}
+    adapters = {name: p for name, p in model.named_parameters() if ".lora_" in name}
+    own = {f"base_model.model.{n.replace('.default', '')}": p for n, p in adapters.items()}
     if differ := sorted(set(own) ^ set(files.files)):
         problem = f"{directory}: the adapter does not fit the layers of its base"
         raise UserError(f"{problem}: {differ[0]} ({len(differ)} in all)")

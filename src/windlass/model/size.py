@@ -72,9 +72,8 @@ def block_parameters(settings: ModelSettings) -> int:
 def flops_per_token(settings: ModelSettings, vocab: int, length: int = 0) -> int:
     """FLOPs of one token's forward and backward pass, by the convention of MFU: 6 N + 12 L d T.
 
-    N counts the parameters that multiply every token. 12 L d T is attention over all T positions
-    (`length`; 0: the model's context) without regard to the causal mask (arXiv 2204.02311, appendix
-    B). GPT-2 small at context 1,024: 855 MFLOP.
+    N counts the parameters that multiply every token. 12 L d T is attention without a mask over T
+    positions (`length`; 0: the context; arXiv 2204.02311, B). GPT-2 small at 1,024: 855 MFLOP.
     """
     attention = 12 * settings.layers * settings.width * (length or settings.context)
     return 6 * count(settings, vocab).multiplied + attention
@@ -116,9 +115,8 @@ class CountedSizes:
         """Bytes of a step beside weights and state, without and with gradients, from `peaks`."""
         (n, low, low_grads), (m, high, high_grads) = self.peaks
         more, each = micro_batch - n, m - n
-        return low + (high - low) * more // each, low_grads + (
-            high_grads - low_grads
-        ) * more // each
+        grads = low_grads + (high_grads - low_grads) * more // each
+        return low + (high - low) * more // each, grads
 
     def weight_bytes(self, each: int = BYTES_FP32) -> int:
         """Bytes of the weights, with `each` for a weight that is not in 4 bits."""
