@@ -1,8 +1,6 @@
-"""The activations of a model of `transformers`, by a forward and a backward pass with fake tensors,
-which take no memory.
+"""The activations of a model of `transformers`, by a pass with fake tensors. Needs torch.
 
-Needs torch. The results of each operation count until their last reference is gone. The kernels are
-CPU kernels.
+The results of each operation count until their last reference is gone. The kernels are CPU kernels.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ FLASH = 1  # of `torch.nn.attention.SDPBackend`
 
 
 def measure_peaks(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> Peaks:
-    """The bytes of a step beside weights and optimizer state for two micro-batches, one of them the
-    recipe's."""
+    """The bytes of a step beside weights and state for two micro-batches, one the recipe's."""
     return tuple(_peaks_of(recipe, vocab, precision, n) for n in sorted({1, max(2, micro_batch)}))
 
 
@@ -51,11 +48,8 @@ def _peaks_of(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> t
                 loss = model(tokens, tokens)
             loss.backward()
             del loss
-    gradients = {
-        meter.live[p.grad.untyped_storage()._cdata][0]
-        for p in model.parameters()
-        if p.grad is not None
-    }
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = {meter.live[grad.untyped_storage()._cdata][0] for grad in grads}
     without = together = most_without = most = 0
     for number, size in meter.events:
         without += 0 if number in gradients else size
@@ -65,15 +59,12 @@ def _peaks_of(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> t
 
 
 def _no_packed_rows() -> contextlib.AbstractContextManager[Any]:
-    """Make `transformers` build the masks of rows with one text each, which it cannot see in fake
-    rows."""
+    """Make `transformers` build masks for one text per row, which it cannot see in fake rows."""
     masking = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"
-    return (
-        mock.patch.object(masking, name, lambda *_: None)
-        if hasattr(masking, name)
-        else contextlib.nullcontext()
-    )
+    if not hasattr(masking, name):
+        return contextlib.nullcontext()
+    return mock.patch.object(masking, name, lambda *_: None)
 
 
 def _replace_parameters(model: nn.Module) -> None:
@@ -82,30 +73,25 @@ def _replace_parameters(model: nn.Module) -> None:
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is not None and old.is_meta:
-                empty = torch.empty(old.shape, dtype=old.dtype, device="cpu")
-                module._parameters[name] = new.setdefault(
-                    old, nn.Parameter(empty, old.requires_grad)
-                )
+                empty = torch.empty_like(old, device="cpu")
+                fake = nn.Parameter(empty, old.requires_grad)
+                module._parameters[name] = new.setdefault(old, fake)
 
 
 class Meter(TorchDispatchMode):
-    """Records in `events` each new storage and its end: its number, and its bytes, negative at the
-    end."""
+    """Records each storage's number and bytes in `events`, with negative bytes at its end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: dict[
-            int, tuple[int, int]
-        ] = {}  # by address, which is used again: number and bytes
+        # Number and bytes by address; addresses are used again.
+        self.live: dict[int, tuple[int, int]] = {}
         self.events: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if (
-                isinstance(leaf, torch.Tensor)
-                and (storage := leaf.untyped_storage())._cdata not in self.live
-            ):
+        for leaf in (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)):
+            storage = leaf.untyped_storage()
+            if storage._cdata not in self.live:
                 self.live[storage._cdata] = number, size = len(self.events), storage.nbytes()
                 self.events.append((number, size))
                 weakref.finalize(storage, self._free, storage._cdata)
@@ -117,30 +103,22 @@ class Meter(TorchDispatchMode):
 
 
 class Attention(TorchFunctionMode):
-    """Attention with the kernel of real tensors; fake tensors on a CPU always take the plain
-    one."""
+    """Attention with the kernel of real tensors; fake ones on a CPU always take the plain one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(
-            zip(
-                ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False
-            )
-        )
-        given |= kwargs or {}
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
         if func is scaled_dot_product_attention and detect_fake_mode() is not None:
-            tensors = ("query", "key", "value", "attn_mask")
+            tensors = {k: v for k, v in given.items() if isinstance(v, torch.Tensor)}
             with unset_fake_temporarily():  # memory that is never touched
-                real = given | {
-                    name: _like(given[name]) for name in tensors if given.get(name) is not None
-                }
-                choice = torch._fused_sdp_choice(**real)
+                real = {name: _like(tensor) for name, tensor in tensors.items()}
+                choice = torch._fused_sdp_choice(**(given | real))
             if choice == FLASH:
                 mask = given.get("attn_mask")
                 if mask is not None and mask.dtype == torch.bool:
                     wide = torch.zeros(mask.shape, dtype=given["query"].dtype)
                     given["attn_mask"] = wide.masked_fill_(mask.logical_not(), -torch.inf)
-                names = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
-                own = {name: given[name] for name in names if name in given}
+                own = {name: given[name] for name in (*names, "scale") if name in given}
                 return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(**own)[0]
         return func(*args, **(kwargs or {}))
 

@@ -11,10 +11,7 @@ from windlass.processes import nvml_handle, visible_gpus
 
 GIB = 2**30
 USABLE = 0.9
-"""Share of a GPU's memory that a plan fills; the rest is for the driver's context, libraries and
-fragmentation."""
-
-
+"""Share of a device's memory that a plan fills; the rest is for driver, libraries, fragmentation."""
 HANDLES = 2  # of cuBLAS: one for the forward pass's thread, one for the backward pass's
 WORKSPACE = 8 * 4096 * 1024
 """Bytes per cuBLAS handle by CUBLAS_WORKSPACE_CONFIG=:4096:8, which `import windlass` sets."""
@@ -71,10 +68,10 @@ TABLE = (  # short name, the driver's name, GiB by the datasheet
 
 
 def find_device(name: str, memory_bytes: int | None = None) -> Device:
-    """The device of a name such as `A100-80GB`, `h100` or `NVIDIA A100-SXM4-80GB`; UserError for
-    the ambiguous `A100`.
+    """The device of a name such as `A100-80GB`, `h100` or `NVIDIA A100-SXM4-80GB`.
 
     A name that is not in the table gives a device with `memory_bytes`, or with unknown memory.
+    Raises UserError for an ambiguous one, as `A100`.
     """
     if name.lower() == "cpu":
         return Device("CPU", "cpu", memory_bytes)
@@ -89,8 +86,7 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
 
 
 def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = False) -> Device:
-    """This machine's first NVIDIA device, or its CPU (if there is none, or with `cpu`), whose
-    memory `ranks` share."""
+    """This machine's first NVIDIA device, else (or with `cpu`) its CPU, whose memory ranks share."""
     if not cpu:
         with contextlib.suppress(Exception):  # no driver, no device, or no answer from the driver
             import pynvml

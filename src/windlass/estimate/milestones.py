@@ -1,5 +1,4 @@
-"""The calendar of a run: turns of the schedule, epochs, evaluations, samples, saves and the end,
-each at its step."""
+"""The calendar of a run: schedule, epochs, evaluations, samples, saves and the end, by step."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class MilestoneRow:
 
 
 def occurrences(horizon: Horizon, every: Duration) -> list[int]:
-    """All steps of the run at which `horizon.due(every, step)` holds, without asking it at each of
-    a million."""
+    """The steps at which `horizon.due(every, step)` holds, without a test of each step."""
     if not isinstance(every, str):
         period = horizon.steps_in(every)
         return list(range(period, horizon.steps + 1, period)) if period else []
@@ -86,8 +84,7 @@ def measures_all(recipe: Recipe, horizon: Horizon, val_samples: int) -> bool:
 
 
 def evaluations(recipe: Recipe, horizon: Horizon, val_samples: int) -> Evaluations | None:
-    """The evaluations of a run's loss; None if there are none, or if the validation set is unknown
-    (0)."""
+    """The evaluations of a run's loss; None without any, or without a validation set (0)."""
     steps = [m.step for m in milestones(recipe, horizon) if m.what == EVALUATION]
     if not (steps and val_samples and LOSS_SUITE in recipe.eval.suites):
         return None
@@ -135,8 +132,7 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
 
 
 def ahead(milestones: Sequence[Milestone], now: int = 0) -> list[Milestone]:
-    """The milestones after step `now`; a run that has not begun (`now = 0`) still has those at step
-    0."""
+    """The milestones after step `now`; before the start (0) also the ones at step 0."""
     return [m for m in milestones if m.step > now or now == m.step == 0]
 
 
@@ -147,8 +143,7 @@ def seconds_until(
     seconds_per_step: float,
     costs: Mapping[str, float],
 ) -> float:
-    """Seconds from step `now` to the end of `step`, with the milestones whose seconds are in
-    `costs`."""
+    """Seconds from step `now` to the end of `step`, with the milestones' `costs` in seconds."""
     extra = sum(costs.get(m.what, 0.0) * m.size for m in ahead(milestones, now) if m.step <= step)
     return max(0, step - now) * seconds_per_step + extra
 
@@ -169,10 +164,8 @@ def milestone_rows(
             return None
         return seconds_until(milestones, step, now, seconds_per_step, costs)
 
-    rows = kinds.items()
-    return [
-        MilestoneRow(what, s[0], s[-1], len(s), seconds(s[0]), seconds(s[-1])) for what, s in rows
-    ]
+    rows = ((what, steps[0], steps[-1], len(steps)) for what, steps in kinds.items())
+    return [MilestoneRow(*row, seconds(row[1]), seconds(row[2])) for row in rows]
 
 
 def checkpoints_to_come(recipe: Recipe, horizon: Horizon, done: int = 0, present: int = 0) -> int:

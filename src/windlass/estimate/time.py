@@ -161,13 +161,13 @@ def bus_bandwidth_at(rows: Sequence[Mapping[str, Any]], name: str, size: float) 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a rank works through the parts of a step."""
+    """The speed of a rank in the parts of a step."""
 
     flops_per_s: float | None  # of forward and backward; None: not measured
     per_parameter_s: float = 0.0  # the update of one parameter; 0: not counted
     fixed_s: float = 0.0  # of every step: the host, waiting for data
     collectives: Sequence[Mapping[str, Any]] = ()  # `collective`, `size` and `busbw` (GB/s)
-    products: str = "matrix products"  # that flops_per_s was to be measured on
+    products: str = "matrix products"  # the ones behind `flops_per_s`
 
 
 def measured_rates(machine: Mapping[str, Any], layout: Layout) -> Rates:

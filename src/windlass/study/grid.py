@@ -98,14 +98,13 @@ def label_of(assignment: Assignment, names: Mapping[str, str] | None = None) -> 
 
 def short_names(keys: Iterable[str]) -> dict[str, str]:
     """The shortest unique ending of each key: `lr`, but `optim.kind` beside `schedule.kind`."""
-    parts, names = {key: key.split(".") for key in keys}, dict[str, str]()
-    for key, own in parts.items():
-        unique = (
-            n
-            for n in range(1, len(own) + 1)
-            if sum(other[-n:] == own[-n:] for other in parts.values()) == 1
-        )
-        names[key] = ".".join(own[-next(unique, len(own)) :])
+    keys = list(keys)
+    names = {}
+    for key in keys:
+        parts = key.split(".")
+        endings = [".".join(parts[place:]) for place in range(len(parts) - 1, -1, -1)]
+        unique = (e for e in endings if sum(f".{k}".endswith(f".{e}") for k in keys) == 1)
+        names[key] = next(unique, key)
     return names
 
 

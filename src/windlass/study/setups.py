@@ -272,20 +272,20 @@ def _divide(setup: Setup, probe: Mapping[str, float]) -> None:
 
 def _predict(setup: Setup, machines: Mapping[str, Any]) -> None:
     """Predict the time of a setup's step by the measured rates of its machine."""
-    machine = machines.get(f"{setup.values['nodes']}x{setup.world}")
+    values, machine = setup.values, machines.get(f"{setup.values['nodes']}x{setup.world}")
     if setup.recipe.parallel.offload:
-        setup.missing["predicted_ms"] = "copies to and from the host are not in the formula"
-        return
-    if not machine:
-        setup.missing["predicted_ms"] = "the rates of these hosts and ranks were not measured"
-        return
-    rates = measured_rates(machine, setup.work.layout)
-    step = step_time(rates, setup.values["flops_per_device"], setup.work.sent)
-    if step.compute is None or step.communication is None:
-        setup.missing["predicted_ms"] = step.reason
-        return
-    setup.values["predicted_ms"] = 1e3 * (step.compute + step.communication)
-    setup.values["predicted_error"] = setup.values["predicted_ms"] / setup.values["step_ms"] - 1
+        why = "copies to and from the host are not in the formula"
+    elif not machine:
+        why = "the rates of these hosts and ranks were not measured"
+    else:
+        rates = measured_rates(machine, setup.work.layout)
+        step = step_time(rates, values["flops_per_device"], setup.work.sent)
+        why = step.reason
+        if step.compute is not None and step.communication is not None:
+            values["predicted_ms"] = 1e3 * (step.compute + step.communication)
+            values["predicted_error"] = values["predicted_ms"] / values["step_ms"] - 1
+            return
+    setup.missing["predicted_ms"] = why
 
 
 def shared_cores(setup: Setup) -> str:
@@ -364,14 +364,14 @@ def _recommend(table: list[Setup]) -> None:
     fastest = max(rivals, key=lambda setup: setup.values["samples_per_s"])
     limit = min(0.98 * fastest.values["samples_per_s"], speeds(fastest)[0])
     near = [setup for setup in rivals if speeds(setup)[1] >= limit]
-    chosen = min(near, key=lambda setup: setup.values["peak_mem_mb"])
-    chosen.values["recommended"] = True
+    smallest = min(near, key=lambda setup: setup.values["peak_mem_mb"])
+    smallest.values["recommended"] = True
     why = "the fastest"
-    if chosen is not fastest:
-        saved = 1 - chosen.values["peak_mem_mb"] / fastest.values["peak_mem_mb"]
+    if smallest is not fastest:
+        saved = 1 - smallest.values["peak_mem_mb"] / fastest.values["peak_mem_mb"]
         tie = f"as fast as {fastest.name}, within 2 % or the spread of its repeats"
         why = f"{tie}, with {100 * saved:.0f} % less memory"
-    chosen.remarks.append(f"recommended: {why}")
+    smallest.remarks.append(f"recommended: {why}")
 
 
 def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:

@@ -98,25 +98,24 @@ class Study:
         if not grid and not Study.is_study(path):
             example = "for example optim.lr=1e-2,1e-3"
             raise UserError(f"{path} is not a study yet: name the axes of its grid, {example}")
+
+        def made() -> tuple[Study | None, Study]:
+            before = Study.open(path) if Study.is_study(path) else None
+            new = Study(path, base, list(grid), scaling)
+            return before, before._grown(base, grid, scaling) if before else new
+
         if not write:
-            return Study._of(path, base, grid, scaling)
+            return made()[1]
         try:
             path.mkdir(parents=True, exist_ok=True)
             with locked(path / ".study.lock"):
-                before = Study.open(path) if Study.is_study(path) else None
-                study = Study._of(path, base, grid, scaling)
+                before, study = made()
                 if study != before:
                     study._write()
         except OSError as error:
             remedy = f"give another {argument('path', 'DIR')}"
             raise UserError(f"cannot write the study {path}: {error.strerror}; {remedy}") from None
         return study
-
-    @staticmethod
-    def _of(path: Path, base: Recipe, grid: Sequence[Cell], scaling: Scaling | None) -> Study:
-        if Study.is_study(path):
-            return Study.open(path)._grown(base, grid, scaling)
-        return Study(path, base, list(grid), scaling)
 
     def _write(self) -> None:
         # The recipe first: the keys in study.json reveal a later edit of the recipe.

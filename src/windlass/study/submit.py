@@ -46,10 +46,9 @@ def submit_study(
 
     - A sweep is one job. Each cell has `asked.nodes` hosts and a rank for each of their GPUs. If
       the grid sets `parallel.world`, each cell has one host and these ranks.
-    - A scaling study over hosts is a job for each number of hosts, except for numbers whose last
-      job is not over.
+    - A scaling study over hosts is a job for each number of hosts, unless its last job still runs.
 
-    Raises UserError for what the site lacks, a cell cannot do, or the scheduler rejects.
+    Raises UserError if the site lacks a setting, a cell is impossible, or the scheduler rejects it.
     """
     site, asked = site or read_site(), asked or Resources()
     scheduler = find_scheduler(scheduler, site, dry_run)
