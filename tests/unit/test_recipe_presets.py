@@ -13,8 +13,8 @@ from windlass.estimate.plan import plan
 from windlass.optim.schedule import lr_multiplier, phases
 from windlass.recipe import Horizon, Recipe
 from windlass.study.grid import cells_of, expand, parse_axis
-from windlass.study.presets import load_study
 from windlass.study.scale import assignments, scaling_of
+from windlass.study.study import load_study
 
 EPOCHS = 500  # training items of the exercises on SQuAD
 

@@ -13,10 +13,9 @@ from helpers import refused, write_ledger
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 from windlass.study.compare import BITS, common_measure
-from windlass.study.halving import Halving
 from windlass.study.results import diverged
 from windlass.study.study import Study
-from windlass.study.sweep import train_command
+from windlass.study.sweep import Halving, train_command
 
 AXES = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]
 

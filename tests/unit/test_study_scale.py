@@ -13,11 +13,10 @@ from windlass.processes import thread_share
 from windlass.recipe import Recipe, study_presets
 from windlass.study import probe
 from windlass.study.grid import Cell, Scaling, cells_of, expand, parse_axis
-from windlass.study.presets import load_study
 from windlass.study.probe import probe_recipe, store_rates
 from windlass.study.scale import assignments, create_study, scaling_of, too_few_cores
 from windlass.study.setups import read_setups
-from windlass.study.study import Study
+from windlass.study.study import Study, load_study
 
 WORLD = "parallel.world"
 

@@ -19,12 +19,11 @@ from windlass.processes import thread_share
 from windlass.recipe import Recipe
 from windlass.study import probe
 from windlass.study import sweep as sweeps
-from windlass.study.halving import Halving
 from windlass.study.progress import Progress
 from windlass.study.results import DONE_STATES
 from windlass.study.scale import create_study
 from windlass.study.study import Study
-from windlass.study.sweep import RETRIES, Sweep
+from windlass.study.sweep import RETRIES, Halving, Sweep
 
 STEPS = 4
 TRAINING = textwrap.dedent(

@@ -82,7 +82,7 @@ def _presets() -> Iterator[tuple[str, str]]:
 def print_recipe(recipe: str, overrides: list[str]) -> None:
     """Print the resolved recipe as TOML, with directory, config hash and network as comments."""
     from windlass.recipe import Recipe, study_presets, typed
-    from windlass.study.presets import load_study
+    from windlass.study.study import load_study
 
     if (study := study_presets().get(recipe)) and not Path(recipe).exists():
         verb = tomllib.loads(study.read_text(encoding="utf-8"))["verb"]

@@ -11,7 +11,7 @@ from windlass.processes import nvml_handle, visible_gpus
 
 GIB = 2**30
 USABLE = 0.9
-"""Share of a device's memory that a plan fills; the rest is for driver, libraries, fragmentation."""
+"""The part of a device's memory that a plan fills; driver and fragmentation take the rest."""
 HANDLES = 2  # of cuBLAS: one for the forward pass's thread, one for the backward pass's
 WORKSPACE = 8 * 4096 * 1024
 """Bytes per cuBLAS handle by CUBLAS_WORKSPACE_CONFIG=:4096:8, which `import windlass` sets."""
@@ -86,7 +86,7 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
 
 
 def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = False) -> Device:
-    """This machine's first NVIDIA device, else (or with `cpu`) its CPU, whose memory ranks share."""
+    """This machine's first NVIDIA device, else (or with `cpu`) its CPU shared by `ranks`."""
     if not cpu:
         with contextlib.suppress(Exception):  # no driver, no device, or no answer from the driver
             import pynvml

@@ -60,7 +60,7 @@ class Layout:
 
     @property
     def reduces_each(self) -> bool:
-        """Whether FSDP2 reduces the gradients of every micro-batch, or of a step's last one alone."""
+        """Whether FSDP2 reduces gradients in every micro-batch, or in a step's last one alone."""
         return self.policy.reduces_each if self.reduce_each == "auto" else bool(self.reduce_each)
 
 

@@ -35,7 +35,7 @@ class Evaluations(NamedTuple):
     batches: int  # of each evaluation except the last
     last: int
     train: int  # of training data, in each evaluation
-    share: float  # of the run's FLOPs, where a forward pass is a third of a training step
+    share: float  # of the run's FLOPs; a forward pass is a third of a training step
 
     @property
     def warning(self) -> str:

@@ -80,7 +80,7 @@ def common_measure(measured: Sequence[Evaluated | None]) -> tuple[str, str]:
 
 
 def _common_bits(runs: Sequence[Evaluated]) -> tuple[str, str]:
-    """The same for runs with different tokenizers."""
+    """The result of `common_measure` for runs with different tokenizers."""
     why = "The tokenizers differ, so losses per token do not compare"
     sizes = sorted(one.bytes for one in runs if one.bytes is not None)
     problem = ""

@@ -122,7 +122,7 @@ def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
             raise UserError(f"{key}: two axes of the grid set it")
         if key in ONE:
             options = f"{argument('nodes', [1, 2])} and {argument('repeats', 3)}"
-            raise UserError(f"{key} belongs to scaling studies, where {options} set it")
+            raise UserError(f"{key} belongs to scaling studies: {options} set it")
     combinations = itertools.product(*(axis.values for axis in axes))
     rows = (itertools.chain(*values) for values in combinations)
     return cells_of(base, [dict(zip(keys, row, strict=True)) for row in rows])

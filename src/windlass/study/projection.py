@@ -104,7 +104,7 @@ def _updated(work: Work) -> float:
 
 
 def _work(base: Setup, world: int, fraction: float, more_layers: float) -> Work:
-    """The work of `base` on another number of ranks, with so many times the layers."""
+    """The work of `base` on `world` ranks, with `more_layers` times the layers."""
     work, recipe = base.work, base.recipe
     layout = replace(
         work.layout,

@@ -22,9 +22,8 @@ from windlass.recipe import Changes, Recipe
 from windlass.recipe.strategies import STRATEGIES
 from windlass.run import Run
 from windlass.study.grid import MODES, NODES, REPEAT, WORLD, Assignment, Cell, Scaling
-from windlass.study.presets import load_study
 from windlass.study.progress import Progress
-from windlass.study.study import Study
+from windlass.study.study import Study, load_study
 from windlass.study.sweep import Sweep
 
 WINDOWS = 20  # `train` lines of a cell, at least
