@@ -1,4 +1,4 @@
-"""What a launcher and its ranks agree on, and the processes and GPUs of this machine. No torch.
+"""The contract of a launcher and its ranks, and the processes and GPUs of this machine. No torch.
 
 The launcher gives its ranks a directory (`WATCH_DIR`). There each rank writes its status (step and
 phase), which is still readable after a SIGKILL, and the failure that ended it.

@@ -104,7 +104,7 @@ class Run:
         self.checkpoints_dir = path / "checkpoints"
         self.devices_dir = path / "devices"  # utilisation and memory, a file a rank
         self.report_dir = path / "report"
-        self.log_path = path / "log.txt"  # what the terminal showed, as plain lines
+        self.log_path = path / "log.txt"  # the terminal's output as plain lines
         self.heartbeat_path = path / "heartbeat"  # rank 0 touches it while the run lives
         self.lock_path = path / LOCK  # names the process that holds it, and its host
 

@@ -49,7 +49,7 @@ COMMON = {
     "optim.schedule.warmup": 2,
 }
 FLOAT64: dict[str, Any] = {"train.precision": "fp64"}
-GPT2_SHAPE = {
+GPT2_SHAPE: dict[str, Any] = {
     "model": {"position": "learned", "norm": "layernorm", "activation": "gelu_tanh"},
     **dict.fromkeys(("model.attn_bias", "model.ff_bias", "model.tie_head"), True),
     **dict.fromkeys(("model.qk_norm", "model.zero_init_output"), False),
@@ -100,11 +100,6 @@ class Bench:
         place = {"run.dir": str(self.folder / run)}
         return Recipe.load(self.recipe, self.base | dotted(changes) | place)
 
-    def here(self, run: str, **settings: Any) -> Run:
-        """Train in this process, without output."""
-        with open(os.devnull, "w", encoding="utf-8") as null, contextlib.redirect_stdout(null):
-            return windlass.train(self.settings(run, **settings))
-
     def start(
         self, run: str, world: int, task: Task | None = None, **settings: Any
     ) -> subprocess.Popen[bytes]:
@@ -119,8 +114,14 @@ class Bench:
                 command, stdout=out, stderr=out, env=env, start_new_session=True
             )
 
-    def train(self, run: str, world: int, task: Task | None = None, **settings: Any) -> Run:
-        """Train in `world` processes; RuntimeError with the last lines if they fail."""
+    def train(self, run: str, world: int = 1, task: Task | None = None, **settings: Any) -> Run:
+        """Train in this process without output, or for a task or a world in processes of their own.
+
+        Raises RuntimeError with the last lines of processes that fail.
+        """
+        if world == 1 and task is None:
+            with open(os.devnull, "w", encoding="utf-8") as null, contextlib.redirect_stdout(null):
+                return windlass.train(self.settings(run, **settings))
         code = self.start(run, world, task, **settings).wait()
         if code not in ((1, -signal.SIGKILL) if "kill_after" in (task or {}) else (DONE,)):
             lines = (self.folder / f"{run}.out").read_text(errors="replace").splitlines()[-12:]
@@ -196,10 +197,10 @@ def difference(run: Run, reference: Run) -> float:
 
 def resume_exact(bench: Bench) -> Outcome:
     """Resume from every step, and after a kill -9 on two ranks."""
-    whole, equal = bench.here("whole"), dict[str, bool]()
+    whole, equal = bench.train("whole"), dict[str, bool]()
     for step in range(1, STEPS):
         checkpoint = str(whole.checkpoints_dir / f"step-{step:08d}")
-        run = bench.here(f"from-{step}", checkpoint__resume=checkpoint)
+        run = bench.train(f"from-{step}", checkpoint__resume=checkpoint)
         equal[str(step)] = same_bits(run, whole, step)
     tried = "one process"
     if 2 in bench.worlds:
@@ -218,7 +219,7 @@ def strategies_agree(bench: Bench) -> Outcome:
     cells = {strategy: world for strategy, world in worlds.items() if world in bench.worlds}
     if not cells:
         return None, "only one rank is possible here"
-    reference = bench.here("s-one", **FLOAT64)
+    reference = bench.train("s-one", **FLOAT64)
     runs = [
         bench.train(f"s-{name}", world, parallel__strategy=name, **FLOAT64)
         for name, world in cells.items()
@@ -240,7 +241,7 @@ def world_changes_nothing(bench: Bench) -> Outcome:
     library, recipe = bench.model.kind != "gpt", bench.settings("model")
     differences, parts = list[float](), list[str]()
     if worlds := [w for w in bench.worlds if w > 1 and BATCH % (w * MICRO) == 0]:
-        reference = bench.here("w-one", **FLOAT64)
+        reference = bench.train("w-one", **FLOAT64)
         differences += [difference(bench.train(f"w-{w}", w, **FLOAT64), reference) for w in worlds]
         dropout = f"dropout {bench.model.dropout:g}"
         dropout = "the dropout of its configuration" if library else dropout
@@ -250,10 +251,7 @@ def world_changes_nothing(bench: Bench) -> Outcome:
         even = FLOAT64 if library else FLOAT64 | {"model.dropout": 0.0}
 
         def run(world: int, micro: int) -> Run:
-            name, changes = f"w-{world}-{micro}", even | {"train.micro_batch": micro}
-            return (
-                bench.here(name, **changes) if world == 1 else bench.train(name, world, **changes)
-            )
+            return bench.train(f"w-{world}-{micro}", world, **even, train__micro_batch=micro)
 
         divisions = [(1, micro) for micro in (1, 2, 4)]
         divisions += [(w, micro) for w in bench.worlds[1:] for micro in sorted({1, BATCH // w})]
@@ -327,7 +325,7 @@ def export_equal(bench: Bench) -> Outcome:
     from windlass.interop.export import export
 
     given = bench.model.kind != "gpt" or bool(bench.model.init_from)
-    run = bench.here("export", train__steps=3, **({} if given else GPT2_SHAPE))
+    run = bench.train("export", train__steps=3, **({} if given else GPT2_SHAPE))
     transformers.utils.logging.disable_progress_bar()
     export(str(run.path), folder := bench.folder / "hf")
     load = transformers.AutoModelForCausalLM.from_pretrained

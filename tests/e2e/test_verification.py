@@ -28,13 +28,8 @@ class Wrong(Bench):
 
     wrong = ""
 
-    def here(self, run: str, **settings: Any) -> Run:
-        return self._spoiled(super().here(run, **settings))
-
-    def train(
-        self, run: str, world: int, task: dict[str, Any] | None = None, **settings: Any
-    ) -> Run:
-        return self._spoiled(super().train(run, world, task, **settings))
+    def train(self, run: str, *arguments: Any, **settings: Any) -> Run:
+        return self._spoiled(super().train(run, *arguments, **settings))
 
     def _spoiled(self, run: Run) -> Run:
         if run.name == self.wrong:
@@ -62,7 +57,7 @@ def test_worlds_are_equal_with_dropout_on(tmp_path):
     bench.folder = tmp_path / "wrong"
     bench.folder.mkdir()
     bench.base["train.micro_batch"] = 4  # on one rank only: other masks, another run
-    one = bench.here("w-one", train__precision="fp64")
+    one = bench.train("w-one", train__precision="fp64")
     two = bench.train("w-2", 2, train__precision="fp64", train__micro_batch=2)
     assert [line["loss"] for line in one.lines("train")] != pytest.approx(
         [x["loss"] for x in two.lines("train")]
@@ -108,9 +103,7 @@ def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):
 @pytest.mark.full
 def test_a_sample_that_is_read_twice_fails_the_proof(tmp_path):
     class ReadsOneTwice(Bench):
-        def train(
-            self, run: str, world: int, task: dict[str, Any] | None = None, **settings: Any
-        ) -> Run:
+        def train(self, run: str, world: int = 1, task: Any = None, **settings: Any) -> Run:
             done = super().train(run, world, task, **settings)
             if task and task["record"].endswith("reads-1"):
                 record = Path(f"{task['record']}-0.json")

@@ -35,6 +35,7 @@ from windlass.telemetry.measures import of_eval
 from windlass.variables import scrub
 
 CODE = Path(__file__).with_name("modeling_windlass.py")
+OWN_MODEL = Path(__file__).with_name("own_model.md")
 CARD = Path(__file__).with_name("card.md")  # a template of jinja
 FILE_BYTES = 4 * 10**9  # of weights in one file, at most
 
@@ -109,15 +110,9 @@ def _write_own(source: Source, path: Path, directory: Path) -> None:
     save_weights(((name, checkpoint.tensor(prefix + name)) for name in names), directory)
     if source.tokenizer is not None:
         save_tokenizer(source.tokenizer, source.template, source.recipe.model.context, directory)
-    _write(
-        directory / "README.md",
-        f"# {source.recipe.name}\n\nThe weights of `{source.own_model}`, a model of its author's "
-        f"own code, after {source.step} steps. No architecture of `transformers` computes it, so "
-        "`from_pretrained` cannot load them; its own code can (tied weights are saved once):\n\n"
-        "```python\nfrom safetensors.torch import load_file\n\n"
-        f"model = {source.own_model}(...)\n"
-        'model.load_state_dict(load_file("model.safetensors"), strict=False)\n```\n',
-    )
+    text = OWN_MODEL.read_text(encoding="utf-8")
+    facts = {"name": source.recipe.name, "model": source.own_model, "step": source.step}
+    _write(directory / "README.md", text.format(**facts))
 
 
 def _write_gpt(source: Source, path: Path, directory: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
@@ -71,22 +72,18 @@ class FeedForward(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.activation = config.activation
-        if config.activation == "swiglu":
+        self.gated = config.activation == "swiglu"
+        names = {"swiglu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+        self.activation = ACT2FN[names.get(config.activation, config.activation)]
+        if self.gated:
             self.gate = nn.Linear(config.width, config.ff_width, bias=config.ff_bias)
         self.up = nn.Linear(config.width, config.ff_width, bias=config.ff_bias)
         self.down = nn.Linear(config.ff_width, config.width, bias=config.ff_bias)
 
     def forward(self, x):  # [B, T, D]
-        h = self.up(x)
-        if self.activation == "swiglu":
-            h = F.silu(self.gate(x)) * h
-        elif self.activation in ("gelu", "gelu_tanh"):
-            h = F.gelu(h, approximate="tanh" if self.activation == "gelu_tanh" else "none")
-        else:
-            h = F.relu(h)
-            h = h.square() if self.activation == "relu2" else h
-        return self.down(h)
+        if self.gated:
+            return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.up(x)))
 
 
 class Block(nn.Module):
@@ -176,11 +173,9 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None and attention_mask.dim() == 4:
             return attention_mask
         padded = attention_mask is not None and not bool(attention_mask.all())
-        if not start and not padded:
-            return None
         seen = torch.ones(length, start + length, dtype=torch.bool, device=device).tril(start)
         if not padded:
-            return seen
+            return seen if start else None
         # A padding token sees itself, because each row must see a token.
         own = torch.eye(length, dtype=torch.bool, device=device)
         alone = torch.cat([own.new_zeros(length, start), own], dim=1)

@@ -1,1 +1,1 @@
-"""What a run records of itself: ledger, speed, devices, terminal, trackers."""
+"""The records of a run: ledger, speed, devices, terminal, trackers."""

@@ -49,7 +49,7 @@ WANDB_SETTINGS: dict[str, Any] = {
 
 
 class Point(NamedTuple):
-    """What one line of the ledger gives a tracker at one step."""
+    """The numbers and texts of one ledger line for a tracker."""
 
     step: int
     time: float  # seconds since 1970
@@ -106,7 +106,7 @@ class MLflow:
     """One MLflow run, which a tag identifies, in `MLFLOW_TRACKING_URI` or a SQLite store beside the
     runs.
 
-    MLflow cannot remove points. If a resume does steps again, those of the first attempt stay.
+    MLflow cannot remove points. If a resume repeats steps, the points of the first attempt stay.
     """
 
     def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):

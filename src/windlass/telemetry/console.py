@@ -176,11 +176,11 @@ class Console:
     def eval(self, line: Line) -> None:
         suite, self._doing = line.get("suite", "loss"), ""
         shown = [] if suite == "loss" else [suite]
-        known = [m for m in measures.EVAL.values() if m.words and m.name in line]
-        shown += [f"{m.words} {float(line[m.name]):.4f}" for m in known]
+        declared = [m for m in measures.EVAL.values() if m.words and m.name in line]
+        shown += [f"{m.words} {float(line[m.name]):.4f}" for m in declared]
         if suite.startswith("own:"):
-            new = {k: v for k, v in line.items() if k not in measures.EVAL and isinstance(v, float)}
-            shown += [f"{key} {value:.4f}" for key, value in new.items()]
+            new = (key for key, value in line.items() if isinstance(value, float))
+            shown += [f"{key} {line[key]:.4f}" for key in new if key not in measures.EVAL]
         shown += [f"{line['runtime_s']:.1f} s"] if "runtime_s" in line else []
         self._print(f"eval {line['step']}/{self.steps} | {' | '.join(shown)}", "green")
 

@@ -114,7 +114,7 @@ class DeviceSampler:
         self.rank, self.world, self.device = rank, world, str(device)
         self.every, self.attempt = every, attempt
         self.warning: str | None = None
-        self.cpu_seconds = 0.0  # what the thread itself has used
+        self.cpu_seconds = 0.0  # of the thread itself
         self._probe, self._phases = probe, phases
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="windlass-devices", daemon=True)

@@ -1,4 +1,4 @@
-"""What a run ran on and with: versions, commit, hosts, devices, command.
+"""The environment of a run: versions, commit, hosts, devices, command.
 
 Windlass reports chosen facts and never dumps the environment. `scrub` and `scrub_command` remove
 secrets before anything is written.
@@ -34,7 +34,7 @@ VARIABLE = re.compile(
     r"CUDA_VISIBLE_DEVICES|HF_HUB_OFFLINE"
     r"|(CUBLAS|GLOO|MKL|NCCL|OMP|PYTORCH|TORCH_NCCL)_\w+"
 )
-"""Names of the variables that are reported, beside those of the scheduler."""
+"""Names of the variables that Windlass reports, beside the scheduler's."""
 
 
 def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:

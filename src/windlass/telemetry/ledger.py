@@ -83,7 +83,7 @@ class Ledger:
                 os.fsync(self._file)
 
     def close(self) -> None:
-        """Write what is left, sync and close; a second call does nothing."""
+        """Write the remaining lines, sync and close; a second call does nothing."""
         if self._file >= 0:
             self.sync()
             os.close(self._file)

@@ -98,7 +98,7 @@ class Trackers:
             if process.poll() is None:
                 self._note(name, f"not done {timeout:.0f} s after the end")
             with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it started
+                os.killpg(process.pid, signal.SIGKILL)  # with its children
             process.wait()
         self.close()
         return notes + self.poll()
@@ -222,7 +222,7 @@ class DeviceReader:
             return {name: value for name, (value,) in means.items()}
         summaries: dict[str, Any] = {"mean": fmean, "min": min, "max": max}
         both = itertools.product(means.items(), summaries.items())
-        return {f"{name}_{what}": of(values) for (name, values), (what, of) in both}
+        return {f"{name}_{word}": compute(x) for (name, x), (word, compute) in both}
 
 
 def new_lines(file: BinaryIO) -> Iterator[Line]:
