@@ -41,7 +41,7 @@ def make_dir(path: Path, instead: str) -> None:
 
 
 @dataclass
-class Output:
+class NewFile:
     """A new file, open for writing."""
 
     files: Files
@@ -77,7 +77,7 @@ class Files:
         self,
         operation: str,
         path: Path,
-        output: Output | None = None,
+        output: NewFile | None = None,
         data: memoryview | None = None,
     ) -> None:
         """Called before every operation; tests override it to record, fail or kill."""
@@ -96,7 +96,7 @@ class Files:
             self.sync_dir(path.parent)
 
     @contextlib.contextmanager
-    def create(self, path: Path, direct: bool = False) -> Iterator[Output]:
+    def create(self, path: Path, direct: bool = False) -> Iterator[NewFile]:
         """A new, empty file for writing, in place of any file of that name.
 
         With `direct` the page cache gets no copy, if the system allows it. That saves about a third
@@ -109,7 +109,7 @@ class Files:
                 with contextlib.suppress(OSError):
                     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
                     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | O_DIRECT)
-            yield Output(self, path, descriptor)
+            yield NewFile(self, path, descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename in one step, in place of a file or an empty directory of that name."""

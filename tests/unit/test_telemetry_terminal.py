@@ -6,7 +6,7 @@ import os
 import pytest
 from rich.console import Console
 
-from windlass.telemetry.terminal import Output, printable, table
+from windlass.telemetry.terminal import SafeStream, printable, table
 
 HEAD = ("run", "state", "step", "left", "val loss", "best", "tok/s", "reason", "spare")
 ROWS = [
@@ -72,7 +72,7 @@ def test_controls_are_shown_and_lines_stay():
 def test_a_stream_survives_its_reader_and_its_encoding():
     reader, writer = os.pipe()
     with open(writer, "w", encoding="latin-1", buffering=1) as inner:
-        stream = Output(inner)
+        stream = SafeStream(inner)
         print("é → ✓ ⠒│ 中", file=stream)
         assert os.read(reader, 100) == "é -> ok *| \\u4e2d\n".encode("latin-1")
         os.close(reader)

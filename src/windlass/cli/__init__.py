@@ -156,10 +156,11 @@ def main(arguments: list[str] | None = None) -> None:
 def _outputs() -> Iterator[None]:
     """Replace the standard streams by ones that take every character and survive the loss of their
     reader."""
-    from windlass.telemetry.terminal import Output
+    from windlass.telemetry.terminal import SafeStream
 
     streams = sys.stdout, sys.stderr  # None where the descriptor is closed
-    sys.stdout, sys.stderr = (Output(stream or open(os.devnull, "w")) for stream in streams)  # noqa: SIM115
+    open_streams = (stream or open(os.devnull, "w") for stream in streams)  # noqa: SIM115
+    sys.stdout, sys.stderr = map(SafeStream, open_streams)
     try:
         yield
     finally:

@@ -66,7 +66,7 @@ def export(
     if adapter and not source.recipe.model.lora.rank:
         problem = f"{run} has no adapter (model.lora.rank is 0)"
         raise UserError(f"{problem}: leave {argument('adapter')} out")
-    make_dir(directory.absolute().parent, "name another directory")
+    make_dir(directory.absolute().parent, f"name another directory than {directory}")
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:

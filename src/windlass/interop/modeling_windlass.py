@@ -28,6 +28,7 @@ class WindlassConfig(PretrainedConfig):
         "num_key_value_heads": "kv_heads",
         "intermediate_size": "ff_width",
         "max_position_embeddings": "context",
+        "initializer_range": "init_std",
     }
 
 

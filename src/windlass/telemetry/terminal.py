@@ -48,7 +48,7 @@ def fallback() -> str:
     return "windlass"
 
 
-class Output:
+class SafeStream:
     """A standard stream that takes every character. `gone`: its reader (`head`, a terminal) went
     away, which does not end the verb."""
 
@@ -100,7 +100,7 @@ def rich_console(stream: IO[str]) -> Console:
     from rich.console import Console
 
     width, height = size(stream)
-    file: Any = stream if stream.isatty() else Output(stream, trims=True)
+    file: Any = stream if stream.isatty() else SafeStream(stream, trims=True)
     return Console(
         file=file, width=width, height=height, highlight=False, markup=False, emoji=False
     )
