@@ -1,4 +1,4 @@
-"""`windlass check`, `launch`, `env` and `submit`: from a login node to all ranks of an allocation."""
+"""`windlass check`, `launch`, `env` and `submit`: the verbs for the machines of a job."""
 
 from __future__ import annotations
 

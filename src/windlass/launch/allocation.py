@@ -184,7 +184,7 @@ def reports_dir() -> tempfile.TemporaryDirectory[str]:
 def wait_for_ranks(
     child: subprocess.Popen[bytes], reports: Path, seconds: float = LAUNCHER_SECONDS
 ) -> int:
-    """The exit code of `srun` or `mpiexec`; kill it if it still runs `seconds` after a rank failed."""
+    """The exit code of a launcher, which is killed `seconds` after a rank's failure."""
     failed_at = None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -198,9 +198,9 @@ def wait_for_ranks(
 def outcome(code: int, reports: Path) -> int:
     """The exit code of a launch, from its command's exit code and the ranks' `reports`.
 
-    torchrun turns every code into 1, and mpiexec some, so a stop, bad input and the codes of a check
-    come from the ranks. 69 if ranks ended only because others fell silent: a host was lost, or a
-    rank was killed.
+    torchrun turns every code into 1, and mpiexec some, so a stop, bad input and the codes of a
+    check come from the ranks. 69 if ranks ended only because others fell silent: the job lost a
+    host, or a rank was killed.
     """
     codes = {path.read_text() for path in reports.glob("code-*")}
     for known in (STOPPED, BAD_INPUT, NOT_MEASURED, TOO_SLOW) if code else ():
@@ -264,7 +264,7 @@ def lost_hosts(allocation: Allocation, reports: Path) -> list[str]:
 
 
 def free_port(host: str) -> int:
-    """A free port if `host` is this machine; else 0, and the ranks compute one from the job's id."""
+    """A free port if `host` is this machine; else 0, and the ranks derive one from the job."""
     try:
         with socket.create_server((socket.gethostbyname(host), 0)) as listening:
             return int(listening.getsockname()[1])
@@ -273,8 +273,7 @@ def free_port(host: str) -> int:
 
 
 def mpi_flavor(needed: bool = True) -> str:
-    """The implementation of this machine's `mpiexec`. Without one: UserError, or `mpich` if not
-    `needed`."""
+    """Which `mpiexec` this machine has. If it has none: UserError, or `mpich` if not `needed`."""
     text, version = "", ["mpiexec", "--version"]
     if shutil.which("mpiexec"):
         done = subprocess.run(version, capture_output=True, text=True, check=False, timeout=60)

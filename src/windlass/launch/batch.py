@@ -46,11 +46,12 @@ WAIT = """\
 child=$!
 again() {{
   {again}
-  [ ! "$new" ] || printf '{{"scheduler": "%s", "job": "%s"}}' {scheduler} "${{new%%;*}}" >{submitted}
+  [ "$new" ] || return
+  printf '{{"scheduler": "%s", "job": "%s"}}' {scheduler} "${{new%%;*}}" >{submitted}
 }}
 limit= ended= timer=
 trap 'limit=1; kill -TERM $child' USR1  # the time limit is near
-trap 'ended=1; kill -TERM $child' TERM USR2  # ended by a person, or by a scheduler that starts it again by itself
+trap 'ended=1; kill -TERM $child' TERM USR2  # a person, or a scheduler that preempts and requeues
 {timer}
 wait $child; code=$?
 while [ $code -gt 128 ] && kill -0 $child 2>/dev/null; do wait $child; code=$?; done
@@ -73,7 +74,10 @@ CHECK = """\
 rates={rates}
 {command} >>"$rates" 2>&1; code=$?
 tail -n 2 "$rates"  # the bandwidth, and whether it is enough
-[ $code = 0 ] || {{ echo "windlass: the check ended with exit code $code: $rates"; rm -f "$open"; exit $code; }}
+if [ $code != 0 ]; then
+  echo "windlass: the check ended with exit code $code: $rates"
+  rm -f "$open"; exit $code
+fi
 """
 
 

@@ -15,7 +15,7 @@ GPU_RANK_CORES = 4  # Python, autograd, NCCL's proxy and the saving thread; smal
 
 
 class Site(BaseModel):
-    """A site's settings for every job: the file `~/.config/windlass/site.toml`, or `--site FILE`."""
+    """A site's settings for every job, from `~/.config/windlass/site.toml` or `--site FILE`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -48,13 +48,12 @@ class Site(BaseModel):
     environment: dict[str, str] = {}
     """Variables to export. No secrets: the script is a file."""
     launcher: str = Field("", pattern=f"^({'|'.join(LAUNCHERS)})?$")
-    """What starts the ranks: `srun`, `mpiexec` or `torchrun` (one on each host); empty: `srun` under
-    SLURM, else `mpiexec`."""
+    """What starts the ranks: `srun` (SLURM's default), `mpiexec` (others') or `torchrun`."""
     cells_at_once: int = Field(0, ge=0)
     """Most cells of a study that run at the same time; 0: no limit."""
     scratch: str = ""
-    """The directory in which jobs of runs work, and to which a relative run.dir is relative; empty: where
-    `submit` is called, in which jobs of studies always work."""
+    """The working directory of jobs of runs, which also holds a relative run.dir; empty: the
+    directory of `submit`. Jobs of studies always work there."""
 
     def cores(self, gpus: int) -> int:
         """The cores of a rank on hosts with this number of GPUs."""

@@ -135,8 +135,7 @@ class Worker:
 
 @dataclass
 class Group:
-    """The ranks of one attempt. `lost`: a rank was killed or suspended, so the next attempt may have
-    fewer ranks."""
+    """The ranks of one attempt. If one is `lost` (killed or suspended), the next may have fewer."""
 
     command: Sequence[str]
     world: int
@@ -294,8 +293,7 @@ class Group:
         self._settle(KILL_SECONDS)
 
     def _first_to_fail(self, ended_by_us: Sequence[Worker]) -> Worker:
-        """The rank that failed first. A rank that only lost contact with another one comes last, and
-        one that reported a failure counts even if the launcher ended it."""
+        """The rank that failed first, even if the launcher ended it; loss of contact comes last."""
         reports = {w.rank: processes.read(self.watch_dir, "failure", w.rank) for w in self.workers}
         secondary = {
             rank: bool(r) and (r["secondary"] or r["rank"] != rank) for rank, r in reports.items()

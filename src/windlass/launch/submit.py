@@ -211,7 +211,7 @@ def with_places(recipe: Recipe, directory: Path) -> Recipe:
 def track_commands(
     recipes: Sequence[Recipe], site: Site, run: str, *options: str
 ) -> list[Sequence[str]]:
-    """The commands that send ledgers to trackers which may lack parts: W&B offline, MLflow servers."""
+    """The commands that complete the trackers after a job: W&B offline, and MLflow servers."""
     environ = os.environ | site.environment
     behind = {
         "wandb": environ.get("WANDB_MODE") == "offline",

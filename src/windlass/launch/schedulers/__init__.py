@@ -1,4 +1,4 @@
-"""The schedulers that Windlass submits to. A new one is one file here and one entry in `SCHEDULERS`."""
+"""The schedulers that Windlass knows. A new one is a file here and an entry in `SCHEDULERS`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SCHEDULERS: dict[str, Scheduler] = {"slurm": slurm, "pbs": pbs, "lsf": lsf}
 
 
 def find_job(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The name of the scheduler whose job has these variables, and the job's id; `none` outside a job."""
+    """The scheduler whose job has these variables, and the job's id; (`none`, "") outside a job."""
     jobs = ((name, environ.get(one.JOB_ID, "")) for name, one in SCHEDULERS.items())
     return next(((name, job) for name, job in jobs if job), ("none", ""))
 
 
 def host_name(environ: Mapping[str, str]) -> str:
-    """The name that a scheduler gives this host, if it tells the ranks that it starts; else empty."""
+    """The scheduler's name for this host; empty if it does not tell its ranks."""
     names = (environ.get(one.RANK.get("host", ""), "") for one in SCHEDULERS.values())
     return next(filter(None, names), "")

@@ -96,7 +96,7 @@ def query(job: str) -> list[str]:
 
 
 def state(output: str) -> str:
-    """An array is running if one of its tasks is; else the first state that is not an end counts."""
+    """An array is running if one task is; else the first task that is not over counts."""
     states = [STATES.get(word, word.lower()) for word in output.split()]
     return "running" if "running" in states else next(filter(None, states), "")
 

@@ -1,4 +1,4 @@
-"""What the rest of Windlass asks a scheduler. Each module beside this one answers for one scheduler."""
+"""The questions that Windlass asks a scheduler; each module beside this one answers for one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SLURM. It warns a job before its time limit, requeues it under the same id, and leaves out lost hosts."""
+"""SLURM. It warns a job before its time limit, requeues it under its id, and excludes hosts."""
 
 from __future__ import annotations
 
