@@ -1,5 +1,5 @@
-// One line chart in SVG: axes, curves, bands, restarts, a cross-hair that follows the pointer, zoom by dragging.
-// It knows nothing of runs; page.js says what is drawn. Text reaches the page through textContent only.
+// One line chart in SVG: axes, curves, bands, restarts, a cross-hair at the pointer, zoom by dragging.
+// page.js decides what it draws. Text reaches the page through textContent only.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -276,7 +276,7 @@ class Chart {
     return open.reduce((best, s) => (!best || s.x.length > best.x.length ? s : best), null);
   }
 
-  /** Put the cross-hair at x (null: take it away); returns what lies there, for the read-out. */
+  /** Put the cross-hair at x (null: remove it); returns the values there, for the read-out. */
   point(x) {
     this.at = x;
     this.cross.replaceChildren();

@@ -1,5 +1,5 @@
-// The report's page: what each chart shows, and the controls. The charts stand in #data as JSON, as charts.py describes them;
-// text goes through textContent only, so that nothing that a model generated or a recipe says can become a part of the page.
+// The report's page: what each chart shows, and the controls. #data has the charts as JSON (see charts.py).
+// Text goes through textContent only, so generated text or a recipe cannot become a part of the page.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement;
@@ -48,7 +48,7 @@ const AXES = {
   },
 };
 
-/** Whether the chart is over its own axis, as of a study, and not over the axis that all runs share. */
+/** Whether the chart has its own axis, as in a study, instead of the axis that all runs share. */
 const ownAxis = (chart) => chart.x.values.length > 0;
 
 function xAxis(chart) {
@@ -67,7 +67,7 @@ function xAxis(chart) {
   return { log: state.logX, ...AXES[state.axis], ticks, domain: state.zoom, extent: extent() };
 }
 
-/** From the first to the last point that any chart shows: all share one axis, so that one lies under the other. */
+/** From the first to the last point of all charts, which share one axis. */
 function extent() {
   let [low, high] = [Infinity, -Infinity];
   for (const one of data.charts.filter((chart) => !ownAxis(chart)).flatMap((chart) => chart.series)) {
@@ -99,7 +99,7 @@ function smooth(values, weight) {
   return values.map((value, i) => (value === null ? null : (ahead[i][0] + back[i][0] - value) / (ahead[i][1] + back[i][1] - 1)));
 }
 
-/** What is drawn of a chart now: without hidden runs, from the first step that is not left out, smoothed where it is noisy. */
+/** The lines of a chart now: without hidden runs and omitted steps, and smoothed if they are noisy. */
 function seriesOf(chart) {
   return chart.series.filter((one) => !state.hidden.has(one.run)).flatMap((one) => {
     const track = data.points[one.at];

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from windlass import __version__
@@ -33,43 +33,39 @@ from windlass.variables import scrub
 SAMPLES = 40  # steps of each run with samples in the page: evenly spaced, with the first and last
 
 
-def page(found: Contents) -> str:
+def page(report: Contents) -> str:
     """The whole page."""
     folder = resources.files("windlass.reports")
     files = ("page.html", "page.css", "chart.js", "page.js")
     template, css, *js = ((folder / name).read_text("utf-8") for name in files)
     script = "\n".join(("(() => {", '"use strict";', *js, "})();", ""))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    lines = [c for c in (*found.run_charts, *found.study_charts) if c.kind == "line"]
-    data = json.dumps(scrub(payload(found.looks, lines)), allow_nan=False)
-    # ASCII without a character that has a meaning in HTML can stand in a script element
-    for character in "<>&":
-        data = data.replace(character, f"\\u{ord(character):04x}")
-    lead = [] if found.scaled else [c for c in found.run_charts if c.id == "loss"]
+    lines = [c for c in (*report.run_charts, *report.study_charts) if c.kind == "line"]
+    lead = [] if report.scaled else [c for c in report.run_charts if c.id == "loss"]
     parts: dict[str, Any] = {
-        "scaling": found.scaled,
-        "cells": found.tables.get("cells"),
-        "curves": [chart for chart in found.run_charts if chart not in lead],
-        "results": found.tables.get("results"),
-        "time": found.time,
-        "samples": _samples(found.views),
-        "settings": found.settings,
-        "environment": _environment(found.views),
+        "scaling": report.scaled,
+        "cells": report.tables.get("cells"),
+        "curves": [chart for chart in report.run_charts if chart not in lead],
+        "results": report.tables.get("results"),
+        "time": report.time,
+        "samples": _samples(report.views),
+        "settings": report.settings,
+        "environment": _environment(report.views),
     }
     context = {
         **parts,
-        "report": found,
-        "head": found.head,
-        "views": found.views,
+        "report": report,
+        "head": report.head,
+        "views": report.views,
         "lead": lead,
         "version": __version__,
-        "links": [name for name in parts if parts[name] and (name != "curves" or found.study)],
+        "links": [name for name in parts if parts[name] and (name != "curves" or report.study)],
         "style": Markup(css),
         "script": Markup(script),
         "script_hash": f"sha256-{digest}",
-        "data": Markup(data),
-        "differ": any(row.differs for row in found.settings),
-        "unchanged": [row for row in found.settings if not (row.differs or row.changed)],
+        "data": htmlsafe_json_dumps(scrub(payload(report.looks, lines)), allow_nan=False),
+        "differ": any(row.differs for row in report.settings),
+        "unchanged": [row for row in report.settings if not (row.differs or row.changed)],
         "show": show,
         "sample_limit": SAMPLES,
     }
@@ -118,10 +114,9 @@ def payload(runs: Sequence[Look], charts: Iterable[Chart]) -> dict[str, Any]:
 def _plain_look(look: Look) -> dict[str, Any]:
     restarts = []
     for r in look.restarts:
-        step, tokens, hours = numbers((r.step, r.tokens, r.hours))
+        places = zip(("step", "tokens", "hours"), numbers((r.step, r.tokens, r.hours)), strict=True)
         text = f"{look.label}: {r.text} at step {r.step:,.0f} ({r.time})"
-        places = {"step": step, "tokens": tokens, "hours": hours}
-        restarts.append({**places, "what": r.what, "text": text})
+        restarts.append({**dict(places), "what": r.what, "text": text})
     return {"label": look.label, "tone": look.tone, "dash": look.dash, "restarts": restarts}
 
 
