@@ -198,7 +198,7 @@ def candidates(
 ) -> list[Path]:
     """The checkpoints to which `checkpoint.resume` refers, in order of preference.
 
-    - `latest`: those of the run's current lineage (see retention.py), newest commit first, then the
+    - `latest`: the run's current lineage (see retention.py), newest commit first, then the
       one that the lineage started from; with `up_to`, only up to this step.
     - `best`: by their scores of `measure` (by default `checkpoint.best`) in the ledger.
     - a step or a path: this checkpoint alone.

@@ -126,7 +126,7 @@ def retain(
     - the last `policy.signal` that were written because the run had to stop;
     - the best, by `scores`: values of `policy.measure` by step;
     - final ones, because the first end of an extended run is a result;
-    - those of `policy.keep_forever`, and the first checkpoint of the current lineage.
+    - the steps of `policy.keep_forever`, and the first checkpoint of the current lineage.
     """
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
     regular = [c for c in newest_first if c.reason in (PERIODIC, FINAL)]

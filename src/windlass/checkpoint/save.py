@@ -226,7 +226,7 @@ class Saver:
         Args:
             step: Names the checkpoint; replaces a committed one of the same step.
             state: This rank's boxes.
-            counters: Other numbers that a resume needs (JSON); those of rank 0 are saved.
+            counters: Other numbers that a resume needs (JSON), from rank 0.
             meta: `reason` (see retention) and other facts (JSON); a non-finite float becomes null.
             scores: Values of `policy.measure` by step, from the run's ledger.
             while_waiting: Called every POLL_SECONDS until the save before this one has ended.

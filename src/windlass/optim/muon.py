@@ -7,7 +7,7 @@ coefficients that trade exactness for a fast rise at zero.
 
 That needs the whole matrix. If matrices are cut, the ranks divide them: each rank receives the
 pieces of its own matrices, orthogonalises them and sends the pieces back. The ranks share the work,
-and with FSDP2 the result equals that of one process bit for bit.
+and with FSDP2 the result equals one process's bit for bit.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Muon(torch.optim.Optimizer):
         # torch's name for whether `found_inf` makes the update conditional, on the device.
         self._step_supports_amp_scaling = fused
         self.found_inf: Tensor | None = None
-        # Of the Newton-Schulz steps; None: the matrix's.
+        # For the Newton-Schulz steps; None: the matrix's.
         self.dtype = torch.bfloat16 if device_type == "cuda" else None
         super().__init__(list(groups), {"lr": 0.0, "weight_decay": 0.0, "muon": False})
         for g in self.param_groups:

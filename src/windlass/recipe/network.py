@@ -22,8 +22,7 @@ Names = BeforeValidator(_names)
 
 
 class Section(BaseModel):
-    """A part of a recipe; unknown keys are errors, and every field's docstring is its
-    documentation."""
+    """A part of a recipe; a field's docstring is its documentation."""
 
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True
@@ -44,11 +43,9 @@ class LoraSettings(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the adapters."""
     targets: Annotated[list[str], Names] = []
-    """Names of the layers that get adapters; empty or `all-linear`: all linear layers but the
-    head."""
+    """Names of the layers to adapt; empty or `all-linear`: all linear layers except the head."""
     base: Literal["fp32", "4bit"] = "fp32"
-    """Number format of the blocks' frozen matrices: `4bit` is NF4 (arXiv 2305.14314), through
-    `bitsandbytes`."""
+    """Format of the blocks' frozen matrices: `4bit` is NF4 (arXiv 2305.14314; `bitsandbytes`)."""
 
 
 ALL_KINDS = ("kind", "context", "init_from", "freeze")
@@ -60,8 +57,7 @@ class ModelSettings(Section):
     """The network."""
 
     kind: Literal["gpt", "hf"] = "gpt"
-    """`gpt`: the GPT of this package, shaped by the keys below; `hf`: a causal LM of
-    `transformers`."""
+    """`gpt`: Windlass's GPT, shaped by the keys below; `hf`: a causal LM of `transformers`."""
     name: str = ""
     """With `hf`: a model's name on the Hub or a local directory."""
     revision: str = ""
@@ -69,19 +65,16 @@ class ModelSettings(Section):
     trust_remote_code: bool = False
     """With `hf`: whether code that comes with the model may run here."""
     from_scratch: bool = False
-    """With `hf`: take the architecture from the model's configuration, and fresh weights from the
-    seed."""
+    """With `hf`: take only the architecture from the model, and fresh weights from the seed."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """With `hf`: how attention is computed, as `transformers` names it (our own GPT uses PyTorch's
-    `scaled_dot_product_attention`); `auto`: the fastest that the architecture has, without a
-    package of its own."""
+    """With `hf`: the implementation of attention, as in `transformers`; `auto`: the fastest that
+    needs no other package. (`gpt` uses PyTorch's `scaled_dot_product_attention`.)"""
     layers: int = Field(6, ge=1)
     """Number of transformer blocks."""
     heads: int = Field(6, ge=1)
     """Attention heads; they divide the width."""
     kv_heads: int = Field(0, ge=0)
-    """Key and value heads of grouped-query attention (arXiv 2305.13245); they divide `heads`; 0: as
-    many as `heads`."""
+    """Key and value heads (arXiv 2305.13245); they divide `heads`; 0: as many as `heads`."""
     width: int = Field(384, ge=1)
     """Size of the residual stream."""
     ff_width: int = Field(0, ge=0)
@@ -89,8 +82,7 @@ class ModelSettings(Section):
     context: int = Field(256, ge=1)
     """Longest sequence, in tokens: the length of a training sample."""
     vocab: int = Field(0, ge=0)
-    """Rows of the embedding; 0: the tokenizer's vocabulary. May be larger than it (padding for
-    speed), not smaller."""
+    """Rows of the embedding, at least the tokenizer's vocabulary (more may be faster); 0: equal."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before each sub-layer."""
     final_norm: bool = True
@@ -102,8 +94,7 @@ class ModelSettings(Section):
     rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary embedding's wavelengths."""
     activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu"] = "gelu"
-    """`gelu_tanh`: GPT-2's approximation; `relu2`: squared (arXiv 2109.08668); `swiglu`: gated
-    (arXiv 2002.05202)."""
+    """`gelu_tanh`: as in GPT-2; `relu2`: squared (arXiv 2109.08668); `swiglu`: arXiv 2002.05202."""
     attn_bias: bool = True
     """Biases in the attention's projections."""
     ff_bias: bool = True
@@ -121,17 +112,13 @@ class ModelSettings(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """After the embedding, in attention, and at the end of each sub-layer."""
     init_std: float = Field(0.02, gt=0)
-    """Standard deviation of the initial weights; output projections get it divided by sqrt(2 x
-    layers), as in GPT-2."""
+    """Standard deviation of initial weights; of output projections / sqrt(2 x layers), as GPT-2."""
     zero_init_output: bool = False
-    """Output projections of each sub-layer start at zero, so that each block starts as the
-    identity."""
+    """Each sub-layer's output projection starts at zero, so each block starts as the identity."""
     init_from: str = ""
-    """Initial weights: a run directory (its newest checkpoint) or a Hugging Face directory; empty:
-    from the seed."""
+    """Initial weights: a run (its newest checkpoint) or a Hugging Face directory; empty: seed."""
     freeze: Annotated[list[str], Names] = []
-    """Parameters that are not trained: patterns of their names, as `"embedding.*"` or, with `hf`,
-    `"model.layers.0.*"`."""
+    """Frozen parameters: patterns of names, as `"embedding.*"` or (`hf`) `"model.layers.0.*"`."""
     lora: LoraSettings = LoraSettings()
     """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`, `.base`."""
 

@@ -63,8 +63,7 @@ class DataSettings(Section):
     """SHA-256 of a downloaded `source`."""
     tokenizer: str = "auto"
     """`byte`, `char`, `gpt2`, `gpt2:DIR` (vocab.bpe, encoder.json), `hf:NAME_OR_DIR`, `bpe`
-    (trained on the corpus); `auto`: the tokenizer of the model (`model.name`, `model.init_from`),
-    else `byte`."""
+    (trained on the corpus); `auto`: from `model.name` or `model.init_from`, else `byte`."""
     tokenizer_vocab: int = Field(4096, ge=258)
     """With `bpe`: size of the vocabulary to train."""
     text_key: str = "text"
@@ -81,16 +80,13 @@ class DataSettings(Section):
     """Stop at the end of a document after about this number of training tokens; each of several
     sources gives the same share of its text; 0: all."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
-    """Validation share, held out at each source's end: of the characters of a single text, or of
-    the documents."""
+    """Validation share of a single text's characters, or of the documents, at each source's end."""
     val_shards: int = Field(0, ge=0)
-    """First shards of each source to hold out for validation instead (build-nanogpt's convention);
-    0: `val_fraction`."""
+    """First shards of each source to hold out instead, as build-nanogpt does; 0: `val_fraction`."""
     shard_tokens: int = Field(100_000_000, ge=1024)
     """Tokens per shard."""
     packing: Literal["packed", "documents"] = "packed"
-    """`packed`: documents end to end, cut into rows of `context` tokens; `documents`: one per row,
-    with masked padding."""
+    """`packed`: documents end to end, cut into rows; `documents`: one per row, masked padding."""
     order: Literal["shuffled", "shards-shuffled", "sequential"] = "shuffled"
     """`shuffled`: all samples, in a new order each epoch; `shards-shuffled`: shards in file order
     in epoch 0 and shuffled from epoch 1 on, samples in order inside a shard; `sequential`: always
@@ -131,11 +127,9 @@ class TrainSettings(Section):
     """Length, batch and arithmetic of the training."""
 
     steps: int | str = 1000
-    """Optimizer steps; `"compute-optimal"`: `tokens_per_parameter` tokens for each parameter; or
-    `"3 epochs"`."""
+    """Optimizer steps, `"3 epochs"`, or `"compute-optimal"` (see `tokens_per_parameter`)."""
     tokens_per_parameter: float = Field(20.0, gt=0)
-    """With `compute-optimal`: D = this x N (arXiv 2203.15556), where D counts tokens without
-    padding; steps round down."""
+    """With `compute-optimal`: unpadded tokens for each parameter (arXiv 2203.15556)."""
     global_batch: int = Field(64, ge=1)
     """Sequences in one optimizer step, over all ranks."""
     micro_batch: int = Field(0, ge=0)
@@ -145,8 +139,7 @@ class TrainSettings(Section):
     """Arithmetic of forward and backward pass; master weights are fp32 (`fp64`: float64, for
     proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16."""
     tf32: bool = False
-    """On a GPU: round the inputs of float32 matrix products to TF32 (10 bits), several times as
-    fast."""
+    """On a GPU: round the inputs of float32 matrix products to TF32 (10 bits): much faster."""
     compile: bool = False
     """Compile each block with `torch.compile`."""
     grad_clip: float = Field(1.0, ge=0)
@@ -154,24 +147,20 @@ class TrainSettings(Section):
     deterministic: bool = False
     """Use deterministic kernels: slower, and necessary for bit-exact repetition on CUDA."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
-    """Response to a non-finite loss: stop before the update; skip the samples; or go back to a
-    checkpoint and omit them."""
+    """After a non-finite loss: stop before the update, skip the step, or rewind and omit it."""
     on_spike: Literal["ignore", "skip", "rewind", "stop"] = "ignore"
-    """Response to a loss spike (see `spike_sigmas`), before the update; except with `ignore` the
-    host waits for each loss."""
+    """After a loss spike (`spike_sigmas`), before the update; not `ignore`: waits for each loss."""
     spike_sigmas: float = Field(6.0, gt=0)
     """A loss this many standard deviations above the mean of the last 128 steps is a spike."""
     max_skips: int = Field(20, ge=1)
     """Skipped steps in a row that end the run (fp16 overflows, `on_nonfinite`, `on_spike`)."""
     early_stop: int = Field(0, ge=0)
-    """Evaluations in a row without a better value of `checkpoint.best` that end the run; 0:
-    never."""
+    """Evaluations in a row without a better `checkpoint.best` that end the run; 0: never."""
     startup_checks: bool = True
     """Check master weights, ties, replicas, gradient norm, the first loss, and that your own module
     sums its loss, at step 1."""
     threads: int = Field(0, ge=0)
-    """CPU threads of one rank; 0: the fastest number by measurement, or a share of the host's cores
-    for each of its ranks."""
+    """CPU threads of one rank; 0: the fastest number, or a share of the cores per rank."""
 
     @field_validator("steps", mode="before")
     @classmethod
@@ -188,16 +177,14 @@ class ScheduleSettings(Section):
     """The learning rate as a function of the step."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); `linear` and `cosine` decay from the end of
-    the warm-up."""
+    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); others decay from the warm-up's end."""
     warmup: Duration = 0.01
     """Steps of the linear rise from `start` to `lr`; a fraction is a share of the schedule."""
     decay: Duration = 0.1
     """With `wsd`: steps of the linear decay at the schedule's end."""
     steps: Duration = 0
-    """Length of the schedule, as nanoGPT's `lr_decay_iters`; 0: the length of the run. A longer run
-    keeps the final learning rate. An extension (`--extend-to`) does not change a length in steps or
-    epochs."""
+    """Length of the schedule, as nanoGPT's `lr_decay_iters`; 0: the run's. A longer run keeps the
+    final learning rate. `--extend-to` does not change a length in steps or epochs."""
     start: float = Field(0.0, ge=0)
     """Learning rate at the start of the warm-up, as a share of `lr`."""
     final: float = Field(0.0, ge=0)
@@ -213,8 +200,7 @@ class OptimSettings(Section):
     options: dict[str, bool | int | float | str | list[float]] = {}
     """With `torch.optim...`: its other arguments, as `optim.options.momentum = 0.9`."""
     lr: float = Field(1e-3, gt=0)
-    """Peak learning rate. The default is 5e-5 for the weights of an `hf` model and 2e-4 for
-    adapters (`model.lora`)."""
+    """Peak learning rate; by default 5e-5 for an `hf` model's weights, 2e-4 for its adapters."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moment."""
     eps: float = Field(1e-8, gt=0)
@@ -222,8 +208,7 @@ class OptimSettings(Section):
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled weight decay of the tensors that `decay_on` selects."""
     decay_on: Literal["matrices", "all"] = "matrices"
-    """`matrices`: tensors of two or more dimensions, embeddings included; `all`: also biases and
-    norms."""
+    """`matrices`: tensors of two or more dimensions, also embeddings; `all`: also biases, norms."""
     muon_lr: float = Field(0.02, gt=0)
     """With `muon`: peak learning rate of the matrices; the schedule scales it as it scales `lr`."""
     muon_momentum: float = Field(0.95, ge=0, lt=1)
@@ -252,17 +237,14 @@ class ParallelSettings(Section):
     `shard_grad_op` (ZeRO-2) keeps the parameters gathered between forward and backward;
     `hybrid_shard` shards inside a group of `shard_size` ranks and replicates between the groups."""
     shard_size: int = Field(0, ge=0)
-    """With `hybrid_shard`: ranks in a sharding group; 0: the ranks of one host, or half of them if
-    there is only one host."""
+    """With `hybrid_shard`: ranks in a sharding group; 0: a host's ranks, or half on one host."""
     reduce_each_micro_batch: bool | Literal["auto"] = "auto"
-    """FSDP2: reduce the gradients after each micro-batch and hold only a shard of them, which takes
-    less memory and more traffic. `auto`: true with `full_shard` and `hybrid_shard`, false with
-    `shard_grad_op`."""
+    """FSDP2: reduce gradients after each micro-batch and hold a shard of them: less memory, more
+    traffic. `auto`: true except with `shard_grad_op`."""
     offload: bool = False
     """FSDP2: keep parameters, gradients and optimizer state in the host's memory between uses."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Recompute activations in the backward pass: of whole blocks, or all except matrix products
-    and attention."""
+    """Recompute activations in the backward pass: all, or except matrix products and attention."""
     forward_prefetch: int = Field(0, ge=0)
     """FSDP2: blocks to gather ahead in the forward pass; 0: PyTorch's choice."""
     backward_prefetch: int = Field(0, ge=0)
@@ -298,15 +280,13 @@ class CheckpointSettings(Section):
     keep_best: bool = True
     """Keep the best checkpoint."""
     resume: str = "latest"
-    """`latest`, `best`, a step, a checkpoint's path, or `never` (an error if there is a
-    checkpoint)."""
+    """`latest`, `best`, a step, a checkpoint's path, or `never` (an error if one exists)."""
     background: bool = True
     """Write in the background while training continues; `false`: wait for the disk."""
     max_failed_saves: int = Field(3, ge=1)
     """Failed saves in a row that end the run, because it would have nothing to resume from."""
     grace_seconds: float = Field(25.0, gt=0)
-    """Seconds from a signal to the end of the run; Windlass begins no save that would take longer.
-    torchrun kills after 30 s."""
+    """Seconds from a signal to the run's end; no longer save begins. torchrun kills after 30 s."""
 
     @field_validator("resume", mode="before")
     @classmethod
@@ -325,9 +305,8 @@ class EvalSettings(Section):
     """Data of the run's last evaluation: `all` validation data beside these `batches`, or the
     `batches` alone; `auto`: `all` if that takes at most a tenth of the run's work."""
     train_batches: int = Field(0, ge=0)
-    """Global batches of the training set to measure as well (`train_loss`), as nanoGPT's
-    `estimate_loss` does: always the same, spread at random over the set, without dropout; 0:
-    none."""
+    """Global batches of the training set to measure too (`train_loss`), as nanoGPT's
+    `estimate_loss`: always the same, spread over the set, without dropout; 0: none."""
     suites: Annotated[
         list[Annotated[str, Field(pattern=r"^(loss|hellaswag|squad|lm-eval:.+)$")]], Names
     ] = [LOSS_SUITE]
@@ -371,7 +350,6 @@ class TelemetrySettings(Section):
     tags: Annotated[list[Annotated[str, Field(pattern=r"^[\w./ :-]{1,64}$")]], Names] = []
     """Tags in W&B; in MLflow each is a tag with the value `true`."""
     sample_seconds: float = Field(1.0, gt=0)
-    """Seconds between two samples of each rank's utilisation and memory, taken in the
-    background."""
+    """Seconds between two background samples of each rank's utilisation and memory."""
     flush_seconds: float = Field(30.0, ge=0)
     """Longest time that trackers may take after the end of the run."""

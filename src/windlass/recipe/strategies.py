@@ -54,7 +54,7 @@ class Strategy:
     def sizes(self, world: int, shard_size: int = 0, ranks_of_host: int = 0) -> Sizes:
         """How the strategy arranges `world` ranks.
 
-        A sharding group has `shard_size` ranks if that is set, else those of a host
+        A sharding group has `shard_size` ranks if that is set, else the ranks of a host
         (`ranks_of_host`, 0 if there is only one host), else about half of all. UserError if
         `shard_size` does not divide the ranks.
         """
