@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from windlass.evaluation.suites import Suites, precision_of
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks
+from windlass.parallel.mesh import Mesh
 from windlass.parallel.parallelize import parallelize, unwrap
+from windlass.recipe.strategies import STRATEGIES, Sizes
 
 pytestmark = pytest.mark.dist
 
@@ -102,6 +105,27 @@ def few(model: Any, ranks: Ranks, count: int) -> tuple[Any, ...]:
     chosen = likelihood.evaluate_hellaswag(model, items, likelihood.continuations(items, TOKENIZER), ranks)
     assert scored is not None and chosen is not None
     return scored[0].tokens, chosen["acc"], evaluate_squad(model, TOKENIZER, QUESTIONS[:count], ranks, max_tokens=8)[1]  # type: ignore[index]
+
+
+def scores_of(ranks: Ranks) -> tuple[Any, Any]:
+    model = build_model(recipe(**SHAPE), 257, device="cpu")
+    initialise(model, 1)
+    loss = evaluate_loss(model, rows(11), ranks, 2)
+    scored = log_likelihoods(model, [Continuation([1, 2], [3, i]) for i in range(3)], ranks)
+    assert loss is not None and scored is not None
+    return (loss["loss"], loss["tokens"]), [(one.sum, one.greedy) for one in scored]
+
+
+def scores_with_parts_of_sequences(join: Join) -> tuple[Any, Any]:
+    with join(recipe(parallel__strategy="ddp")) as ranks:
+        ranks.mesh = Mesh(Sizes(cp=2), ranks.rank)
+        ranks.mesh.connect(STRATEGIES["ddp"], "cpu", timedelta(seconds=30))
+        return scores_of(ranks)
+
+
+def test_ranks_that_share_sequences_count_them_once() -> None:
+    expected = scores_of(alone("cpu"))
+    assert run_ranks(scores_with_parts_of_sequences, 2) == [expected, expected]
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -62,6 +62,12 @@ def test_the_role_of_a_field_of_an_evaluation(name, score, place):
     assert measures.is_score(name) == score and measures.is_place(name) == place
 
 
+def test_a_field_of_lm_eval_keeps_its_task_in_titles():
+    measure = measures.of_eval("arc_easy/acc")
+    assert (measure.title, measure.text) == ("Arc easy/acc", "arc easy/acc")
+    assert (measure.name, measure.better, measure.kind) == ("arc_easy/acc", "higher", "loss")
+
+
 @pytest.mark.parametrize(
     ("measure", "lower"),
     [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property, partial
@@ -201,7 +201,7 @@ def _cut(text: str, tokenizer: Tokenizer) -> list[Piece]:
 # -- tokens and rows
 
 
-def show_row(tokens: Sequence[int], marks: Sequence[bool], tokenizer: Tokenizer) -> str:
+def show_row(tokens: Iterable[int], marks: Iterable[bool], tokenizer: Tokenizer) -> str:
     """A row as text; the part that counts in the loss is between \u27e6 and \u27e7."""
     shown = ""
     for mark, run in groupby(zip(tokens, marks, strict=True), key=lambda pair: pair[1]):

@@ -23,15 +23,13 @@ def describe(data: Data) -> Facts:
     """The facts of opened data, as JSON values.
 
     - `vocab`; for `train` and `val` their `samples` and `tokens_per_sample`.
-    - Prepared data: `source`, `files` (how many), `items` (documents, questions or conversations),
-      `tokenizer`; for each split `items`, `tokens` (in an epoch, without padding), `label_tokens`
-      (those that count in the loss), and for `val` `text`, a hash of its text that is equal for
-      every tokenizer.
-    - Rows, or a document a row: `lengths` of whole items in tokens (percentiles `50`, `90`, `99`,
-      and `max`), `cut` (items longer than the context), `cut_tokens` (lost by them), `left_out`
-      (items with nothing left to learn).
-    - Texts from several sources: `sources` and `eval_sources`, for each source `documents` and
-      `tokens` read, and the tokens for `train` and `val`.
+    - Prepared data: `source`, `files` (their number), `items` (their kind), `tokenizer`; for each
+      split `items`, `tokens` (in an epoch, without padding), `label_tokens` (that count in the
+      loss), and for `val` `text`, a hash of its text that is equal for every tokenizer.
+    - Rows, or a document a row: `lengths` of whole items in tokens, by percentile; `cut` (items
+      longer than the context), `cut_tokens` (lost by them), `left_out` (nothing left to learn).
+    - Several sources: `sources` and `eval_sources`, each with `documents` and `tokens` read, and
+      the tokens for `train` and `val`.
     - Conversations: `template`, their layout in words.
     - A character tokenizer: `characters` (how many) and `symbols`.
     """
@@ -108,10 +106,8 @@ def warnings(facts: Facts) -> list[str]:
     texts, template = [], facts.get("template", "")
     if template.startswith(PLAIN_LAYOUT) and facts["tokenizer"].startswith("hf:"):
         texts = [f"conversations are written as {template}; a model trained to chat has its own"]
-    for key, split, use in (
-        ("sources", "train", "trained on"),
-        ("eval_sources", "val", "evaluated"),
-    ):
+    uses = ("sources", "train", "trained on"), ("eval_sources", "val", "evaluated")
+    for key, split, use in uses:
         for row in facts.get(key, ()):
             if not row[split]:
                 reason = "all of it is held out" if row["tokens"] else "it has no text"
@@ -141,10 +137,9 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
     if "template" in facts:
         shown["template"] = facts["template"]
     if sizes := facts["train"].get("lengths"):
-        half, most, nearly_all, longest = (f"{sizes[key]:,}" for key in ("50", "90", "99", "max"))
         shown["lengths"] = (
-            f"half up to {half} tokens, 90 % up to {most}, 99 % up to {nearly_all}, "
-            f"the longest {longest}"
+            f"half up to {sizes['50']:,} tokens, 90 % up to {sizes['90']:,}, "
+            f"99 % up to {sizes['99']:,}, the longest {sizes['max']:,}"
         )
     if cuts := [text for name in ("train", "val") if (text := _cut(facts.get(name, {}), unit))]:
         shown["cut"] = f"at model.context = {context:,}: {'; validation: '.join(cuts)}"
@@ -182,11 +177,9 @@ def _cut(split: Facts, unit: str) -> str:
     """What a split lost to the context, in words; empty if nothing."""
     parts = []
     if cut := split.get("cut", 0):
-        lost = split["cut_tokens"]
+        lost, items = split["cut_tokens"], count(split["items"], unit)
         fraction = lost / (split["tokens"] + lost)
-        parts.append(
-            f"{cut:,} of {count(split['items'], unit)} cut, {lost:,} tokens lost ({fraction:.1%})"
-        )
+        parts.append(f"{cut:,} of {items} cut, {lost:,} tokens lost ({fraction:.1%})")
     if left_out := split.get("left_out", 0):
         parts.append(f"{count(left_out, unit)} left out: they have nothing left to learn")
     return ", ".join(parts)

@@ -29,9 +29,7 @@ ABOUT = re.compile(
     r"(?i)\.|(readme|licen[cs]e|copying|notice|changelog|authors|contributing|requirements)\b"
 )
 NO_ENDING = "without ending"
-HASHED_BYTES = (
-    64_000_000  # files up to this total are compared by content, larger ones by size and time
-)
+HASHED_BYTES = 64_000_000  # files up to this total are compared by content, others by size and time
 CONVERSATION_KEYS = {"messages", "conversations", "prompt", "instruction"}
 TO_UTF8 = "convert it to UTF-8, for example iconv -f latin1 -t utf-8 OLD > NEW"
 
@@ -51,18 +49,18 @@ def find_files(
     """The files behind a path, a directory or a glob, sorted; UserError if there are none."""
     path = Path(pattern).expanduser()
     if path.is_dir():
-        files = [p for p in sorted(path.rglob("*")) if p.is_file() and suffixes(p)[0] in endings]
+        places = [p for p in sorted(path.rglob("*")) if suffixes(p)[0] in endings]
     else:
-        places = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
-        files = [Path(place) for place in places if Path(place).is_file()]
+        names = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
+        places = list(map(Path, names))
+    files = [place for place in places if place.is_file()]
     if not files:
         hint = ""
         if "," in pattern:
             names = [part.strip(" []'\"") for part in pattern.split(",")]
             value = json.dumps(names, ensure_ascii=False)
-            hint = f"; several are a list: '{setting}={value}'"
-            if setting.startswith("--"):
-                hint = f"; several are a list: {setting} '{value}'"
+            option = f"{setting} '{value}'" if setting.startswith("--") else f"'{setting}={value}'"
+            hint = f"; several are a list: {option}"
         raise UserError(
             f"{setting}: there is no file {pattern} (of a directory: {', '.join(endings)}); "
             f"a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB{hint}"
@@ -125,8 +123,10 @@ def has_changed(source: str, description: dict[str, Any]) -> bool:
 
 
 def read_records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str, Any]]:
-    """The documents of a file, each with its place for messages. Text and JSON lines are undecoded
-    bytes, so that a resume skips them cheaply."""
+    """The documents of a file, each with its place for messages.
+
+    Text and JSON lines are undecoded bytes, so that a resume skips them cheaply.
+    """
     ending = suffixes(path)[0]
     if ending == ".parquet":
         import pyarrow.parquet as pq

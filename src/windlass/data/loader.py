@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -77,12 +78,8 @@ class Loader(Iterator[StepBatch]):
         self._queue: queue.Queue[StepBatch | BaseException] | None = None
         if prefetch:
             self._queue = queue.Queue(prefetch)
-            self._thread = threading.Thread(
-                target=self._read_ahead,
-                args=(self._queue, self._next),
-                name="windlass-loader",
-                daemon=True,
-            )
+            work = partial(self._read_ahead, self._queue, self._next)
+            self._thread = threading.Thread(target=work, name="windlass-loader", daemon=True)
             self._thread.start()
 
     def __next__(self) -> StepBatch:
@@ -107,18 +104,15 @@ class Loader(Iterator[StepBatch]):
             self._error = batch
             raise batch or ValueError("the loader is closed")
         self._next += 1
-        micro = [
-            MicroBatch(m.k, m.batch.map(lambda field: field.to(self.device, non_blocking=True)))
-            for m in batch.micro
-        ]
+        move = partial(Tensor.to, device=self.device, non_blocking=True)
+        micro = [MicroBatch(m.k, m.batch.map(move)) for m in batch.micro]
         return replace(batch, micro=micro, wait_ms=1e3 * (time.perf_counter() - started))
 
     def close(self, patience: float | None = CLOSE_SECONDS) -> None:
         """Stop reading ahead; may be called again.
 
-        Waits up to `patience` seconds for the thread to finish its read (None: until it has,
-        because a source may not support two readers). A late thread does not keep the process
-        alive.
+        Waits up to `patience` seconds for the thread to finish its read; None: until it has,
+        because a source may not support two readers.
         """
         self._stop.set()
         if self._queue is not None:
@@ -131,8 +125,7 @@ class Loader(Iterator[StepBatch]):
         self.close()
 
     def _read(self, step: int) -> StepBatch | None:
-        """This rank's micro-batches of a step (counted from 1), in host memory; None if the loader
-        is closed meanwhile."""
+        """This rank's micro-batches of a step (from 1), in host memory; None if it is closed."""
         numbers = step_samples(step - 1, self.batch.global_batch, self.skipped)
         epochs, places = np.divmod(numbers, len(self.samples))
         shards, indices = getattr(self.samples, "shard_samples", None), np.empty_like(places)

@@ -47,12 +47,11 @@ def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
 
 
 class Order:
-    """The order of one epoch (from 0): `order[place]` is the number of the sample at that place,
-    for an int or an array of them.
+    """The order of one epoch (from 0): `order[place]` is the sample's number, or an array of them.
 
-    `kind` is `shuffled` (all samples, anew each epoch), `shards-shuffled` (shards in file order in
-    epoch 0, then in a new order each epoch, the samples of a shard in order) or `sequential`; `n`
-    and `shards` count the samples, in all and of each shard.
+    `kind` is `shuffled` (anew each epoch), `shards-shuffled` (shards in file order in epoch 0, then
+    in a new order each epoch) or `sequential`; `n` and `shards` count the samples, in all and of
+    each shard.
     """
 
     def __init__(
@@ -67,11 +66,8 @@ class Order:
                     f"the shards hold {int(sizes.sum()):,} samples, and the epoch has {n:,}"
                 )
             occupied = np.flatnonzero(sizes)  # a shard without a sample has no place in the order
-            turn = occupied[
-                permute(
-                    np.arange(len(occupied)), len(occupied), f"windlass/order/shards/{seed}/{epoch}"
-                )
-            ]
+            count, key = len(occupied), f"windlass/order/shards/{seed}/{epoch}"
+            turn = occupied[permute(np.arange(count), count, key)]
             self._starts = np.cumsum(sizes[turn]) - sizes[turn]
             self._shift = (np.cumsum(sizes) - sizes)[turn] - self._starts
 
@@ -90,18 +86,14 @@ def describe_order(kind: str, seed: int, epoch: int) -> str:
     """The order of an epoch (from 0) in words."""
     if kind == "shuffled":
         return f"samples shuffled{' anew' if epoch else ''}, seed {seed}"
-    return (
-        f"shards shuffled for this epoch, seed {seed}"
-        if kind != "sequential" and epoch
-        else "in file order"
-    )
+    shuffled = kind != "sequential" and epoch
+    return f"shards shuffled for this epoch, seed {seed}" if shuffled else "in file order"
 
 
 def step_samples(
     step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()
 ) -> np.ndarray:
-    """The global sample numbers of the `step`-th step (counted from 0), leaving out the `skipped`
-    ranges [start, stop)."""
+    """The global sample numbers of a step (from 0), without the `skipped` ranges [start, stop)."""
     numbers = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
     reached = 0
     for begin, end in sorted(skipped):

@@ -24,9 +24,8 @@ from windlass.seeds import seed_bytes
 class Samples(Protocol):
     """A training or validation set; a user's own class can be one.
 
-    A set may also have `length(i) -> int` (tokens of sample `i`, for length buckets),
-    `shard_samples` (samples in each shard, for `data.order = "shards-shuffled"`) and `valid_tokens`
-    (unmasked labels in an epoch).
+    It may also have `length(i)` (tokens of sample `i`, for length buckets), `shard_samples` (of
+    each shard, for `data.order = "shards-shuffled"`) and `valid_tokens` (unmasked labels).
     """
 
     def __len__(self) -> int: ...
@@ -190,12 +189,8 @@ class Rows:
     def length(self, index: int) -> int:
         return int(self._ends[index + 1] - self._ends[index]) - 1
 
-    def row(self, index: int) -> tuple[list[int], list[bool]]:
-        """A row's tokens, and whether each counts in the loss."""
-        tokens, marks = self._row(index)
-        return tokens.tolist(), marks.tolist()
-
-    def _row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """A row's tokens, int32 [n], and whether each counts in the loss, bool [n]."""
         place = slice(self._ends[index], self._ends[index + 1])
         return self._tokens[place], self._marks[place]
 
@@ -215,7 +210,7 @@ class Rows:
         tokens = np.full((len(indices), width), self.pad, dtype=np.int64)
         labels = np.full((len(indices), width), IGNORE_INDEX, dtype=np.int64)
         for at, i in enumerate(indices.tolist()):
-            row, marks = self._row(i)
+            row, marks = self.row(i)
             tokens[at, : len(row) - 1] = row[:-1]
             labels[at, : len(row) - 1] = np.where(marks[1:], row[1:], IGNORE_INDEX)
         return Batch(tokens, labels)

@@ -20,10 +20,7 @@ from torch import Tensor
 
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.source import (
-    alone,
-    evaluating,
-)
+from windlass.evaluation.source import alone, evaluating
 from windlass.parallel.collectives import max_async
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap, varying_shapes
@@ -48,9 +45,7 @@ class Sampling:
     def __post_init__(self) -> None:
         valid = self.max_tokens >= 1 and self.temperature >= 0 and self.top_k >= 0
         if not valid or not 0 < self.top_p <= 1:
-            limits = (
-                "max-tokens 1 or more, temperature and top-k 0 or more, top-p above 0 and at most 1"
-            )
+            limits = "max-tokens >= 1, temperature and top-k >= 0, 0 < top-p <= 1"
             raise UserError(f"{limits}; not {self}")
 
 
@@ -91,10 +86,9 @@ def mask_unlikely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def prompt_ids(model: Any, tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens from which a model generates.
+    """The tokens from which a model generates; for an empty text a BOS or the end-of-text token.
 
-    For an empty text: the tokenizer's BOS, else the BOS of the model's configuration (many Llamas
-    have one although their tokenizer adds none), else the end-of-text token.
+    The BOS may come from the model's configuration, because many Llamas' tokenizers add none.
     """
     bos = getattr(unwrap(model), "bos", None)
     return tokenizer.encode_prompt(text) if text or bos is None or tokenizer.bos else [bos]
@@ -177,8 +171,7 @@ def generate_events(
 ) -> Generator[Event, None, bool]:
     """Continue prompts: yields (index, token), and (index, None) when a text is complete.
 
-    When the model's window is full, its first half is dropped. Returns whether all texts are
-    complete; False if `poll` asks to stop.
+    A full window drops its first half. Returns False if `poll` asks to stop.
 
     Args:
         model: It has `context`, perhaps a longer `limit`, and `new_cache(batch, length)`;
@@ -194,28 +187,24 @@ def generate_events(
     ranks = ranks or alone(next(model.parameters()).device)
     if any(not len(prompt) for prompt in prompts):
         raise UserError("a prompt is empty: generation needs at least one token to begin with")
-    groups = iter(
-        batches([len(prompt) for prompt in prompts], batch, window(model), sampling.max_tokens)
-    )
+    lengths, numbers = list(map(len, prompts)), range(len(prompts)) if indices is None else indices
+    groups = iter(batches(lengths, batch, window(model), sampling.max_tokens))
     group: _Texts | None = None
     with evaluating(model), varying_shapes():
         while True:
             if group is None or not group.active:
-                members = [
-                    (prompts[i], i if indices is None else indices[i]) for i in next(groups, [])
-                ]
+                members = [(prompts[i], numbers[i]) for i in next(groups, [])]
                 group = _Texts(model, members, sampling) if members else None
             # Sharded parameters are gathered in every pass, so a rank without work takes part with
-            # one token until no rank has work left, and all stop before the same pass.
+            # one token until no rank has work left.
             flags = [group is not None, poll is not None and poll()]
             active, stops = max_async(flags, ranks).wait()
             if stops or not active:
                 return not stops
             tokens, cache = group.next_pass() if group else ([[0]], model.new_cache(1, 1))
+            ids = torch.tensor(tokens, dtype=torch.int64, device=ranks.device)
             with torch.no_grad(), autocast():
-                logits = model(
-                    torch.tensor(tokens, dtype=torch.int64, device=ranks.device), cache=cache
-                )[:, -1]
+                logits = model(ids, cache=cache)[:, -1]
             if group is not None:
                 yield from group.add(logits[:, : vocab or None].float())
 
@@ -273,12 +262,9 @@ def batches(lengths: Sequence[int], batch: int, context: int, max_tokens: int) -
     """
     groups: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        longer = bool(groups) and lengths[place] > lengths[groups[-1][0]]
         slides = lengths[place] + max_tokens > context
-        if (
-            not groups
-            or len(groups[-1]) == batch
-            or (slides and lengths[place] != lengths[groups[-1][0]])
-        ):
+        if not groups or len(groups[-1]) == batch or (slides and longer):
             groups.append([])
         groups[-1].append(place)
     return groups
@@ -287,11 +273,10 @@ def batches(lengths: Sequence[int], batch: int, context: int, max_tokens: int) -
 def in_order(
     events: Iterable[Event], tokenizer: Tokenizer, count: int, after: Sequence[int] = ()
 ) -> Iterator[tuple[int, str]]:
-    """Texts 0 to `count` - 1, generated at once, as (index, piece), one after the other.
+    """Texts 0 to `count` - 1 after the tokens `after`, as (index, piece), one after the other.
 
     The first comes as it is generated, the next when the previous one is complete. An empty text
-    comes as one empty piece. All follow the tokens `after`. A character comes when all of its
-    tokens are there.
+    comes as one empty piece. A character comes when all of its tokens are there.
     """
     ids: list[list[int]] = [[] for _ in range(count)]
     ended, current, shown = set[int](), 0, 0

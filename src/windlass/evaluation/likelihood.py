@@ -61,8 +61,7 @@ def evaluate_loss(
 
     Returns `loss` (nats a token, over the unmasked labels), `perplexity`, `tokens` and `samples`
     (over all ranks), `runtime_s`, `samples_per_s`, and perhaps `bits_per_byte` of text; None if
-    `poll` asks to stop. Losses and tokens are summed over ranks before the division, and surplus
-    rows are masked, so neither world size nor padding has an effect.
+    `poll` asks to stop. Neither world size nor padding has an effect.
     """
     started, model, mesh = time.perf_counter(), unwrap(model), ranks.mesh
     count = min(limit, len(samples)) if limit else len(samples)
@@ -81,7 +80,7 @@ def evaluate_loss(
                 tokens += unmasked.numel()
                 if token_bytes is not None:
                     text_bytes += int(token_bytes[unmasked.numpy()].sum())
-                here = rows.map(lambda field: to_device(field, ranks))
+                here = rows.map(lambda field: field.to(ranks.device, non_blocking=True))
                 with autocast():
                     total += model(here.tokens, here.labels).detach()
                 if poll is not None and max_async([poll()], ranks).wait()[0]:
@@ -89,8 +88,9 @@ def evaluate_loss(
                 if progress is not None:
                     done = min(done + batch * mesh.data_world, end)
                     progress(done, ends[-1])
-            sums = sum_async([float(total), float(tokens), float(text_bytes)], ranks).wait()
-            results.append(_mean_loss(*sums[:3], samples=end))
+            own = [float(total), float(tokens), float(text_bytes)]
+            sums = sum_async([mesh.counts_rows * number for number in own], ranks).wait()
+            results.append(_mean_loss(end, *sums))
     runtime_s = time.perf_counter() - started
     full = {f"full_{name}": value for name, value in results[-1].items()} if len(ends) > 1 else {}
     return results[0] | {"runtime_s": runtime_s, "samples_per_s": ends[-1] / runtime_s} | full
@@ -113,14 +113,7 @@ def read_ahead(batches: Iterator[Batch[Tensor]], device: torch.device) -> Iterat
             yield batch
 
 
-def to_device(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """A host tensor on the rank's device; the host does not wait for a copy from pinned memory."""
-    return tensor.to(ranks.device, non_blocking=True)
-
-
-def _mean_loss(
-    loss_sum: float, tokens: float, text_bytes: float, *, samples: int
-) -> dict[str, float]:
+def _mean_loss(samples: int, loss_sum: float, tokens: float, text_bytes: float) -> dict[str, float]:
     if not tokens:
         raise UserError("every label of the validation set is masked: check data.eval_source")
     loss = loss_sum / tokens
@@ -173,7 +166,7 @@ def log_likelihoods(
             token_rows = [torch.tensor(texts[i]) for i in own] or [torch.tensor([0, 0])]
             padded = pad_sequence(token_rows, batch_first=True)  # [B, T + 1]
             padded = padded.pin_memory() if ranks.device.type == "cuda" else padded
-            padded = to_device(padded, ranks)
+            padded = padded.to(ranks.device, non_blocking=True)
             with autocast():
                 logits = model(padded[:, :-1])
             for row, i in enumerate(own):
@@ -190,10 +183,9 @@ def log_likelihoods(
             if progress is not None:
                 progress(min(first + mesh.data_world, len(passes)), len(passes))
     sums, greedy_rows = [0.0] * len(rows), [0.0] * len(rows)
-    fetched = (
-        torch.stack(results).tolist() if results else []
-    )  # the host waits for the device only here
-    for i, (total, is_greedy) in zip(scored, fetched, strict=True):
+    # the host waits for the device only here
+    fetched = torch.stack(results).tolist() if results and mesh.counts_rows else []
+    for i, (total, is_greedy) in zip(scored, fetched, strict=False):
         sums[i], greedy_rows[i] = total, is_greedy
     merged = sum_async([*sums, *greedy_rows], ranks).wait()
     return list(map(Likelihood, merged[: len(rows)], counts, map(bool, merged[len(rows) :])))
@@ -284,5 +276,4 @@ def evaluate_hellaswag(
             right[name] += values.index(max(values)) == item.label
     count, runtime_s = len(items), time.perf_counter() - started
     accuracies = {name: number / count for name, number in right.items()}
-    speed = {"runtime_s": runtime_s, "samples_per_s": count / runtime_s}
-    return accuracies | {"items": count} | speed
+    return accuracies | {"items": count, "runtime_s": runtime_s, "samples_per_s": count / runtime_s}

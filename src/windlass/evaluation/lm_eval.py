@@ -29,13 +29,7 @@ class Interrupted(Exception):
 
 
 def run_harness(
-    tasks: str,
-    model: Any,
-    tokenizer: Tokenizer,
-    ranks: Ranks,
-    *,
-    task_manager: Any = None,
-    **how: Any,
+    tasks: str, model: Any, tokenizer: Tokenizer, ranks: Ranks, task_manager: Any = None, **how: Any
 ) -> dict[str, Any] | None:
     """Scores of tasks, their names joined by `+`: `TASK/METRIC` → number, and `runtime_s`.
 
@@ -101,10 +95,8 @@ def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
             for request in requests:
                 ids = tokenizer.encode(request.args[0]).tolist()
                 # each token once, after the tokens before it in its stretch
-                rows = [
-                    Continuation(ids[i - 1 : i] or start, ids[i : i + context])
-                    for i in range(0, len(ids), context)
-                ]
+                starts = range(0, len(ids), context)
+                rows = [Continuation(ids[i - 1 : i] or start, ids[i : i + context]) for i in starts]
                 sums.append(sum(value for value, _greedy in score(rows)))
             return sums
 
@@ -132,29 +124,19 @@ def encode_request(
 
 
 def generate_until(
-    model: Any,
-    tokenizer: Tokenizer,
-    ranks: Ranks,
-    requests: Sequence[tuple[str, dict[str, Any]]],
-    **how: Any,
+    model: Any, tokenizer: Tokenizer, ranks: Ranks, requests: Sequence[tuple[str, Any]], **how: Any
 ) -> list[str]:
     """A text for each request (a context and the harness's settings), the same on every rank.
 
-    Requests of equal settings are generated together. Raises Interrupted if `poll` asks to stop.
+    Raises Interrupted if `poll` asks to stop.
     """
     samplings, stop = list[Sampling](), frozenset() if tokenizer.eot is None else {tokenizer.eot}
     for _, settings in requests:
         # the likeliest tokens unless `do_sample` is set
         options = settings if settings.get("do_sample") else {"temperature": 0.0}
-        samplings.append(
-            Sampling(
-                int(settings.get("max_gen_toks", MAX_TOKENS)),
-                float(options.get("temperature", 1.0)),
-                int(options.get("top_k", 0)),
-                float(options.get("top_p", 1.0)),
-                stop=frozenset(stop),
-            )
-        )
+        count, top_k = settings.get("max_gen_toks", MAX_TOKENS), int(options.get("top_k", 0))
+        temperature, top_p = (float(options.get(key, 1.0)) for key in ("temperature", "top_p"))
+        samplings.append(Sampling(int(count), temperature, top_k, top_p, stop=frozenset(stop)))
     empty = prompt_ids(model, tokenizer, "")
     ids = [tokenizer.encode(context).tolist() or empty for context, _ in requests]
     texts: dict[int, str] = {}

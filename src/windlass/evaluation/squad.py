@@ -48,11 +48,10 @@ def f1(prediction: str, reference: str) -> float:
 def score(
     predictions: Mapping[str, str], references: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
-    """`exact_match` and `f1` in percent over all questions, and `items`.
+    """`exact_match` and `f1` in percent over all questions (by id), and `items`.
 
-    Each question counts its best reference. A question without a prediction counts 0, as in the
-    official script. Predictions and references are question id → text, and → texts. Raises
-    UserError without questions.
+    Each question counts its best reference; without a prediction it counts 0, as in the official
+    script. Raises UserError without questions.
     """
     if not references:
         raise UserError("there is no question to score")
@@ -79,9 +78,8 @@ def evaluate_squad(
 ) -> tuple[dict[str, float], dict[str, str]] | None:
     """Exact Match and F1 in percent, `items`, time and speed; and predictions by question id.
 
-    One of the ranks generates an answer greedily, up to the end-of-text token or `max_tokens` (0:
-    about 160 characters). A prompt that leaves no space for an answer in the context loses the end
-    of its paragraph.
+    Answers are greedy, up to the end-of-text token or `max_tokens` (0: about 160 characters). A
+    prompt that leaves no space for an answer in the context loses the end of its paragraph.
     """
     started, model = time.perf_counter(), unwrap(model)
     if not max_tokens:
@@ -91,16 +89,12 @@ def evaluate_squad(
         max_tokens = max(1, min(longest_answer, model.context // 2))
     longest = min(model.context, window(model) - max_tokens)
     sampling = Sampling(max_tokens=max_tokens, temperature=0, stop=stop_tokens(tokenizer))
+
+    def prompt_of(number: int) -> list[int]:
+        return prompt(questions[number], tokenizer, longest)
+
     numbers = range(len(questions))
-    answers = generate_divided(
-        model,
-        tokenizer,
-        ranks,
-        sampling,
-        numbers,
-        lambda i: prompt(questions[i], tokenizer, longest),
-        **how,
-    )
+    answers = generate_divided(model, tokenizer, ranks, sampling, numbers, prompt_of, **how)
     if answers is None:
         return None
     predictions = {question.id: answers[i].strip() for i, question in enumerate(questions)}

@@ -28,6 +28,7 @@ from windlass.data.samples import Samples, Subset
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, argument
 from windlass.evaluation import likelihood
+from windlass.evaluation.likelihood import evaluate_hellaswag, evaluate_loss
 from windlass.evaluation.lm_eval import run_harness
 from windlass.evaluation.source import Source, find_source, open_model
 from windlass.evaluation.squad import evaluate_squad
@@ -36,7 +37,7 @@ from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision, varying_shapes
 from windlass.recipe import Changes, Recipe, dotted
-from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
+from windlass.recipe.settings import LOSS_SUITE, SQUAD_SUITE
 from windlass.recipe.units import samples_per_pass
 from windlass.run import Run
 from windlass.telemetry.ledger import plain
@@ -71,47 +72,43 @@ class Suites:
         """
         # Only the loss of text has passes of one shape; others must not recompile the training.
         fixed = suite == LOSS_SUITE and self.recipe.data.format == "text"
-        how: dict[str, Any] = {
-            "autocast": partial(autocast, self.recipe, self.ranks.device),
-            "poll": poll,
-        }
+        arithmetic = partial(autocast, self.recipe, self.ranks.device)
+        how: dict[str, Any] = {"autocast": arithmetic, "poll": poll}
         with nullcontext() if fixed else varying_shapes():
             if suite in self.own:
                 return self.own[suite](model), None
-            if suite == SQUAD_SUITE:
-                return self._squad(model, **how, progress=progress)
-            if suite == LOSS_SUITE:
-                scores = self._loss(model, whole, **how, progress=progress)
-            elif suite == HELLASWAG_SUITE:
-                scores = self._hellaswag(model, **how, progress=progress)
-            else:  # the recipe has checked the name
+            if suite.startswith(HARNESS):
                 tasks = suite.removeprefix(HARNESS)
                 scores = run_harness(tasks, model, self.tokenizer, self.ranks, **how)
+                return None if scores is None else (scores, None)
+            how["progress"] = progress
+            if suite == SQUAD_SUITE:
+                questions = self._questions
+                scored = evaluate_squad(model, self.tokenizer, questions, self.ranks, **how)
+                hashed = {"items_hash": items_hash(questions)}
+                return scored and (scored[0] | hashed, scored[1])
+            if suite == LOSS_SUITE:
+                scores = self._loss(model, whole, **how)
+            else:  # the recipe has checked the name
+                items, endings = self._endings
+                scores = evaluate_hellaswag(model, items, endings, self.ranks, **how)
+                scores = scores and {**scores, "items_hash": items_hash(items)}
         return None if scores is None else (scores, None)
-
-    def _squad(self, model: Any, **how: Any) -> tuple[Scores, dict[str, str]] | None:
-        scored = evaluate_squad(model, self.tokenizer, self._questions, self.ranks, **how)
-        if scored is None:
-            return None
-        return scored[0] | {"items_hash": items_hash(self._questions)}, scored[1]
 
     def _loss(self, model: Any, whole: bool, **how: Any) -> Scores | None:
         assert self.val is not None
         limit = self.recipe.eval.batches * self.recipe.train.global_batch
-        measure = partial(
-            likelihood.evaluate_loss, model, ranks=self.ranks, batch=self.batch, **how
-        )
-        scores: Scores | None = measure(
-            samples=self.val, limit=limit, token_bytes=self._token_bytes, whole=whole
-        )
+        measure = partial(evaluate_loss, model, ranks=self.ranks, batch=self.batch, **how)
+        scores = measure(samples=self.val, limit=limit, token_bytes=self._token_bytes, whole=whole)
         if scores is None or self._train_sample is None:
             return scores
         own = measure(samples=self._train_sample)
-        return own and with_train_loss(scores, own)
-
-    def _hellaswag(self, model: Any, **how: Any) -> Scores | None:
-        scores = likelihood.evaluate_hellaswag(model, *self._endings, self.ranks, **how)
-        return scores and {**scores, "items_hash": items_hash(self._endings[0])}
+        if own is None:
+            return None
+        runtime_s = scores["runtime_s"] + own["runtime_s"]
+        samples = scores.get("full_samples", scores["samples"]) + own["samples"]
+        scores |= {"runtime_s": runtime_s, "samples_per_s": samples / runtime_s}  # of both
+        return scores | {f"train_{name}": own[name] for name in ("loss", "tokens", "samples")}
 
     @property
     def names(self) -> list[str]:
@@ -139,14 +136,6 @@ class Suites:
         settings = self.recipe.eval
         items = likelihood.read_items(settings.hellaswag_file, settings.hellaswag_items)
         return items, likelihood.continuations(items, self.tokenizer)
-
-
-def with_train_loss(scores: Scores, train: Scores) -> Scores:
-    """The scores of a validation set with the loss of training samples; time is of both."""
-    runtime_s = scores["runtime_s"] + train["runtime_s"]
-    samples = scores.get("full_samples", scores["samples"]) + train["samples"]
-    both = {"runtime_s": runtime_s, "samples_per_s": samples / runtime_s}
-    return scores | both | {f"train_{name}": train[name] for name in ("loss", "tokens", "samples")}
 
 
 def items_hash(items: Sequence[Any]) -> str:
@@ -185,10 +174,9 @@ def evaluate(
             `transformers`, `hf:NAME`.
         suites: `loss`, `hellaswag`, `squad`, `lm-eval:TASKS`; default: the run's `eval.suites`.
         overrides: Settings to change, as `data.eval_source=FILE` or a mapping. On a GPU the run's
-            precision and TF32 apply, so that the scores equal those of its training. On a CPU the
-            precision is fp32 (fp64 for a run in fp64). For fp32 on a GPU, override
-            `train.precision`, because bf16 rounds a logit between 16 and 32 to the next eighth. The
-            loss covers all validation data unless `eval.batches` is overridden.
+            precision and TF32 apply, so that the scores equal its training's. On a CPU the
+            precision is fp32 (fp64 for a run in fp64). The loss covers all validation data unless
+            `eval.batches` is overridden.
         out: Directory of results and predictions; default: RUN/eval, or none for a model without a
             run.
         on_result: Called on rank 0 with each suite's scores when it ends.
@@ -288,8 +276,8 @@ def measured_on(
 ) -> dict[str, Any]:
     """Everything besides the model that the scores of a suite depend on.
 
-    `settings` (with the precision in use); and, by suite, `files` (path → SHA-256), `data` (the
-    fingerprint of the prepared data) or `lm_eval` (the harness's version).
+    `settings`; and, by suite, `files` (path → SHA-256), `data` (the fingerprint of the prepared
+    data) or `lm_eval` (the harness's version).
     """
     keys = ("eval.", "data.", "model.context", "train.global_batch", "run.seed")
     settings = {key: value for key, value in recipe.flat().items() if key.startswith(keys)}

@@ -30,12 +30,8 @@ class TextSampler:
         **settings: Any,
     ):
         self.source = run if isinstance(run, Source) else find_source(run, module=model)
-        settings = {
-            "max_tokens": 256,
-            "temperature": 0.8,
-            "seed": self.source.recipe.run.seed,
-        } | settings
-        self.sampling, self.ranks = Sampling(**settings), alone(device or None)
+        default = {"max_tokens": 256, "temperature": 0.8, "seed": self.source.recipe.run.seed}
+        self.sampling, self.ranks = Sampling(**default | settings), alone(device or None)
         self.model = open_model(self.source, self.ranks)
         has_tokenizer = self.source.tokenizer is not None
         if not has_tokenizer or not hasattr(unwrap(self.model), "new_cache"):
@@ -47,15 +43,10 @@ class TextSampler:
 
     def pieces(self, prompts: list[list[int]], after: Sequence[int]) -> Iterator[tuple[int, str]]:
         """The continuations of prompts, as (number of the text, next piece), text after text."""
-        tokenizer = self.source.tokenizer
-        events = generate_events(
-            self.model,
-            prompts,
-            self.sampling,
-            self.ranks,
-            vocab=tokenizer.vocab,
-            autocast=partial(autocast, self.source.recipe, self.ranks.device),
-        )
+        tokenizer, ranks = self.source.tokenizer, self.ranks
+        arithmetic, vocab = partial(autocast, self.source.recipe, ranks.device), tokenizer.vocab
+        how: dict[str, Any] = {"vocab": vocab, "autocast": arithmetic}
+        events = generate_events(self.model, prompts, self.sampling, ranks, **how)
         return in_order(events, tokenizer, len(prompts), after)
 
     def reply(self, message: str) -> Iterator[str]:

@@ -28,6 +28,8 @@ class Mesh:
     Attributes:
         sizes: ranks along each dimension.
         data_rank, data_world: which slice of the samples this rank reads, out of how many.
+        counts_rows: whether numbers from whole rows count in a sum over `loss_ranks`, where the
+            ranks of `cp` have the same rows.
         devices: the dimensions in use as torch's DeviceMesh; None if no rank shares work.
         all_ranks: a gloo group of every rank, for flags; None if there is one rank.
         loss_ranks: a gloo group of the ranks whose losses and token counts add up, for numbers on
@@ -39,6 +41,7 @@ class Mesh:
     def __init__(self, sizes: Sizes, rank: int):
         self.sizes = sizes
         self.data_rank, self.data_world = sizes.data_rank(rank), sizes.data_world
+        self.counts_rows = rank // sizes.tp % sizes.cp == 0
         self.devices: DeviceMesh | None = None
         self.replicas: DeviceMesh | None = None
         self.all_ranks: dist.ProcessGroup | None = None

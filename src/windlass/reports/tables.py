@@ -65,10 +65,7 @@ def evaluations(view: RunView) -> dict[str, Table]:
     for suite, track in view.evals.items():
         columns = [column for column in place if track.has(column.name)]
         for name in sorted(track.measures(), key=lambda name: name == "runtime_s"):
-            measure = of_eval(name)
-            # `TASK/METRIC` of lm-eval has the task in its heading
-            title = name.replace("_", " ").capitalize() if "/" in name else measure.title
-            columns.append(Column(name, title, measure.kind))
+            columns.append(Column(name, of_eval(name).title, of_eval(name).kind))
         names = evaluation_names(track, view.settings.get("eval.every"))
         numbers = zip(*(track[column.name].tolist() for column in columns), strict=True)
         rows = [(name, *row) for name, row in zip(names, numbers, strict=True)]

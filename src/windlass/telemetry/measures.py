@@ -10,7 +10,7 @@ the properties of a score.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.recipe.settings import LOSS_SUITE
@@ -433,8 +433,9 @@ def of_eval(name: str) -> Measure:
 
     A field that is not declared is a score, of which more is better.
     """
-    declared = EVAL.get(name.rpartition("/")[2])
-    return declared or Measure(name, better="higher")
+    task, _, metric = name.rpartition("/")
+    measure = EVAL.get(metric) or Measure(name, better="higher")
+    return replace(measure, name=name, heading="", words="") if task else measure
 
 
 def is_place(name: str) -> bool:
