@@ -1,10 +1,11 @@
 """Makes the pictures of docs/report.md and docs/sweep.md from today's code, on an idle machine.
 
     .venv/bin/python docs/pictures.py page
-    .venv/bin/python docs/pictures.py study input.txt      # tiny Shakespeare; also prints the table of docs/sweep.md
+    .venv/bin/python docs/pictures.py study input.txt
 
-`page` trains the quickstart on two ranks, kills it after step 102 and resumes it, then takes its report's
-screenshots in headless Chromium. `study` runs a sweep, kills it twice on the way, and prints its report.
+`page` trains the quickstart on two ranks, kills it after step 102 and resumes it. Then it takes
+screenshots of the report in headless Chromium. `study` runs a sweep on tiny Shakespeare, kills it
+twice, and prints its report, which has the table of docs/sweep.md.
 """
 
 from __future__ import annotations
@@ -23,13 +24,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 IMAGES = Path(__file__).parent / "images"
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-sync",
-]
+FLAGS = "--no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
 RUN = ["train", "quickstart", "--world", "2", "train.steps=240", "telemetry.every=2", "run.dir=run"]
 STUDY = [
     "sweep",
@@ -57,7 +52,7 @@ STUDY = [
 def windlass(
     arguments: list[str], folder: Path, kill_when: Callable[[], bool] | None = None
 ) -> None:
-    """Run a command; kill -9 it with all its processes as soon as `kill_when` says so."""
+    """Run a command; kill -9 it with all its processes once `kill_when` is true."""
     command = subprocess.Popen(
         [sys.executable, "-m", "windlass", *arguments], cwd=folder, start_new_session=True
     )
@@ -81,7 +76,7 @@ def photograph(page: Path, name: str, width: int, height: int, theme: str = "lig
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     with sync_playwright() as playwright:
         path = next(filter(None, map(shutil.which, names)))
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS.split())
         context = browser.new_context(
             viewport={"width": width, "height": height}, color_scheme=theme
         )
