@@ -37,7 +37,8 @@ PATTERNS = [
         # keys of common shapes
         r"()\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
         r"|sk-[A-Za-z0-9_-]{16,}|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{30,}|nvapi-[\w-]{16,}"
-        r"|pypi-[\w-]{30,}|wandb_v\d_\w{16,}|xox[abpr]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)",
+        r"|pypi-[\w-]{30,}|wandb_v\d_\w{16,}|xox[abpr]-[A-Za-z0-9-]{10,}"
+        r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)",
     )
 ]
 
