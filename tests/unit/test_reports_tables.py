@@ -145,7 +145,7 @@ def test_settings_that_differ_come_first_then_those_changed(three):
     changed = [row for row in settings if row.changed and not row.differs]
     assert [row.key for row in settings[:2]] == ["run.seed", "optim.lr"]
     assert settings[2 : 2 + len(changed)] == changed and settings[1].meaning.startswith(
-        "Peak learning rate."
+        "Peak learning rate"
     )
     rows = read(comparison(three, all_settings(three)))
     assert list(rows[0])[:4] == ["run", "run.seed", "optim.lr", "state"]
