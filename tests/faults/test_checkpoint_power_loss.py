@@ -207,7 +207,8 @@ def begun(path: Path) -> tuple[int, int | None] | None:
     """The steps of the run that is there and the step that it begins at; None: no run, and a new one may begin."""
     run = Run(path)
     if not run.recipe_path.is_file():
-        assert {p.name for p in path.iterdir()} <= LEFT_OVER if path.is_dir() else True
+        names = [p.name for p in path.iterdir()] if path.is_dir() else []
+        assert all(map(LEFT_OVER.fullmatch, names)), names
         return None
     choice = choose_checkpoint(path)
     return int(run.recipe.train.steps), choice.step if choice is not None else None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import platform
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -20,6 +18,7 @@ from windlass.errors import DONE, FAILED, UserError, first_line
 from windlass.processes import QUIET_END
 
 if TYPE_CHECKING:
+    from windlass.recipe import Recipe
     from windlass.run import Run
     from windlass.verification import Proof
 
@@ -40,84 +39,63 @@ def train(
 
     It trains as one process, as N local processes (--world N), or as a rank under torchrun, srun or
     mpiexec. It resumes a run directory with a committed checkpoint, and leaves a finished run
-    alone. The end shows the loss curve, a sample and the report.
+    alone. The end shows the loss curve and the report.
 
     Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal with everything saved.
     """
     from windlass.parallel.env import detect_env
-    from windlass.processes import PARENT, WINDLASS, exit_with_parent
+    from windlass.processes import PARENT, exit_with_parent
     from windlass.recipe import Recipe
-    from windlass.run import Run
-    from windlass.training.start import resolve_start
+    from windlass.training import api
     from windlass.training.stop import StopSignals
 
     if parent := os.environ.pop(PARENT, ""):  # a launcher or a sweep
         exit_with_parent(int(parent))
     loaded, env = Recipe.load(recipe, overrides), detect_env(os.environ)
     start: dict[str, Any] = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
-    if env.launcher == "none":
-        plan = resolve_start(loaded, **start)
-        if plan.finished:
-            typer.echo(f"{plan.run.path} is finished: {plan.why_finished}.")
-            return show_end(plan.run, sample=True)
-        plan.recipe.check_packages()
-        if world not in ("", "1") or max_restarts:
-            from windlass.data.prepare import prepare
-            from windlass.launch.local import launch, parse_worlds
-
-            worlds = parse_worlds(world or "1")
-            for number in worlds:
-                loaded.batch(number)
-            with StopSignals():  # prepare once, before the ranks
-                prepare(loaded)
-            with quiet_end():  # this process shows the end instead of rank 0
-                code = launch([*WINDLASS, *sys.argv[1:]], worlds, max_restarts)
-            if code == DONE:
-                return show_end(Run(plan.run.path))  # with the recipe that an extension has changed
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C keeps the exit code
-            return code
-    elif env.launcher != "windlass" and world not in ("", str(env.world)):
+    if env.launcher == "none" and (world not in ("", "1") or max_restarts):
+        return train_local_ranks(loaded, world or "1", max_restarts, start)
+    if env.launcher not in ("none", "windlass") and world not in ("", str(env.world)):
         problem = f"this process is one of {env.world} ({env.launcher})"
         raise UserError(f"--world {world}: {problem}; leave --world out")
     with StopSignals():  # while torch is imported; the training has its own
-        from windlass.training.api import train as run_training
-
-        run = run_training(loaded, **start, stop_at=stop_at)
+        run = api.train(loaded, **start, stop_at=stop_at)
     return show_end(run) if env.rank == 0 and run.state == "finished" else DONE
+
+
+def train_local_ranks(recipe: Recipe, world: str, max_restarts: int, start: dict[str, Any]) -> int:
+    """Repeat this command as local ranks, and show the end of the run in their place."""
+    from windlass.launch.local import parse_worlds
+    from windlass.run import Run
+    from windlass.training import api
+    from windlass.training.start import resolve_start
+
+    plan, worlds = resolve_start(recipe, **start), parse_worlds(world)
+    if plan.finished:
+        return show_end(api.finished_run(plan))
+    plan.recipe.check_packages()
+    code = api.launch_ranks(plan.recipe, sys.argv[1:], worlds, max_restarts)
+    if code == DONE:
+        return show_end(Run(plan.run.path))  # with the recipe that an extension has changed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C keeps the exit code
+    return code
 
 
 PROVED = {True: ("proved", "green"), False: ("FAILED", "red"), None: ("not tried", "yellow")}
 
 
-@contextlib.contextmanager
-def quiet_end() -> Iterator[None]:
-    """Keep child processes from showing the end of their run."""
-    before = os.environ.get(QUIET_END)
-    os.environ[QUIET_END] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(QUIET_END)
-        os.environ.update({QUIET_END: before} if before else {})
-
-
-def show_end(run: Run, sample: bool = False) -> int:
-    """Show the loss curve, the report and the next command of a finished run; a failure is only a
-    warning.
-
-    `sample`: also show the last sample.
-    """
+def show_end(run: Run) -> int:
+    """Show the loss curve, report and next command of a finished run; a failure is a warning."""
     if os.environ.get(QUIET_END):
         return DONE
     try:
         from windlass.cli.runs import show_published
-        from windlass.reports.curve import curve, last_sample
+        from windlass.reports.curve import curve
         from windlass.reports.view import view
         from windlass.reports.write import report as write_report
 
-        run_view = view(run)
-        parts = (curve(run_view), last_sample(run_view) if sample else "")
-        typer.echo("\n".join(part for part in parts if part))
+        if text := curve(view(run)):
+            typer.echo(text)
         written = write_report(run)
         show_published(written.published)
         typer.echo(f"report: {written.page}")

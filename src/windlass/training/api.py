@@ -1,4 +1,4 @@
-"""`train`: one rank of a training in this process, or all ranks as local processes."""
+"""`train`: one rank of a training in this process, or all ranks as local processes. No torch."""
 
 from __future__ import annotations
 
@@ -8,26 +8,23 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from torch.utils.data import Dataset
-
-from windlass.data.dataset import from_dataset
 from windlass.data.prepare import Data, prepare
 from windlass.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, RunFailed, Stopped, UserError
 from windlass.launch.local import launch
-from windlass.optim.build import torch_optimizer
-from windlass.parallel.dist import init_store
 from windlass.parallel.env import detect_env
-from windlass.parallel.parallelize import attention_without_plans
 from windlass.processes import QUIET_END, WINDLASS
 from windlass.recipe import Recipe, as_recipe
 from windlass.run import Run
-from windlass.training.callbacks import Callback, Measuring, UserCode
 from windlass.training.start import StartPlan, check_shared, resolve_start
 from windlass.training.stop import StopSignals
-from windlass.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import Dataset
+
+    from windlass.training.callbacks import Callback, Measuring, UserCode
 
 
 def train(
@@ -73,72 +70,74 @@ def train(
         RunFailed: The run cannot continue: a non-finite step, a lost rank, a full disk.
         Stopped: A signal stopped the run, and everything is saved.
     """
+    from windlass.optim.build import torch_optimizer
+    from windlass.training.callbacks import UserCode
+
+    local = world != 1 and detect_env().launcher == "none"
     with StopSignals() as stop, ExitStack() as stack:
         wanted, code = as_recipe(recipe), UserCode(callbacks, suites or {})
         torch_optimizer(wanted.optim)  # raises for an optimizer that torch lacks
         plan = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
-            return finished_run(plan, wanted)
+            return finished_run(plan)
         plan.recipe.check_packages()
         code.check(plan.recipe)
-        locally = world != 1 and detect_env().launcher == "none"
-        if locally:
-            own = model is not None or data is not None or callbacks or suites
-            prepare_locally(wanted, world, bool(own))
-        else:
-            if plan.recipe.data.format != "text":  # rows of varying lengths
-                stack.enter_context(attention_without_plans())
-            samples = data if isinstance(data, Data | None) else from_dataset(data, plan.recipe)
-            Trainer(plan, stop, stack, model, samples, code, stop_at).run()
-    if locally:
-        start = {"fresh": fresh, "extend-to": extend_to, "branch-from": branch_from}
-        train_locally(wanted, world, start | {"stop-at": stop_at})
+        if not local:
+            train_rank(plan, stop, stack, model, data, code, stop_at)
+    if local:
+        if model is not None or data is not None or callbacks or suites:
+            problem = "local processes cannot receive your own model, data, callbacks or suites"
+            raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
+        options = {"extend-to": extend_to, "branch-from": branch_from, "stop-at": stop_at}
+        train_local_ranks(plan, wanted, world, fresh, options)
     # The parts refer to each other: free the device's memory, files and sockets now.
     gc.collect()
-    return Run(plan.run.path)  # reads the recipe again, which an extension has changed
+    return Run(plan.run.path)  # with the recipe that an extension has changed
 
 
-def finished_run(plan: StartPlan, wanted: Recipe) -> Run:
-    """Say that the run is finished. On several hosts, first check that all of them see it."""
+def train_rank(
+    plan: StartPlan,
+    stop: StopSignals,
+    stack: ExitStack,
+    model: nn.Module | None,
+    data: Data | Dataset[Any] | None,
+    code: UserCode,
+    stop_at: int,
+) -> None:
+    """Train as one rank in this process."""
+    from windlass.data.dataset import from_dataset
+    from windlass.parallel.parallelize import attention_without_plans
+    from windlass.training.trainer import Trainer
+
+    if plan.recipe.data.format != "text":  # rows of varying lengths
+        stack.enter_context(attention_without_plans())
+    samples = data if isinstance(data, Data | None) else from_dataset(data, plan.recipe)
+    Trainer(plan, stop, stack, model, samples, code, stop_at).run()
+
+
+def finished_run(plan: StartPlan) -> Run:
+    """Print why the run is finished; several hosts first check that all of them see it."""
     env = detect_env()
     if env.nodes > 1:
-        with init_store(env, wanted) as ranks:
+        from windlass.parallel.dist import init_store
+
+        with init_store(env, plan.recipe) as ranks:
             check_shared(ranks, plan.run.path, None)
     if env.rank == 0:
-        text = f"{plan.run.path} is finished: {plan.why_finished}"
-        print(f"{text}; it is returned as it is; extend it to train on")
+        print(f"{plan.run.path} is finished: {plan.why_finished}; extend it to train on")
     return plan.run
 
 
-def prepare_locally(recipe: Recipe, world: int, own: bool) -> None:
-    """Check that local processes can train the recipe, and prepare its data once, before them."""
-    if own:
-        problem = "local processes cannot receive your own model, data, callbacks or suites"
-        raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
-    recipe.batch(world)  # raises if the ranks cannot share the global batch
-    prepare(recipe)
-
-
-def train_locally(recipe: Recipe, world: int, options: Mapping[str, Any]) -> None:
-    """Train with `world` local processes; their messages go to stderr.
-
-    Raises UserError, Stopped or RunFailed, as the first rank that ended.
-    """
-    arguments = [
-        f"--{name}={value}" for name, value in options.items() if value and value is not True
-    ]
-    arguments += [f"--{name}" for name, value in options.items() if value is True]
+def train_local_ranks(
+    plan: StartPlan, wanted: Recipe, world: int, fresh: bool, options: Mapping[str, Any]
+) -> None:
+    """Train with `world` local processes; raises as the first rank that ended."""
+    arguments = [f"--{name}={value}" for name, value in options.items() if value]
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
-        path = Path(folder, "recipe.toml")
-        path.write_text(recipe.toml(), encoding="utf-8")
-        place = f"run.dir='{recipe.run_dir.absolute()}'"
-        before = os.environ.get(QUIET_END)
-        os.environ[QUIET_END] = "1"
-        try:
-            code = launch([*WINDLASS, "train", str(path), place, *arguments], world)
-        finally:
-            os.environ.pop(QUIET_END)
-            os.environ.update({QUIET_END: before} if before else {})
+        path, place = Path(folder, "recipe.toml"), wanted.run_dir.absolute()
+        path.write_text(wanted.toml(), encoding="utf-8")
+        command = ["train", str(path), f"run.dir='{place}'", *arguments, *["--fresh"] * fresh]
+        code = launch_ranks(plan.recipe, command, [world])
     if code in (STOPPED, INTERRUPTED):
         saved = "everything is saved" if code == STOPPED else "the last steps were not saved"
         raise Stopped(f"a signal stopped the {world} ranks; {saved}")
@@ -146,3 +145,23 @@ def train_locally(recipe: Recipe, world: int, options: Mapping[str, Any]) -> Non
         raise UserError(f"the {world} ranks rejected their input (see the message above)")
     if code != DONE:
         raise RunFailed(f"training with {world} ranks failed (see the message above)")
+
+
+def launch_ranks(
+    recipe: Recipe, command: Sequence[str], worlds: Sequence[int], max_restarts: int = 0
+) -> int:
+    """Run a `windlass` command that trains `recipe` as local ranks; returns the exit code.
+
+    Prepares the data once, before the ranks. The ranks leave the end of the run to this process.
+    """
+    for world in worlds:
+        recipe.batch(world)  # raises if the ranks cannot share the global batch
+    with StopSignals():
+        prepare(recipe)
+    before = os.environ.get(QUIET_END)
+    os.environ[QUIET_END] = "1"
+    try:
+        return launch([*WINDLASS, *command], worlds, max_restarts)
+    finally:
+        os.environ.pop(QUIET_END)
+        os.environ.update({QUIET_END: before} if before else {})

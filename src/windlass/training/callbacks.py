@@ -1,5 +1,4 @@
-"""A user's code in a training: callbacks that see it, log a number or stop it, and suites that
-measure the model."""
+"""A user's code in a training: callbacks, and suites that measure the model."""
 
 from __future__ import annotations
 
@@ -26,15 +25,14 @@ from windlass.recipe.settings import OWN_SUITE
 from windlass.training.state import TrainState
 
 Measuring = Callable[[Any, int], Mapping[str, Any]]
-"""A suite as a function of the model, in evaluation mode, and the step; it returns numbers by
-name."""
+"""`f(model, step)`: the model is in evaluation mode; returns numbers by name."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite that says which of its numbers get better as they fall.
+    """A suite with the names of its numbers that are better if lower.
 
-    A function alone is a suite, too. More of its numbers is better, except for the names that
+    A plain function is a suite, too: all of its numbers are better if higher, except for names that
     Windlass knows, such as `loss` and `perplexity`.
     """
 
@@ -47,13 +45,13 @@ class Suite:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The numbers of a step. The tensors are on the device, and nothing has waited for them."""
+    """The numbers of a step. The tensors are on the device; nothing has waited for them."""
 
     loss: Tensor  # scalar: this rank's part of the loss per unmasked label, until summed over ranks
-    grad_norm: Tensor  # scalar: the global norm before clipping, the same on every rank
+    grad_norm: Tensor  # scalar: the global norm before clipping
     tokens: int  # over all ranks, without padding
-    label_tokens: int  # tokens that count in the loss: masked prompts do not
-    padded_tokens: int  # tokens over all ranks with padding and masked ones: all that was computed
+    label_tokens: int  # over all ranks, unmasked
+    padded_tokens: int  # over all ranks, with padding
     spike: float | None = None  # the global loss if it is a spike and there was no update
 
 
@@ -68,8 +66,7 @@ class Event:
     _callbacks: Callbacks = field(repr=False)
 
     def log(self, name: str, value: Any) -> None:
-        """Write a number as `log.NAME` into the ledger, trackers and report, at the present
-        step."""
+        """Write a number as `log.NAME` into the ledger, trackers and report."""
         self._callbacks.logged[name] = as_float(value, f"log({name!r}, ...)")
 
     def stop(self, reason: str = "") -> None:
@@ -79,8 +76,6 @@ class Event:
 
 @dataclass
 class StepEvent(Event):
-    """After a step."""
-
     lr: float  # of this step's update, before the multiplier of a parameter group
     batch: StepBatch  # this rank's samples: `batch.micro[i].batch.tokens` [B, T], `.labels`
     _result: StepResult = field(repr=False)
@@ -98,8 +93,6 @@ class StepEvent(Event):
 
 @dataclass
 class EvaluationEvent(Event):
-    """After an evaluation."""
-
     results: dict[str, dict[str, Any]]  # suite -> its scores
 
 
@@ -136,25 +129,21 @@ class UserCode:
         suite."""
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
-                raise UserError(
-                    f"callbacks: {callback!r} is not a windlass.Callback; subclass it and give an object"
-                )
+                problem = f"callbacks: {callback!r} is not a windlass.Callback"
+                raise UserError(f"{problem}; subclass it and give an object")
         for name in self.suites:
             if not re.fullmatch(r"\w+", name):
-                raise UserError(
-                    f"suites: {name!r} cannot be the name of a suite; use letters, digits and _"
-                )
+                raise UserError(f"suites: {name!r} is not a valid name; use letters, digits and _")
         best = recipe.checkpoint.best
-        suite, _, _ = best.partition(".")
-        name = suite.removeprefix(OWN_SUITE)
-        if suite.startswith(OWN_SUITE) and name not in self.suites:
+        name = best.partition(".")[0].removeprefix(OWN_SUITE)
+        if best.startswith(OWN_SUITE) and name not in self.suites:
             give = f'train(..., suites={{"{name}": f}})'
             raise UserError(f"checkpoint.best: {best} needs a suite of your own: {give}")
 
 
 @dataclass
 class Callbacks:
-    """Calls the user's code, and keeps what it logged and whether it asked for a stop."""
+    """Calls the user's code, and keeps the numbers that it logs and its request to stop."""
 
     code: UserCode
     recipe: Recipe
@@ -166,21 +155,21 @@ class Callbacks:
     stop_reason: str = ""  # empty: no callback asked for a stop
     logged: dict[str, float] = field(default_factory=dict)  # since `take_logged`
 
-    def overrides(self, method: str) -> bool:
-        """Whether a callback overrides this method."""
-        default = getattr(Callback, method)
-        return any(getattr(type(one), method) is not default for one in self.code.callbacks)
+    @property
+    def see_steps(self) -> bool:
+        """Whether a callback overrides `on_step`."""
+        return any(type(c).on_step is not Callback.on_step for c in self.code.callbacks)
 
     def stepped(self, lr: float, batch: StepBatch, result: StepResult) -> None:
-        if self.overrides("on_step"):
+        if self.see_steps:
             with self.user_code():
                 event = StepEvent(*self._common(self.state.step), lr, batch, result)
                 for callback in self.code.callbacks:
                     callback.on_step(event)
 
-    def evaluated(self, scores: Sequence[Mapping[str, Any]]) -> None:
-        results = {one["suite"]: {k: v for k, v in one.items() if k != "suite"} for one in scores}
+    def evaluated(self, scores: Mapping[str, Mapping[str, Any]]) -> None:
         with self.user_code():
+            results = {suite: dict(values) for suite, values in scores.items()}
             event = EvaluationEvent(*self._common(self.state.step), results)
             for callback in self.code.callbacks:
                 callback.on_evaluation(event)
@@ -191,7 +180,7 @@ class Callbacks:
             callback.on_save(event)
 
     def take_logged(self) -> dict[str, float]:
-        """What callbacks have logged since the last call."""
+        """The numbers that callbacks have logged since the last call."""
         logged, self.logged = self.logged, {}
         return logged
 
@@ -204,28 +193,25 @@ class Callbacks:
         return step, epoch, unwrap(self.model), self.optimizer, self
 
     def _measure(self, name: str, model: nn.Module) -> dict[str, Any]:
-        """The scores of a suite: those of rank 0, so that all ranks agree on the best
-        checkpoint."""
-        began, where = time.perf_counter(), f"suites[{name!r}]"
+        """Rank 0's scores of a suite, so that all ranks agree on the best checkpoint."""
+        began, suite = time.perf_counter(), self.code.suites[name]
         arithmetic = autocast(self.recipe, self.ranks.device)
         with self.user_code(), evaluating(model), torch.no_grad(), arithmetic:
-            scores = self.code.suites[name](unwrap(model), self.state.step)
+            scores = suite(unwrap(model), self.state.step)
         if not isinstance(scores, Mapping):
-            example = '{"score": 0.3}'
-            raise UserError(
-                f"{where} returned {scores!r}; return a dictionary of numbers, such as {example}"
-            )
+            advice = 'return a dictionary of numbers, such as {"score": 0.3}'
+            raise UserError(f"suites[{name!r}] returned {scores!r}; {advice}")
         measured: dict[str, Any] = {
-            str(key): as_float(value, f"{where}: {key}") for key, value in scores.items()
+            str(key): as_float(value, f"suites[{name!r}]: {key}") for key, value in scores.items()
         }
         measured["runtime_s"] = time.perf_counter() - began
-        if lower := list(getattr(self.code.suites[name], "lower", ())):
+        if lower := list(getattr(suite, "lower", ())):
             measured["lower"] = lower
         return dict(self.ranks.broadcast_object("own suite", measured))
 
     @contextlib.contextmanager
     def user_code(self) -> Iterator[None]:
-        """The phase is `callback` meanwhile: a user's code may take any time."""
+        """Mark the phase `callback`, because a user's code may take any time."""
         before = self.ranks.status.phase
         self.ranks.mark(self.state.step, "callback")
         yield
@@ -233,7 +219,7 @@ class Callbacks:
 
 
 def as_float(value: Any, where: str) -> float:
-    """A user's number as a float, also from a tensor or an array with one element."""
+    """A user's number, tensor or array of one element as a float."""
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):

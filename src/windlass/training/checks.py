@@ -1,11 +1,11 @@
-"""Start-up checks, each of which can stop the run before its first step: mistakes that would
-otherwise be silent."""
+"""Start-up checks: they stop a run before its first step for mistakes that would stay silent."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,38 +23,30 @@ from windlass.parallel.mesh import shard_groups
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe.settings import IGNORE_INDEX
 
-HASH_WORDS = 2**20  # hashed at once: three temporary tensors of 8 MB, for a parameter of any size
+HASH_WORDS = 2**20  # hashed at once: three temporary tensors of 8 MB, whatever the parameter's size
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def startup_checks(
     model: nn.Module, tied_before: list[list[str]], precision: str, ranks: Ranks
 ) -> None:
-    """Master weights, ties, the gradient norm, replicas; raises RunFailed on every rank where one
-    of them is wrong."""
+    """Check master weights, ties, the gradient norm and replicas; RunFailed on every rank."""
     wanted = torch.float64 if precision == "fp64" else torch.float32
-    # Held in fewer bits, a trained weight would lose small updates to rounding.
-    wrong = [
-        name
-        for name, p in unwrap(model).named_parameters()
-        if p.requires_grad and p.dtype != wanted
-    ]
+    # With fewer bits a weight would lose small updates to rounding.
+    trained = [(name, p) for name, p in unwrap(model).named_parameters() if p.requires_grad]
+    wrong = [name for name, parameter in trained if parameter.dtype != wanted]
     problems = [f"master weights are not {wanted}: {name}" for name in wrong[:1]]
     untied = [" and ".join(names) for names in tied_before if names not in tie_groups(model)]
     problems += [f"{names} were tied in the model, and no longer are" for names in untied]
     problems += [*norm_probe(model, ranks), *replicas(model, ranks)]
-    everywhere = [
-        text for texts in ranks.all_gather_object("startup checks", problems) for text in texts
-    ]
-    if everywhere:
-        raise RunFailed(
-            "\n".join(
-                ["the start-up checks failed (train.startup_checks):", *dict.fromkeys(everywhere)]
-            )
-        )
+    gathered = dict.fromkeys(chain(*ranks.all_gather_object("startup checks", problems)))
+    if gathered:
+        head = "the start-up checks failed (train.startup_checks):"
+        raise RunFailed("\n".join([head, *gathered]))
 
 
 def tie_groups(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several: tied weights."""
+    """The names of each tied weight."""
     names: dict[int, list[str]] = {}
     for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -62,41 +54,32 @@ def tie_groups(model: nn.Module) -> list[list[str]]:
 
 
 def norm_probe(model: nn.Module, ranks: Ranks) -> list[str]:
-    """The distributed norm of gradients of a given norm: constants, different from parameter to
-    parameter."""
+    """Compare the distributed norm of known gradients, a constant for each parameter."""
     parameters, squares = [p for p in model.parameters() if p.requires_grad], 0.0
-    for number, parameter in enumerate(
-        parameters
-    ):  # before the first step: there is no gradient yet
+    for number, parameter in enumerate(parameters):
         value = 1.0 / (1 + number % 7)
         parameter.grad = torch.full_like(parameter, value)
         squares += value * value * parameter.numel()
     norm, expected = float(collectives.global_grad_norm(parameters, ranks)), math.sqrt(squares)
     for parameter in parameters:
         parameter.grad = None
-    if abs(norm - expected) > 1e-4 * expected:
-        return [
-            f"the distributed gradient norm of a probe is {norm:.6g} and should be {expected:.6g}"
-        ]
-    return []
+    if abs(norm - expected) <= 1e-4 * expected:
+        return []
+    return [f"the distributed gradient norm of a probe is {norm:.6g} and should be {expected:.6g}"]
 
 
 def replicas(model: nn.Module, ranks: Ranks) -> list[str]:
-    """Parameters that differ in any bit between ranks that should hold the same ones."""
-    # A parameter in as many pieces as there are ranks has no replica.
-    pieces = {
-        name: (parameter.to_local(), piece_of(parameter))
-        if isinstance(parameter, DTensor)
-        else (parameter, "whole")
-        for name, parameter in unwrap(model).named_parameters()
-        if math.prod(group.size() for group in shard_groups(parameter)) < ranks.world
-    }
-    if not pieces:
+    """Parameters that differ in any bit between ranks that should hold the same values."""
+    own: dict[str, tuple[str, int]] = {}  # this rank's piece of a parameter, and its hash
+    for name, parameter in unwrap(model).named_parameters():
+        # A parameter in as many pieces as ranks has no replica.
+        if math.prod(group.size() for group in shard_groups(parameter)) < ranks.world:
+            sharded = isinstance(parameter, DTensor)
+            local = parameter.to_local() if sharded else parameter
+            own[name] = piece_of(parameter) if sharded else "whole", fingerprint(local)
+    if not own:
         return []
-    own = {name: [piece, fingerprint(local)] for name, (local, piece) in pieces.items()}
-    first: dict[
-        tuple[str, str], tuple[int, int]
-    ] = {}  # the first rank that holds a piece; its hash
+    first: dict[tuple[str, str], tuple[int, int]] = {}  # a piece's first rank, and its hash there
     differing: dict[tuple[int, int], list[str]] = {}  # names, by the two ranks
     for rank, other in enumerate(ranks.all_gather_object("replicas", own)):
         for name, (piece, value) in other.items():
@@ -110,10 +93,23 @@ def replicas(model: nn.Module, ranks: Ranks) -> list[str]:
 
 
 def piece_of(parameter: DTensor) -> str:
-    """The piece that this rank holds: its place along each mesh dimension that cuts the tensor."""
+    """This rank's piece: its place along each mesh dimension that cuts the tensor."""
     mesh, placements = parameter.device_mesh, parameter.placements
     places = [mesh.get_local_rank(d) for d, p in enumerate(placements) if not p.is_replicate()]
     return ",".join(map(str, places))
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> int:
+    """A hash of a tensor's bits, on its device: the sum of its words times odd numbers by place."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    words = flat.view(WORDS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, words.numel(), HASH_WORDS):
+        chunk = words[start : start + HASH_WORDS].long()
+        places = torch.arange(start, start + chunk.numel(), device=chunk.device)
+        total += (chunk * (places * 0x9E3779B1 + 1 | 1)).sum()
+    return int(total)
 
 
 @torch.no_grad()
@@ -123,74 +119,58 @@ def check_loss_is_a_sum(
     ranks: Ranks,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> None:
-    """Raise UserError where a module of the user's gives another loss than the sum over the
-    unmasked labels.
+    """Raise UserError if a user's module does not return the sum of the loss over unmasked labels.
 
-    A sum over all positions is that over the first half of them and that over the rest; a mean is
-    not.
+    The sum over all positions equals the sums over both halves of them together; a mean does not.
     """
     two = Batch(*samples.read(np.arange(min(2, len(samples)))))
     tokens, labels, *_ = two.map(lambda part: torch.from_numpy(np.array(part, dtype=np.int64)))
     first = (torch.arange(labels.numel()) < labels.numel() // 2).view_as(labels)
     masked = (labels, labels.where(first, IGNORE_INDEX), labels.where(~first, IGNORE_INDEX))
+    device = ranks.device
     try:
         with evaluating(model), autocast():
-            whole, *halves = (
-                float(unwrap(model)(tokens.to(ranks.device), m.to(ranks.device))) for m in masked
-            )
+            losses = [float(unwrap(model)(tokens.to(device), m.to(device))) for m in masked]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        problem = f"forward(tokens, labels) of your model failed on two samples: {type(error).__name__}: {first_line(error)}"
-        takes = "tokens and labels, int64 [B, T], and returns a scalar, the loss summed over labels that are not -100"
-        raise UserError(f"{problem}. It takes {takes}") from error
+        raise UserError(
+            "forward(tokens, labels) of your model failed on two samples: "
+            f"{type(error).__name__}: {first_line(error)}. It takes tokens and labels, int64 "
+            "[B, T], and returns a scalar, the loss summed over labels that are not -100"
+        ) from error
+    whole, *halves = losses
     wrong = math.isfinite(whole) and abs(sum(halves) - whole) > 0.3 * abs(whole)
     if any(ranks.all_gather_object("sum of the loss", wrong)):
-        parts = f"{whole:.4g} for two samples, {halves[0]:.4g} and {halves[1]:.4g} for the two halves of their labels"
         raise UserError(
-            f"your model's forward(tokens, labels) gives no sum: {parts}. Return the loss summed over labels that are not -100 "
-            '(reduction="sum"); Windlass divides it by their number in the whole step (train.startup_checks=false: no check)'
+            f"your model's forward(tokens, labels) returns no sum: {whole:.4g} for two samples, "
+            f"{halves[0]:.4g} and {halves[1]:.4g} for the two halves of their labels. Return the "
+            'loss summed over labels that are not -100 (reduction="sum"); Windlass divides it by '
+            "their number in the whole step (train.startup_checks=false: no check)"
         )
 
 
 def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
-    """What is suspicious about the loss of the first step, held against that of guessing among
-    `rows` tokens; or ""."""
+    """A warning if the loss of step 1 is far from the loss of guessing among `rows` tokens, or ""."""
     chance = math.log(max(2, rows))
-    likely = 0.5 * chance < loss < 1.5 * chance + 1 if fresh else loss < 1.5 * chance + 1
+    likely = loss < 1.5 * chance + 1 and (loss > 0.5 * chance or not fresh)
     if likely or loss == 0 or not math.isfinite(loss):  # 0: every label of the step was masked
         return ""
     causes = "the tokenizer may not be the model's (data.tokenizer), or its weights were not loaded"
-    if fresh:
+    if fresh and loss > chance:
         causes = "look at model.init_std and model.logit_cap, or the labels"
-        causes = causes if loss > chance else "labels may be in the input"
-    return f"the first loss is {loss:.4g}, and guessing among {rows:,} tokens gives {chance:.4g}: {causes}"
-
-
-@torch.no_grad()
-def fingerprint(tensor: Tensor) -> int:
-    """A hash of a tensor's bits, on its own device: the sum of its words, each times an odd number
-    by its place."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    words = flat.view(
-        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    )
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, words.numel(), HASH_WORDS):
-        chunk = words[start : start + HASH_WORDS].long()
-        places = torch.arange(start, start + chunk.numel(), device=chunk.device)
-        total += (chunk * (places * 0x9E3779B1 + 1 | 1)).sum()
-    return int(total)
+    elif fresh:
+        causes = "labels may be in the input"
+    guess = f"guessing among {rows:,} tokens gives {chance:.4g}"
+    return f"the first loss is {loss:.4g}, and {guess}: {causes}"
 
 
 def uses_dropout(model: nn.Module) -> bool:
     """Whether a module of the model draws random numbers in training."""
-    settings = [
-        (type(m).__name__, name, value) for m in model.modules() for name, value in vars(m).items()
-    ]
-    rates = [
-        value
-        for kind, name, value in settings
-        if "dropout" in name or (name == "p" and "Dropout" in kind)
-    ]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+    for module in model.modules():
+        is_dropout = "Dropout" in type(module).__name__
+        for name, value in vars(module).items():
+            rate = "dropout" in name or (name == "p" and is_dropout)
+            if rate and isinstance(value, float) and value > 0:
+                return True
+    return False

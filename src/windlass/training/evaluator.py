@@ -1,8 +1,9 @@
-"""The evaluations and the sampled texts of a training."""
+"""The evaluations and the generated texts of a training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from windlass.training.record import Recorder
 
 
 class Evaluator:
-    """Measures the suites, and samples texts. All ranks call it at the same step."""
+    """Measures the suites, and generates texts. All ranks call it at the same step."""
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class Evaluator:
         own_suites: Mapping[str, Callable[[Any], Scores]],
         stop_requested: Callable[[], bool],
     ):
-        """`stop_requested` is called between the passes of a measurement."""
+        """`stop_requested` is asked between the passes of a measurement."""
         self.recorder, self.model, self.data = recorder, model, data
         self.recipe, self.ranks = recorder.plan.recipe, recorder.ranks
         self.state, self.horizon = recorder.state, recorder.horizon
@@ -39,44 +40,45 @@ class Evaluator:
             self.recipe, data.tokenizer, self.ranks, data.val, micro_batch, own_suites, data.train
         )
 
+    def use_micro_batch(self, size: int) -> None:
+        """Evaluate with this number of sequences per pass."""
+        self.suites = replace(self.suites, batch=size)
+
     @property
     def due(self) -> bool:
-        """Whether the suites are measured at this step: at both ends and by `eval.every`."""
+        """Whether an evaluation is due at this step: at both ends and by `eval.every`."""
         step, every = self.state.step, self.recipe.eval.every
         if not self.suites.names or every in (0, 0.0):
             return False
         return step in (0, self.horizon.steps) or self.horizon.due(every, step)
 
-    def measure(self, suites: Sequence[str], last: bool) -> list[dict[str, Any]] | None:
-        """Measure and record the suites (none given: all); None if a stop cut it short.
+    def measure(self, suites: Sequence[str], last: bool) -> dict[str, Scores] | None:
+        """Measure and record the suites (none given: all); None if a stop interrupted it.
 
         `last`: the last evaluation of the run, with all validation data if the recipe says so.
         """
-        step, recorder, measured = self.state.step, self.recorder, list[dict[str, Any]]()
+        step, recorder, measured = self.state.step, self.recorder, dict[str, Scores]()
         with recorder.outside("eval"):
             self.ranks.mark(step, "evaluation")
             whole = last and measures_all(self.recipe, self.horizon, len(self.data.val or ()))
             for suite in suites or self.suites.names:
-                progress = partial(recorder.console.progress, f"evaluating {suite}")
-                result = self.suites.measure(
-                    suite, self.model, self.stop_requested, whole, progress
-                )
+                show = partial(recorder.console.progress, f"evaluating {suite}")
+                result = self.suites.measure(suite, self.model, self.stop_requested, whole, show)
                 if result is None:
                     return None
-                scores, predictions = result
-                measured.append({"suite": suite, **scores})
+                measured[suite], predictions = result
                 if predictions and self.ranks.main:
                     try:
                         write_predictions(recorder.run.path / "eval", step, predictions)
                     except OSError as error:  # the scores are in the ledger
-                        text = f"{suite}: the predictions were not written: {error}"
-                        recorder.console.warning(text)
-        for scores in measured:
-            recorder.evaluated(scores)
+                        problem = f"{suite}: the predictions were not written: {error}"
+                        recorder.console.warning(problem)
+        for suite, scores in measured.items():
+            recorder.evaluated({"suite": suite, **scores})
         return measured
 
     def measures_more(self, global_batch: int) -> bool:
-        """Whether an evaluation that turns out to be the last measures more validation data."""
+        """Whether the run's last evaluation measures more validation data than the others."""
         samples = len(self.data.val or ())
         bounded = 0 < self.recipe.eval.batches * global_batch < samples
         whole = bounded and measures_all(self.recipe, self.horizon, samples)
@@ -84,14 +86,14 @@ class Evaluator:
 
     @property
     def sample_due(self) -> bool:
-        """Whether to generate a text at this step; a user's model or tokenizer may be unable to."""
+        """Whether to generate texts at this step; a user's model or tokenizer may be unable to."""
         able = hasattr(unwrap(self.model), "new_cache") and hasattr(self.data.tokenizer, "encode")
         return able and self.horizon.due(self.recipe.eval.sample_every, self.state.step)
 
     def sample(self) -> bool:
         """Generate texts from the recipe's prompt, equal on every rank and world size.
 
-        False if a stop cut it short: then nothing is written.
+        Returns False, and writes nothing, if a stop interrupted it.
         """
         settings, tokenizer = self.recipe.eval, self.data.tokenizer
         recorder, step = self.recorder, self.state.step
@@ -105,17 +107,12 @@ class Evaluator:
         )
         with recorder.outside("sample"):
             self.ranks.mark(step, "sample")
-            generated = generate(
-                self.model,
-                [prompt] * settings.sample_count,
-                sampling,
-                self.ranks,
-                vocab=tokenizer.vocab,
-                autocast=partial(autocast, self.recipe, self.ranks.device),
-                poll=self.stop_requested,
-            )
-        for index, ids in enumerate(generated or []):
+            how = {"vocab": tokenizer.vocab, "poll": self.stop_requested}
+            arithmetic = partial(autocast, self.recipe, self.ranks.device)
+            prompts = [prompt] * settings.sample_count
+            texts = generate(self.model, prompts, sampling, self.ranks, autocast=arithmetic, **how)
+        for index, ids in enumerate(texts or []):
             text = settings.prompt + text_after(tokenizer, prompt if settings.prompt else [], ids)
             recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)
             recorder.console.sample(text, step)
-        return generated is not None
+        return texts is not None

@@ -1,5 +1,4 @@
-"""When memory runs out: the first step once more with a smaller micro-batch, or a message that says
-what to write."""
+"""A smaller micro-batch if memory runs out in the first step of a start."""
 
 from __future__ import annotations
 
@@ -7,89 +6,57 @@ import gc
 from dataclasses import replace
 
 import torch
-from torch.optim import Optimizer
 
 from windlass.errors import RunFailed
-from windlass.evaluation.suites import Suites
 from windlass.recipe import BatchPlan
 from windlass.run import Run
 from windlass.training.record import Recorder
 
-OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the one that was taken instead
+OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
 
 
 def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
     """The same samples in smaller micro-batches, after memory ran out in a step.
 
-    RunFailed, with what to write, where there is no such plan: `train.micro_batch` is the user's,
-    there are several ranks (which wait for each other in the collectives of that step), the step is
-    not the first of a start (those before it were done with this micro-batch), or its update may
-    have begun.
+    Raises RunFailed with advice if that is impossible: the user chose `train.micro_batch`, other
+    ranks wait in the step's collectives, earlier steps of this start had this micro-batch, or the
+    update may have begun.
     """
-    recipe, ranks, share = (
-        recorder.plan.recipe,
-        recorder.ranks,
-        batch.global_batch // batch.data_world,
-    )
-    less = max(
-        (size for size in range(1, batch.micro_batch // 2 + 1) if share % size == 0), default=0
-    )
-    phase = ranks.status.phase
-    alone = ranks.world == 1 and not ranks.strategy.shards_parameters
-    if (
-        less
-        and alone
-        and not recipe.train.micro_batch
-        and not recorder.started_up
-        and phase in ("forward", "backward")
-    ):
-        return replace(batch, micro_batch=less)
+    recipe, ranks = recorder.plan.recipe, recorder.ranks
+    samples = batch.global_batch // batch.data_world
+    sizes = [size for size in range(1, batch.micro_batch // 2 + 1) if samples % size == 0]
+    phase, sharded = ranks.status.phase, ranks.strategy.shards_parameters
+    ours = not recipe.train.micro_batch and ranks.world == 1 and not sharded
+    if sizes and ours and not recorder.started_up and phase in ("forward", "backward"):
+        return replace(batch, micro_batch=sizes[-1])
+    advice = []
+    if sizes:
+        same = "(the same samples and result, but for rounding)"
+        advice.append(f"train.micro_batch={sizes[-1]} {same}")
+    if ranks.world > 1 and not sharded:
+        advice.append('parallel.strategy="full_shard"')
+    advice.append('parallel.activation_checkpointing="full"')
     size = f"micro-batches of {batch.micro_batch} sequences on each rank"
-    where = f"memory ran out in step {recorder.state.step + 1} ({phase}), with {size}"
-    advice = ['parallel.activation_checkpointing="full"']
-    advice += (
-        ['parallel.strategy="full_shard"']
-        if ranks.world > 1 and not ranks.strategy.shards_parameters
-        else []
-    )
-    advice += (
-        [f"train.micro_batch={less} (the same samples and result, but for rounding)"]
-        if less
-        else []
-    )
     raise RunFailed(
-        f"{where}: write {', or '.join(reversed(advice))}; `windlass plan` shows what each needs"
+        f"memory ran out in step {recorder.state.step + 1} ({phase}), with {size}: write "
+        f"{', or '.join(advice)}; `windlass plan` shows what each needs"
     )
 
 
-def micro_batch_of(run: Run, batch: BatchPlan) -> BatchPlan:
-    """The plan with the micro-batch to which an earlier start of the run was reduced: a resume is
-    bit for bit the same."""
+def recorded_micro_batch(run: Run, batch: BatchPlan) -> BatchPlan:
+    """The plan with the smaller micro-batch of an earlier start, so that a resume has equal bits."""
     sizes = [event["micro_batch"] for event in run.events if event["event"] == OUT_OF_MEMORY]
-    fits = (
-        sizes
-        and sizes[-1] < batch.micro_batch
-        and batch.global_batch // batch.data_world % sizes[-1] == 0
-    )
-    return replace(batch, micro_batch=sizes[-1]) if fits else batch
+    samples = batch.global_batch // batch.data_world
+    if sizes and sizes[-1] < batch.micro_batch and samples % sizes[-1] == 0:
+        return replace(batch, micro_batch=sizes[-1])
+    return batch
 
 
-def prepare_retry(
-    batch: BatchPlan, optimizer: Optimizer, recorder: Recorder, suites: Suites
-) -> None:
-    """Forget the step that failed, after its exception is gone, and measure and record with the new
-    micro-batch."""
-    size = batch.micro_batch
-    optimizer.zero_grad(set_to_none=True)
+def release_memory(compiled: bool) -> None:
+    """Free what a failed step held, once its exception is gone."""
     gc.collect()
-    if recorder.plan.recipe.train.compile:
-        # else the blocks' next graph has a batch that varies, and a resume's has not
+    if compiled:
+        # Otherwise the next graph has a dynamic batch size, which the graph of a resume has not.
         torch.compiler.reset()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    suites.batch = size
-    recorder.event(OUT_OF_MEMORY, micro_batch=size)
-    recorder.console.warning(
-        f"memory ran out: the step again with micro-batches of {size} sequences (train.micro_batch={size})"
-    )
-    recorder.restart_counts()

@@ -1,11 +1,9 @@
-"""Steps that went wrong (a loss or gradient that is not finite, a loss spike), and the recipe's
-policies for them.
+"""Bad steps (a loss or gradient that is not finite, or a loss spike), and the recipe's policies.
 
-On a CPU the host looks at every step before its update. On CUDA looking would make the host wait
-for the device, so there the device leaves the update out itself (`found_inf` of torch's fused
-optimizers) and counts the bad steps. The host reads the counts when it logs or saves; with the
-policy `stop` no update is made from a bad step until then. Every rank sees the same numbers, so all
-decide alike.
+On a CPU the host looks at every step before its update. On CUDA that would make the host wait, so
+the device skips the update itself (`found_inf` of torch's fused optimizers) and counts bad steps.
+The host reads the counts when it logs or saves. With the policy `stop` the device makes no update
+between a bad step and that moment. Every rank sees the same numbers, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -23,20 +21,17 @@ from windlass.recipe.settings import TrainSettings
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler
 
-SPIKE_WINDOW, SPIKE_MIN = (
-    128,
-    16,
-)  # losses that a spike is measured against; fewer tell nothing about their spread
+SPIKE_WINDOW = 128  # losses whose mean and deviation define a spike
+SPIKE_MIN = 16  # fewer losses say too little about their deviation
 
 
 class Counts(NamedTuple):
-    """Bad steps since the last look: loss or gradient norm was not finite, or the update was held
-    back."""
+    """Bad steps since the last look, whose updates were skipped."""
 
     bad: int = 0
-    in_a_row: int = 0  # of the last steps; 0 where the last one was good
-    longest: int = 0  # the longest run of bad steps in progress since the last look
-    loss_bad: bool = False  # whether this rank's loss was among what was not finite
+    in_a_row: int = 0  # at the end; 0 if the last step was good
+    longest: int = 0  # the longest run of bad steps
+    loss_bad: bool = False  # whether a loss of this rank was not finite
 
 
 def decide_nonfinite(
@@ -47,27 +42,25 @@ def decide_nonfinite(
     settings: TrainSettings,
     fp16: bool,
 ) -> tuple[str, str]:
-    """`skip`, `rewind` or `stop` after bad steps up to `step`, by `train.on_nonfinite`, and why.
+    """`skip`, `rewind` or `stop` after bad steps up to `step`, by `train.on_nonfinite`; and why.
 
-    `bad_ranks`: those whose loss was not finite. With fp16 an overflow of the gradient alone is an
-    ordinary event: the loss scale is halved and the step skipped under every policy.
+    `bad_ranks` had a loss that is not finite. In fp16 an overflow of the gradient alone is an
+    ordinary event, which halves the loss scale and skips the step under every policy.
     """
-    what = "gradient not finite (every rank's loss is finite)"
+    problem = "gradient not finite (every rank's loss is finite)"
     if bad_ranks:
-        what = f"loss not finite on rank {', '.join(map(str, bad_ranks))}"
+        problem = f"loss not finite on rank {', '.join(map(str, bad_ranks))}"
     policy = settings.on_nonfinite if bad_ranks or not fp16 else "skip"
     if policy == "stop":
-        step = (
-            step if fp16 else step - counts.bad + 1
-        )  # without fp16 no update was made since the first bad step
+        if not fp16:  # no update was made since the first bad step
+            step -= counts.bad - 1
         advice = "look at its samples, lower optim.lr, or set train.on_nonfinite to skip or rewind"
-        what += f" (gradient norm {grad_norm}). The update was not made: {advice}"
-    return policy, f"step {step}: {what}"
+        problem += f" (gradient norm {grad_norm}). The update was not made: {advice}"
+    return policy, f"step {step}: {problem}"
 
 
 def is_spike(window: list[float], loss: float, sigmas: float) -> bool:
-    """Whether `loss` lies `sigmas` standard deviations above the mean of the last SPIKE_WINDOW
-    losses."""
+    """Whether `loss` is more than `sigmas` standard deviations above the mean of the window."""
     if len(window) < SPIKE_MIN:
         return False
     spread = statistics.pstdev(window)
@@ -79,29 +72,23 @@ def check_is_deferred(
 ) -> bool:
     """Whether the device decides about the update, and the host looks later.
 
-    Not with offloaded parameters: their optimizer is on the CPU, and torch would copy `found_inf`
-    there without waiting (`non_blocking=True` in `torch/optim/adamw.py`), so that the update could
-    read the flag before it is written.
+    Not with offloaded parameters: torch copies `found_inf` to their optimizer on the CPU without
+    waiting (`torch/optim/adamw.py`), so the update could read the flag too early.
     """
-    return (
-        device.type == "cuda"
-        and not offload
-        and getattr(optimizer, "_step_supports_amp_scaling", False)
-    )
+    able = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return device.type == "cuda" and not offload and able
 
 
 class BadSteps:
-    """Finds bad steps on one rank, counts them on the device, and decides by the policies of the
-    recipe's `train`."""
+    """Finds and counts bad steps on one rank, and decides by the policies of the recipe."""
 
     def __init__(
         self, recorder: Recorder, settings: TrainSettings, scaler: LossScaler | None, deferred: bool
     ):
         self.recorder, self.ranks, self.state = recorder, recorder.ranks, recorder.state
         self.settings, self.scaler, self.deferred = settings, scaler, deferred
-        self._hold_updates = (
-            settings.on_nonfinite == "stop" and scaler is None
-        )  # from the first bad step on
+        # Whether no update follows a bad step until the host has looked.
+        self._hold_updates = settings.on_nonfinite == "stop" and scaler is None
         self._spikes_in_a_row = 0
         self._zero = torch.zeros((), dtype=torch.float32, device=self.ranks.device)
         self.reset()
@@ -112,15 +99,14 @@ class BadSteps:
         self._in_a_row = self._longest = self._zero + self.state.skips_in_a_row
 
     def observe(self, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, float | None]:
-        """Look at a step before its update: 1.0 (on the device) where that must not be made; the
-        loss if it is a spike.
+        """Look at a step before its update.
 
-        For the latter the host waits, unless `train.on_spike` is `ignore`.
+        Returns, on the device, 1.0 if the update must be skipped; and the global loss if it is a
+        spike, which makes the host wait unless `train.on_spike` is `ignore`.
         """
         loss_bad = (~torch.isfinite(loss)).float()
         self._loss_bad = torch.maximum(self._loss_bad, loss_bad)
-        # The norm is the same on all ranks, a loss is not; and a loss may be infinite where its
-        # gradient is finite.
+        # Each rank has its own loss, and an infinite loss may have a finite gradient.
         anywhere = collectives.sum_over_ranks(loss_bad.clone(), self.ranks).clamp(max=1)
         bad = torch.maximum((~torch.isfinite(grad_norm)).float(), anywhere)
         self._bad = torch.maximum(self._bad, bad) if self._hold_updates else bad
@@ -129,13 +115,11 @@ class BadSteps:
         self._longest = torch.maximum(self._longest, self._in_a_row)
         if self.settings.on_spike == "ignore":
             return self._bad, None
-        value, window = (
-            float(collectives.sum_over_ranks(loss.clone(), self.ranks)),
-            self.state.spike_window,
-        )
+        value = float(collectives.sum_over_ranks(loss.clone(), self.ranks))
+        window = self.state.spike_window
         if is_spike(window, value, self.settings.spike_sigmas):
             return self._bad, value
-        if math.isfinite(value):  # what is not finite is the other policy's
+        if math.isfinite(value):
             window.append(value)
             del window[:-SPIKE_WINDOW]
             self._spikes_in_a_row = 0
@@ -149,37 +133,30 @@ class BadSteps:
         return Counts(int(bad), int(in_a_row), int(longest), bool(loss_bad))
 
     def decide(self, grad_norm: Tensor, spike: float | None, look: bool) -> str:
-        """Act on bad steps by the policies; returns why the run must rewind, or "". All ranks call
-        it after a step.
+        """Act on bad steps by the policies; returns why the run must rewind, or "".
 
-        `look`: whether to read the counts of non-finite steps. Raises RunFailed where a policy ends
-        the run.
+        All ranks call it after a step; `look`: whether to read the counts of non-finite steps.
+        Raises RunFailed if a policy ends the run.
         """
         state, settings, action, reason = self.state, self.settings, "", ""
         counts = self.read() if look else Counts(in_a_row=state.skips_in_a_row)
         state.skips_in_a_row = counts.in_a_row
         if counts.bad:
             flags = self.ranks.all_gather_object("bad steps", counts.loss_bad)
-            bad_ranks, fp16 = (
-                [rank for rank, bad in enumerate(flags) if bad],
-                self.scaler is not None,
-            )
-            action, reason = decide_nonfinite(
-                counts, bad_ranks, state.step, float(grad_norm), settings, fp16
-            )
+            bad_ranks = [rank for rank, bad in enumerate(flags) if bad]
+            norm, fp16 = float(grad_norm), self.scaler is not None
+            action, reason = decide_nonfinite(counts, bad_ranks, state.step, norm, settings, fp16)
             if action == "skip":
                 scale = float(self.scaler.scale) if self.scaler is not None else None
                 more = {"count": counts.bad, "in_a_row": counts.in_a_row, "loss_scale": scale}
                 self._skipped("skipped", reason, counts.bad, counts.longest, more)
         if spike is not None and action in ("", "skip"):
-            action = settings.on_spike
-            text = f"the loss {spike:.4f} is a spike of more than {settings.spike_sigmas:g} standard deviations"
+            action, sigmas = settings.on_spike, f"{settings.spike_sigmas:g} standard deviations"
+            text = f"the loss {spike:.4f} is a spike of more than {sigmas}"
             reason = f"step {state.step}: {text} (train.on_spike)"
             if action == "skip":
-                self._spikes_in_a_row += 1
-                self._skipped(
-                    "spike", reason, 1, self._spikes_in_a_row, {"in_a_row": self._spikes_in_a_row}
-                )
+                self._spikes_in_a_row = count = self._spikes_in_a_row + 1
+                self._skipped("spike", reason, 1, count, {"in_a_row": count})
         if action == "stop":
             raise RunFailed(reason)
         return reason if action == "rewind" else ""
@@ -187,12 +164,10 @@ class BadSteps:
     def _skipped(
         self, event: str, reason: str, count: int, in_a_row: int, fields: dict[str, Any]
     ) -> None:
-        self.recorder.event(event, reason=reason, **fields)
+        self.recorder.emit(event, reason=reason, **fields)
         self.state.updates_skipped += count
         if in_a_row >= self.settings.max_skips:
-            advice = (
-                "lower optim.lr, use bf16 or fp32, or raise train.max_skips or train.spike_sigmas"
-            )
             raise RunFailed(
-                f"{in_a_row} updates in a row were skipped, the last because of: {reason}; {advice}"
+                f"{in_a_row} updates in a row were skipped, the last because of: {reason}; lower "
+                "optim.lr, use bf16 or fp32, or raise train.max_skips or train.spike_sigmas"
             )

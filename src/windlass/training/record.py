@@ -1,7 +1,6 @@
-"""What a training writes: the ledger, the terminal, the trackers, and checkpoints with the counters
-in them.
+"""The reports of a training: to the ledger, the terminal and the trackers.
 
-Each method is called by every rank at the same step; rank 0 writes.
+Every rank calls each method at the same step; rank 0 writes.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ from windlass.training.callbacks import StepResult
 from windlass.training.checks import check_first_loss
 from windlass.training.start import StartPlan, decide_on_rank_0
 from windlass.training.state import TrainState
-from windlass.training.threads import Contention
 
-# between touches of the file by which `windlass runs` tells a running run from a killed one
-HEARTBEAT_SECONDS = 10.0
+HEARTBEAT_SECONDS = 10.0  # a file of this age or less shows that the run is alive
 
 
 @dataclass(frozen=True)
@@ -52,20 +49,19 @@ class ModelFacts:
     """Numbers of the model and its device, for the ledger and the checkpoints."""
 
     sizes: CountedSizes
-    precision: str  # arithmetic, with `auto` resolved
-    dropout: bool  # whether it draws random numbers in training
+    precision: str  # of the arithmetic, with `auto` resolved
+    dropout: bool
     ties: list[list[str]]  # names of weights that were tied before the model was parallelized
-    hf: bool  # whether it is a model of `transformers` that the recipe names
+    hf: bool  # whether the recipe names a model of `transformers`
     flops_per_token: float | None  # forward and backward, 6N plus attention; None: unknown
     device_name: str
     peak_flops: float | None  # FLOP/s of the device; None: unknown
     rows: int  # of the embedding
-    fresh: bool  # whether the weights are random ones of ours
+    fresh: bool  # whether Windlass initialises the weights at random
 
 
 class Recorder:
-    """The ledger, the terminal and the trackers of a run on rank 0, the device sampler on every
-    rank."""
+    """Ledger, terminal and trackers of a run on rank 0; the device sampler on every rank."""
 
     def __init__(
         self,
@@ -74,52 +70,64 @@ class Recorder:
         facts: ModelFacts,
         horizon: Horizon,
         state: TrainState,
-        goodput: Goodput,
         attempt: int,
         origin: dict[str, Any],
         console: Console,
         stack: ExitStack,
     ):
-        self.plan, self.run, self.ranks = plan, plan.run, ranks
-        self.facts, self.state = facts, state
-        self.horizon, self.goodput, self.timer = horizon, goodput, StepTimer(ranks.device, goodput)
-        settings, run = plan.recipe.telemetry, plan.run
+        """`origin` goes into `environment.json`; `stack` closes what this opens."""
+        settings, self.plan, self.run, self.ranks = plan.recipe.telemetry, plan, plan.run, ranks
+        self.facts, self.state, self.horizon, self.console = facts, state, horizon, console
+        self.goodput = Goodput()
+        self.timer = StepTimer(ranks.device, self.goodput)
         self.started_up = False  # whether this start has done a step
         # The ends of epochs shorter than the period of `train` lines have no lines of their own.
         self.logs_epochs = horizon.samples_per_epoch >= settings.every * horizon.samples_per_step
-        self.padded_tokens = 0  # tokens of this start, with padding and masked ones
+        self.padded_tokens = 0  # tokens of this start, with padding
         # Step, samples, tokens and padded tokens at the last `train` line.
         self.logged: tuple[int, ...] = ()
         self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines
         self._next_beat = 0.0  # of the monotonic clock
-        # Ranks that share a host are other processes to each other.
-        self.contention = Contention() if ranks.device.type == "cpu" and ranks.world == 1 else None
-        self.ledger = Ledger(
-            run.metrics_path, attempt, ranks.main, stamp=lambda: {"seconds": goodput.seconds()}
-        )
+        seconds, path = self.goodput.seconds, self.run.metrics_path
+        self.ledger = Ledger(path, attempt, ranks.main, lambda: {"seconds": seconds()})
         stack.callback(self.ledger.close)
-        self.console = console
         env = ranks.env
         about = environment.describe_rank(ranks.rank, ranks.device, env.local_rank, env.node)
         self.placed = ranks.all_gather_object("environment", about)
         self.launch = self._write_environment(origin) if ranks.main else {}
         self.sampler = DeviceSampler(
-            run.devices_dir,
+            self.run.devices_dir,
             rank=ranks.rank,
             world=ranks.world,
             device=ranks.device,
             every=settings.sample_seconds,
             attempt=attempt,
-            phases=goodput.seconds,
+            phases=seconds,
         )
         stack.callback(self.sampler.stop)
-        self.trackers = Trackers(
-            run.path, settings.trackers if ranks.main else [], settings.flush_seconds
-        )
+        trackers = settings.trackers if ranks.main else []
+        self.trackers = Trackers(self.run.path, trackers, settings.flush_seconds)
         stack.callback(self.trackers.close)
 
+    def emit(
+        self,
+        event: str,
+        text: str = "",
+        *,
+        step: int | None = None,
+        warning: bool = False,
+        **fields: Any,
+    ) -> None:
+        """Write an `event` line at `step` (default: the present one), and show `text`, if any."""
+        step = self.state.step if step is None else step
+        self.ledger.write("event", step, event=event, **fields)
+        if text and warning:
+            self.console.warning(text)
+        elif text:
+            self.console.event(text, step)
+
     def _write_environment(self, origin: dict[str, Any]) -> dict[str, list[str]]:
-        """Write the ranks' environment into the run; returns the launch for the header."""
+        """Write `environment.json`; returns the launch for the header."""
         env, ranks = self.ranks.env, self.ranks
         backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
         launch = {"launcher": env.launcher, "world": env.world, "nodes": env.nodes}
@@ -139,17 +147,14 @@ class Recorder:
         resumed_from: str,
         notes: list[str],
     ) -> None:
-        """Show the header and write the event of this start; `threads`: CPU threads, and the
-        reason."""
-        facts, state, plan = self.facts, self.state, self.plan
+        """Show the header and warnings, and write the event of this start."""
+        facts, state, plan, horizon = self.facts, self.state, self.plan, self.horizon
         shared: dict[str, Any] = {"world": self.ranks.world, "strategy": self.ranks.strategy.name}
         shared |= {"precision": facts.precision, "device": facts.device_name}
         groups = count_groups(model, plan.recipe.optim)
         val_samples = facts_of_data.get("val", {}).get("samples", 0)
-        measured = evaluations(plan.recipe, self.horizon, val_samples)
-        per_sample = facts_of_data["train"].get("tokens_per_sample", batch.context)
-        notes = [*notes, *warnings(facts_of_data)]
-        notes += [measured.warning] if measured and measured.warning else []
+        measured = evaluations(plan.recipe, horizon, val_samples)
+        tokens = facts_of_data["train"].get("tokens_per_sample", batch.context) * batch.global_batch
         self.console.header(
             run=str(self.run.path),
             recipe=plan.recipe.preset,
@@ -157,72 +162,67 @@ class Recorder:
             model=describe_sizes(facts.sizes),
             optimizer=f"{plan.recipe.optim.kind}: {describe_groups(groups)}",
             first_step=state.step,
-            tokens_per_step=round(batch.global_batch * per_sample),
+            tokens_per_step=round(tokens),
             evaluation=str(measured or ""),
             data=lines(facts_of_data, plan.recipe.model.context),
-            epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch,
+            epochs=horizon.steps * batch.global_batch / horizon.samples_per_epoch,
             threads=threads,
             launch=self.launch,
             **shared,
         )
         self.console.log(environment.describe_places(self.placed))
-        for note in notes:
-            self.console.warning(note)
-        self._start_event(batch, facts_of_data, shared | {"optimizer_groups": groups})
-        if resumed_from:
-            self.console.event(f"resumed from {resumed_from}", state.step)
-        if plan.changes:
-            changes = {change.key: [change.old, change.new] for change in plan.changes}
-            self.event("settings_changed", settings=changes)
-            self.console.event(f"settings changed: {', '.join(map(str, plan.changes))}", state.step)
-        if any(change.key.startswith(MEASURED_ON) for change in plan.changes):
-            problem = "evaluations from here on have other items"
-            self.console.warning(f"{problem}, so the best is chosen among them alone")
-
-    def _start_event(self, batch: BatchPlan, facts_of_data: Facts, more: dict[str, Any]) -> None:
-        facts, plan, branched = self.facts, self.plan, self.plan.branch_from
-        resumed = plan.resuming and self.state.step
-        self.event(
-            "branched" if branched else "resumed" if resumed else "started",
-            **more,
+        for note in (*notes, *warnings(facts_of_data), measured and measured.warning):
+            if note:
+                self.console.warning(note)
+        branched, event = plan.branch_from, "resumed" if plan.resuming and state.step else "started"
+        self.emit(
+            "branched" if branched else event,
+            f"resumed from {resumed_from}" if resumed_from else "",
+            **shared,
+            optimizer_groups=groups,
             parameters=facts.sizes.total,
             trained=facts.sizes.trained,
             network=facts.sizes.network or None,
             threads=torch.get_num_threads(),
-            steps=self.horizon.steps,
+            steps=horizon.steps,
             micro_batch=batch.micro_batch,
             accumulation=batch.accumulation,
             global_batch=batch.global_batch,
-            samples_per_epoch=self.horizon.samples_per_epoch,
+            samples_per_epoch=horizon.samples_per_epoch,
             data=facts_of_data,
             extended_from=plan.extends_from or None,
             branched_from=str(branched.absolute()) if branched else None,
         )
+        if plan.changes:
+            changed = f"settings changed: {plan.changed}"
+            self.emit("settings_changed", changed, settings=plan.changes)
+        if any(key.startswith(MEASURED_ON) for key in plan.changes):
+            text = "later evaluations have other items; only they can give the best checkpoint"
+            self.console.warning(text)
 
     def saved(self, outcome: SaveOutcome) -> None:
-        """How a save ended, as an event and on the terminal."""
+        """Report the end of a save."""
+        step = outcome.step
         if outcome.error:
-            self.event("save_failed", outcome.step, reason=outcome.error)
-            self.console.warning(
-                f"the checkpoint of step {outcome.step} was not saved: {outcome.error}"
-            )
+            text = f"the checkpoint of step {step} was not saved: {outcome.error}"
+            self.emit("save_failed", text, step=step, warning=True, reason=outcome.error)
         elif self.ranks.main:
             self.ledger.sync()  # as durable as the checkpoint, up to its step
-            self.event(
+            self.emit(
                 "checkpoint",
-                outcome.step,
+                step=step,
                 path=f"checkpoints/{outcome.path.name}",
                 bytes=outcome.bytes,
                 write_s=round(outcome.write_s, 4),
                 blocked_s=round(outcome.staged_s + outcome.waited_s, 4),
             )
-            self.console.saved(outcome.path, outcome.write_s, outcome.step)
+            self.console.saved(outcome.path, outcome.write_s, step)
             if outcome.warning:
                 self.console.warning(outcome.warning)
 
     def read_measured(self, step: int) -> set[str]:
         """Read the effective evaluations; returns which of `eval` and `sample` exist at `step`."""
-        read = self.run.lines  # without lines of steps that are done again
+        read = self.run.lines
         lines = decide_on_rank_0(self.ranks, "measured", lambda: read("eval") + read("sample"))
         self.evaluations = [line for line in lines if line["kind"] == "eval"]
         return {line["kind"] for line in lines if line["step"] == step}
@@ -235,150 +235,120 @@ class Recorder:
         self.evaluations.append(line)
 
     def rewound(self, reason: str, first: int, stop: int) -> None:
-        """After a rewind that leaves out samples `first` to `stop`: later lines replace those of
-        the steps that are done again."""
+        """Begin a new attempt, whose lines replace those of repeated steps.
+
+        The rewind leaves out samples `first` to `stop`.
+        """
         step = self.state.step
         self.evaluations = [line for line in self.evaluations if line["step"] <= step]
         self.ledger.attempt += 1
         self.sampler.attempt = self.ledger.attempt
-        self.event("rewound", reason=reason, left_out=[first, stop])
-        left_out = f"samples {first} to {stop} are left out"
-        self.console.warning(f"{reason}: back to step {step}, {left_out}")
+        text = f"{reason}: back to step {step}, samples {first} to {stop} are left out"
+        self.emit("rewound", text, warning=True, reason=reason, left_out=[first, stop])
         self.restart_counts()
 
     def restart_counts(self) -> None:
-        """At a start or after a rewind: speeds are measured from here on."""
+        """Measure speeds from the present step on."""
         self.logged = (self.state.step, self.state.samples, self.state.tokens, self.padded_tokens)
         self.timer.read()
 
     def log(self, measures: dict[str, float]) -> None:
-        """A `log` line with what callbacks have logged at this step, as `log.NAME`."""
+        """A `log` line with the numbers that callbacks logged at this step, as `log.NAME`."""
         if measures:
             fields = {f"log.{name}": value for name, value in measures.items()}
             self.ledger.write("log", self.state.step, **fields)
 
-    def event(self, event: str, step: int | None = None, **fields: Any) -> None:
-        """An `event` line."""
-        self.ledger.write("event", self.state.step if step is None else step, event=event, **fields)
-
     @property
     def scores(self) -> Scores:
-        """Of `checkpoint.best`, by step."""
+        """The values of `checkpoint.best` by step."""
         return scores_by_step(self.evaluations, self.plan.recipe.checkpoint.best)
 
     def stops_improving(self) -> bool:
-        """Whether `train.early_stop` ends the run: equal on all ranks, which have the same
-        evaluations."""
-        patience = self.plan.recipe.train.early_stop
-        return (
-            0 < patience <= without_improvement(self.evaluations, self.plan.recipe.checkpoint.best)
-        )
+        """Whether `train.early_stop` ends the run; equal on all ranks."""
+        patience, best = self.plan.recipe.train.early_stop, self.plan.recipe.checkpoint.best
+        return 0 < patience <= without_improvement(self.evaluations, best)
 
     def finished(self, early: bool) -> None:
-        """The event of the run's end; `early`: by `train.early_stop`, and why."""
-        measure, scores, why = self.plan.recipe.checkpoint.best, self.scores, dict[str, Any]()
+        """The end of the run; `early`: by `train.early_stop`."""
+        measure, scores = self.plan.recipe.checkpoint.best, self.scores
+        text, fields = "finished", dict[str, Any]()
         if early:
-            count, step = without_improvement(self.evaluations, measure), scores.best
-            since = (
-                "there was none"
-                if step is None
-                else f"the best was {scores[step]:.4f} at step {step:,}"
-            )
+            count, since = without_improvement(self.evaluations, measure), "there was none"
+            if (step := scores.best) is not None:
+                since = f"the best was {scores[step]:.4f} at step {step:,}"
             without = f"{count} evaluation{'s' * (count > 1)} without a better {measure}"
-            why = {"early_stop": count, "reason": f"{without}; {since}"}
-        self.event("finished", **why)
-        text = f"finished early, after {why['reason']}" if early else "finished"
-        self.console.event(f"{text}: {self.run.path}", self.state.step)
+            fields = {"early_stop": count, "reason": f"{without}; {since}"}
+            text = f"finished early, after {fields['reason']}"
+        self.emit("finished", f"{text}: {self.run.path}", **fields)
 
     @property
     def epoch(self) -> float:
-        """Epochs of the training data done."""
+        """Completed epochs of the training data."""
         return self.state.samples / self.horizon.samples_per_epoch
 
     def stepped(self, batch: StepBatch, result: StepResult) -> None:
         """Report a completed step. Waits for the device only after the first step of a start."""
-        state = self.state
+        state, horizon = self.state, self.horizon
         self.padded_tokens += result.padded_tokens
         self.console.tick(state.step)
         if not self.started_up:
             self.first_step()
-        per_epoch, next_sample = (
-            self.horizon.samples_per_epoch,
-            batch.first_sample + self.horizon.samples_per_step,
-        )
-        if (
-            self.logs_epochs
-            and (epoch := next_sample // per_epoch) > batch.first_sample // per_epoch
-        ):
-            more = state.step < self.horizon.steps
+        per_epoch, first = horizon.samples_per_epoch, batch.first_sample
+        epoch = (first + horizon.samples_per_step) // per_epoch
+        if self.logs_epochs and epoch > first // per_epoch:
+            more = state.step < horizon.steps
             order = self.describe_order(epoch) if more else None
-            self.event("epoch", ended=epoch, begins=epoch + 1 if more else None, order=order)
-            begins = f"; epoch {epoch + 1:,} begins: {order}" if more else ""
-            self.console.event(f"epoch {epoch:,} ends{begins}", state.step)
+            text = f"epoch {epoch:,} ends"
+            text += f"; epoch {epoch + 1:,} begins: {order}" if more else ""
+            self.emit("epoch", text, ended=epoch, begins=epoch + 1 if more else None, order=order)
 
     def first_step(self) -> None:
-        """Where the time from the start of the process went; with `train.compile` its first step
-        counts as compiling."""
+        """Report the time from the start of the process to the end of the first step."""
         self.started_up = True
         self.console.done()
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
         self.goodput.enter("train")
         seconds = self.goodput.seconds()
-        startup, evaluated = (
-            seconds["startup"],
-            seconds.get("eval", 0.0) + seconds.get("sample", 0.0),
-        )
-        whole = sum(seconds.values())
-        first, step = (
-            whole - startup - evaluated,
-            "compiling and first step" if "compile" in seconds else "first step",
-        )
+        startup, whole = seconds["startup"], sum(seconds.values())
+        evaluated = seconds.get("eval", 0.0) + seconds.get("sample", 0.0)
+        first = whole - startup - evaluated
+        step = "compiling and first step" if "compile" in seconds else "first step"
         parts = {"start-up": startup, "evaluation": evaluated, step: first}
-        self.event("first_step", startup_s=startup, first_step_s=round(first, 3))
         text = ", ".join(f"{name} {spent:.1f} s" for name, spent in parts.items() if spent)
-        self.console.event(
-            f"first step done {whole:.1f} s after the start: {text}", self.state.step
-        )
+        text = f"first step done {whole:.1f} s after the start: {text}"
+        self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
 
     def enter_epoch(self) -> None:
-        """At a start: which epoch begins, or continues, and in which order its samples come."""
+        """At a start: show the epoch that begins or continues, and the order of its samples."""
         state, horizon = self.state, self.horizon
         if state.step == horizon.steps or not self.logs_epochs:
             return
-        first = int(step_samples(state.step, horizon.samples_per_step, state.skipped)[0])
-        epochs = math.ceil(
-            (horizon.steps - 1) * horizon.samples_per_step / horizon.samples_per_epoch
-        )
-        epoch, of = first // horizon.samples_per_epoch, f" of {epochs:,}" if epochs > 1 else ""
-        begins, order = "continues", self.describe_order(epoch)
+        per_step, per_epoch = horizon.samples_per_step, horizon.samples_per_epoch
+        epoch = int(step_samples(state.step, per_step, state.skipped)[0]) // per_epoch
+        epochs = math.ceil((horizon.steps - 1) * per_step / per_epoch)
+        number = f"epoch {epoch + 1:,}" + (f" of {epochs:,}" if epochs > 1 else "")
+        order = self.describe_order(epoch)
         if state.step == 0 and not any(event["event"] == "epoch" for event in self.run.events):
-            begins = "begins"
-            self.event("epoch", begins=1, order=order)
-        self.console.event(f"epoch {epoch + 1:,}{of} {begins}: {order}", state.step)
+            self.emit("epoch", f"{number} begins: {order}", begins=1, order=order)
+        else:
+            self.console.event(f"{number} continues: {order}", state.step)
 
     def describe_order(self, epoch: int) -> str:
-        """The order of an epoch of the training data, from 0, in words."""
         return describe_order(self.plan.recipe.data.order, self.plan.recipe.run.seed, epoch)
 
     def train(self, loss: float, lr: float, grad_norm: float, loss_scale: float | None) -> None:
-        """A `train` line: the step's own loss over all ranks, and speeds since the last line. Waits
-        for the device."""
-        state, times, world, flops = (
-            self.state,
-            self.timer.read(),
-            self.ranks.world,
-            self.facts.flops_per_token,
-        )
+        """A `train` line: the loss of this step over all ranks, and speeds since the last line."""
+        state, world, facts = self.state, self.ranks.world, self.facts
+        times = self.timer.read()  # waits for the device
         now = (state.step, state.samples, state.tokens, self.padded_tokens)
         steps, *counts = (after - before for before, after in zip(self.logged, now, strict=True))
         seconds = max(times["step_ms"], 1e-6) / 1e3
         samples_per_s, tokens_per_s, padded_per_s = (count / steps / seconds for count in counts)
-        self.logged = now
+        self.logged, flops = now, facts.flops_per_token
         checked = state.step == 1 and self.plan.recipe.train.startup_checks
-        if checked and (text := check_first_loss(loss, self.facts.rows, self.facts.fresh)):
-            self.console.warning(text)
-            self.event("warning", reason=text)
+        if checked and (text := check_first_loss(loss, facts.rows, facts.fresh)):
+            self.emit("warning", text, warning=True, reason=text)
         line = self.ledger.write(
             "train",
             state.step,
@@ -396,25 +366,23 @@ class Recorder:
             samples_per_s=samples_per_s,
             samples_per_s_per_device=samples_per_s / world,
             steps_per_s=1 / seconds,
-            mfu=mfu(tokens_per_s, flops, self.facts.peak_flops, world) if flops else None,
+            mfu=mfu(tokens_per_s, flops, facts.peak_flops, world) if flops else None,
             loss_scale=loss_scale,
         )
-        cuda = self.ranks.device.type == "cuda"
-        memory = (
-            torch.cuda.memory_allocated(self.ranks.device)
-            if cuda
-            else psutil.Process().memory_info().rss
-        )
-        self.console.step(line | {"gpu_mem_mb" if cuda else "rss_mb": memory / 1e6})
+        if self.ranks.device.type == "cuda":
+            memory = {"gpu_mem_mb": torch.cuda.memory_allocated(self.ranks.device) / 1e6}
+        else:
+            memory = {"rss_mb": psutil.Process().memory_info().rss / 1e6}
+        self.console.step(line | memory)
 
     @contextlib.contextmanager
     def outside(self, phase: str) -> Iterator[None]:
-        """Count the time inside as `phase`, outside of steps."""
+        """Count time as `phase`, and not as time of a step."""
         with self.timer.phase("outside"), self.goodput.phase(phase):
             yield
 
     def beat(self) -> None:
-        """Touch the heartbeat file where it is time; costs a clock reading otherwise."""
+        """Touch the heartbeat file if it is time."""
         now = time.monotonic()
         if self.ranks.main and now >= self._next_beat:
             self._next_beat = now + HEARTBEAT_SECONDS
@@ -422,37 +390,30 @@ class Recorder:
                 self.run.heartbeat_path.touch()
 
     def poll(self) -> None:
-        """Show what happened beside the steps: messages of trackers, a ledger or sampler that
-        cannot write."""
+        """Show messages of trackers, and of a ledger or sampler that cannot write."""
         self.beat()
         self.show(self.trackers.poll())
-        if self.contention and (text := self.contention.poll()):
-            self.console.warning(text)
         for source in (self.ledger, self.sampler):
             if source.warning:
                 self.console.warning(source.warning, own=True)
                 source.warning = None
 
     def show(self, notes: list[Note]) -> None:
-        """Show messages of the trackers."""
         for note in notes:
             (self.console.warning if note.warning else self.console.event)(note.text)
 
     def summary(self) -> None:
-        """The run's last line on rank 0, computed from the effective ledger, so that a resume
-        inflates nothing."""
+        """The run's last line, from the effective ledger, so that a resume counts no step twice."""
         if not self.ranks.main:
             return
         state, run, measure = self.state, self.run, self.plan.recipe.checkpoint.best
-        self.event("measured")  # a last stamp of the wall time
+        self.emit("measured")  # a last stamp of the wall time
         raw, lines = list(read_lines(run.metrics_path)), run.ledger()
         means, seconds, scores = averages(lines), wall_time(raw), scores_by_step(lines, measure)
         means |= {"train_loss_mean": state.loss_sum / state.losses} if state.losses else {}
         trained = [x["loss"] for x in lines if x["kind"] == "train"]
-        evaluated = [
-            x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS
-        ]  # NaN, too
-        top = scores.best
+        losses = [x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS]
+        best = scores.best
         self.ledger.write(
             "summary",
             state.step,
@@ -463,11 +424,11 @@ class Recorder:
             epochs=self.epoch,
             steps_per_epoch=self.horizon.samples_per_epoch / self.horizon.samples_per_step,
             final_loss=(trained or [None])[-1],
-            final_eval_loss=(evaluated or [None])[-1],
+            final_eval_loss=(losses or [None])[-1],
             best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None),
             best_measure=measure,
-            best_step=top,
-            best_score=None if top is None else scores[top],
+            best_step=best,
+            best_score=None if best is None else scores[best],
             runtime_s=seconds["total"],
             samples_per_s_whole_run=state.samples / (seconds["total"] - seconds["startup"]),
             wall_time=seconds,

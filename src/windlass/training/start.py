@@ -1,11 +1,9 @@
-"""What a start does in a run directory: begin a new run, resume, extend or branch. Decided from
-files, then written.
+"""What a start does in a run directory: begin a new run, resume, extend or branch.
 
-`resolve_start` changes nothing and needs no torch: command line, launcher and ranks decide alike
-from the same files. Rank 0 alone writes, the lineage (the checkpoint that the present steps
-continue from) before the recipe, so that a kill between two writes leaves a run that resumes. A
-scheduler that restarts a job repeats its command line: what that says about the start was done by
-the first attempt, and a restart resumes from the newest checkpoint.
+`resolve_start` decides, changes nothing and needs no torch, so command line, launcher and ranks
+decide alike from the same files. Rank 0 alone writes. It writes the lineage (the checkpoint that
+the present steps continue from) before the recipe, so a kill between the two leaves a run that
+resumes. A restart by a scheduler repeats the command line; it resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -14,13 +12,13 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from fnmatch import fnmatch
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from windlass.checkpoint.format import list_entries, step_dir
 from windlass.checkpoint.load import Choice, candidates, first_undamaged, open_checkpoint
@@ -41,40 +39,22 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-# In these settings a branch may differ from the run it comes from; model, data, seed and batch
-# stay.
-BRANCH_MAY_CHANGE = (
+# A branch may change settings with these prefixes; model, data, seed and batch stay.
+BRANCHES = (
     "optim.",
     "train.steps",
     "train.on_",
-    "train.spike_sigmas",
+    "train.spike_",
     "train.max_skips",
     "train.grad_clip",
 )
-LEFT_OVER = {
-    LOCK,
-    "heartbeat",
-    LINEAGE,
-    f".{LINEAGE}.new",
-    ".recipe.toml.new",
-    ".recipe.toml.partial",
-    "log.txt",
-    "tokenizer",
-    "submit.sh",
-    "submit.toml",
-    "job.json",
-    "job-*.json",
-    ".exit",
-    ".open-*",
-    ".ends-*",
-    "*.out",
-    "*.OU",
-}
-"""What a start that failed before it wrote its recipe, or `windlass submit`, leaves behind; a new
-run may begin among these."""
-LOCK_WAIT_SECONDS = (
-    10.0  # for the lock of a run directory: a process that was just killed may still be ending
+LEFT_OVER = re.compile(
+    rf"{LOCK}|\.?{LINEAGE}(\.new)?|heartbeat|log\.txt|tokenizer|\.recipe\.toml\.(new|partial)"
+    r"|submit\.(sh|toml)|job(-.*)?\.json|\.exit|\.(open|ends)-.*|.*\.(out|OU)"
 )
+"""Files of `windlass submit`, or of a start that failed before it wrote its recipe; a new run may
+begin beside them."""
+LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lock
 
 
 @dataclass(frozen=True)
@@ -84,35 +64,26 @@ class StartPlan:
     recipe: Recipe
     run: Run
     resuming: bool = False  # the directory holds a run of this recipe, which continues
-    finished: bool = False  # that run has done all its steps: there is nothing to do
+    finished: bool = False  # that run has done all its steps
     extends_from: int = 0  # with `--extend-to`: the steps of the run so far; else 0
     branch_from: Path | None = None  # with `--branch-from`: the checkpoint to start from
-    fresh: bool = False  # what is in the directory is set aside first
-    # a scheduler or launcher restarted the job that began the run, or its present lineage
-    restarted: bool = False
-    changes: tuple[Change, ...] = ()  # settings that a resume has otherwise than the run so far
+    fresh: bool = False  # the directory is renamed first
+    restarted: bool = False  # by the scheduler or launcher of the job that began the lineage
+    changes: dict[str, list[Any]] = field(default_factory=dict)  # key -> [old, new], of a resume
+
+    @property
+    def changed(self) -> str:
+        """The changed settings, as `eval.every 100 -> 50`."""
+        return ", ".join(f"{k} {typed(a)} -> {typed(b)}" for k, (a, b) in self.changes.items())
 
     @property
     def why_finished(self) -> str:
-        """Of a finished run: whether all its steps are done, and that changes of this command had
-        no effect."""
-        reason = next(
-            (e.get("reason") for e in reversed(self.run.events) if e["event"] == "finished"), None
-        )
-        ended = reason and f"{reason}; a larger train.early_stop, or 0, continues it"
-        changed = f"; without effect: {', '.join(map(str, self.changes))}" if self.changes else ""
-        return (ended or f"all {self.run.summary.get('steps', '')} steps are done") + changed
-
-
-class Change(NamedTuple):
-    """A setting of a run that a resume changes."""
-
-    key: str
-    old: Any
-    new: Any
-
-    def __str__(self) -> str:
-        return f"{self.key} {typed(self.old)} -> {typed(self.new)}"
+        """Why the run is finished, and which changed settings have no effect."""
+        ends = [e.get("reason") for e in self.run.events if e["event"] == "finished"]
+        why = f"all {self.run.summary.get('steps', '')} steps are done"
+        if ends and ends[-1]:
+            why = f"{ends[-1]}; a larger train.early_stop, or 0, continues it"
+        return why + (f"; without effect: {self.changed}" if self.changes else "")
 
 
 def resolve_start(
@@ -120,8 +91,8 @@ def resolve_start(
 ) -> StartPlan:
     """Decide what a start does in the recipe's run directory; changes nothing.
 
-    UserError: the directory holds other files or a run of another recipe, or an extension or branch
-    does not fit it.
+    Raises UserError: the directory holds other files or a run of another recipe, or an extension or
+    branch does not fit it.
     """
     run = Run(recipe.run_dir)
     origin, at, step = branch_from.rpartition("@")
@@ -131,18 +102,28 @@ def resolve_start(
         raise UserError(f"{option}: write RUN@STEP or RUN@best, {example}")
     exists = run.recipe_path.is_file()
     restarted = exists and is_restart(run, os.environ)
-    fresh = fresh and not restarted
-    if fresh or not exists:
-        left_over = run.path.iterdir() if run.path.is_dir() and not fresh else ()
-        if not all(any(fnmatch(p.name, pattern) for pattern in LEFT_OVER) for p in left_over):
-            advice = f"give another run.dir, or {argument('fresh')} to rename it"
-            raise UserError(f"{run.path} is not empty and not a run; {advice}")
-        if extend_to:
-            raise UserError(f"there is no run at {run.path} to extend")
-        branch = _branch_checkpoint(recipe, Run.open(origin), step) if branch_from else None
-        _check_resume(recipe, run, fresh, branch)
-        return StartPlan(recipe, run, branch_from=branch, fresh=fresh)
+    if exists and (restarted or not fresh):
+        return _resume(recipe, run, restarted, extend_to, branch_from)
+    left_over = run.path.iterdir() if run.path.is_dir() and not fresh else ()
+    if not all(LEFT_OVER.fullmatch(entry.name) for entry in left_over):
+        advice = f"give another run.dir, or {argument('fresh')} to rename it"
+        raise UserError(f"{run.path} is not empty and not a run; {advice}")
+    if extend_to:
+        raise UserError(f"there is no run at {run.path} to extend")
+    branch = _branch_checkpoint(recipe, Run.open(origin), step) if branch_from else None
+    resume = recipe.checkpoint.resume
+    if branch is None and resume not in ("latest", "best", "never"):
+        inside = fresh and Path(resume).resolve().is_relative_to(run.path.resolve())
+        if inside or resume.isdigit() or not Path(resume).is_dir():
+            problem = f"checkpoint.resume: a new {run.path} will lack {resume}"
+            raise UserError(f"{problem}; leave it or {argument('fresh')} out")
+    return StartPlan(recipe, run, branch_from=branch, fresh=fresh)
 
+
+def _resume(
+    recipe: Recipe, run: Run, restarted: bool, extend_to: int | str, branch_from: str
+) -> StartPlan:
+    """The start of a run that exists."""
     recipe, extends_from = _extension(run, recipe, extend_to) if extend_to else (recipe, 0)
     longer = f"{argument('extend_to', 'STEPS')}, {argument('stop_at', 'STEP')}"
     rename = f"{argument('fresh')} to rename the old run"
@@ -151,16 +132,17 @@ def resolve_start(
     problem = f"{run.path} holds a run of another recipe:"
     refuse_changes(problem, run.recipe, recipe, allowed, advice)
     lineage = read_lineage(run.path)
-    begins_at = Path(lineage.checkpoint if lineage is not None else "")  # absolute: of another run
-    of_origin = Path(origin).resolve() / "checkpoints"
-    # The best checkpoint of the other run may have changed since then.
-    same_step = begins_at == step_dir(of_origin, int(step) if step.isdigit() else 0)
-    wanted = begins_at.parent == of_origin if step == "best" else same_step
-    if branch_from and begins_at.is_absolute() and not wanted:
-        problem = f"{run.path} begins at {begins_at}, not at {branch_from}"
-        raise UserError(f"{problem}; give another run.dir")
-    old, new, recorded = run.recipe.flat(), recipe.flat(), (*UNRECORDED, "train.steps")
-    differ = [key for key in new if not key.startswith(recorded) and old.get(key) != new[key]]
+    begins_at = Path(lineage.checkpoint if lineage is not None else "")
+    if branch_from and begins_at.is_absolute():  # a checkpoint of another run
+        origin, _, step = branch_from.rpartition("@")
+        directory = Path(origin).resolve() / "checkpoints"
+        # The best checkpoint of the other run may have changed since then.
+        same_step = step == "best" or begins_at == step_dir(directory, int(step))
+        if begins_at.parent != directory or not same_step:
+            problem = f"{run.path} begins at {begins_at}, not at {branch_from}"
+            raise UserError(f"{problem}; give another run.dir")
+    old, new, unrecorded = run.recipe.flat(), recipe.flat(), (*UNRECORDED, "train.steps")
+    differ = [key for key in new if not key.startswith(unrecorded) and old.get(key) != new[key]]
     return StartPlan(
         recipe,
         run,
@@ -168,27 +150,14 @@ def resolve_start(
         finished=not extends_from and _is_finished(run, recipe),
         extends_from=extends_from,
         restarted=restarted,
-        changes=tuple(Change(key, old.get(key), new[key]) for key in differ),
+        changes={key: [old.get(key), new[key]] for key in differ},
     )
 
 
-def _check_resume(recipe: Recipe, run: Run, fresh: bool, branch: Path | None) -> None:
-    """Raise UserError if a new run cannot have `checkpoint.resume`, before `fresh` renames
-    anything."""
-    resume = recipe.checkpoint.resume
-    if branch is not None or resume in ("latest", "best", "never"):
-        return
-    inside = fresh and Path(resume).resolve().is_relative_to(run.path.resolve())
-    if inside or resume.isdigit() or not Path(resume).is_dir():
-        problem = f"checkpoint.resume: a new {run.path} will lack {resume}"
-        raise UserError(f"{problem}; leave it or {argument('fresh')} out")
-
-
 def _is_finished(run: Run, recipe: Recipe) -> bool:
-    """Whether the run is done, also by a recipe with more patience."""
+    """Whether the run is done; a recipe with a larger `train.early_stop` continues it."""
     if run.state != "finished":
         return False
-    # The last event is the one of the highest step.
     end = next(line for line in reversed(run.events) if line["event"] == "finished")
     if early := end.get("early_stop", 0):
         return 0 < recipe.train.early_stop <= early
@@ -197,27 +166,23 @@ def _is_finished(run: Run, recipe: Recipe) -> bool:
 
 
 def _extension(run: Run, recipe: Recipe, extend_to: int | str) -> tuple[Recipe, int]:
-    """The recipe of a run that is extended, and the run's steps so far; 0: the run has that length
-    already."""
-    length, asked = (
-        int(extend_to) if str(extend_to).isdigit() else extend_to,
-        argument("extend_to", extend_to),
-    )
+    """The recipe of the extended run, and its steps so far; 0 if it has that length already."""
+    length = int(extend_to) if str(extend_to).isdigit() else extend_to
+    option = argument("extend_to", extend_to)
     if not (isinstance(length, int) or EPOCHS.fullmatch(length)):
-        raise UserError(f'{asked}: write steps (4576) or epochs ("3 epochs")')
+        raise UserError(f'{option}: write steps (4576) or epochs ("3 epochs")')
     steps, new = steps_of(run, run.recipe.train.steps), steps_of(run, length)
     if steps is None or new is None:
-        raise UserError(f"{run.path} has not begun to train: start it without {asked}")
+        raise UserError(f"{run.path} has not begun to train: start it without {option}")
     if new < steps:
-        raise UserError(f"{asked} is not past the run's {steps} steps")
+        raise UserError(f"{option} is not past the run's {steps} steps")
     if new == steps:  # the same command again
         return recipe.replace({"train.steps": run.recipe.train.steps}), 0
     return recipe.replace({"train.steps": length}), steps
 
 
 def steps_of(run: Run, length: int | str) -> int | None:
-    """A length in steps, epochs or `compute-optimal` as the steps of a run; None if the run has not
-    begun to train."""
+    """A value of `train.steps` as the run's steps; None if the run has not begun to train."""
     began = last_start(run.ledger())
     if isinstance(length, int) or not began:
         return length if isinstance(length, int) else None
@@ -228,7 +193,7 @@ def steps_of(run: Run, length: int | str) -> int | None:
 
 
 def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
-    """The checkpoint (a step, or `best`) of a run from which a run of this recipe may branch."""
+    """The checkpoint (a step, or `best`) of `origin` from which a run of this recipe branches."""
     if origin.path.resolve() == recipe.run_dir.resolve():
         raise UserError("a branch is a new run: give it another run.dir than the run it comes from")
     if which == "best":
@@ -238,65 +203,56 @@ def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
         step = int(which)
     checkpoint = step_dir(origin.checkpoints_dir, step)
     if not checkpoint.is_dir():
-        steps = sorted(entry.step for entry in list_entries(origin.checkpoints_dir))
-        raise UserError(f"{origin.path} has no checkpoint of step {step}; there are: {steps}")
+        present = sorted(entry.step for entry in list_entries(origin.checkpoints_dir))
+        raise UserError(f"{origin.path} has no checkpoint of step {step}; there are: {present}")
     problem = f"a branch keeps model, data, seed and batch of {origin.path}:"
-    refuse_changes(problem, origin.recipe, recipe, BRANCH_MAY_CHANGE, "undo the changes")
-    if isinstance(recipe.train.steps, int) and recipe.train.steps <= step:
-        raise UserError(
-            f"train.steps = {recipe.train.steps} is not past the step {step} to branch from"
-        )
+    refuse_changes(problem, origin.recipe, recipe, BRANCHES, "undo the changes")
+    steps = recipe.train.steps
+    if isinstance(steps, int) and steps <= step:
+        raise UserError(f"train.steps = {steps} is not past the step {step} to branch from")
     return checkpoint
 
 
 def refuse_changes(
     problem: str, old: Recipe, new: Recipe, allowed: tuple[str, ...], advice: str
 ) -> None:
-    """Raise UserError where a setting that changes the training differs: `optim.lr: 0.001 ->
-    0.002`, one line each."""
+    """Raise UserError if a setting that changes the numbers differs, with a line for each."""
     before, after = old.semantic_settings(), new.semantic_settings()
-    differ = [
-        key
+    changes = [
+        f"  {key}: {before.get(key)!r} -> {after.get(key)!r}"
         for key in before | after
         if before.get(key) != after.get(key) and not key.startswith(allowed)
     ]
-    if differ:
-        changes = [f"  {key}: {before.get(key)!r} -> {after.get(key)!r}" for key in differ]
+    if changes:
         raise UserError("\n".join([problem, *changes, advice]))
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What identifies the job of this process and survives a restart; empty strings outside a job.
+    """The identity of this process's job, which survives a restart; empty strings outside a job.
 
-    `launch`: the process of Windlass's launcher, or torchrun's run id; `scheduled`: the id that the
-    scheduler gave the job.
+    `launch`: the process of Windlass's launcher, or torchrun's run id; `scheduled`: the scheduler's
+    id of the job.
     """
-    ours = detect_env(environ).launcher == "windlass"
-    launch = (
-        f"{socket.gethostname()}/{os.getppid()}" if ours else environ.get("TORCHELASTIC_RUN_ID", "")
-    )
+    launch = environ.get("TORCHELASTIC_RUN_ID", "")
+    if detect_env(environ).launcher == "windlass":
+        launch = f"{socket.gethostname()}/{os.getppid()}"
     return {"launch": launch, "scheduled": find_job(environ)[1]}
 
 
 def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
-    """Whether this process belongs to a restart of the job that began the present lineage of the
-    run."""
+    """Whether this process is a restart of the job that began the run's present lineage."""
     env, lineage, job = detect_env(environ), read_lineage(run.path), job_id(environ)
     if lineage is None:
         return False
     scheduler = SCHEDULERS.get(find_job(environ)[0])
     if scheduler and scheduler.restarts(environ):
         return lineage.job.get("scheduled") == job["scheduled"]
-    return (
-        env.attempt > 0
-        and env.launcher not in SCHEDULERS
-        and lineage.job.get("launch", "") == job["launch"]
-    )
+    same_launch = lineage.job.get("launch", "") == job["launch"]
+    return env.attempt > 0 and env.launcher not in SCHEDULERS and same_launch
 
 
 def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Value:
-    """What rank 0 decides (anything that JSON holds), on every rank; its error is raised on every
-    rank."""
+    """Rank 0's decision (a value for JSON) on every rank; its error is raised on every rank."""
     value, error, failed = None, "", False
     if ranks.main:
         try:
@@ -312,64 +268,59 @@ def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Va
 
 
 def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> Choice | None:
-    """The first undamaged one of the checkpoints that rank 0 lists; each rank hashes its share of
-    the files."""
+    """The first undamaged checkpoint in rank 0's list; the ranks share the hashing."""
     paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidates())))
     return first_undamaged([Path(path) for path in paths], ranks)
 
 
 def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
-    """Refuse directories that not every host sees, before anything slow: what rank 0 creates there
-    must be there for all.
+    """Raise UserError if a host does not see the run or data directory of rank 0.
 
-    Where rank 0 has prepared data (which may be read-only, or a copy on a host's own disk), all
-    must have the same.
+    Rank 0 creates a file in each. Prepared data may be read-only, or a copy on each host's own
+    disk, so there the hosts compare its fingerprint.
     """
     index = Index.load(data) if data is not None else None
-    places = {
-        "run.dir": run.absolute(),
-        **({"data.dir": data.absolute()} if data is not None else {}),
-    }
+    places = {"run.dir": run.absolute()}
+    if data is not None:
+        places["data.dir"] = data.absolute()
 
     def create() -> dict[str, str]:
         marks = {}
-        for key, place in places.items() if index is None else [("run.dir", places["run.dir"])]:
-            there = next(path for path in (place, *place.parents) if path.is_dir())
-            try:
-                descriptor, marks[key] = tempfile.mkstemp(
-                    prefix=".windlass-", dir=there
-                )  # a name in no cache of NFS
+        for key, place in places.items():
+            if key == "data.dir" and index is not None:
+                continue
+            parent = next(path for path in (place, *place.parents) if path.is_dir())
+            try:  # a new name, which is in no cache of NFS
+                descriptor, marks[key] = tempfile.mkstemp(prefix=".windlass-", dir=parent)
             except OSError as error:
-                raise UserError(
-                    f"{there} cannot be written ({error.strerror}); give another {key}"
-                ) from None
+                problem = f"{parent} cannot be written ({error.strerror})"
+                raise UserError(f"{problem}; give another {key}") from None
             os.close(descriptor)
         return marks
 
     marks = decide_on_rank_0(ranks, "shared", create)
     prepared = ranks.broadcast_object("prepared", index and index.fingerprint)
     missing = [key for key, mark in marks.items() if not Path(mark).exists()]
-    same = data is None or not prepared or (index is not None and index.fingerprint == prepared)
-    missing += [] if same else ["data.dir"]
+    if data is not None and prepared and (index is None or index.fingerprint != prepared):
+        missing.append("data.dir")
     hosts = ranks.all_gather_object("shared", [socket.gethostname(), missing])
-    for mark in marks.values() if ranks.main else ():
-        Path(mark).unlink(missing_ok=True)
-    ranks.broadcast_object("removed")  # nobody continues while they lie there
+    if ranks.main:
+        for mark in marks.values():
+            Path(mark).unlink(missing_ok=True)
+    ranks.broadcast_object("removed")  # nobody continues while the files exist
     for key, place in places.items():
-        if blind := sorted(
-            {f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}
-        ):
-            problem = f"{key}: {place} of {hosts[0][0]} (rank 0) is not seen by {', '.join(blind)}"
-            raise UserError(f"{problem}: put it on a file system that all hosts share ({key}=PATH)")
+        blind = {f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}
+        if blind:
+            seen = f"of {hosts[0][0]} (rank 0) is not seen by {', '.join(sorted(blind))}"
+            advice = f"put it on a file system that all hosts share ({key}=PATH)"
+            raise UserError(f"{key}: {place} {seen}: {advice}")
 
 
 def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
-    """The checkpoints to start from, in the order in which they are tried; empty: step 0. On rank
-    0.
+    """The checkpoints to start from, the first choice first; empty: step 0. On rank 0.
 
-    `checkpoint.resume` names them, but a restart takes the newest, and a WSD run that is extended
-    the newest from before its decay. UserError: the one that was asked for is missing or of another
-    recipe.
+    `checkpoint.resume` names them. But a restart takes the newest, and an extended WSD run the
+    newest before its decay. Raises UserError: the checkpoint does not exist, or has another recipe.
     """
     recipe, run = plan.recipe, plan.run.path
     if plan.branch_from is not None:
@@ -379,60 +330,48 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
     if not plan.resuming and not is_path:
         return []
     schedule, old = recipe.optim.schedule, replace(horizon, steps=plan.extends_from)
-    if (
-        plan.extends_from
-        and schedule.kind == "wsd"
-        and phases(schedule, old) != phases(schedule, horizon)
-    ):
+    wsd = plan.extends_from and schedule.kind == "wsd"
+    if wsd and phases(schedule, old) != phases(schedule, horizon):
         decay_begins = phases(schedule, old)[1]
         paths = candidates(run, up_to=decay_begins)
         if not paths and candidates(run):
-            problem = f"no checkpoint of {run} is left from before step {decay_begins}, where its decay began"
-            raise UserError(
-                f"{problem}: a decayed run cannot be extended; set checkpoint.keep_every next time"
-            )
+            problem = f"{run} has no checkpoint from before step {decay_begins}, where it decays"
+            advice = "a decayed run cannot be extended; set checkpoint.keep_every next time"
+            raise UserError(f"{problem}: {advice}")
         return paths
     paths = candidates(run, resume, measure=recipe.checkpoint.best)
-    if (
-        is_path and paths and not paths[0].resolve().is_relative_to(run.resolve())
-    ):  # another run's: the same recipe?
-        meta, origin = (
-            open_checkpoint(paths[0], deep=False).meta,
-            Run(paths[0].resolve().parent.parent),
-        )
-        if meta.get("line") != hash_without_steps(recipe):
-            problem = f"checkpoint.resume: {paths[0]} is of another recipe:"
-            if origin.recipe_path.is_file():
-                branch = argument("branch_from", "RUN@STEP")
-                advice = (
-                    f"undo them, or use {branch}, which may change optimizer, schedule and steps"
-                )
-                refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)
-            raise UserError(
-                f"{problem} config hash {meta.get('recipe')}, and here {recipe.config_hash}"
-            )
+    if is_path and paths and not paths[0].resolve().is_relative_to(run.resolve()):
+        check_same_recipe(paths[0], recipe)
     return paths
 
 
+def check_same_recipe(checkpoint: Path, recipe: Recipe) -> None:
+    """Raise UserError if a checkpoint of another run has another recipe, but for the steps."""
+    meta = open_checkpoint(checkpoint, deep=False).meta
+    if meta.get("line") == hash_without_steps(recipe):
+        return
+    problem = f"checkpoint.resume: {checkpoint} is of another recipe:"
+    origin, branch = Run(checkpoint.resolve().parent.parent), argument("branch_from", "RUN@STEP")
+    if origin.recipe_path.is_file():
+        advice = f"undo them, or use {branch}, which may change optimizer, schedule and steps"
+        refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)
+    raise UserError(f"{problem} config hash {meta.get('recipe')}, and here {recipe.config_hash}")
+
+
 def hash_without_steps(recipe: Recipe) -> str:
-    """The recipe's config hash with `train.steps` left out: equal for runs that differ in length
-    alone."""
-    settings = {
-        key: value for key, value in recipe.semantic_settings().items() if key != "train.steps"
-    }
+    """A config hash without `train.steps`: equal for runs that differ only in length."""
+    settings = recipe.semantic_settings()
+    del settings["train.steps"]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def write_start(plan: StartPlan, choice: Choice | None, files: Files | None = None) -> None:
-    """Make the start durable: a new run's directory, then the lineage, then the recipe where it is
-    new or longer."""
+    """Write the start durably: a new run's directory, the lineage, and a new or longer recipe."""
     files, run = files or Files(), plan.run
     if not plan.resuming:
         files.make_dirs(run.path)
-    lineage = lineage_at(
-        run.path, choice.path if choice else None, choice.step if choice else 0, job_id()
-    )
-    write_lineage(run.path, lineage, files)
+    path, step = (choice.path, choice.step) if choice else (None, 0)
+    write_lineage(run.path, lineage_at(run.path, path, step, job_id()), files)
     if not plan.resuming or plan.extends_from:
         longer = {"train.steps": plan.recipe.train.steps}
         recipe = run.recipe.replace(**longer) if plan.resuming else plan.recipe
@@ -440,29 +379,24 @@ def write_start(plan: StartPlan, choice: Choice | None, files: Files | None = No
 
 
 def write_settings(plan: StartPlan) -> None:
-    """The run's recipe has the settings that hold from here on; what one start alone does stays as
-    it was."""
+    """Write the changed settings into the run's recipe, without those of this start alone."""
     once = {"checkpoint.resume": plan.run.recipe.checkpoint.resume}
     Files().replace(plan.run.recipe_path, plan.recipe.replace(**once).toml().encode())
 
 
-def set_aside(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> Path | None:
-    """Rename a run directory (`--fresh`) and return its new path; UserError where a process trains
-    in it, or may."""
+def rename_old_run(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> None:
+    """Rename a run directory to `….old-N` (`--fresh`); UserError if a process may train in it."""
     if not path.exists():
-        return None
+        return
     run = Run(path)
     if lock_held(run.lock_path) is None and run.state == "running":
-        raise UserError(
-            f"{path} has a fresh heartbeat: another host may train in it; try again in a minute"
-        )
+        problem = f"{path} has a fresh heartbeat: another host may train in it"
+        raise UserError(f"{problem}; try again in a minute")
     lock = acquire_run_lock(path, seconds)
     names = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
-    aside = next(name for name in names if not name.exists())
-    path.rename(aside)
+    path.rename(next(name for name in names if not name.exists()))
     if lock is not None:
         lock.close()
-    return aside
 
 
 def acquire_run_lock(run: Path, seconds: float = LOCK_WAIT_SECONDS) -> IO[str] | None:

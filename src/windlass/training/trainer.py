@@ -14,20 +14,25 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import nn
 
 from windlass import processes
+from windlass.checkpoint.load import candidates, open_checkpoint, rename_damaged
 from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, PERIODIC
 from windlass.checkpoint.save import SaveOutcome
-from windlass.checkpoint.state_dict import State, gather_state, named_state, state_bytes
+from windlass.checkpoint.state_dict import State, gather_state, named_state, restore, state_bytes
 from windlass.data.facts import describe
 from windlass.data.loader import Loader, StepBatch
+from windlass.data.order import step_samples
 from windlass.data.prepare import Data
 from windlass.errors import RunFailed, Stopped, UserError, first_line
+from windlass.model.build import build_model, own_module
 from windlass.model.convert import export_note
 from windlass.optim.build import build_optimizer, set_lr
 from windlass.optim.schedule import lr_multiplier
@@ -37,22 +42,21 @@ from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, sync_gradients, unwrap
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.telemetry.console import Console
-from windlass.telemetry.timing import Goodput
 from windlass.training import memory, setup, start
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import startup_checks
 from windlass.training.evaluator import Evaluator
 from windlass.training.nonfinite import BadSteps, check_is_deferred
 from windlass.training.record import Recorder
-from windlass.training.rewind import Rewinder
-from windlass.training.start import StartPlan, decide_on_rank_0
-from windlass.training.state import LossScaler, LossSum, step_seed
+from windlass.training.start import StartPlan, choose_undamaged, decide_on_rank_0
+from windlass.training.state import LossScaler, LossSum, TrainState, step_seed
 from windlass.training.stop import StopSignals
 from windlass.training.threads import set_threads
 
-DATA_WAIT_SECONDS = 0.5  # how long the data may be late before the loop looks at signals
-FAILING_SAVE_SECONDS = 5.0  # how long a run that fails waits for a save in progress
-TRACKER_RESERVE_SECONDS = 2.0  # left of the grace after a signal once the trackers have finished
+DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
+FAILING_SAVE_SECONDS = 5.0  # the longest wait of a failing run for a save in progress
+TRACKER_RESERVE_SECONDS = 2.0  # of the grace after a signal, after the trackers have finished
+MAX_REWINDS = 3  # to the same checkpoint
 
 
 class Trainer:
@@ -74,34 +78,35 @@ class Trainer:
         """
         self.recipe, self.stop, self.stop_at = plan.recipe, stop, stop_at
         self.ends_early = False  # set by `train.early_stop`: no further step
-        recipe, goodput, custom = plan.recipe, Goodput(), module is not None
+        recipe, run, custom = plan.recipe, plan.run, module is not None
         self.ranks = ranks = stack.enter_context(init_store(detect_env(), recipe))
         self.data = data = setup.open_shared(plan, ranks, data)
         init_process_group(ranks, recipe)
         self.batch, self.horizon = setup.batch_and_horizon(plan, ranks, data, custom)
-        built = setup.make_model(plan, data, module)
+        if module is not None:
+            built = own_module(module, recipe.model.context)
+        else:
+            built = build_model(recipe, data.vocab, run=None if plan.fresh else run.path)
         console = Console(self.horizon.steps, ranks.rank)
         stack.callback(console.close)
         place = setup.open_run_directory(plan, ranks, console, self.horizon, stack)
 
-        if not custom:
-            decide_on_rank_0(ranks, "write", lambda: setup.begin_run(plan, data, place.choice))
+        begin = partial(setup.begin_run, plan, data, place.choice)
+        if not custom:  # otherwise the run begins once the module's forward pass has worked
+            decide_on_rank_0(ranks, "write", begin)
         console.begin("building the model, with its first weights")
-        self.model, self.facts = setup.prepare_model(
-            recipe, plan.run, ranks, data, built, custom, place.choice
-        )
-        if custom:  # the run begins only after the module's forward pass has worked
-            decide_on_rank_0(ranks, "write", lambda: setup.begin_run(plan, data, place.choice))
+        prepared = setup.prepare_model(plan, ranks, data, built, custom, place.choice)
+        self.model, self.facts = prepared
+        if custom:
+            decide_on_rank_0(ranks, "write", begin)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = build_optimizer(
-            unwrap(self.model),
-            recipe.optim,
-            ranks.device.type,
-            ranks.mesh.replicas,
-            ranks.strategy.shards_optimizer,
-        )
-        self.state, recorded = setup.load_state(
-            place, recipe, ranks, data, self.batch, self.facts, self.model, self.optimizer, console
+        shards, replicas = ranks.strategy.shards_optimizer, ranks.mesh.replicas
+        kind, network = ranks.device.type, unwrap(self.model)
+        self.optimizer = build_optimizer(network, recipe.optim, kind, replicas, shards)
+        if place.choice is not None:
+            console.begin(f"reading {place.choice.path}")
+        self.state, recorded = setup.load_checkpoint(
+            place, recipe, ranks, data, self.batch, self.facts, self.model, self.optimizer
         )
         console.begin("measuring how many CPU threads are fastest")
         micro_batch = self.batch.micro_batch
@@ -114,58 +119,38 @@ class Trainer:
         self.saver = setup.open_saver(plan, ranks, self.horizon, place.name)
         self.meta = setup.describe_checkpoints(recipe, data, self.facts)
         origin = setup.describe_origin(module and built, self.model, self.facts, ranks)
+        facts, horizon, attempt = self.facts, self.horizon, place.attempt
         self.recorder = recorder = Recorder(
-            plan,
-            ranks,
-            self.facts,
-            self.horizon,
-            self.state,
-            goodput,
-            place.attempt,
-            origin,
-            console,
-            stack,
+            plan, ranks, facts, horizon, self.state, attempt, origin, console, stack
         )
-        stop.follow(self.state, lambda name: recorder.event("preempted", reason=name, saved=True))
+        stop.follow(self.state, lambda name: recorder.emit("preempted", reason=name, saved=True))
         self.callbacks = Callbacks(
-            code, recipe, ranks, self.state, self.horizon, self.model, self.optimizer
+            code, recipe, ranks, self.state, horizon, self.model, self.optimizer
         )
-        self.evaluator = Evaluator(
-            recorder, self.model, data, micro_batch, self.callbacks.suites(), self.poll_stop
-        )
+        suites = self.callbacks.suites()
+        self.evaluator = Evaluator(recorder, self.model, data, micro_batch, suites, self.poll_stop)
         self.report_start(plan, place, threads, custom)
         deferred = check_is_deferred(ranks.device, self.optimizer, recipe.parallel.offload)
         self.bad_steps = BadSteps(recorder, recipe.train, self.scaler, deferred)
-        self.rewinder = Rewinder(
-            self.saver,
-            self.model,
-            self.optimizer,
-            self.scaler,
-            self.losses,
-            recorder,
-            self.bad_steps,
-        )
+        self.rewinds = Counter[int]()  # by the step that the run returned to
 
     def report_start(
         self, plan: StartPlan, place: setup.RunPlace, threads: str, custom: bool
     ) -> None:
-        """Report how this run starts, and write the settings that a resume has changed."""
-        notes = [*place.notes]
+        """Report the start, and write the settings that a resume has changed."""
+        notes, step, model = [*place.notes], self.state.step, unwrap(self.model)
         if self.ranks.main:
-            notes += setup.shortages(plan, self.horizon, self.state.step, self.checkpoint_bytes())
+            # torch's optimizers have no state before their first step.
+            size = state_bytes(named_state(self.model, self.optimizer)[0])
+            size += 0 if self.optimizer.state else 8 * self.facts.sizes.trained
+            notes += setup.disk_shortage(plan, self.horizon, step, size)
         notes += [note] if not custom and (note := export_note(self.recipe.model)) else []
         path = str(place.choice.path) if place.choice else ""
-        model = unwrap(self.model)
         self.recorder.started(self.batch, threads, describe(self.data), model, path, notes)
         if plan.changes:
             decide_on_rank_0(self.ranks, "settings", lambda: start.write_settings(plan))
         if place.choice is not None:
-            self.saver.resume_from(self.state.step)
-
-    def checkpoint_bytes(self) -> int:
-        """The size of a checkpoint; torch's optimizers have no state before their first step."""
-        size = state_bytes(named_state(self.model, self.optimizer)[0])
-        return size + (0 if self.optimizer.state else 8 * self.facts.sizes.trained)
+            self.saver.resume_from(step)
 
     def run(self) -> None:
         """Train to the last step and write the summary; raises Stopped if a signal ends it."""
@@ -181,15 +166,14 @@ class Trainer:
                     self.wait_for_saves(FAILING_SAVE_SECONDS)
                 if not isinstance(error, Stopped | UserError):
                     phase = self.ranks.status.phase
-                    self.recorder.event("failed", reason=first_line(error), phase=phase)
+                    self.recorder.emit("failed", reason=first_line(error), phase=phase)
             raise
 
     def begin(self) -> None:
-        """Check the model; evaluate and sample if that is due at this step and a stop or kill has
-        left it undone."""
-        recorder, step, compiles = self.recorder, self.state.step, self.recipe.train.compile
-        done = recorder.read_measured(step)
-        if self.recipe.train.startup_checks:
+        """Check the model; do the evaluation and sample of this step that a kill or stop left out."""
+        recorder, batch, train = self.recorder, self.batch, self.recipe.train
+        done = recorder.read_measured(self.state.step)
+        if train.startup_checks:
             startup_checks(self.model, self.facts.ties, self.facts.precision, self.ranks)
         self.ends_early = recorder.stops_improving()
         if self.evaluator.due and (self.ends_early or "eval" not in done):
@@ -197,21 +181,28 @@ class Trainer:
         if self.evaluator.sample_due and "sample" not in done:
             self.evaluator.sample()
         recorder.enter_epoch()
-        micro, tokens = self.batch.micro_batch, self.batch.context
-        size = f"{self.batch.accumulation} x {micro} x {tokens:,} tokens on each rank"
-        recorder.console.begin(f"{'compiling, and ' * compiles}the first step: {size}")
-        recorder.goodput.enter("compile" if compiles else "train")
+        size = f"{batch.accumulation} x {batch.micro_batch} x {batch.context:,} tokens on each rank"
+        compiling = "compiling, and " if train.compile else ""
+        recorder.console.begin(f"{compiling}the first step: {size}")
+        recorder.goodput.enter("compile" if train.compile else "train")
         recorder.restart_counts()
 
     def loop_within_memory(self) -> bool:
-        """The loop; again with smaller micro-batches if memory runs out in its first step and
-        Windlass chose their size."""
+        """The loop; if memory runs out in its first step, with smaller micro-batches."""
+        recorder = self.recorder
         while True:
             try:
                 return self.loop()
             except torch.OutOfMemoryError:
-                self.batch = memory.smaller_micro_batch(self.batch, self.recorder)
-            memory.prepare_retry(self.batch, self.optimizer, self.recorder, self.evaluator.suites)
+                self.batch = memory.smaller_micro_batch(self.batch, recorder)
+            size = self.batch.micro_batch
+            self.optimizer.zero_grad(set_to_none=True)
+            memory.release_memory(self.recipe.train.compile)
+            self.evaluator.use_micro_batch(size)
+            again = f"memory ran out: the step again with micro-batches of {size} sequences"
+            text = f"{again} (train.micro_batch={size})"
+            recorder.emit(memory.OUT_OF_MEMORY, text, warning=True, micro_batch=size)
+            recorder.restart_counts()
 
     def loop(self) -> bool:  # noqa: PLR0915 (the algorithm in one piece)
         """Step, log, save, evaluate; False if a stop was asked for before the end."""
@@ -223,9 +214,10 @@ class Trainer:
                 recorder.log(self.callbacks.take_logged())
                 batch = self.next_batch(loader)
                 self.stop.hold()  # from here on a signal saves before it ends the process
-                asked = bool(self.callbacks.stop_reason)
-                own_flags = [self.stop.requested, self.saver.failures, asked]
-                flags = collectives.max_async(own_flags, ranks)
+                asks = bool(self.callbacks.stop_reason)
+                flags = collectives.max_async(
+                    [self.stop.requested, self.saver.failures, asks], ranks
+                )
                 multiplier = lr_multiplier(recipe.optim.schedule, horizon, state.step)
                 lr = recipe.optim.lr * multiplier
                 result = self.step(batch, multiplier)
@@ -239,23 +231,21 @@ class Trainer:
 
                 last = state.step == horizon.steps
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
-                often = recipe.checkpoint.every, recipe.checkpoint.keep_every
-                save_due = any(horizon.due(every, state.step) for every in often)
+                periods = recipe.checkpoint.every, recipe.checkpoint.keep_every
+                save_due = any(horizon.due(every, state.step) for every in periods)
                 evaluation_due = evaluator.due
                 asked = bool(stop_asked) or state.step == self.stop_at
                 stopping = bool(stop_requested) or (asked and not last)
-                # All that is logged, saved or measured must be finite; a CPU checks every step.
+                # Whatever is logged, saved or measured must be finite; a CPU checks every step.
                 due = log_due or save_due or evaluation_due or stopping
                 look = due or not self.bad_steps.deferred
                 if rewind_reason := self.bad_steps.decide(result.grad_norm, result.spike, look):
                     loader.close(None)
-                    self.wait_for_saves()
-                    stop_sample = batch.first_sample + self.batch.global_batch
-                    self.rewinder.rewind(rewind_reason, stop_sample)
+                    self.rewind(rewind_reason, batch.first_sample + self.batch.global_batch)
                     loader = self.open_loader()
                     continue
 
-                if log_due or self.callbacks.overrides("on_step"):
+                if log_due or self.callbacks.see_steps:
                     collectives.sum_over_ranks(result.loss, ranks)  # in place
                 self.callbacks.stepped(lr, batch, result)
                 if log_due:  # waits for the device
@@ -272,7 +262,7 @@ class Trainer:
                 if failed_saves >= recipe.checkpoint.max_failed_saves and not last:
                     advice = "see above; checkpoint.max_failed_saves"
                     raise RunFailed(f"{failed_saves} saves in a row failed ({advice})")
-                # If a signal cut the evaluation short, the next start repeats it at this step.
+                # If a signal interrupted the evaluation, the next start repeats it at this step.
                 if stopping or not complete:
                     return self.stop_run()
         finally:
@@ -286,9 +276,8 @@ class Trainer:
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
         counts = collectives.sum_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
-        loss = torch.zeros(
-            (), dtype=torch.float64 if precision == "fp64" else torch.float32, device=ranks.device
-        )
+        dtype = torch.float64 if precision == "fp64" else torch.float32
+        loss = torch.zeros((), dtype=dtype, device=ranks.device)
 
         for micro in batch.micro:
             if self.facts.dropout:
@@ -308,17 +297,15 @@ class Trainer:
             grad_norm = collectives.global_grad_norm(self.parameters, ranks)
             grad_norm = grad_norm if scale is None else grad_norm / scale
             bad, spike = self.bad_steps.observe(loss, grad_norm)
-            if self.bad_steps.deferred:
-                self.optimizer.found_inf = bad  # type: ignore[attr-defined] # where it is 1, the device does not update
+            if self.bad_steps.deferred:  # the device makes no update if it is 1
+                self.optimizer.found_inf = bad  # type: ignore[attr-defined]
             if spike is None and (self.bad_steps.deferred or not bool(bad)):
                 # One pass over the gradients clips them and divides out the loss scale.
                 limit = self.recipe.train.grad_clip or math.inf
-                multiplier = torch.clamp(limit / (grad_norm + 1e-6), max=1.0) / (
-                    1.0 if scale is None else scale
-                )
-                if (
-                    ranks.device.type != "cpu" or float(multiplier) != 1.0
-                ):  # on CUDA the host does not wait to see
+                multiplier = torch.clamp(limit / (grad_norm + 1e-6), max=1.0)
+                multiplier = multiplier if scale is None else multiplier / scale
+                # On CUDA the host does not wait for the value.
+                if ranks.device.type != "cpu" or float(multiplier) != 1.0:
                     collectives.scale_gradients(self.parameters, multiplier)
                 set_lr(self.optimizer, lr_multiplier)
                 self.optimizer.step()
@@ -326,7 +313,7 @@ class Trainer:
                 self.scaler.update(bad)
             self.optimizer.zero_grad(set_to_none=True)
         labels, tokens, padded = map(int, counts.wait())
-        ranks.mark(batch.step, "step")  # what follows an update: counting, logging
+        ranks.mark(batch.step, "step")
         return StepResult(loss, grad_norm.detach(), tokens, labels, padded, spike)
 
     def open_loader(self) -> Loader:
@@ -346,8 +333,7 @@ class Trainer:
         )
 
     def next_batch(self, loader: Loader) -> StepBatch:
-        """The next batch. While it is late, a process of its own may stop; ranks that wait for each
-        other cannot."""
+        """The next batch. While it is late, a single rank may stop; several wait for each other."""
         while True:
             with self.recorder.timer.phase("data"):
                 batch = loader.poll(DATA_WAIT_SECONDS)
@@ -359,23 +345,22 @@ class Trainer:
             if self.poll_stop() and self.ranks.world == 1:
                 self.stop_run()
             if self.stop.seconds_since() > self.recipe.checkpoint.grace_seconds:
-                self.wait_for_saves(FAILING_SAVE_SECONDS)  # what is being written is not lost
+                self.wait_for_saves(FAILING_SAVE_SECONDS)
                 lost = f"{step - self.saver.committed} steps are lost (checkpoint.grace_seconds)"
                 late = f"rank {self.ranks.rank} has no data for step {step + 1}"
                 raise RunFailed(f"stopped by {self.stop.name}: {late}; {lost}")
 
     def poll_stop(self) -> bool:
-        """Whether this rank was asked to stop; asked between the passes of an evaluation, and while
-        data are late."""
+        """Whether this rank was asked to stop; called between the passes of an evaluation, too."""
         self.recorder.beat()
         if (status := self.ranks.status).phase != "data":
-            self.ranks.mark(status.step, status.phase)  # it makes progress
+            self.ranks.mark(status.step, status.phase)  # shows progress
         return self.stop.requested
 
     def evaluate(self, suites: Sequence[str] = ()) -> bool:
         """Measure the suites (default: all), and save the model if it is the best so far.
 
-        False if a stop cut the measurement short: then nothing is written.
+        Returns False, and writes nothing, if a stop interrupted the measurement.
         """
         state, recorder, checkpoint = self.state, self.recorder, self.recipe.checkpoint
         last = state.step == self.horizon.steps or self.ends_early
@@ -393,8 +378,35 @@ class Trainer:
         more = self.evaluator.measures_more(self.batch.global_batch)
         return not more or self.evaluate([LOSS_SUITE])
 
+    def rewind(self, reason: str, stop_sample: int) -> None:
+        """Return to the newest good checkpoint, and leave out the samples up to `stop_sample`."""
+        recorder, run, state = self.recorder, self.recorder.run, self.state
+        self.wait_for_saves()
+        choice = choose_undamaged(self.ranks, lambda: candidates(run.path))
+        if choice is None:
+            raise RunFailed(f"{reason}; there is no checkpoint yet to return to")
+        for note in choice.notes:
+            recorder.console.warning(note)
+        decide_on_rank_0(self.ranks, "rename damaged", lambda: rename_damaged(choice, run.path))
+        self.rewinds[choice.step] += 1
+        if self.rewinds[choice.step] > MAX_REWINDS:
+            times = f"the run returned to step {choice.step} {MAX_REWINDS} times"
+            advice = "resume from an earlier one (checkpoint.resume=STEP) with a lower optim.lr"
+            raise RunFailed(f"{reason}; {times}: {advice}")
+        self.losses.reset()
+        checkpoint = open_checkpoint(choice.path, deep=False)
+        restore(checkpoint, self.model, self.optimizer)
+        saved = TrainState.from_json(checkpoint.counters)
+        first = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])
+        state.return_to(saved, left_out=(first, stop_sample))
+        self.bad_steps.reset()
+        if self.scaler is not None:
+            self.scaler.load(state)
+        self.saver.resume_from(state.step)
+        recorder.rewound(reason, first, stop_sample)
+
     def tensors(self) -> State:
-        """This rank's share of model and optimizer."""
+        """This rank's share of model and optimizer; of equal replicas one rank has the tensor."""
         return gather_state(self.model, self.optimizer, self.ranks.rank, self.ranks.world)
 
     def save(self, reason: str = PERIODIC) -> None:
@@ -413,15 +425,13 @@ class Trainer:
             self.saver.save(state.step, self.tensors(), counters, meta, scores, recorder.beat)
 
     def wait_for_saves(self, timeout: float | None = None) -> bool:
-        """Wait, at most `timeout` seconds, until nothing is being written; whether every save was
-        committed."""
+        """Wait, at most `timeout` seconds, for the saves; whether every one was committed."""
         with self.recorder.outside("save"):
             committed = self.report(self.saver.wait(timeout, self.recorder.beat))
         return committed and not self.saver.busy
 
     def commit(self, reason: str) -> bool:
-        """Have the present step committed: wait for a save in progress, and repeat one that
-        failed."""
+        """Commit the present step: wait for a save in progress, and repeat a failed one."""
         step = self.state.step
         if self.saver.newest == step:
             self.wait_for_saves()
@@ -430,7 +440,7 @@ class Trainer:
         return self.wait_for_saves() and self.saver.newest == step
 
     def report(self, outcomes: list[SaveOutcome]) -> bool:
-        """Report saves that have ended; whether all of them were committed."""
+        """Report the saves that have ended; whether all of them were committed."""
         for outcome in outcomes:
             self.recorder.saved(outcome)
             if not outcome.error and self.ranks.main:
@@ -438,48 +448,38 @@ class Trainer:
         return not any(outcome.error for outcome in outcomes)
 
     def stop_run(self) -> bool:
-        """Save where the grace allows it; raise Stopped after a signal, else return False. All
-        ranks come here at the same step."""
-        step, recorder, grace = (
-            self.state.step,
-            self.recorder,
-            self.recipe.checkpoint.grace_seconds,
-        )
+        """Save within the grace; raise Stopped after a signal, else return False.
+
+        All ranks come here at the same step.
+        """
+        step, recorder = self.state.step, self.recorder
         own = [self.stop.requested, self.stop.seconds_since(), self.callbacks.stop_reason]
-        signals = self.ranks.all_gather_object("signals", own)
-        signalled, since = (
-            any(requested for requested, *_ in signals),
-            max(seconds for _, seconds, _ in signals),
-        )
-        asked = next(
-            (why for *_, why in signals if why), "request"
-        )  # of a callback, or of `stop_at`
-        reason = self.stop.name if signalled else asked
-        left, end = grace - since, time.monotonic() + grace - since
+        requested, seconds, asked = zip(*self.ranks.all_gather_object("signals", own), strict=True)
+        signalled, left = any(requested), self.recipe.checkpoint.grace_seconds - max(seconds)
+        end = time.monotonic() + left
+        # Without a signal a callback or `stop_at` has asked.
+        reason = self.stop.name if signalled else next(filter(None, asked), "request")
         needed = self.ranks.broadcast_object("needed", self.saver.expected_seconds(step))
         if signalled and needed > left:
-            self.wait_for_saves(max(0.0, left))  # what is being written may still be committed
-            recorder.event("preempted", reason=reason, saved=False)
-            why = f"a save takes about {needed:.0f} s and only {left:.0f} s are left (checkpoint.grace_seconds)"
+            self.wait_for_saves(max(0.0, left))  # a save in progress may still be committed
+            recorder.emit("preempted", reason=reason, saved=False)
+            why = f"a save takes about {needed:.0f} s and only {left:.0f} s are left"
             lost = f"{step - self.saver.committed} steps are lost (checkpoint.every)"
-            raise RunFailed(f"stopped by {reason} at step {step}: {why}; {lost}")
+            problem = f"{why} (checkpoint.grace_seconds); {lost}"
+            raise RunFailed(f"stopped by {reason} at step {step}: {problem}")
         if not self.commit(EMERGENCY):
-            raise RunFailed(
-                f"stopped by {reason} at step {step}, and its checkpoint could not be saved"
-            )
+            problem = "its checkpoint could not be saved"
+            raise RunFailed(f"stopped by {reason} at step {step}, and {problem}")
         recorder.log(self.callbacks.take_logged())
-        recorder.event("preempted" if signalled else "stopped", reason=reason, saved=True)
+        recorder.emit("preempted" if signalled else "stopped", reason=reason, saved=True)
         recorder.ledger.sync()
         flush = self.recipe.telemetry.flush_seconds
-        flush = (
-            min(flush, max(0.0, end - time.monotonic() - TRACKER_RESERVE_SECONDS))
-            if signalled
-            else flush
-        )
+        if signalled:
+            flush = min(flush, max(0.0, end - time.monotonic() - TRACKER_RESERVE_SECONDS))
         recorder.show(recorder.trackers.finish(flush))
         text = f"stopped by {reason} after step {step}, all saved; start it again to continue"
         if signalled:
-            self.ranks.mark(step, processes.STOPPED)  # a launcher reads it
+            self.ranks.mark(step, processes.STOPPED)  # for a launcher
             raise Stopped(text)
         recorder.console.event(text)
         return False
@@ -489,9 +489,8 @@ class Trainer:
         step, recorder = self.state.step, self.recorder
         self.ranks.mark(step, "end")
         if not self.commit(FINAL):
-            raise RunFailed(
-                "the last checkpoint could not be saved (see above); train again to try once more"
-            )
+            problem = "the last checkpoint could not be saved (see above)"
+            raise RunFailed(f"{problem}; train again to try once more")
         recorder.log(self.callbacks.take_logged())
         recorder.sampler.stop()
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written
