@@ -27,7 +27,7 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         state=state,
         timer=StepTimer(),
         events=events,
-        event=lambda name, **more: events.append(more),
+        emit=lambda name, **more: events.append(more),
     )
     scaler = LossScaler(ranks.device, state) if precision == "fp16" else None
     parts: dict[str, Any] = {

@@ -27,7 +27,13 @@ from windlass.recipe import Horizon, Recipe
 from windlass.reports.view import view
 from windlass.run import Run, read_lines
 from windlass.training import setup, trainer
-from windlass.training.start import acquire_run_lock, is_restart, job_id, resolve_start, set_aside
+from windlass.training.start import (
+    acquire_run_lock,
+    is_restart,
+    job_id,
+    rename_old_run,
+    resolve_start,
+)
 
 __all__ = ["corpus"]
 
@@ -352,7 +358,7 @@ def test_a_restart_by_torchrun_is_one_of_the_same_job(tmp_path):
     assert not is_restart(run, again | {"TORCHELASTIC_RUN_ID": "b"})
 
 
-def test_a_run_that_lives_is_not_set_aside(corpus, tmp_path, monkeypatch):
+def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):
     """Its process would continue in a directory of another name, where nobody looks for its checkpoints."""
     overrides, go = settings(corpus, tmp_path / "run", **{"train.steps": 4}), tmp_path / "go"
     living = subprocess.Popen([sys.executable, "-c", HOLD, str(go), *overrides])
@@ -362,7 +368,7 @@ def test_a_run_that_lives_is_not_set_aside(corpus, tmp_path, monkeypatch):
             time.sleep(0.05)
         run.heartbeat_path.unlink()  # its lock alone tells
         assert run.alive and run.state == "running"
-        monkeypatch.setattr(setup, "set_aside", lambda path: set_aside(path, seconds=0.2))
+        monkeypatch.setattr(setup, "rename_old_run", lambda path: rename_old_run(path, seconds=0.2))
         with refused(str(living.pid)):
             acquire_run_lock(run.path, seconds=0.2)
         with refused(str(living.pid)):

@@ -1,4 +1,4 @@
-"""The number of threads of a run on a CPU: measured, given, recorded; and the watch over other processes."""
+"""The number of threads of a run on a CPU: measured, given, recorded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +15,6 @@ from helpers import each_step, tiny_recipe, wait_for, write_corpus
 from windlass import evaluate, train
 from windlass.checkpoint.load import candidates, open_checkpoint
 from windlass.training import setup, threads, trainer
-
-CPU = namedtuple("CPU", "user idle iowait")
 
 
 @pytest.fixture(autouse=True)
@@ -146,41 +143,6 @@ def test_the_command_line_has_threads_wait_a_short_while_unless_told_otherwise(g
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split("\n")[1] == expected
-
-
-@pytest.mark.parametrize(
-    ("own_threads", "busy", "words"),
-    [
-        (2, 1.0, "use 1.0 of 2 cores;train.threads=1"),
-        (1, 1.0, ""),
-        (2, 0.2, ""),
-        (1, 2.0, "use 2.0 of 2 cores;stop them"),
-    ],
-)
-def test_another_busy_process_is_told_once(monkeypatch, own_threads, busy, words):
-    seconds = [0.0]
-    # Of 2 cores this process uses what the others leave, up to its threads; the second core's counters hold the rest.
-    own = min(own_threads, max(0.5, 2 - busy))
-    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    monkeypatch.setattr(
-        threads.psutil,
-        "cpu_times",
-        lambda percpu: [CPU(0, seconds[0] * max(0, 2 - own - busy), 0), CPU(0, 0, 0)],
-    )
-    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
-    monkeypatch.setattr(
-        time, "process_time", lambda: seconds[0] * (2 - busy if own + busy > 2 else own)
-    )
-    torch.set_num_threads(own_threads)
-    watch = threads.Contention()
-    seconds[0] = 2.0
-    assert watch.poll() == ""  # too soon to know
-    seconds[0] = 10.0
-    text = watch.poll()
-    assert bool(text) == bool(words) and all(word in text for word in words.split(";"))
-    seconds[0] = 20.0
-    assert watch.poll() == ""
 
 
 @pytest.mark.parametrize(("context", "shape"), [(64, (8, 64)), (100_000, (1, 1024))])

@@ -193,12 +193,15 @@ class Recorder:
             extended_from=plan.extends_from or None,
             branched_from=str(branched.absolute()) if branched else None,
         )
-        if plan.changes:
-            changed = f"settings changed: {plan.changed}"
-            self.emit("settings_changed", changed, settings=plan.changes)
-        if any(key.startswith(MEASURED_ON) for key in plan.changes):
-            text = "later evaluations have other items; only they can give the best checkpoint"
-            self.console.warning(text)
+
+    def settings_changed(self) -> None:
+        """Report the settings that this resume changes."""
+        changes = self.plan.changes
+        text = f"settings changed: {self.plan.changed}"
+        self.emit("settings_changed", text, settings=changes)
+        if any(key.startswith(MEASURED_ON) for key in changes):
+            problem = "later evaluations have other items"
+            self.console.warning(f"{problem}, so the best checkpoint is chosen from them alone")
 
     def saved(self, outcome: SaveOutcome) -> None:
         """Report the end of a save."""

@@ -148,6 +148,7 @@ class Trainer:
         path = str(place.choice.path) if place.choice else ""
         self.recorder.started(self.batch, threads, describe(self.data), model, path, notes)
         if plan.changes:
+            self.recorder.settings_changed()
             decide_on_rank_0(self.ranks, "settings", lambda: start.write_settings(plan))
         if place.choice is not None:
             self.saver.resume_from(step)
