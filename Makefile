@@ -30,10 +30,10 @@ demo: $(BASE)  ## train the embedded default on this machine, then show curve, s
 	@$(BIN)/windlass train quickstart
 
 test: lint  ## what CI runs
-	$(BIN)/pytest -n logical --dist loadgroup -m "not full and not gpu"
+	$(BIN)/pytest -n logical --durations=25 -m "not full and not gpu"
 
 test-full: lint  ## with the slower proofs
-	$(BIN)/pytest -n logical --dist loadgroup -m "not gpu"
+	$(BIN)/pytest -n logical --durations=25 -m "not gpu"
 
 test-gpu:  ## on a machine with a CUDA device: no set-up; python3 has or PYTHONPATH holds the packages
 	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH CUBLAS_WORKSPACE_CONFIG=:4096:8 \

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -18,39 +19,48 @@ from helpers import write_corpus
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("WANDB_SILENT", "true")
-os.environ.setdefault(
-    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-)  # cuBLAS reads it once, at the process's first product
-for _key in ("OMP_NUM_THREADS",):
-    os.environ.setdefault(
-        _key, "1"
-    )  # tests run side by side on few cores, and small tensors gain nothing from two
+# cuBLAS reads it once, at the process's first product
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# tests run side by side on few cores, and small tensors gain nothing from two
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile(
     "windlass", deadline=None, database=None, derandomize=True, max_examples=50
 )
 hypothesis.settings.load_profile("windlass")
 
-for _signal in (
-    signal.SIGINT,
-    signal.SIGHUP,
-):  # under nohup or in the background of a shell they are ignored, by children too
+# under nohup or in the background of a shell they are ignored, by children too
+for _signal, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
     if signal.getsignal(_signal) == signal.SIG_IGN:
-        signal.signal(
-            _signal, signal.default_int_handler if _signal == signal.SIGINT else signal.SIG_DFL
-        )
+        signal.signal(_signal, _handler)
 
 REPOSITORY = Path(__file__).parent.parent
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+FOLDERS = ["cluster", "faults", "e2e", "dist", "parity", "gpu", "unit"]
+"""The order of the folders: the longest files first, so that no worker ends with a long one alone."""
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under xdist one worker runs a whole file, and one all tests of the SLURM cluster, which exists once."""
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(
-            pytest.mark.xdist_group("cluster" if folder == "cluster" else item.path.name)
-        )
+    items.sort(key=lambda item: FOLDERS.index(item.path.parent.name))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a worker a whole file, whose fixtures are then set up once, and one worker all of `cluster`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return "cluster" if "/cluster/" in path else path
+
+    config.option.loadscopereorder = False  # keep the order of the folders
+    return Files(config, log)
 
 
 def real_data() -> Path:
@@ -60,7 +70,7 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session")
 def data_files() -> Path:
-    """Real data (tiny Shakespeare, SQuAD, HellaSwag, ...); the test is skipped where there is none."""
+    """Real data (tiny Shakespeare, SQuAD, HellaSwag, ...); without it the test is skipped."""
     folder = real_data()
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}: set WINDLASS_TEST_DATA")
@@ -69,7 +79,7 @@ def data_files() -> Path:
 
 @pytest.fixture(autouse=True)
 def no_watchdog_outlives_its_test() -> Iterator[None]:
-    """A rank that fails sees to it that its process ends, soon and as failed; a test that fails one on purpose is no rank."""
+    """Cancel the timers with which a failed rank ends its process: here that process is pytest."""
     yield
     faulthandler.cancel_dump_traceback_later()
     if ranks := sys.modules.get("windlass.parallel.dist"):

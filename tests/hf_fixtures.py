@@ -64,9 +64,8 @@ def save(kind: str, directory: Path, dtype: torch.dtype = torch.float32, **chang
     model = AutoModelForCausalLM.from_config(config(kind, **changes))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(
-                torch.randn_like(parameter) * 0.1
-            )  # biases and norms too, so that none can be forgotten
+            # biases and norms too, so that none can be forgotten
+            parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
             if name in model.state_dict():
                 buffer.add_(torch.randn_like(buffer))

@@ -33,9 +33,8 @@ def pbs_job(request, tmp_path, monkeypatch) -> str:
             f"no mpiexec.{request.param} on this machine (Debian's packages mpich and openmpi-bin)"
         )
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "mpiexec").write_text(
-        f'#!/bin/sh\nexec {program} "$@"\n'
-    )  # MPICH looks for its parts beside a link
+    # MPICH looks for its parts beside a link
+    (tmp_path / "bin" / "mpiexec").write_text(f'#!/bin/sh\nexec {program} "$@"\n')
     (tmp_path / "bin" / "mpiexec").chmod(0o755)
     (tmp_path / "nodes").write_text("127.0.0.1\n127.0.0.1\n")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")

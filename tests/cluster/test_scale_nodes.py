@@ -15,10 +15,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.full]
 @pytest.mark.timeout(600)
 def test_strong_scaling_over_two_hosts(cluster: Cluster, settings, tmp_path):
     """A cell measures the rates; the probe runs on the first host; a second call submits nothing."""
-    path, words = (
-        tmp_path / "study",
-        [*settings(None, **DDP), "parallel.device=cpu", "--nodes", "1,2"],
-    )
+    path = tmp_path / "study"
+    words = [*settings(None, **DDP), "parallel.device=cpu", "--nodes", "1,2"]
     command = [sys.executable, "-m", "windlass", "scale", "quickstart", *words, "--dir", str(path)]
     done = cluster.call(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout

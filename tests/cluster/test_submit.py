@@ -96,10 +96,8 @@ def test_at_its_limit_it_saves_and_requeues_itself_once(
         log_of(run.path) + cluster.logs()
     )
     assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [True]
-    assert (
-        0 < next(e["step"] for e in run.events if e["event"] == "resumed") < 400
-        and run.state == "finished"
-    )
+    assert 0 < next(e["step"] for e in run.events if e["event"] == "resumed") < 400
+    assert run.state == "finished"
     assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
 
 
@@ -264,9 +262,8 @@ def test_a_rank_that_is_lost_starts_the_job_again_once(
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (
         log_of(run.path) + cluster.logs()
     )
-    assert run.state == "finished" and f"{node} was lost; the job is started again" in log_of(
-        run.path
-    )
+    assert run.state == "finished"
+    assert f"{node} was lost; the job is started again" in log_of(run.path)
     spare = nodes == "three_nodes"
     used = cluster.call("scontrol", "show", "hostnames", ended["NodeList"]).stdout.split()
     assert (node not in used, ended["ExcNodeList"]) == (spare, node if spare else "(null)"), log_of(

@@ -141,16 +141,13 @@ def test_torchrun_over_two_hosts(hosts, settings, tmp_path, two_local_ranks):
             "the same command again"
         )
     launch = read_json(tmp_path / "run" / "environment.json")["launch"]
-    assert (launch["world"], launch["nodes"], launch["backend"]) == (2, 2, "gloo") and launch[
-        "versions"
-    ]["torch"]
+    assert (launch["world"], launch["nodes"], launch["backend"]) == (2, 2, "gloo")
+    assert launch["versions"]["torch"]
     places = [
         line for line in Run(tmp_path / "run").log_path.read_text().splitlines() if "[rank=" in line
     ]
-    assert (
-        "[cpu][rank=0/1][local_rank=0/0][node=0/1]" in places[0]
-        and "[rank=1/1][local_rank=0/0][node=1/1]" in places[1]
-    )
+    assert "[cpu][rank=0/1][local_rank=0/0][node=0/1]" in places[0]
+    assert "[rank=1/1][local_rank=0/0][node=1/1]" in places[1]
 
 
 @pytest.mark.parametrize("key", ["run.dir", pytest.param("data.dir", marks=pytest.mark.full)])
@@ -159,10 +156,8 @@ def test_a_directory_that_one_host_does_not_see(hosts, settings, tmp_path, key):
     own = tmp_path / "own"
     own.mkdir()
     places = {"run.dir": tmp_path / "run", "data.dir": tmp_path / "data"} | {key: own / "x"}
-    began, words = (
-        time.monotonic(),
-        settings(None, **DDP, **{name: str(path) for name, path in places.items()}),
-    )
+    began = time.monotonic()
+    words = settings(None, **DDP, **{name: str(path) for name, path in places.items()})
     for process in hosts.train(words, tmp_path / "log", hidden=own):
         assert process.wait(100) == 1, text(tmp_path / "log")  # torchrun's code for any failure
     assert time.monotonic() - began < 60

@@ -153,9 +153,8 @@ def test_every_command_of_a_tutorial_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who built it?\n"))
     if not any("runs" in pattern and "report" in pattern for pattern in page.makes):
-        monkeypatch.setenv(
-            "WINDLASS_QUIET_END", "1"
-        )  # a run's own report and its plots take seconds
+        # a run's own report and its plots take seconds
+        monkeypatch.setenv("WINDLASS_QUIET_END", "1")
     page.prepare(tmp_path, data_files)
     printed, unused = "", set(page.instead)
     capsys.readouterr()
@@ -225,14 +224,12 @@ def test_the_stitched_run_of_the_exercises_is_the_beginning_of_the_long_one(
             main([*words, *more])
         assert ended.value.code == 0, capsys.readouterr().err
     run = Run(tmp_path / "runs" / "longer")
-    assert run.state == "stopped" and [
-        e["step"] for e in run.events if e["event"] == "resumed"
-    ] == [50]
+    assert run.state == "stopped"
+    assert [e["step"] for e in run.events if e["event"] == "resumed"] == [50]
     schedule, horizon = run.recipe.optim.schedule, Horizon(4400, 0, 1)
     whole = [run.recipe.optim.lr * lr_multiplier(schedule, horizon, step) for step in range(100)]
-    assert [line["lr"] for line in run.lines("train")] == pytest.approx(whole) and whole[43] == max(
-        whole
-    )
+    assert [line["lr"] for line in run.lines("train")] == pytest.approx(whole)
+    assert whole[43] == max(whole)
     assert (run.report_dir / "index.html").is_file()
 
 
@@ -265,7 +262,6 @@ def test_the_notebook_runs(tmp_path):
     assert [e["step"] for e in run.events if e["event"] == "resumed"] == [30]
     assert run.state == "finished" and [line["step"] for line in run.lines("train")][-1] == 60
     losses = [line["loss"] for line in run.lines("eval", suite="loss")]
-    assert (
-        losses[-1] < 0.8 * losses[0] and "Run(runs/sorting: finished, step 60 of 60" in done.stdout
-    )
+    assert losses[-1] < 0.8 * losses[0]
+    assert "Run(runs/sorting: finished, step 60 of 60" in done.stdout
     assert (run.report_dir / "index.html").is_file()

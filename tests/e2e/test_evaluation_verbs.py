@@ -47,10 +47,8 @@ def test_eval_writes_what_it_measured(run: Path, tmp_path: Path, capsys: Any) ->
     )
     assert typed("eval", run, "--suite", "loss,hellaswag,squad", *files, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (
-        shown == json.loads((run / "eval" / "step-00000012.json").read_text())
-        and shown["step"] == 12
-    )
+    assert shown == json.loads((run / "eval" / "step-00000012.json").read_text())
+    assert shown["step"] == 12
     results = shown["results"]
     bits = results["loss"]["loss"] / math.log(2)
     assert results["loss"]["bits_per_byte"] == pytest.approx(bits)  # tokens are bytes
@@ -58,13 +56,11 @@ def test_eval_writes_what_it_measured(run: Path, tmp_path: Path, capsys: Any) ->
     predictions = json.loads((run / "eval" / "squad-predictions-step-00000012.json").read_text())
     assert len(predictions) == 2
     again = evaluate(run, ["squad"], files[1:], tmp_path / "again")
-    assert (
-        again.predictions == predictions and again.results["squad"]["f1"] == results["squad"]["f1"]
-    )
+    assert again.predictions == predictions
+    assert again.results["squad"]["f1"] == results["squad"]["f1"]
     assert typed("eval", f"{run}@6", "--suite", "loss") == 0
-    assert (
-        run / "eval" / "step-00000006.json"
-    ).is_file() and "bits_per_byte" in capsys.readouterr().out
+    assert (run / "eval" / "step-00000006.json").is_file()
+    assert "bits_per_byte" in capsys.readouterr().out
 
 
 def test_results_tell_what_they_were_measured_on(run: Path, tmp_path: Path) -> None:
@@ -86,18 +82,12 @@ def test_results_tell_what_they_were_measured_on(run: Path, tmp_path: Path) -> N
         "eval.hellaswag_items": 2,
     }
     assert first["measured"]["hellaswag"]["settings"].items() >= settings.items()
-    whole, both = (
-        record(),
-        record(suite="loss"),
-    )  # a suite measured again replaces its scores, the others stay
-    assert (
-        whole["results"]["hellaswag"]["items"] == 3
-        and both["results"]["hellaswag"] == whole["results"]["hellaswag"]
-    )
-    assert (
-        len(both["measured"]["loss"]["data"]) >= 12
-        and "eval.batches" in both["measured"]["loss"]["settings"]
-    )
+    # a suite measured again replaces its scores, the others stay
+    whole, both = (record(), record(suite="loss"))
+    assert whole["results"]["hellaswag"]["items"] == 3
+    assert both["results"]["hellaswag"] == whole["results"]["hellaswag"]
+    assert len(both["measured"]["loss"]["data"]) >= 12
+    assert "eval.batches" in both["measured"]["loss"]["settings"]
     low = record("train.precision=bf16", suite="loss")
     losses = [x["results"]["loss"]["loss"] for x in (low, both)]
     assert losses[0] == pytest.approx(losses[1], rel=0.02) and losses[0] != losses[1]
@@ -123,9 +113,8 @@ def test_a_conversation_remembers_its_turns(run: Path, capsys: Any, monkeypatch:
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\nthe dog\n"))
     assert typed("sample", run, "--chat", "--max-tokens", "4", "--temperature", "0") == 0
     assert capsys.readouterr().out == f"{answers[0]}\n{answers[1]}\n"
-    monkeypatch.setattr(
-        "sys.stdin", io.StringIO("the dog\n")
-    )  # is not read: a prompt has one answer
+    # is not read: a prompt has one answer
+    monkeypatch.setattr("sys.stdin", io.StringIO("the dog\n"))
     assert (
         typed(
             "sample",

@@ -114,9 +114,8 @@ def test_the_wheel_has_presets_and_the_page(wheel):
     assert {
         f"windlass/reports/{name}" for name in ("page.html", "page.css", "page.js", "chart.js")
     } <= names
-    assert {"windlass/py.typed", "windlass/interop/modeling_windlass.py"} <= names and not any(
-        name.startswith("tests") for name in names
-    )
+    assert {"windlass/py.typed", "windlass/interop/modeling_windlass.py"} <= names
+    assert not any(name.startswith("tests") for name in names)
 
 
 def trains(venv: Path, folder: Path) -> None:
@@ -158,10 +157,8 @@ def test_what_is_missing_is_one_message_at_the_start(base, tmp_path):
     corpus = write_corpus(tmp_path / "words.txt", words=200)
     compressed = tmp_path / "words.txt.gz"
     compressed.touch()
-    windlass, tiny = (
-        base / "bin/windlass",
-        overrides({**TINY, "data.source": str(corpus), "run.dir": "run"}),
-    )
+    windlass = base / "bin/windlass"
+    tiny = overrides({**TINY, "data.source": str(corpus), "run.dir": "run"})
     train = [windlass, "train", "quickstart", *tiny]
     (tmp_path / "hf.toml").write_text(
         '[model]\nkind = "hf"\nname = "some/model"\n[train]\nsteps = 1\n'
@@ -218,7 +215,5 @@ def test_every_optional_package_is_in_the_extra_that_the_message_names():
         names = {canonicalize_name(Requirement(text).name) for text in declared[extra]}
         assert {canonicalize_name(package) for package in packages} <= names, extra
     everything = Requirement(declared["all"][0])
-    assert (
-        set(everything.extras) == set(EXTRAS)
-        and everything.name == Requirement(declared["dev"][0]).name == "windlass-lm"
-    )
+    assert set(everything.extras) == set(EXTRAS)
+    assert everything.name == Requirement(declared["dev"][0]).name == "windlass-lm"

@@ -100,15 +100,11 @@ def test_a_run_resumes_and_is_used_where_its_base_is_gone(lora, base):
     assert AutoTokenizer.from_pretrained(out)("the cat")["input_ids"] == ids
     assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.5
     card = (out / "README.md").read_text()
-    assert (
-        "| lm-eval:words | words/acc | 0.2500 |\n| hellaswag | acc | 0.5000 |\n" in card
-        and "runtime" not in card
-    )
-    assert (
-        "| loss | perplexity |" in card
-        and "Trained further from `base`." in card
-        and "base_model" not in card
-    )
+    assert "| lm-eval:words | words/acc | 0.2500 |\n| hellaswag | acc | 0.5000 |\n" in card
+    assert "runtime" not in card
+    assert "| loss | perplexity |" in card
+    assert "Trained further from `base`." in card
+    assert "base_model" not in card
 
 
 CODE = """
@@ -177,10 +173,8 @@ def test_a_directory_of_older_tokenizer_files_is_read(tmp_path):
         (tmp_path / name).unlink()
     ours = named_tokenizer(f"hf:{tmp_path}")
     expected = AutoTokenizer.from_pretrained(tmp_path)(TEXT)["input_ids"]
-    assert (
-        ours.encode(TEXT).tolist() == whole.encode(TEXT).tolist() == expected
-        and ours.eot == whole.eot == 0
-    )
+    assert ours.encode(TEXT).tolist() == whole.encode(TEXT).tolist() == expected
+    assert ours.eot == whole.eot == 0
 
 
 def test_before_the_first_checkpoint_the_base_is_needed_and_must_be_the_same(base):
@@ -202,6 +196,5 @@ def test_before_the_first_checkpoint_the_base_is_needed_and_must_be_the_same(bas
     with refused("configuration"):
         initialise(again, 1)
     other = settings.replace("model.revision=v2")
-    assert (
-        build_model(other, 257, run=settings.run_dir).directory == base
-    )  # another revision is another model
+    # another revision is another model
+    assert build_model(other, 257, run=settings.run_dir).directory == base

@@ -184,26 +184,22 @@ def test_theme_and_axes(opened):
     assert (opened.svg("loss", "data-y"), opened.svg("grad_norm", "data-y")) == ("log", "linear")
     assert opened.curves("loss")[0] != before
     opened.page.click("text=Log x-axis")
-    assert (
-        opened.svg("loss", "data-x") == opened.svg("grad_norm", "data-x") == "log"
-        and opened.domain()[0] > 0
-    )
+    assert opened.svg("loss", "data-x") == opened.svg("grad_norm", "data-x") == "log"
+    assert opened.domain()[0] > 0
     opened.page.click("text=Log loss")
     opened.page.click("text=Log x-axis")
     assert opened.curves("loss")[0] == before
     opened.page.click("[data-axis=tokens]")
-    assert opened.domain()[1] == 819_200 and "tokens" in opened.page.text_content(
-        'figure[data-chart="lr"] svg'
-    )
+    assert opened.domain()[1] == 819_200
+    assert "tokens" in opened.page.text_content('figure[data-chart="lr"] svg')
     opened.page.click("[data-axis=hours]")
     assert 0.05 < opened.domain()[1] < 0.07
     assert "minutes of training" in opened.page.text_content('figure[data-chart="loss"] svg')
     opened.page.click("[data-axis=step]")
     top = opened.domain()[3]
     opened.page.fill("#skip", "100")
-    assert (
-        opened.domain()[0] == opened.domain("grad_norm")[0] == 100 and opened.domain()[3] < top - 2
-    )
+    assert opened.domain()[0] == opened.domain("grad_norm")[0] == 100
+    assert opened.domain()[3] < top - 2
 
 
 def test_the_pages_script_smooths_as_the_pictures_do(opened):
@@ -221,11 +217,9 @@ def test_the_pages_script_smooths_as_the_pictures_do(opened):
 def test_pointer_and_keyboard(opened):
     opened.drag("loss", 0.5, 0.8)
     low, high = opened.domain()[:2]
-    assert (
-        180 < low < 220
-        and 300 < high < 330
-        and opened.domain("mfu")[:2] == pytest.approx([low, high])
-    )
+    assert 180 < low < 220
+    assert 300 < high < 330
+    assert opened.domain("mfu")[:2] == pytest.approx([low, high])
     opened.page.click("#reset")
     assert opened.domain()[:2] == [0, 400]
     box = opened.page.locator('figure[data-chart="loss"] .plot').bounding_box()

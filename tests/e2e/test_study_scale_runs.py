@@ -56,19 +56,16 @@ def test_killed_in_the_middle_of_a_probe_it_is_measured_anew(words, tmp_path):
     given = words("--worlds", "1,2", "--json", train__steps=30)
     kill_when(given, lambda: list(path.glob("probes/*/*/metrics.jsonl")))
     study = Study.open(path)
-    assert [result.state for result in study.results()] == ["finished"] * 2 and not list(
-        path.glob("probes/*/probe.json")
-    )
+    assert [result.state for result in study.results()] == ["finished"] * 2
+    assert not list(path.glob("probes/*/probe.json"))
     done = windlass(*given, timeout=300)
     (probe,) = (path / "probes").iterdir()
     assert read_json(probe / "probe.json")["state"] == "finished"
     for run in ("0", "1"):
         (start,) = [event for event in Run(probe / run).events if event["event"] == "started"]
-        assert (start["world"], start["strategy"], start["global_batch"]) == (
-            1,
-            "single",
-            TINY["train.global_batch"] // 2,
-        )
+        assert start["world"] == 1
+        assert start["strategy"] == "single"
+        assert start["global_batch"] == TINY["train.global_batch"] // 2
         assert not (probe / run / "checkpoints").exists() or not list(
             (probe / run / "checkpoints").iterdir()
         )

@@ -64,9 +64,8 @@ def test_a_killed_sweep_resumes_and_leaves_finished_cells_alone(sweep, tmp_path)
     assert [group.seeds for group in groups] == ["2 seeds"] * 2
     assert groups[0].median == pytest.approx((results[0].score + results[1].score) / 2)
     assert best.median == min(group.median for group in groups)
-    assert (
-        f"optim.lr={best.assignment['optim.lr']}" in again.stderr
-    )  # the command that trains the winner
+    # the command that trains the winner
+    assert f"optim.lr={best.assignment['optim.lr']}" in again.stderr
     assert [row["best_loss"] for row in json.loads(again.stdout)] == [r.best_loss for r in results]
 
 

@@ -151,11 +151,9 @@ def finished(tmp_path_factory):
                 under_way = shown_so_far(top, run)
             notes += trackers.finish(120)
         text = "\n".join(note.text for note in notes)
-        assert (
-            "tensorboard --logdir runs/" in text
-            and "mlflow ui --backend" in text
-            and "wandb sync runs/" in text
-        )
+        assert "tensorboard --logdir runs/" in text
+        assert "mlflow ui --backend" in text
+        assert "wandb sync runs/" in text
         assert not any(note.warning for note in notes)
         (top / "under_way.json").write_text(json.dumps(under_way))
         yield top, run
@@ -280,10 +278,8 @@ def test_tensorboard_holds_the_effective_ledger(finished):
     assert texts == [f"To <be>\nor **not** {step} \N{SNOWMAN}" for step in (4, 8, 12)]
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     hparams = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert (
-        hparams["optim.lr"].number_value == 1e-3
-        and hparams["model.norm"].string_value == "layernorm"
-    )
+    assert hparams["optim.lr"].number_value == 1e-3
+    assert hparams["model.norm"].string_value == "layernorm"
 
 
 def test_mlflow_holds_each_step_once(finished):
@@ -300,10 +296,8 @@ def test_mlflow_holds_each_step_once(finished):
     }
     assert without(curves, "summary/") == expected
     assert stored.info.status == "FINISHED" and stored.info.run_name == "the-run"
-    assert (
-        stored.data.params["optim.lr"] == "0.001"
-        and stored.data.params["telemetry.project"] == PROJECT
-    )
+    assert stored.data.params["optim.lr"] == "0.001"
+    assert stored.data.params["telemetry.project"] == PROJECT
     assert stored.data.params["world"] == "2" and PASSWORD not in str(stored.data.tags)
     assert {name: curves[f"summary/{name}"] for name in HEADLINE} == {
         name: [(12, x)] for name, x in HEADLINE.items()
@@ -320,9 +314,8 @@ def test_while_the_run_goes_on_each_has_its_parameters_device_and_settings(finis
     assert {name: params[name] for name in FACTS} == {
         name: str(value) for name, value in FACTS.items()
     }
-    assert {name: config[name] for name in FACTS} == FACTS and params["optim.lr"] == "0.001" == str(
-        config["optim.lr"]
-    )
+    assert {name: config[name] for name in FACTS} == FACTS
+    assert params["optim.lr"] == "0.001" == str(config["optim.lr"])
     assert (params["world"], config["world"], config["steps"], status) == ("2", 2, 12, "RUNNING")
     assert loss == [8, 5 / 8] and offline_loss in (5 / 7, 5 / 8), (
         "W&B writes a step's row when the next one comes"
@@ -362,11 +355,9 @@ def test_wandb_holds_the_effective_ledger_in_one_offline_run(finished):
     shown = {name.partition("/")[0] for name in summary if name[0] != "_"}
     groups = {"train", "eval", "throughput", "time", "run", "marks", "samples"}
     assert shown == {*groups, *(name.partition("/")[0] for name in HEADLINE), "state", "step"}
-    assert (begin.entity, begin.run_group, list(begin.tags)) == (
-        "a-team",
-        run.parents[1].name,
-        ["baseline", "lr: high"],
-    )
+    assert begin.entity == "a-team"
+    assert begin.run_group == run.parents[1].name
+    assert list(begin.tags) == ["baseline", "lr: high"]
 
 
 def test_a_replay_into_a_tracker_that_has_all_changes_nothing(finished):

@@ -33,16 +33,13 @@ def test_the_loss_of_a_sample_of_the_training_data(corpus: Path, tmp_path: Path)
     tokens, labels, *_ = data.train.read(
         permute(np.arange(16), len(data.train), "windlass/evaluation/train/1337")
     )
-    for line in lines[
-        1:
-    ]:  # by hand: these 16 rows, through each checkpoint's model, without dropout
+    # by hand: these 16 rows, through each checkpoint's model, without dropout
+    for line in lines[1:]:
         model = open_model(find_source(f"{run.path}@{line['step']}"), alone("cpu")).eval()
         with torch.no_grad():
             loss = float(model(torch.from_numpy(tokens), torch.from_numpy(labels))) / labels.size
-        assert (
-            line["train_loss"] == pytest.approx(loss, rel=1e-5)
-            and line["train_loss"] != line["loss"]
-        )
+        assert line["train_loss"] == pytest.approx(loss, rel=1e-5)
+        assert line["train_loss"] != line["loss"]
         assert (line["train_samples"], line["train_tokens"]) == (16, labels.size)
         samples = line.get("full_samples", line["samples"]) + 16
         assert line["samples_per_s"] == pytest.approx(samples / line["runtime_s"])
@@ -95,9 +92,8 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
     recipe = recipe_of(corpus, tmp_path / "run", **more)
     losses: list[float] = []
     whole = untouched(recipe, callbacks=[each_step(lambda now: losses.append(now.loss))])
-    assert len(losses) == 14 and whole.summary["train_loss_mean"] == pytest.approx(
-        np.mean(losses), rel=1e-6
-    )
+    assert len(losses) == 14
+    assert whole.summary["train_loss_mean"] == pytest.approx(np.mean(losses), rel=1e-6)
     stopped(recipe, 6)  # in the middle of a window of 5 steps, at the end of an epoch
     run = train(recipe)
     assert run.summary["train_loss_mean"] == whole.summary["train_loss_mean"], "bit for bit"
@@ -132,10 +128,8 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
         for name in ("steps_per_epoch", "forward_ms_mean", "backward_ms_mean", "startup_s")
     }
     assert shown["steps_per_epoch"] == numbers["steps_per_epoch"] and min(shown.values()) > 0
-    assert (
-        summary["eval_samples_per_s"] == pytest.approx(numbers["eval_samples_per_s"])
-        and summary["eval_runtime_s"] > 0
-    )
+    assert summary["eval_samples_per_s"] == pytest.approx(numbers["eval_samples_per_s"])
+    assert summary["eval_runtime_s"] > 0
     by_epoch = {line["step"]: line["loss"] for line in run.lines("eval")}
     assert [numbers.get(f"eval_loss_epoch_{k}") for k in (0, 1, 2, 3)] == [
         None,

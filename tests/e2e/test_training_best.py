@@ -68,10 +68,8 @@ def whole(by_accuracy, tmp_path_factory) -> Run:
 
 def test_the_first_step_with_the_highest_accuracy_is_saved_and_named(whole):
     scores = accuracies(whole)
-    best, lowest_loss = (
-        highest(scores),
-        highest({step: -loss for step, loss in losses(whole).items() if step}),
-    )
+    best = highest(scores)
+    lowest_loss = highest({step: -loss for step, loss in losses(whole).items() if step})
     assert 1 < best < 11 and best % 3 and best != lowest_loss, "else this would show nothing"
     listed = list_checkpoints(whole.path)
     assert best_step(whole) == best and listed.measure == MEASURE
@@ -80,11 +78,9 @@ def test_the_first_step_with_the_highest_accuracy_is_saved_and_named(whole):
     }
     assert find_checkpoint(f"{whole.path}@best").step == best
     summary = whole.summary
-    assert (summary["best_measure"], summary["best_score"], summary["best_step"]) == (
-        MEASURE,
-        scores[best],
-        best,
-    )
+    assert summary["best_measure"] == MEASURE
+    assert summary["best_score"] == scores[best]
+    assert summary["best_step"] == best
     assert summary["best_eval_loss"] == min(losses(whole).values())
 
 
@@ -114,9 +110,8 @@ def test_a_longer_run_keeps_the_best_of_its_first_part(by_accuracy, whole, tmp_p
     shutil.copytree(whole.path, tmp_path / "run")
     run = train(by_accuracy(tmp_path / "run"), extend_to=14)
     scores = accuracies(run)
-    assert set(scores) == set(range(15)) and run.summary["best_step"] == highest(
-        scores
-    ) == best_step(run)
+    assert set(scores) == set(range(15))
+    assert run.summary["best_step"] == highest(scores) == best_step(run)
 
 
 def last_useful(scores: dict[int, float], patience: int) -> int:
@@ -137,9 +132,8 @@ def test_a_run_ends_early_by_any_measure_and_does_not_start_again(by_accuracy, w
     run = train(recipe)
     assert curve(run) == curve(whole)[:end] and best_step(run) == highest(accuracies(run))
     ended = [e for e in run.events if e["event"] == "finished"]
-    assert [(e["step"], e["early_stop"]) for e in ended] == [(end, 3)] and MEASURE in ended[0][
-        "reason"
-    ]
+    assert [(e["step"], e["early_stop"]) for e in ended] == [(end, 3)]
+    assert MEASURE in ended[0]["reason"]
     assert (run.path / "checkpoints" / f"step-{end:08d}").is_dir()
     lines = run.metrics_path.read_bytes()
     assert train(recipe).metrics_path.read_bytes() == lines
@@ -162,14 +156,11 @@ def test_the_last_evaluation_of_a_run_that_ends_early_measures_all_data(corpus, 
     run = train(
         recipe_of(corpus, tmp_path / "run", **values, **{"data.dir": f"'{tmp_path / 'data'}'"})
     )
-    lines = run.lines(
-        "eval"
-    )  # weights do not move: no evaluation is better than the one before training
+    # weights do not move: no evaluation is better than the one before training
+    lines = run.lines("eval")
     assert [(x["step"], "full_loss" in x) for x in lines] == [(0, False), (2, False), (4, True)]
-    assert (
-        len({x["loss"] for x in lines}) == 1
-        and lines[-1]["full_samples"] > lines[-1]["samples"] == 8
-    )
+    assert len({x["loss"] for x in lines}) == 1
+    assert lines[-1]["full_samples"] > lines[-1]["samples"] == 8
     with refused("train.early_stop", "eval.every"):
         recipe_of(corpus, tmp_path / "run", **values | {"eval.every": 0})
 

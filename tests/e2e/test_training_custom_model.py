@@ -38,12 +38,8 @@ def page(page_code: str) -> dict:
     return names
 
 
-PAGE_MODEL = [
-    "model.vocab=0",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-]  # the recipe's own, on the page's data
+# the recipe's own, on the page's data
+PAGE_MODEL = ["model.vocab=0", "model.layers=1", "model.width=16", "model.heads=2"]
 
 
 def recipe(folder: Path, *more: str) -> Recipe:
@@ -210,15 +206,13 @@ def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):
 
 
 def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
-    seen, settings = (
-        [],
-        [
-            *PAGE_MODEL,
-            "checkpoint.every=2",
-            "checkpoint.best=own:even.score",
-            "checkpoint.keep_last=1",
-        ],
-    )
+    seen = []
+    settings = [
+        *PAGE_MODEL,
+        "checkpoint.every=2",
+        "checkpoint.best=own:even.score",
+        "checkpoint.keep_last=1",
+    ]
 
     class AtStep(Callback):
         def on_step(self, now):
@@ -249,26 +243,20 @@ def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
     run = train_on(
         callbacks=[AtStep(), Others()],
     )
-    assert run.state == "stopped" and [
-        e["reason"] for e in run.events if e["event"] == "stopped"
-    ] == ["enough"]
+    assert run.state == "stopped"
+    assert [e["reason"] for e in run.events if e["event"] == "stopped"] == ["enough"]
     assert [line["step"] for line in run.lines("train")] == [1, 2, 3, 4], (
         "it ends after the next step, as at any world size"
     )
-    assert [line["step"] for line in run.lines("log")] == [1, 2, 3, 4] and run.to_pandas()[
-        "log.norm"
-    ].count() == 4
-    assert (
-        run.to_pandas()["log.loss"].tolist()[1:] == [-1.0] * 4
-        and min(run.to_pandas()["loss"].dropna()) > 0
-    )
+    assert [line["step"] for line in run.lines("log")] == [1, 2, 3, 4]
+    assert run.to_pandas()["log.norm"].count() == 4
+    assert run.to_pandas()["log.loss"].tolist()[1:] == [-1.0] * 4
+    assert min(run.to_pandas()["loss"].dropna()) > 0
     assert (0, ["loss", "own:even"]) in seen and (4, "step-00000004") in seen
     done = train_on()
     assert done.state == "finished"
-    assert (
-        done.lines("eval", suite="own:even")[-1]["score"] == pytest.approx(1.06)
-        and done.summary["best_step"] == 6
-    )
+    assert done.lines("eval", suite="own:even")[-1]["score"] == pytest.approx(1.06)
+    assert done.summary["best_step"] == 6
     untouched = train(recipe(tmp_path / "whole", *PAGE_MODEL), data=page["data"])
     assert [x["loss"] for x in untouched.lines("train")] == [x["loss"] for x in done.lines("train")]
 
@@ -316,9 +304,8 @@ def test_stop_at_returns_the_run_and_a_second_training_leaves_nothing_behind(
         run = train(recipe(tmp_path / "run", *settings), data=page["data"], stop_at=3)
         assert run.state == "stopped" and run.lines("train")[-1]["step"] == 3
     shown = capsys.readouterr().out
-    assert (
-        "after step 3, all saved" in shown and "stop_at=" not in shown
-    )  # it may have been typed as --stop-at
+    # it may have been typed as --stop-at
+    assert "after step 3, all saved" in shown and "stop_at=" not in shown
     before = open_things()
     assert train(recipe(tmp_path / "run", *settings), data=page["data"]).state == "finished"
     assert open_things() == before

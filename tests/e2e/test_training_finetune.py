@@ -115,10 +115,8 @@ def test_work_is_counted_in_tokens_without_padding_and_those_in_the_loss_apart(l
     facts = alone.lines("event")[0]["data"]["train"]
     last, summary = alone.lines("train")[-1], alone.lines("summary")[-1]
     epochs = last["samples"] / 12
-    assert (last["tokens"], last["label_tokens"]) == (
-        epochs * facts["tokens"],
-        epochs * facts["label_tokens"],
-    )
+    assert last["tokens"] == epochs * facts["tokens"]
+    assert last["label_tokens"] == epochs * facts["label_tokens"]
     assert last["label_tokens"] < last["tokens"]
     assert (summary["tokens"], summary["label_tokens"]) == (last["tokens"], last["label_tokens"])
     log = alone.log_path.read_text()
@@ -148,9 +146,8 @@ def test_every_strategy_has_the_losses_of_one_process(lesson, alone, world, chan
     run = trained(recipe(lesson, "-".join(map(str, [world, *changes.values()])), **changes), world)
     assert len(curve(run)) == 4
     for (loss, norm), expected in zip(curve(run), curve(alone), strict=True):
-        assert loss == pytest.approx(expected[0], rel=1e-5) and norm == pytest.approx(
-            expected[1], rel=1e-4
-        )
+        assert loss == pytest.approx(expected[0], rel=1e-5)
+        assert norm == pytest.approx(expected[1], rel=1e-4)
     for line, expected in zip(run.lines("eval"), alone.lines("eval"), strict=True):
         keys = ("suite", "step", "tokens", "items", "exact_match", "f1")
         assert [line.get(k) for k in keys] == [expected.get(k) for k in keys]
@@ -173,10 +170,8 @@ def test_adapters_have_the_losses_of_one_process_and_leave_the_rest_alone(lesson
             [loss for loss, _ in curve(run)], rel=1e-5
         )
     assert curve(run)[-1][0] < curve(run)[0][0]
-    before, saved = (
-        build_model(run.recipe, 100, device="cpu"),
-        open_checkpoint(run.checkpoints_dir / "step-00000004"),
-    )
+    before = build_model(run.recipe, 100, device="cpu")
+    saved = open_checkpoint(run.checkpoints_dir / "step-00000004")
     initialise(before, run.recipe.run.seed)
     for name, parameter in before.named_parameters():
         same = torch.equal(saved.tensor(f"model/{name}"), parameter.detach())

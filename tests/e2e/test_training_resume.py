@@ -118,9 +118,8 @@ def test_a_resume_that_changes_the_dropout_masks_says_so_in_one_line(
     capsys.readouterr()
     train(recipe_of(corpus, tmp_path / "run", micro=4, **{"model.dropout": dropout}))
     lines = [line for line in capsys.readouterr().out.splitlines() if "dropout" in line]
-    assert len(lines) == notes and all(
-        "train.micro_batch" in line and "8" in line and "4" in line for line in lines
-    )
+    assert len(lines) == notes
+    assert all("train.micro_batch" in line and "8" in line and "4" in line for line in lines)
 
 
 def test_another_recipe_is_refused_with_the_difference(corpus, tmp_path):
@@ -175,13 +174,11 @@ def test_a_checkpoint_of_another_recipe_is_refused(corpus, tmp_path):
     with refused("checkpoint.resume", "optim.lr: 0.003 -> 0.5", "branch_from="):
         train(recipe_of(corpus, tmp_path / "other", **{"optim.lr": 0.5, **resume}))
     assert not (tmp_path / "other").exists()
-    longer = train(
-        recipe_of(corpus, tmp_path / "longer", **resume)
-    )  # 12 steps: the length may differ
+    # 12 steps: the length may differ
+    longer = train(recipe_of(corpus, tmp_path / "longer", **resume))
     assert [line["step"] for line in longer.lines("train")] == list(range(4, 13))
-    elsewhere = {
-        "checkpoint.resume": f"'{path.rename(tmp_path / 'alone')}'"
-    }  # its run's recipe is nowhere near
+    # its run's recipe is nowhere near
+    elsewhere = {"checkpoint.resume": f"'{path.rename(tmp_path / 'alone')}'"}
     with refused("config hash"):
         train(recipe_of(corpus, tmp_path / "other", **{"run.seed": 7, **elsewhere}))
     assert train(recipe_of(corpus, tmp_path / "again", **elsewhere)).state == "finished"

@@ -28,12 +28,10 @@ def test_the_validation_loss_of_2000_steps(data_files, tmp_path, preset, reaches
     """Over the whole validation split. nanoGPT's own train.py at these settings, over 400 random batches: 1.912."""
     recipe = Recipe.load(preset, overrides(data_files, tmp_path))
     train_, steps = recipe.train, 2000
-    assert (train_.steps, train_.global_batch, recipe.model.context, recipe.eval.batches) == (
-        steps,
-        12,
-        64,
-        0,
-    )
+    assert train_.steps == steps
+    assert train_.global_batch == 12
+    assert recipe.model.context == 64
+    assert recipe.eval.batches == 0
     last = train(recipe).lines("eval")[-1]
     assert last["tokens"] == 111_539, "every token of the split that has one before it"
     assert last["loss"] <= reaches

@@ -98,9 +98,8 @@ def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monke
             train(recipe, extend_to=16)
     assert not resolve_start(longer).finished
     failed(longer)
-    run = train(
-        recipe, extend_to=20
-    )  # before any new save: not from the end of the decay that was left
+    # before any new save: not from the end of the decay that was left
+    run = train(recipe, extend_to=20)
     assert starts(run)[1:] == [("resumed", 6)] * 2 and same(run, untouched(longest), 20)
     assert resolve_start(longest).finished and Run(run.path).recipe.train.steps == 20
 
@@ -157,9 +156,8 @@ def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_pa
     recipe = recipe_of(corpus, tmp_path / "run", **WSD | own)
     train(recipe)
     longer = train(recipe, extend_to=20)
-    assert starts(longer)[1:] == [("resumed", 12)] and same(
-        longer, untouched(recipe, "train.steps=20"), 20
-    )
+    assert starts(longer)[1:] == [("resumed", 12)]
+    assert same(longer, untouched(recipe, "train.steps=20"), 20)
     rates = [lr_multiplier(recipe.optim.schedule, Horizon(16, 44, 8), step) for step in range(20)]
     assert [line["lr"] for line in longer.lines("train")] == [
         recipe.optim.lr * rate for rate in rates
@@ -190,9 +188,8 @@ def test_a_length_in_epochs_is_extended_in_steps_or_epochs(
     assert extended.train.steps == (int(longer) if str(longer).isdigit() else longer)
     assert not resolve_start(extended).finished, "its end is still to come"
     run = train(recipe, extend_to=longer)
-    assert starts(run)[1:] == [("resumed", 12)] and same(
-        run, untouched(recipe, "train.steps=18"), 18
-    )
+    assert starts(run)[1:] == [("resumed", 12)]
+    assert same(run, untouched(recipe, "train.steps=18"), 18)
     assert resolve_start(recipe, extend_to=longer).finished, "the same command again"
     assert resolve_start(recipe, extend_to=18).finished
 
@@ -208,9 +205,8 @@ def test_a_branch_from_the_best_checkpoint(corpus, tmp_path):
     with refused("RUN@STEP", "RUN@best", "branch_from="):
         train(branch, branch_from=f"{origin.path}@latest")
     run = train(branch, branch_from=f"{origin.path}@best", stop_at=best + 1)
-    assert [x["step"] for x in run.lines("train")] == [best + 1] and starts(run) == [
-        ("branched", best)
-    ]
+    assert [x["step"] for x in run.lines("train")] == [best + 1]
+    assert starts(run) == [("branched", best)]
     again = train(branch, branch_from=f"{origin.path}@best")
     assert [x["step"] for x in again.lines("train")] == list(range(best + 1, 15)), (
         "the same command resumes"
@@ -450,9 +446,8 @@ def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tm
     )
     after = {step: loss for step, (samples, loss) in losses.items() if samples > 8}
     assert set(after) == {8, 10, 12} and best_step(run) == min(after, key=lambda step: after[step])
-    assert run.summary["best_step"] == best_step(run) and run.summary["best_eval_loss"] == min(
-        after.values()
-    )
+    assert run.summary["best_step"] == best_step(run)
+    assert run.summary["best_eval_loss"] == min(after.values())
     seen = view(run)
     assert seen.values["best_eval_loss"] == min(after.values())
     assert [r.what for r in seen.restarts] == ["settings changed"]
@@ -470,9 +465,8 @@ def test_an_extension_takes_the_other_settings_along(corpus, tmp_path):
     changed = next(e["settings"] for e in run.events if e["event"] == "settings_changed")
     assert list(changed) == ["eval.every", "telemetry.every"]
     seen = view(run)
-    assert seen.start["steps"] == seen.step == 16 and [r.what for r in seen.restarts] == [
-        "extended"
-    ]
+    assert seen.start["steps"] == seen.step == 16
+    assert [r.what for r in seen.restarts] == ["extended"]
     assert seen.outcome.predicted_seconds is None and "extended" in seen.outcome.reason
     again = train(run.recipe.replace("telemetry.every=4"), extend_to=20)
     assert view(again).start["steps"] == 20 and again.recipe.telemetry.every == 4
@@ -495,15 +489,11 @@ def test_evaluations_are_bounded_and_the_last_one_also_measures_all_data(corpus,
     assert [last[f"full_{key}"] for key in fields] == pytest.approx(
         [of_all[key] for key in fields], rel=1e-12
     )
-    assert (
-        last["full_loss"] == pytest.approx(of_all["loss"], rel=1e-12)
-        and last["loss"] != last["full_loss"]
-    )
+    assert last["full_loss"] == pytest.approx(of_all["loss"], rel=1e-12)
+    assert last["loss"] != last["full_loss"]
     assert bounded.summary["best_eval_loss"] == min(line["loss"] for line in (first, middle, last))
     seen = view(bounded).values
     assert (seen["eval_loss"], seen["full_eval_loss"]) == (last["loss"], last["full_loss"])
     text = capsys.readouterr().out
-    assert (
-        f"of all data {last['full_loss']:.4f}" in text
-        and "3 evaluations x 1 batches, the last one 2" in text
-    )
+    assert f"of all data {last['full_loss']:.4f}" in text
+    assert "3 evaluations x 1 batches, the last one 2" in text

@@ -71,11 +71,9 @@ def test_a_run_that_is_wrong_from_the_start_makes_no_step(corpus, tmp_path, monk
     with refused(word, "train.startup_checks", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run"), Tied())
     run = Run(tmp_path / "run")
-    assert (
-        run.state == "failed"
-        and not run.lines("train")
-        and not list(run.checkpoints_dir.glob("step-*"))
-    )
+    assert run.state == "failed"
+    assert not run.lines("train")
+    assert not list(run.checkpoints_dir.glob("step-*"))
 
 
 def test_a_disk_too_small_for_what_is_kept_is_warned_of_and_one_with_room_is_not(
@@ -96,10 +94,8 @@ def test_a_disk_too_small_for_what_is_kept_is_warned_of_and_one_with_room_is_not
     )
     run = train(recipe_of(corpus, tmp_path / "tight", **wanted))
     output = " ".join("".join(capsys.readouterr()).split())
-    assert (
-        output.count("the run needs") == 1
-        and f"and {format_bytes(2 * size + RESERVE_BYTES)} are free" in output
-    )
+    assert output.count("the run needs") == 1
+    assert f"and {format_bytes(2 * size + RESERVE_BYTES)} are free" in output
     assert output.index("the run needs") < output.index(" 1/4")
     assert run.state == "finished" and len(run.lines("train")) == 4
 
@@ -110,18 +106,11 @@ def test_the_first_loss_is_held_against_guessing():
         word in check_first_loss(25.9, 512, fresh=False)
         for word in ("25.9", "6.238", "data.tokenizer")
     )
-    for loss in (
-        6.3,
-        9.0,
-        1.2,
-        0.01,
-        0.0,
-        math.nan,
-    ):  # 0: every label was masked; NaN has a message of its own
+    # 0: every label was masked; NaN has a message of its own
+    for loss in (6.3, 9.0, 1.2, 0.01, 0.0, math.nan):
         assert check_first_loss(loss, 512, fresh=False) == ""
-    assert "init_std" in check_first_loss(25.9, 512, fresh=True) and check_first_loss(
-        0.1, 512, fresh=True
-    )
+    assert "init_std" in check_first_loss(25.9, 512, fresh=True)
+    assert check_first_loss(0.1, 512, fresh=True)
     assert check_first_loss(6.4, 512, fresh=True) == check_first_loss(2.3, 9, fresh=True) == ""
 
 

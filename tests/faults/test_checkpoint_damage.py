@@ -89,11 +89,9 @@ def test_another_steps_checkpoint_under_this_name(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000003")
     shutil.copytree(run / "checkpoints" / "step-00000001", run / "checkpoints" / "step-00000003")
     choice = load.choose_checkpoint(run)
-    assert (
-        choice is not None
-        and choice.step == 2
-        and "the checkpoint of step 1 under another name" in choice.notes[0]
-    )
+    assert choice is not None
+    assert choice.step == 2
+    assert "the checkpoint of step 1 under another name" in choice.notes[0]
 
 
 def test_strange_neighbours_do_no_harm_and_a_removal_that_was_cut_off_is_completed(

@@ -27,9 +27,8 @@ def test_one_operation_fails(scratch: Path, there: tuple[int, ...], code: str) -
         assert files.failed == 1
         if outcome.error:
             assert step_seen(run) == max(there, default=0), operation
-            assert not outcome.warning and (
-                "No space" in outcome.error or "Input/output" in outcome.error
-            )
+            assert not outcome.warning
+            assert "No space" in outcome.error or "Input/output" in outcome.error
             assert not hidden(run / "checkpoints"), operation
         else:  # what failed is tidying up after the commit, or does not matter
             assert step_seen(run) == 2, operation

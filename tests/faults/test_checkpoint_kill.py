@@ -71,10 +71,8 @@ def test_at_every_operation(scratch: Path, scene: str, every: int) -> None:
         seen.append(recovers(scratch / f"{scene}-{k}", there, step))
     tally(f"SIGKILL at every operation of a save, one rank ({scene})", len(seen))
     if scene == "next" and every == 1:
-        assert seen == sorted(seen) and set(seen) == {
-            2,
-            3,
-        }  # from one operation on, and for good, it is the new one
+        # from one operation on, and for good, it is the new one
+        assert seen == sorted(seen) and set(seen) == {2, 3}
         assert log[seen.index(3) - 1] == ("rename", f"step-{step:08d}")
 
 
@@ -115,9 +113,8 @@ def test_two_ranks(scratch: Path, victim: int, every: int) -> None:
         )
         if victim == 0:
             assert ended(children[0]) in (KILLED, 0)
-            os.kill(
-                children[1], signal.SIGKILL
-            )  # a rank that waits for rank 0 is ended by whoever watches the run
+            # a rank that waits for rank 0 is ended by whoever watches the run
+            os.kill(children[1], signal.SIGKILL)
             ended(children[1])
         else:
             assert [ended(child) for child in children] == [0, KILLED]

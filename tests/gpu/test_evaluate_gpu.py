@@ -112,9 +112,8 @@ def test_a_model_of_transformers_trains_as_on_the_cpu_and_is_exported_with_its_l
         for name, d in (("a", "cpu"), ("b", device))
     ]
     for mine, other in zip(*(curve(run, "loss", "grad_norm") for run in runs), strict=True):
-        assert mine[1] == pytest.approx(other[1], rel=1e-3) and mine[2] == pytest.approx(
-            other[2], rel=1e-2
-        )
+        assert mine[1] == pytest.approx(other[1], rel=1e-3)
+        assert mine[2] == pytest.approx(other[2], rel=1e-2)
     exported = (
         AutoModelForCausalLM.from_pretrained(export(runs[1], tmp_path / "exported"))
         .to(device)

@@ -39,10 +39,8 @@ def test_a_sharded_optimizer_state_changes_no_bit(
     for world in range(1, 1 + min(2, max(1, torch.cuda.device_count()))):
         curves = []
         for strategy in ("ddp", "shard_optim"):
-            name, settings = (
-                f"{strategy}-{world}",
-                (f"parallel.strategy={strategy}", f"optim.kind={kind}"),
-            )
+            name = f"{strategy}-{world}"
+            settings = (f"parallel.strategy={strategy}", f"optim.kind={kind}")
             if world == 1:
                 curves.append(curve(train(recipe(name, *settings))))
                 continue
@@ -88,9 +86,8 @@ def test_a_bad_step_is_skipped_on_the_device_and_seen_at_the_next_log(
     class AtStep(Callback):
         def on_step(self, now: Any) -> None:
             first, *others = local(trainers[0].model.parameters())
-            if (
-                now.step == 5
-            ):  # the gradient of the next step is not finite, because one weight is not
+            # the gradient of the next step is not finite, because one weight is not
+            if now.step == 5:
                 before.extend(p.clone() for p in others)
                 first.fill_(float("nan"))
 

@@ -133,9 +133,8 @@ def test_an_exported_tokenizer_gives_the_same_ids_and_text(
     exported = AutoTokenizer.from_pretrained(tmp_path)
     text = PROBE.removesuffix("<|endoftext|>")
     ids = tokenizer.encode(text).tolist()
-    assert exported(text)["input_ids"] == ids and exported.decode(ids) == text == tokenizer.decode(
-        ids
-    )
+    assert exported(text)["input_ids"] == ids
+    assert exported.decode(ids) == text == tokenizer.decode(ids)
     assert exported.eos_token_id == tokenizer.eot and len(exported) == tokenizer.vocab
     again = hf_tokenizer(str(tmp_path))
     assert again.encode(text).tolist() == ids and again.eot == tokenizer.eot
@@ -225,9 +224,8 @@ def test_an_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path: Pat
             tmp_path / f"out-{name}",
         )
         exported, wanted = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(place)
-        ids = wanted("Who are you? é", add_special_tokens=name == "alike")[
-            "input_ids"
-        ]  # from scratch none comes first
+        # from scratch none comes first
+        ids = wanted("Who are you? é", add_special_tokens=name == "alike")["input_ids"]
         assert exported("Who are you? é")["input_ids"] == ids
         bos = wanted.bos_token if name == "alike" else wanted.eos_token
         assert (exported.bos_token, exported.eos_token) == (bos, wanted.eos_token)
@@ -279,20 +277,16 @@ def test_a_network_without_an_architecture_is_exported_with_its_code(
         eval__every=0,
         **{f"model__{k}": v for k, v in (kept | NO_ARCHITECTURE[kind]).items()},
     )
-    assert (
-        "trust_remote_code=True" in (log := (run / "log.txt").read_text())
-        and "model.final_norm = false" in log
-    )
+    assert "trust_remote_code=True" in (log := (run / "log.txt").read_text())
+    assert "model.final_norm = false" in log
     assert "model.final_norm = false" in plan(Run(run).recipe).export
     directory = export(run, tmp_path / "out")
     assert (directory / "README.md").read_text().count(
         'from_pretrained("out", trust_remote_code=True)'
     ) == 2
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True).eval()
-    tokenizer, source = (
-        AutoTokenizer.from_pretrained(directory, trust_remote_code=True),
-        find_source(str(run)),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+    source = find_source(str(run))
     ours = open_model(source, alone("cpu"))
     assert (logits(ours, tokens()) - logits(model, tokens())).abs().max() < 1e-5
     labels = tokens()
@@ -337,10 +331,8 @@ def test_quickstarts_own_network_is_exported_with_equal_logits_and_read_again(
     run = trained(tmp_path, train__steps=5, **network)
     directory = export(run, tmp_path / "out")
     model, _ = loaded(directory)
-    assert (
-        type(model).__name__ == "ApertusForCausalLM"
-        and "trust_remote_code" not in (run / "log.txt").read_text()
-    )
+    assert type(model).__name__ == "ApertusForCausalLM"
+    assert "trust_remote_code" not in (run / "log.txt").read_text()
     ours = open_model(find_source(str(run)), alone("cpu"))
     assert (logits(ours, tokens()) - logits(model, tokens())).abs().max() < 1e-5
     again = trained(tmp_path, "again", model__init_from=str(directory), **network)

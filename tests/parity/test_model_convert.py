@@ -125,10 +125,8 @@ def test_logits_loss_and_gradients(name: str) -> None:
     labels[:, -1] = -100
     labels[0, 20:30] = -100
     counted = int((labels != -100).sum())
-    loss, expected = (
-        model(tokens, labels) / counted,
-        other(tokens, labels=tokens, shift_labels=labels).loss,
-    )
+    loss = model(tokens, labels) / counted
+    expected = other(tokens, labels=tokens, shift_labels=labels).loss
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
     loss.backward()
     expected.backward()

@@ -109,10 +109,8 @@ def test_an_empty_prompt_begins_with_the_bos_of_the_models_configuration(tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(directory)
     hf_fixtures.save("llama", directory, bos_token_id=5, eos_token_id=0, vocab_size=len(tokenizer))
     assert tokenizer("x").input_ids[0] not in (0, 5) and tokenizer.eos_token_id == 0
-    reference, how = (
-        reference_of(directory),
-        {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0},
-    )
+    reference = reference_of(directory)
+    how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     expected, other = (
         reference.generate(torch.tensor([[first]]), **how)[0, 1:] for first in (5, 0)
     )
@@ -147,9 +145,8 @@ def test_text_is_the_same_with_and_without_a_cache(kind: str, tmp_path: Path) ->
     ours, (tokens, _) = built(hf_fixtures.save(kind, tmp_path)), batch()
     logits, cache = by_cache(ours, tokens)
     assert (logits - ours(tokens)[:, 3:]).abs().max() < 1e-5
-    assert (cache.cache is None) == (
-        kind == "rwkv"
-    )  # it takes its state under a name of its own: read again
+    # it takes its state under a name of its own: read again
+    assert (cache.cache is None) == (kind == "rwkv")
     for prompt, text in zip(
         PROMPTS, generate(ours, PROMPTS, Sampling(max_tokens=12, temperature=0)), strict=True
     ):
@@ -170,9 +167,8 @@ def test_buffers_that_are_saved_are_read_and_missing_ones_refused(tmp_path: Path
     }
     assert len(mine) == 2 and all(b.abs().max() > 0.1 for b in mine.values())
     assert (ours(tokens) - reference(input_ids=tokens).logits).abs().max() < 1e-5
-    llama = hf_fixtures.save(
-        "llama", tmp_path / "llama"
-    )  # a layout that needs no converting: read slice by slice
+    # a layout that needs no converting: read slice by slice
+    llama = hf_fixtures.save("llama", tmp_path / "llama")
     model = open_hf(llama)
     model.model.register_buffer("shift", torch.zeros(3))
     with pytest.raises(UserError, match="shift"):
@@ -242,9 +238,8 @@ def test_lora_changes_nothing_at_first_and_only_adapters_learn(
         for name, p in adapted.named_parameters()
         if p.grad is not None and p.grad.abs().max() > 0
     }
-    assert grads == {
-        name for name in trained if ".lora_B." in name
-    }  # B is zero, and so is A's first gradient
+    # B is zero, and so is A's first gradient
+    assert grads == {name for name in trained if ".lora_B." in name}
 
 
 @pytest.mark.parametrize(

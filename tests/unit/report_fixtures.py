@@ -115,14 +115,10 @@ class Writer:
                     * (0.4 if step == EVERY else 1)
                     * (1 + 0.03 * math.sin(step / 9))
                 )
-                loss, norm = (
-                    loss_at(step, self.seed, self.lr),
-                    0.4 + 2.2 * math.exp(-step / 40) + 0.05 * math.cos(step),
-                )
-                lr, ms = (
-                    self.lr * min(1, step / 20) * (1 + math.cos(math.pi * step / self.steps)) / 2,
-                    2_048_000 / rate,
-                )
+                loss = loss_at(step, self.seed, self.lr)
+                norm = 0.4 + 2.2 * math.exp(-step / 40) + 0.05 * math.cos(step)
+                lr = self.lr * min(1, step / 20) * (1 + math.cos(math.pi * step / self.steps)) / 2
+                ms = 2_048_000 / rate
                 self.line(
                     "train",
                     step,

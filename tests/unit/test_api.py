@@ -188,9 +188,8 @@ def test_no_error_of_the_api_speaks_of_the_command_line() -> None:
     """Neither in what is raised nor in what it is put together of; `cli` and `launch` are the command line."""
     source = Path(windlass.__file__).parent
     for path in source.rglob("*.py"):
-        if (
-            path.parent.name not in ("cli", "launch") and path.name != "sweep.py"
-        ):  # it submits the command itself
+        # it submits the command itself
+        if path.parent.name not in ("cli", "launch") and path.name != "sweep.py":
             raised = [
                 node
                 for node in ast.walk(ast.parse(path.read_text()))
@@ -226,9 +225,8 @@ def test_a_run_as_a_data_frame_and_in_one_line(tmp_path: Path) -> None:
         "eval_loss",
         "squad.f1",
     ] and list(frame.index) == [0, 3, 6]
-    assert frame["loss"].isna().tolist() == [True, False, True] and frame[
-        "eval_loss"
-    ].dropna().tolist() == [5.5, 4.0]
+    assert frame["loss"].isna().tolist() == [True, False, True]
+    assert frame["eval_loss"].dropna().tolist() == [5.5, 4.0]
     assert frame["log.loss"].dropna().tolist() == [7.0]
     assert run.to_pandas("eval").loc[6, "suite"].tolist() == ["loss", "squad"]
     assert len(run.to_pandas("sample")) == 0
@@ -237,12 +235,10 @@ def test_a_run_as_a_data_frame_and_in_one_line(tmp_path: Path) -> None:
 
 def test_a_plan_is_shown_as_the_verb_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     shown = repr(windlass.plan("gpt2-124m", {"train.steps": 1000}, device="A100-40GB"))
-    assert (
-        "gpt2-124m" in shown
-        and "memory of a rank" in shown
-        and "to the end" in shown
-        and max(map(len, shown.split("\n"))) <= 100
-    )
+    assert "gpt2-124m" in shown
+    assert "memory of a rank" in shown
+    assert "to the end" in shown
+    assert max(map(len, shown.split("\n"))) <= 100
 
 
 def test_a_callbacks_object_has_what_the_docs_say() -> None:

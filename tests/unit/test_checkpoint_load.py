@@ -118,11 +118,9 @@ def test_where_all_of_a_lineage_is_damaged_the_one_it_started_from_is_left(tmp_p
     back_to(run, 3)
     damage(at(saved(run, 4), 4))
     choice = choose_checkpoint(run)
-    assert (
-        choice is not None
-        and (choice.step, choice.damaged) == (3, [at(run, 4)])
-        and "step 4" in choice.notes[0]
-    )
+    assert choice is not None
+    assert (choice.step, choice.damaged) == (3, [at(run, 4)])
+    assert "step 4" in choice.notes[0]
     shutil.rmtree(at(run, 3))
     shutil.rmtree(at(run, 4))
     with pytest.raises(UserError) as error:
@@ -178,12 +176,10 @@ def test_the_list_says_why_each_is_kept_and_verify_what_is_damaged(run: Path, ca
         "state",
     ]
     assert [line.split()[0] for line in lines[1:4]] == ["10", "20", "30"]
-    assert (
-        "2.0000" in lines[1]
-        and "best" in lines[1]
-        and "whole" in lines[1]
-        and "--verify" in lines[4]
-    )
+    assert "2.0000" in lines[1]
+    assert "best" in lines[1]
+    assert "whole" in lines[1]
+    assert "--verify" in lines[4]
     code, text = invoke(capsys, run, "--verify")
     assert code == 1 and "BAD" in text and text.count("every byte good") == 2
     code, text = invoke(capsys, run, "--verify", "--json")

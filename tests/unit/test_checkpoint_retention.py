@@ -78,10 +78,8 @@ FOREVER = Policy(last=1, keep_forever=lambda step: step % 20 == 0, start=10)
     ],
 )
 def test_what_stays_and_why(checkpoints, policy, scores, expected) -> None:
-    steps, measured = (
-        {c.serial: c.step for c in checkpoints},
-        Scores(scores, policy.measure == "loss"),
-    )
+    steps = {c.serial: c.step for c in checkpoints}
+    measured = Scores(scores, policy.measure == "loss")
     why = {
         steps[serial]: reasons
         for serial, reasons in retain(checkpoints, policy, measured).items()
@@ -152,10 +150,8 @@ def test_properties(
 
 
 def test_a_policy_with_two_horizons_keeps_what_either_wants() -> None:
-    settings, start = (
-        CheckpointSettings(keep_every=0.5, keep_last=3),
-        Lineage(checkpoint="checkpoints/x", step=4),
-    )
+    settings = CheckpointSettings(keep_every=0.5, keep_last=3)
+    start = Lineage(checkpoint="checkpoints/x", step=4)
     policy = retention.policy_of(settings, [Horizon(16, 100, 1), Horizon(12, 100, 1)], start)
     assert [s for s in range(17) if policy.keep_forever(s)] == [6, 8, 12, 16] and (
         policy.last,

@@ -85,10 +85,8 @@ def test_the_files_are_safetensors_and_tied_weights_are_written_once(tmp_path: P
     assert torch.equal(checkpoint.tensor("model/head.weight"), model.embedding.weight)
     untied = Net(tied=False)
     restore(checkpoint, untied)
-    assert (
-        torch.equal(untied.head.weight, model.head.weight)
-        and untied.head.weight is not untied.embedding.weight
-    )
+    assert torch.equal(untied.head.weight, model.head.weight)
+    assert untied.head.weight is not untied.embedding.weight
 
 
 @pytest.mark.parametrize("key", DTYPES)
@@ -203,11 +201,9 @@ def test_without_page_locked_memory_saves_work_and_say_so_once(cudart: Cudart) -
     cudart.code = 2
     buffer = HostBuffer()
     buffer.reserve(10_000, torch.device("cuda", 0))
-    assert (
-        buffer._bytes.numel() >= 10_000
-        and "error 2" in buffer.warning
-        and "page-locked" in buffer.warning
-    )
+    assert buffer._bytes.numel() >= 10_000
+    assert "error 2" in buffer.warning
+    assert "page-locked" in buffer.warning
     buffer.warning = ""
     buffer.reserve(100_000, torch.device("cuda", 0))
     assert buffer._bytes.numel() >= 100_000 and not buffer.warning
@@ -229,12 +225,10 @@ def test_page_locked_memory_has_the_size_of_the_state_and_is_given_back(cudart: 
 
 def test_the_first_save_allocates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is reserved in the background, also where a save comes before it is there."""
-    state, saver, go_on, real = (
-        gather_state(*trained()),
-        Saver(tmp_path / "checkpoints"),
-        threading.Event(),
-        mmap.mmap,
-    )
+    state = gather_state(*trained())
+    saver = Saver(tmp_path / "checkpoints")
+    go_on = threading.Event()
+    real = mmap.mmap
     sizes: list[int] = []
 
     def late(*args: Any) -> mmap.mmap:

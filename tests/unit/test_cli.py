@@ -43,9 +43,8 @@ def test_a_finished_run_stays_finished_where_its_report_fails(tmp_path: Path, co
     }
     call = ["train", "quickstart", *overrides(settings), f"run.dir={tmp_path / 'run'}"]
     done = windlass(*call, env={"PYTHONPATH": path})
-    assert (
-        "no report: RuntimeError: no fonts here" in done.stderr and "windlass report" in done.stderr
-    )
+    assert "no report: RuntimeError: no fonts here" in done.stderr
+    assert "windlass report" in done.stderr
 
 
 def test_the_command_line_leaves_what_the_user_wrote(tmp_path: Path) -> None:
@@ -55,10 +54,8 @@ def test_the_command_line_leaves_what_the_user_wrote(tmp_path: Path) -> None:
     file = tmp_path / "only=3, a book.txt"
     file.write_text("text")
     error = windlass("recipe", file, code=2).stderr
-    assert (
-        error.startswith(f"windlass: {file}:")
-        and f"windlass train quickstart 'data.source={file}'" in error
-    )
+    assert error.startswith(f"windlass: {file}:")
+    assert f"windlass train quickstart 'data.source={file}'" in error
 
 
 def test_numbers_that_are_not_finite_are_valid_json(
@@ -129,9 +126,8 @@ def test_a_training_goes_on_where_its_reader_ends(tmp_path: Path, corpus: Path) 
     words = " ".join([*overrides(settings), f"run.dir={tmp_path / 'run'}"])
     shown, codes = piped(f"windlass train quickstart {words} 2>&1 | head -n 1")
     assert codes == ["0", "0"] and len(shown.splitlines()) == 2
-    assert (tmp_path / "run" / "report" / "index.html").is_file() and "finished" in Run(
-        tmp_path / "run"
-    ).state
+    assert (tmp_path / "run" / "report" / "index.html").is_file()
+    assert "finished" in Run(tmp_path / "run").state
     assert "step 2/2 | loss" in (tmp_path / "run" / "log.txt").read_text()
     shown, codes = piped(f"windlass recipe {tmp_path / 'run'} | head -n 1")
     assert codes == ["0", "0"]
@@ -139,12 +135,10 @@ def test_a_training_goes_on_where_its_reader_ends(tmp_path: Path, corpus: Path) 
     again = f"windlass train {tmp_path / 'run'}"
     assert piped(f"{again} >&-")[1] == ["0"]
     shown, codes = piped(f"PYTHONIOENCODING=ascii TERM=dumb NO_COLOR=1 {again}")
-    assert (
-        codes == ["0"]
-        and shown.isascii()
-        and "+-----" in shown
-        and f"sample: windlass sample {tmp_path / 'run'}" in shown
-    )
+    assert codes == ["0"]
+    assert shown.isascii()
+    assert "+-----" in shown
+    assert f"sample: windlass sample {tmp_path / 'run'}" in shown
 
 
 def test_help_and_version_import_no_torch() -> None:
@@ -231,11 +225,9 @@ def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(
     (tmp_path / "talk.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     windlass("init", "tune.toml", "--model", "org/name", "--data", "talk.jsonl", cwd=tmp_path)
     tuned = Recipe.load(tmp_path / "tune.toml")
-    assert (tuned.model.name, tuned.data.source, tuned.data.format) == (
-        "org/name",
-        "talk.jsonl",
-        "chat",
-    )
+    assert tuned.model.name == "org/name"
+    assert tuned.data.source == "talk.jsonl"
+    assert tuned.data.format == "chat"
     (tmp_path / "small").mkdir()
     for limits, context in (
         ({"n_positions": 128}, 128),

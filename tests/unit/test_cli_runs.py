@@ -97,9 +97,8 @@ def test_where_runs_are_and_are_not_looked_for(top):
     (top / "new").mkdir()  # only begun, and with the recipe of another version
     (top / "new" / "recipe.toml").write_text("[unheard]\nof = 1\n")
     (row,) = overview(top / "new")
-    assert (row.state, row.step, row.steps, row.loss) == ("new", 0, None, None) and "new" in call(
-        top / "new"
-    ).stdout
+    assert (row.state, row.step, row.steps, row.loss) == ("new", 0, None, None)
+    assert "new" in call(top / "new").stdout
     assert "no runs here" in call(top / "no-run").stdout
     for arguments, word in ((["nowhere"], "not a directory"), (["runs", "--sort", "x"], "speed")):
         error = call(*arguments).exception
@@ -115,13 +114,11 @@ def test_a_study_is_one_row(top):
     make(study.run_of(study.cells[0]).path, 70, 70, "finished", [(70, 3.5)])
     make(study.run_of(study.cells[1]).path, 70, 20, "preempted", [(20, 3.75)])
     (row,) = [row for row in overview(top) if row.cells]
-    assert (row.run, row.state, row.step, row.steps, row.best_loss) == (
-        "sweeps/seeds",
-        "interrupted",
-        90,
-        210,
-        3.5,
-    )
+    assert row.run == "sweeps/seeds"
+    assert row.state == "interrupted"
+    assert row.step == 90
+    assert row.steps == 210
+    assert row.best_loss == 3.5
     (line,) = [line for line in call("runs").stdout.splitlines() if line.startswith("sweeps")]
     assert line.split() == ["sweeps/seeds", "interrupted", "1/3", "90/210", "3.5000"]
     assert [row.run for row in overview(study.path)] == [cell.directory for cell in study.cells[:2]]

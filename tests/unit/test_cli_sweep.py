@@ -72,9 +72,8 @@ def test_a_cell_that_trains_shows_its_step_and_time_left(study):
         {"kind": "train", "step": step, "loss": 2.0, "tokens": step, "step_ms": 9.0}
         for step in (100, 200, 300)
     )
-    write_ledger(
-        run, {"kind": "event", "event": "started", "steps": 400}, *lines
-    )  # a second between two lines
+    # a second between two lines
+    write_ledger(run, {"kind": "event", "event": "started", "steps": 400}, *lines)
     run.heartbeat_path.touch()
     row = next(line for line in drawn(study).splitlines() if "running" in line)
     assert row.split()[3:6] == ["running", "300/400", "1s"]

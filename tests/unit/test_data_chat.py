@@ -93,9 +93,8 @@ def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_their_end(
         whole = theirs.apply_chat_template(
             talk, return_dict=True, return_assistant_tokens_mask=kind == "marked"
         )
-        assert ids == whole["input_ids"] and [*map(int, marks)] == whole.get(
-            "assistant_masks", [*map(int, marks)]
-        )
+        assert ids == whole["input_ids"]
+        assert [*map(int, marks)] == whole.get("assistant_masks", [*map(int, marks)])
         prompt = theirs.apply_chat_template(
             talk[:-1], tokenize=True, add_generation_prompt=True, return_dict=False
         )
@@ -122,9 +121,8 @@ def test_what_looks_like_a_special_token_in_a_message_is_text(
         assert [i for i in ids if i in special] == plain
         assert talk[role]["content"] in theirs.decode(ids)
         if role == 1:
-            assert (
-                theirs.decode(counted[:-1]).strip() == talk[1]["content"] and counted[-1] in special
-            )
+            assert theirs.decode(counted[:-1]).strip() == talk[1]["content"]
+            assert counted[-1] in special
 
 
 def test_templates_that_cannot_be_used_are_refused() -> None:
@@ -159,10 +157,8 @@ def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_
     template.save(tmp_path)
     assert Template.of_directory(tmp_path) == template
     (tmp_path / "chat_template.jinja").write_text("Y")
-    assert (
-        Template.of_directory(tmp_path).source == "Y"
-        and Template.of_directory(tmp_path / "none") == Template()
-    )
+    assert Template.of_directory(tmp_path).source == "Y"
+    assert Template.of_directory(tmp_path / "none") == Template()
     dated = Template(
         "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     )
@@ -190,10 +186,8 @@ def test_files_and_data_sets_become_training_and_validation_rows(tmp_path: Path)
     data = open_data(recipe(file, val_fraction=0.2, dir=str(tmp_path / "d")))
     assert (len(data.train), len(data.val or ())) == (8, 2) and data.template == Template()
     tokens, labels, *_ = data.train.read(np.array([0]))
-    assert (
-        BYTES.decode(label for label in labels[0] if label != -100).startswith(" Answer ")
-        and tokens.shape[0] == 1
-    )
+    assert BYTES.decode(label for label in labels[0] if label != -100).startswith(" Answer ")
+    assert tokens.shape[0] == 1
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     table = datasets.Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
     datasets.DatasetDict({"train": table, "validation": table.select(range(3))}).save_to_disk(

@@ -91,10 +91,8 @@ def test_every_shape_gives_the_same_messages(shape: str, ending: str, tmp_path: 
     found = read([str(path)], notify=said.append)
     assert [item.messages for item in found] == [TALK] * 3
     names = {"alpaca": "Alpaca", "trl": "prompt and completion"}
-    assert (
-        names.get(shape, "ShareGPT" if "share" in shape else "messages") in said[0]
-        and "3 conversations" in said[0]
-    )
+    assert names.get(shape, "ShareGPT" if "share" in shape else "messages") in said[0]
+    assert "3 conversations" in said[0]
 
 
 def test_an_alpaca_input_follows_its_instruction_and_a_prompt_and_its_completion_are_no_turns(
@@ -223,9 +221,8 @@ def test_tools_are_written_as_transformers_writes_them(tmp_path: Path) -> None:
     )
     call = json.dumps({"name": "hello", "arguments": {"say": "a cat <|im_end|>"}})
     assert counted == f"<|call|>{call}<|call|><|im_end|>I said hello.<|im_end|>"
-    assert (
-        sum(i == ours.special["<|im_end|>"] for i in row.tokens) == 5
-    )  # the system's, the user's, ...: one a turn
+    # the system's, the user's, ...: one a turn
+    assert sum(i == ours.special["<|im_end|>"] for i in row.tokens) == 5
     with refused("tools.jsonl, line 1", "data.tokenizer"):
         chat.row(item, chat.Template(), byte_tokenizer(), 900)
 
@@ -254,11 +251,9 @@ def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(
     template, tokenizer, end = chat.Template(), byte_tokenizer(), "<|endoftext|>"
     if kind != "plain":
         place = tokenizer_fixtures.save(kind, tmp_path / "tok")
-        template, tokenizer, end = (
-            chat.Template.of_directory(place),
-            hf_tokenizer(str(place)),
-            "<|im_end|>",
-        )
+        template = chat.Template.of_directory(place)
+        tokenizer = hf_tokenizer(str(place))
+        end = "<|im_end|>"
     path = tmp_path / "talk.jsonl"
     first, last = [*TWO[:1], {**TWO[1], **key}, *TWO[2:]], [*TWO[:3], {**TWO[3], **key}]
     empty = [*TWO[:3], {**TWO[3], "content": " "}]
@@ -270,12 +265,10 @@ def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(
     assert one is not None and one.count(end) == 1 and "wrong" not in one and "right" in one
     assert other is not None and other == without and "right" not in other and nothing is None
     whole = [chat.row(items[i], template, tokenizer, 500) for i in (0, 1)]
-    assert (
-        whole[0] and whole[1] and whole[0].tokens == whole[1].tokens
-    )  # the template does not see the key
-    assert [item.remarks for item in items[:3]] == [
-        []
-    ] * 3 and "talk.jsonl, line 4, turn 4" in items[3].remarks[0]
+    # the template does not see the key
+    assert whole[0] and whole[1] and whole[0].tokens == whole[1].tokens
+    assert [item.remarks for item in items[:3]] == [[]] * 3
+    assert "talk.jsonl, line 4, turn 4" in items[3].remarks[0]
 
 
 def test_items_that_are_cut_or_left_out_are_named_with_their_lines(
@@ -299,14 +292,10 @@ def test_items_that_are_cut_or_left_out_are_named_with_their_lines(
     err = capsys.readouterr().err
     assert len(remarks) == 4 and all(remark in err for remark in remarks)
     by_place = {remark.rpartition("/")[2].split(":")[0]: remark for remark in remarks}
-    assert (
-        "tokens lost" in by_place["talk.jsonl, line 2"]
-        and "model.context = 60" in by_place["talk.jsonl, line 2"]
-    )
-    assert (
-        "left out" in by_place["talk.jsonl, line 3"]
-        and "empty" in by_place["talk.jsonl, line 3, turn 2"]
-    )
+    assert "tokens lost" in by_place["talk.jsonl, line 2"]
+    assert "model.context = 60" in by_place["talk.jsonl, line 2"]
+    assert "left out" in by_place["talk.jsonl, line 3"]
+    assert "empty" in by_place["talk.jsonl, line 3, turn 2"]
     assert "left out" in by_place["pair.jsonl, line 1"]
 
 
@@ -346,6 +335,5 @@ def test_prepare_shows_a_row_with_what_counts_marked(tmp_path: Path) -> None:
         "data.max_tokens=0",
     ]
     printed = windlass("prepare", "quickstart", *settings).stdout
-    assert (
-        "User: Who are you?" in printed and "Assistant:\u27e6 A cat.<|endoftext|>\u27e7" in printed
-    )
+    assert "User: Who are you?" in printed
+    assert "Assistant:\u27e6 A cat.<|endoftext|>\u27e7" in printed

@@ -45,9 +45,8 @@ def test_few_documents_are_split_by_their_tokens(sizes, inside, packing, tmp_pat
     text = (tmp_path / "books" / "book-3.txt").read_text()
     row = data.train.read(np.array([len(data.train) - 1]))
     last = data.val.read(np.array([0]))[0][0] if data.val else []
-    if (
-        packing == "documents" and inside
-    ):  # nothing of the held-out part is trained on, and all of it is there
+    # nothing of the held-out part is trained on, and all of it is there
+    if packing == "documents" and inside:
         assert data.tokenizer.decode(last) == text[-580:][:16]
         assert (row[1] != -100).sum() == 16
     assert "held out" not in capsys.readouterr().err
@@ -58,17 +57,14 @@ def test_a_split_far_from_what_was_asked_is_said(tmp_path, capsys) -> None:
     recipe = recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data", val_fraction=0.1)
     open_data(recipe)
     err = capsys.readouterr().err
-    assert (
-        "data.val_fraction = 0.1" in err
-        and "% of the text is held out" in err
-        and "data.eval_source" in err
-    )
+    assert "data.val_fraction = 0.1" in err
+    assert "% of the text is held out" in err
+    assert "data.eval_source" in err
     open_data(recipe.replace("data.max_tokens=500", f"data.dir={tmp_path / 'less'}"))
     assert "data.max_tokens = 500" not in capsys.readouterr().err
     whole = recipe_for(books(tmp_path / "books", 3000, 3000), tmp_path / "long", max_tokens=1000)
-    assert (
-        len(open_data(whole).train) > 100 and "data.max_tokens = 1,000" in capsys.readouterr().err
-    )
+    assert len(open_data(whole).train) > 100
+    assert "data.max_tokens = 1,000" in capsys.readouterr().err
 
 
 def test_facts_of_texts(tmp_path) -> None:
@@ -96,10 +92,8 @@ def test_facts_of_texts(tmp_path) -> None:
     assert train["cut"] == sum(size > 64 for size in sizes)
     assert train["cut_tokens"] == sum(max(0, size - 64) for size in sizes)
     assert train["tokens"] == sum(min(size, 64) for size in sizes)
-    assert (
-        train["lengths"]["max"] == max(sizes)
-        and train["lengths"]["50"] == sorted(sizes)[(len(sizes) - 1) // 2]
-    )
+    assert train["lengths"]["max"] == max(sizes)
+    assert train["lengths"]["50"] == sorted(sizes)[(len(sizes) - 1) // 2]
 
 
 def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
@@ -126,12 +120,10 @@ def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
     train = describe(data)["train"]
     assert train["label_tokens"] == int((data.train.read(np.arange(5))[1] != -100).sum())
     # "User: qqqqqqqqqq\n\nAssistant: aaaaa", the token that ends it, and two lines; the last is predicted and not read
-    assert (train["tokens"], train["lengths"]["50"], train["items"], train["left_out"]) == (
-        4 * 36 + 60,
-        37,
-        5,
-        1,
-    )
+    assert train["tokens"] == 4 * 36 + 60
+    assert train["lengths"]["50"] == 37
+    assert train["items"] == 5
+    assert train["left_out"] == 1
     assert (train["cut"], train["cut_tokens"]) == (1, 132 - 61)
     settings = [
         f"data.source={source}",
@@ -143,10 +135,8 @@ def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
     printed = windlass("prepare", "quickstart", *settings, f"data.dir={tmp_path / 'data'}").stdout
     for text in lines(describe(data), 60).values():
         assert text in printed
-    assert (
-        "1 of 5 conversations cut, 71 tokens lost" in printed
-        and "1 conversation left out" in printed
-    )
+    assert "1 of 5 conversations cut, 71 tokens lost" in printed
+    assert "1 conversation left out" in printed
 
 
 def test_a_character_tokenizer_names_its_symbols(data_files, tmp_path) -> None:
@@ -156,9 +146,8 @@ def test_a_character_tokenizer_names_its_symbols(data_files, tmp_path) -> None:
     shown = lines(
         describe(open_data(recipe_for(tmp_path / "x.txt", tmp_path / "a", tokenizer="char"))), 16
     )
-    assert shown["characters"] == "30,000" and shown["symbols"] == repr(
-        "".join(sorted(set(text[:30_000])))
-    )
+    assert shown["characters"] == "30,000"
+    assert shown["symbols"] == repr("".join(sorted(set(text[:30_000]))))
     texts = [text for text in documents(40) if text]
     data = open_data(
         recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "b", tokenizer="char")

@@ -42,11 +42,8 @@ def split_tokens(directory, index, name):
 
 def files_of(directory: Path):
     """The content of every file that matters."""
-    skipped = (
-        ".lock",
-        "verified.json",
-        "progress.json",
-    )  # a kill after the index leaves the last one behind
+    # a kill after the index leaves the last one behind
+    skipped = (".lock", "verified.json", "progress.json")
     return {
         p.name: p.read_bytes()
         for p in directory.rglob("*")
@@ -106,9 +103,8 @@ def test_documents_lie_end_to_end(tmp_path):
     assert stream.documents()["start"].tolist() == [
         i for i, t in enumerate(tokens) if t == tokenizer.eot
     ]
-    assert [s.tokens for s in index.shards[:-1]] == [1024] * (len(index.shards) - 1) and len(
-        index.shards
-    ) > 3
+    assert [s.tokens for s in index.shards[:-1]] == [1024] * (len(index.shards) - 1)
+    assert len(index.shards) > 3
     nonempty = [t for t in texts if t]
     held = round(len(nonempty) / 4)
     assert split_tokens(directory, index, "train").tolist() == packed(nonempty[:-held], tokenizer)
@@ -118,10 +114,8 @@ def test_documents_lie_end_to_end(tmp_path):
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe"])
 def test_workers_change_no_byte(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("windlass.data.documents.BATCH_CHARACTERS", 300)
-    source, changes = (
-        jsonl(tmp_path / "x.jsonl", documents(80)),
-        {"tokenizer": tokenizer, "tokenizer_vocab": 270},
-    )
+    source = jsonl(tmp_path / "x.jsonl", documents(80))
+    changes = {"tokenizer": tokenizer, "tokenizer_vocab": 270}
     one, five = (
         files_of(run(recipe_for(source, tmp_path / f"{n}", workers=n, **changes))[0])
         for n in (1, 5)
@@ -161,10 +155,8 @@ def test_interrupted_anywhere_it_resumes_to_the_same_bytes(tmp_path, kind, token
     """Many documents, some over several shards, with a validation corpus; one text in many stretches over many shards."""
     texts = [*documents(20), "a very long one " * 300, *documents(20, seed=1)]
     if kind == "documents":
-        source, held = (
-            jsonl(tmp_path / "x.jsonl", texts),
-            jsonl(tmp_path / "v.jsonl", documents(12, 2)),
-        )
+        source = jsonl(tmp_path / "x.jsonl", texts)
+        held = jsonl(tmp_path / "v.jsonl", documents(12, 2))
         changes = {"tokenizer": tokenizer, "eval_source": str(held), "max_tokens": 9000}
     else:
         monkeypatch.setattr("windlass.data.tokenizer.STRETCH", 700)
@@ -176,15 +168,11 @@ def test_interrupted_anywhere_it_resumes_to_the_same_bytes(tmp_path, kind, token
         recipe_for(source, tmp_path / "broken", **changes), monkeypatch
     )
     assert deaths > 8 and len(whole.shards) > 8
-    assert (
-        files_of(tmp_path / "broken") == files_of(directory)
-        and index.fingerprint == whole.fingerprint
-    )
+    assert files_of(tmp_path / "broken") == files_of(directory)
+    assert index.fingerprint == whole.fingerprint
     if kind == "single":
-        loaded, text = (
-            load_tokenizer(recipe_for("x", tokenizer=tokenizer), directory),
-            "".join(texts)[:12_000],
-        )
+        loaded = load_tokenizer(recipe_for("x", tokenizer=tokenizer), directory)
+        text = "".join(texts)[:12_000]
         parts = [loaded.decode(split_tokens(directory, whole, name)) for name in ("train", "val")]
         assert parts == [text[:9600], text[9600:]]
 
@@ -229,9 +217,8 @@ def test_a_corpus_that_changed_or_a_shard_that_was_damaged_in_between_is_noticed
         open_data(recipe_for(source, tmp_path / "damaged"))
     jsonl(source, documents(6, seed=9))
     other, fresh = (run(recipe_for(source, tmp_path / name)) for name in ("other", "fresh"))
-    assert other[1].fingerprint == fresh[1].fingerprint and sorted(files_of(other[0])) == sorted(
-        files_of(fresh[0])
-    )
+    assert other[1].fingerprint == fresh[1].fingerprint
+    assert sorted(files_of(other[0])) == sorted(files_of(fresh[0]))
 
 
 @given(st.integers(1, 6000), st.sampled_from([0.0, 0.1, 0.5]), st.integers(0, 2))
@@ -249,11 +236,9 @@ def test_max_tokens_stops_at_a_documents_end(tmp_path_factory, most, fraction, s
         return
     tokenizer = load_tokenizer(recipe, directory)
     sizes = np.cumsum([1 + len(tokenizer.encode(t)) for t in texts if t])
-    total, held, share = (
-        sum(s.tokens for s in index.shards),
-        shards * 1024,
-        1 if shards else 1 - fraction,
-    )
+    total = sum(s.tokens for s in index.shards)
+    held = shards * 1024
+    share = 1 if shards else 1 - fraction
     assert total in sizes
     earlier = sizes[np.flatnonzero(sizes == total)[0] - 1] if total > sizes[0] else 0
     assert total == sizes[-1] or (total - held) * share >= most - 1e-9
@@ -298,10 +283,8 @@ def test_too_little_text_and_directories_that_are_not_ours(tmp_path):
 
 def test_data_that_were_prepared_otherwise(tmp_path):
     source = jsonl(tmp_path / "x.jsonl", documents(20))
-    assert (
-        find_prepared(recipe_for(source, tmp_path / "data")) is None
-        and not (tmp_path / "data").exists()
-    )
+    assert find_prepared(recipe_for(source, tmp_path / "data")) is None
+    assert not (tmp_path / "data").exists()
     run(recipe_for(source, tmp_path / "data"))
     changes = (
         "data.tokenizer: prepared with 'byte', the recipe says 'char'",
@@ -362,18 +345,14 @@ def test_of_each_source_a_share_is_held_out_and_the_rest_trained_on(tmp_path):
     text = data.tokenizer.decode(data.val.stream.read(0, data.val.tokens))
     assert "something else" in text and "document number 199" in text and "short 11" in text
     trained = data.tokenizer.decode(data.train.stream.read(0, data.train.tokens))
-    assert (
-        "document number 179," in trained
-        and "document number 180," not in trained
-        and "short 11" not in trained
-    )
+    assert "document number 179," in trained
+    assert "document number 180," not in trained
+    assert "short 11" not in trained
     shown = lines(describe(data), 16)["sources"].split("\n")
-    assert (
-        len(shown) == 4
-        and "held out" in shown[0]
-        and "many.jsonl" in shown[2]
-        and f"{used['many.jsonl'][2]:,}" in shown[2]
-    )
+    assert len(shown) == 4
+    assert "held out" in shown[0]
+    assert "many.jsonl" in shown[2]
+    assert f"{used['many.jsonl'][2]:,}" in shown[2]
 
 
 def test_max_tokens_takes_a_share_of_every_source_and_an_empty_one_is_a_warning(tmp_path):
@@ -426,10 +405,8 @@ def test_the_validation_text_does_not_depend_on_the_tokenizer(tmp_path, most, co
 
 
 def test_a_validation_source_is_read_up_to_as_many_bytes_by_every_tokenizer(tmp_path):
-    source, held = (
-        jsonl(tmp_path / "x.jsonl", documents(60)),
-        jsonl(tmp_path / "v.jsonl", documents(60, seed=4)),
-    )
+    source = jsonl(tmp_path / "x.jsonl", documents(60))
+    held = jsonl(tmp_path / "v.jsonl", documents(60, seed=4))
     single = tmp_path / "one.txt"
     single.write_text("a text that is validated on, " * 99)
     for other in (held, single):
@@ -444,18 +421,14 @@ def test_a_validation_source_is_read_up_to_as_many_bytes_by_every_tokenizer(tmp_
 
 def test_several_sources_are_resumed_where_they_were_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("windlass.data.documents.BATCH_CHARACTERS", 500)
-    sources, options = (
-        three_sources(tmp_path),
-        {"max_tokens": 9000, "tokenizer": "bpe", "tokenizer_vocab": 300},
-    )
+    sources = three_sources(tmp_path)
+    options = {"max_tokens": 9000, "tokenizer": "bpe", "tokenizer_vocab": 300}
     recipes = [
         recipe_for("x", tmp_path / name, **options).replace({"data.source": sources})
         for name in ("whole", "broken")
     ]
     directory, whole = run(recipes[0])
     index, deaths = killed_until_done(recipes[1], monkeypatch)
-    assert (
-        deaths > 3
-        and files_of(tmp_path / "broken") == files_of(directory)
-        and index.fingerprint == whole.fingerprint
-    )
+    assert deaths > 3
+    assert files_of(tmp_path / "broken") == files_of(directory)
+    assert index.fingerprint == whole.fingerprint

@@ -215,9 +215,8 @@ def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):
     with refused("tokenizer_files", str(file), "data.dir"):
         open_data(recipe)
     file.unlink()
-    assert (
-        open_data(recipe).fingerprint == first.fingerprint
-    )  # what was saved beside the shards is enough
+    # what was saved beside the shards is enough
+    assert open_data(recipe).fingerprint == first.fingerprint
 
 
 def test_a_source_that_changed_is_noted(prepared, tmp_path, capsys):
@@ -288,10 +287,8 @@ def test_shards_of_others_are_read_as_they_are(tmp_path, kind):
     )
     train, val = parts[0] + parts[1], parts[2]
     x, y, *_ = data.train.read(np.arange(len(data.train)))
-    assert (
-        x.reshape(-1).tolist() == train[: x.size]
-        and y.reshape(-1).tolist() == train[1 : x.size + 1]
-    )
+    assert x.reshape(-1).tolist() == train[: x.size]
+    assert y.reshape(-1).tolist() == train[1 : x.size + 1]
     assert data.val.valid_tokens == len(val) - 1
     assert data.val.read(np.array([0]))[0][0].tolist() == val[:16]
     assert sum(data.train.shard_samples) == len(data.train) and len(data.train.shard_samples) == 2
@@ -331,12 +328,10 @@ def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
             "token id 257 at place 200",
         ),
     ]
+    # a pickle, which could run code, is not opened
     for array, words in (
         (np.zeros(9, np.float32), "holds float32"),
-        (
-            np.array([{}], dtype=object),
-            "not a whole .npy file",
-        ),  # a pickle, which could run code, is not opened
+        (np.array([{}], dtype=object), "not a whole .npy file"),
         (np.zeros((3, 3), np.uint16), "of shape"),
     ):
         np.save(tmp_path / "y.npy", array)

@@ -236,15 +236,13 @@ def test_each_source_of_a_list_is_a_corpus_and_json_arrays_are_as_lines(tmp_path
     names = [str(array), "stdlib", f"{tmp_path}/all.jsonl"]
     several = open_corpora(DataSettings(), names, notify=lambda text: None)
     assert list(several[0].documents()) == TEXTS == list(several[2].documents())
-    assert [corpus.name for corpus in several] == names and not any(
-        corpus.single_text for corpus in several
-    )
+    assert [corpus.name for corpus in several] == names
+    assert not any(corpus.single_text for corpus in several)
     assert all(corpus.size > 0 for corpus in several)
     assert not has_changed(str(array), several[0].description)
     array.write_text("[]")
-    assert has_changed(names[0], several[0].description) and not has_changed(
-        names[2], several[2].description
-    )
+    assert has_changed(names[0], several[0].description)
+    assert not has_changed(names[2], several[2].description)
 
 
 def test_the_files_of_a_pattern_are_named_with_those_that_are_no_part_of_a_corpus(tmp_path):
@@ -252,10 +250,8 @@ def test_the_files_of_a_pattern_are_named_with_those_that_are_no_part_of_a_corpu
         (tmp_path / name).write_text("text")
     said: list[str] = []
     open_corpora(DataSettings(), [f"{tmp_path}/*"], notify=said.append)
-    assert (
-        "5 files (4 .txt, 1 without ending)" in said[0]
-        and "with LICENSE, README.txt: narrow" in said[0]
-    )
+    assert "5 files (4 .txt, 1 without ending)" in said[0]
+    assert "with LICENSE, README.txt: narrow" in said[0]
     open_corpora(DataSettings(), [f"{tmp_path}/?.txt"], notify=said.append)
     assert said[1].endswith("3 files: a.txt, b.txt, c.txt")
     open_corpora(DataSettings(), [f"{tmp_path}/a.txt"], notify=said.append)

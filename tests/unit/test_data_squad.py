@@ -120,10 +120,8 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
     }
     everything = asked({}, squad_file=str(file))
     assert [q.id for q in everything] == [f"Land {a}-{i}" for a in range(3) for i in range(3)]
-    assert (
-        len(asked(text, squad_file=str(file))) == 5
-        and len(asked(text, squad_file=str(file), squad_items=2)) == 2
-    )
+    assert len(asked(text, squad_file=str(file))) == 5
+    assert len(asked(text, squad_file=str(file), squad_items=2)) == 2
     absent = {"format": "squad", "source": f"squad:{tmp_path / 'absent.json'}"}
     assert asked({"data": absent}, squad_file=str(file)) == everything
     assert asked({"data": {**absent, "eval_source": f"squad:{file}"}}) == everything
@@ -145,9 +143,8 @@ def test_a_choice_is_a_function_of_seed_purpose_and_keys_alone() -> None:
     keys = [f"id-{i}" for i in range(200)]
     first = choose_places(keys, 50, 1, "train")
     assert first == sorted(first) == choose_places(keys, 50, 1, "train") and len(set(first)) == 50
-    assert first != choose_places(keys, 50, 2, "train") and first != choose_places(
-        keys, 50, 1, "eval"
-    )
+    assert first != choose_places(keys, 50, 2, "train")
+    assert first != choose_places(keys, 50, 1, "eval")
     assert (
         choose_places(keys, 0, 1, "train")
         == list(range(200))
@@ -155,9 +152,8 @@ def test_a_choice_is_a_function_of_seed_purpose_and_keys_alone() -> None:
     )
     chosen = {keys[i] for i in first}
     without = [k for k in keys if k in chosen or k < "id-5"]
-    assert {
-        without[i] for i in choose_places(without, 50, 1, "train")
-    } == chosen  # others coming or going changes no rank
+    # others coming or going changes no rank
+    assert {without[i] for i in choose_places(without, 50, 1, "train")} == chosen
 
 
 def test_rows_are_made_once_and_a_change_of_anything_is_noticed(tmp_path: Path) -> None:
@@ -165,17 +161,13 @@ def test_rows_are_made_once_and_a_change_of_anything_is_noticed(tmp_path: Path) 
     sizes = {"eval_source": f"squad:{file}", "train_size": 5, "eval_size": 3}
     data = open_data(recipe(f"squad:{file}", tmp_path / "few", **sizes))
     assert (len(data.train), len(data.val or ())) == (5, 3)
-    wanted, npz = (
-        recipe(f"squad:{file}", tmp_path / "d", val_fraction=0.25),
-        tmp_path / "d" / "train.npz",
-    )
+    wanted = recipe(f"squad:{file}", tmp_path / "d", val_fraction=0.25)
+    npz = tmp_path / "d" / "train.npz"
     data = open_data(wanted)
-    assert (data.vocab, data.directory, len(data.train), len(data.val or ())) == (
-        257,
-        tmp_path / "d",
-        9,
-        3,
-    )
+    assert data.vocab == 257
+    assert data.directory == tmp_path / "d"
+    assert len(data.train) == 9
+    assert len(data.val or ()) == 3
     prepared = prepare(wanted)
     assert not prepared.is_new and prepared.index.fingerprint == data.fingerprint
     assert [prepared.index.rows[name].tokens for name in ("train", "val")] == [

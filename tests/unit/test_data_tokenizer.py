@@ -43,11 +43,9 @@ def gpt2(data_files):
 @given(TEXT.filter(bool))
 def test_bytes_and_characters_round_trip(text):
     ids = byte_tokenizer().encode(text)
-    assert (
-        ids.dtype == np.int64
-        and ids.tolist() == list(text.encode())
-        and byte_tokenizer().decode(ids) == text
-    )
+    assert ids.dtype == np.int64
+    assert ids.tolist() == list(text.encode())
+    assert byte_tokenizer().decode(ids) == text
     tokenizer = char_tokenizer(text, with_eot=False)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -59,9 +57,8 @@ def test_an_empty_prompt_of_characters_is_in_the_vocabulary():
     prompts = [
         char_tokenizer(text, with_eot=False).encode_prompt("") for text in ("ba\nna", "banana")
     ]
-    assert prompts == [[0], [0]] and char_tokenizer("\tb\n", with_eot=False).encode_prompt("") == [
-        1
-    ]
+    assert prompts == [[0], [0]]
+    assert char_tokenizer("\tb\n", with_eot=False).encode_prompt("") == [1]
     assert char_tokenizer("banana", with_eot=True).encode_prompt("") == [3]
 
 
@@ -69,9 +66,8 @@ def test_bytes_and_characters_are_numbered_by_code_point_and_unknown_ones_named(
     tokenizer = byte_tokenizer()
     assert (tokenizer.vocab, tokenizer.eot) == (257, 256)
     assert tokenizer.decode([65, 256, 66, 0xFF, 300]) == f"A{END_OF_TEXT}B\ufffd\ufffd"
-    assert tokenizer.encode("\ud800x").tolist() == list(
-        b"?x"
-    )  # half a surrogate pair, as JSON can hold it
+    # half a surrogate pair, as JSON can hold it
+    assert tokenizer.encode("\ud800x").tolist() == list(b"?x")
     tokenizer = char_tokenizer("banana", with_eot=True)
     assert tokenizer.encode("nab").tolist() == [2, 0, 1] and (tokenizer.vocab, tokenizer.eot) == (
         4,
@@ -100,9 +96,8 @@ def test_gpt2_has_its_published_ids_and_those_of_an_independent_tokenizer_file(g
         11,
     ]
     assert gpt2.decode([15496, 11, 50256, 60000]) == f"Hello,{END_OF_TEXT}\ufffd"
-    assert (
-        int(gpt2.encode(f"a{END_OF_TEXT}b").max()) < 50256
-    )  # what looks like the end of a text in a text is text
+    # what looks like the end of a text in a text is text
+    assert int(gpt2.encode(f"a{END_OF_TEXT}b").max()) < 50256
     other = Tokenizer.from_file(str(data_files / "gpt2" / "gpt2-tokenizer.json"))
     for text in (
         SAMPLE,
@@ -115,11 +110,8 @@ def test_gpt2_has_its_published_ids_and_those_of_an_independent_tokenizer_file(g
     assert (ours.vocab, ours.eot, ours.fingerprint) == (50257, 50256, gpt2.fingerprint)
     text = f"{SAMPLE}{END_OF_TEXT} \ud800"
     assert ours.encode(text).tolist() == gpt2.encode(text).tolist()
-    for text in (
-        " " * 1_500_000 + "x",
-        "\n" * 1_200_000,
-        "a b\n" * 300_000,
-    ):  # long runs once overran the library
+    # long runs once overran the library
+    for text in (" " * 1_500_000 + "x", "\n" * 1_200_000, "a b\n" * 300_000):
         assert gpt2.decode(gpt2.encode(text)) == text
 
 
@@ -151,9 +143,8 @@ def test_bytes_of_each_token_add_up(kind, tmp_path):
         tokenizer = named_tokenizer(f"hf:{tmp_path}")
     ids, lengths = tokenizer.encode(text), tokenizer.byte_lengths()
     before = len(" ") if spec.get("pieces") == "prepend" else 0
-    assert (
-        lengths.shape == (tokenizer.vocab,) and not lengths[list(tokenizer.special.values())].any()
-    )
+    assert lengths.shape == (tokenizer.vocab,)
+    assert not lengths[list(tokenizer.special.values())].any()
     assert int(lengths[ids].sum()) == len(text.encode()) + before
     assert tokenizer.decode(ids) == (text[1:] if spec.get("pieces") == "first" else text)
 
@@ -169,16 +160,12 @@ def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path,
     tokenizer = made[kind]() if kind in made else named_tokenizer(setting)
     tokenizer.save(tmp_path)
     loaded = load(setting, tmp_path)
-    assert (loaded.fingerprint, loaded.vocab, loaded.eot) == (
-        tokenizer.fingerprint,
-        tokenizer.vocab,
-        tokenizer.eot,
-    )
+    assert loaded.fingerprint == tokenizer.fingerprint
+    assert loaded.vocab == tokenizer.vocab
+    assert loaded.eot == tokenizer.eot
     assert loaded.encode(SAMPLE).tolist() == tokenizer.encode(SAMPLE).tolist()
-    description, file = (
-        tmp_path / "tokenizer" / "windlass.json",
-        tmp_path / "tokenizer" / "tokenizer.json",
-    )
+    description = tmp_path / "tokenizer" / "windlass.json"
+    file = tmp_path / "tokenizer" / "tokenizer.json"
     whole, raw = description.read_text(), file.read_bytes()
     for text in (json.dumps({**json.loads(whole), "fingerprint": "0" * 64}), "{"):
         description.write_text(text)

@@ -152,19 +152,15 @@ def test_static_memory_by_hand():
     assert (zero1.parameters, zero1.optimizer) == (4 * n, n)
     assert gpt2_memory(strategy="hybrid_shard", world=8, shard=4).parameters == n
     offloaded = gpt2_memory(strategy="full_shard", world=8, shard=8, offload=True, device="cuda")
-    assert offloaded.parameters == offloaded.optimizer == 0 and offloaded.host == pytest.approx(
-        2 * n, rel=1e-6
-    )
-    sizes = CountedSizes(
-        total=10**6, trained=10**5, vocab=1000
-    )  # gradients and moments of what is trained
+    assert offloaded.parameters == offloaded.optimizer == 0
+    assert offloaded.host == pytest.approx(2 * n, rel=1e-6)
+    # gradients and moments of what is trained
+    sizes = CountedSizes(total=10**6, trained=10**5, vocab=1000)
     whole = memory(sizes, 1000, Layout("ddp", 4))
-    assert (whole.parameters, whole.gradients, whole.optimizer, whole.activations) == (
-        4e6,
-        4e5,
-        8e5,
-        0,
-    )
+    assert whole.parameters == 4e6
+    assert whole.gradients == 4e5
+    assert whole.optimizer == 8e5
+    assert whole.activations == 0
     zero1 = memory(sizes, 1000, Layout("shard_optim", 4, 4))
     assert (zero1.parameters, zero1.gradients, zero1.optimizer) == (4e6, 4e5, 2e5)
     assert memory(sizes, 1000, Layout("full_shard", 4, 4)).total == whole.total / 4
@@ -205,10 +201,8 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
         GPT2.model, ROWS, "adamw", replace(BASE_LAYOUT, micro_batch=64, accumulation=1), int(20e9)
     )
     settings, _ = recommend(rows, 64)  # the recipe's own micro-batch stays
-    assert (
-        settings["train.micro_batch"] == 64
-        and settings["parallel.activation_checkpointing"] != "none"
-    )
+    assert settings["train.micro_batch"] == 64
+    assert settings["parallel.activation_checkpointing"] != "none"
     huge = GPT2.model.model_copy(update={"layers": 48, "width": 8192, "heads": 64})
     settings, advice = recommend(memory_rows(huge, ROWS, "adamw", BASE_LAYOUT, int(8e9)), 0)
     assert settings == {} and all(

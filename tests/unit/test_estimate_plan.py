@@ -89,40 +89,32 @@ def test_a_plan_of_every_preset(name, world):
     assert json.loads(json.dumps(result.as_dict()))["speed"]["basis"] == "measured"
     assert result.milestones[-1].what == "end"
     assert result.milestones[-1].first_seconds == pytest.approx(result.seconds)
-    assert (
-        result.device_hours == pytest.approx(result.seconds * world / 3600)
-        and "checkpoint" in result.not_counted
-    )
+    assert result.device_hours == pytest.approx(result.seconds * world / 3600)
+    assert "checkpoint" in result.not_counted
     if recipe.model.kind == "gpt":
         assert result.size.parameters == sum(result.size.parts.values()) and result.unknown == {}
         assert result.recommended and sum(row.chosen for row in result.memory) == 1
     else:
-        assert (
-            result.size.checkpoint_bytes is result.flops is None
-            and not result.memory
-            and "size" in result.unknown
-        )
+        assert result.size.checkpoint_bytes is result.flops is None
+        assert not result.memory
+        assert "size" in result.unknown
 
 
 def test_what_is_not_known_is_none_and_has_a_reason():
     text = write_corpus(Path("mine.txt"), 200)
     own = ["data.source=mine.txt", "data.sha256=''", "train.steps=100"]
     chars = plan("shakespeare-char-cpu", own, device="A100-80GB")  # a tokenizer of characters
-    assert (chars.size.parameters, chars.size.vocab, chars.size.non_embedding) == (
-        None,
-        None,
-        787_584,
-    )
+    assert chars.size.parameters is None
+    assert chars.size.vocab is None
+    assert chars.size.non_embedding == 787_584
     assert chars.flops is chars.size.checkpoint_bytes is chars.speed is None and not chars.memory
     assert chars.steps == 100 and chars.milestones[-1].first == 100
     assert {"size", "time", "epochs"} <= set(chars.unknown) and "steps" not in chars.unknown
     epochs = plan("quickstart", [f"data.source={text}", "train.steps=3 epochs"], device="A100-80GB")
     assert epochs.size.parameters == 820_480 and epochs.memory and epochs.checkpoints is None
-    assert (
-        epochs.steps is epochs.seconds is None
-        and epochs.milestones == []
-        and epochs.seconds_per_step > 0
-    )
+    assert epochs.steps is epochs.seconds is None
+    assert epochs.milestones == []
+    assert epochs.seconds_per_step > 0
     assert "prepare them first" in epochs.unknown["steps"]
 
 
@@ -133,9 +125,8 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     result = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
     n = result.size.parameters
     assert n == result.size.trained and result.size.parts == {} and result.speed.basis == "assumed"
-    assert result.optimal_tokens == 20 * n and result.steps == result.optimal_steps == 20 * n // (
-        4 * 64
-    )
+    assert result.optimal_tokens == 20 * n
+    assert result.steps == result.optimal_steps == 20 * n // (4 * 64)
     assert (result.size.flops_per_token, result.size.checkpoint_bytes) == (6 * n, 12 * n)
     memory = [row.memory for row in result.memory]
     assert [m.parameters + m.gradients + m.optimizer for m in memory] == [
@@ -145,30 +136,23 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
         8 * n,
     ]
     assert all(m.activations > 0 and row.fits for m, row in zip(memory, result.memory, strict=True))
-    assert (
-        result.recommended["parallel.strategy"] == "ddp"
-        and result.recommended["train.micro_batch"] == 1
-    )
-    assert result.speed.tokens_per_s == pytest.approx(
-        2 * 0.4 * 312e12 / (6 * n)
-    ) and "?" not in repr(result)
-    monkeypatch.setattr(
-        activations, "measure_peaks", lambda *_: 1 / 0
-    )  # an operation that has no fake kernel
+    assert result.recommended["parallel.strategy"] == "ddp"
+    assert result.recommended["train.micro_batch"] == 1
+    assert result.speed.tokens_per_s == pytest.approx(2 * 0.4 * 312e12 / (6 * n))
+    assert "?" not in repr(result)
+    # an operation that has no fake kernel
+    monkeypatch.setattr(activations, "measure_peaks", lambda *_: 1 / 0)
     unknown = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
     assert unknown.recommended == {} and "ZeroDivisionError" in unknown.unknown["activations"]
-    assert "activations of this model are unknown" in repr(unknown) and all(
-        row.memory.activations == 0 for row in unknown.memory
-    )
+    assert "activations of this model are unknown" in repr(unknown)
+    assert all(row.memory.activations == 0 for row in unknown.memory)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # and out of reach, the rest of the plan
     own[0] = "model.name=nobody/nothing"
     assert "steps" in plan("bloom-560m-squad", own, device="A100-40GB").unknown
     result = plan("bloom-560m-squad", [own[0], "train.steps=10"], device="A100-40GB")
-    assert (
-        result.milestones
-        and result.size.parameters is None
-        and "nobody/nothing" in result.unknown["size"]
-    )
+    assert result.milestones
+    assert result.size.parameters is None
+    assert "nobody/nothing" in result.unknown["size"]
 
 
 CHAT = {
@@ -229,15 +213,13 @@ def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
     work = (10 * 16 + 125) / 3
     assert bounded.share == pytest.approx(work / (work + 300)) and bounded.warning == ""
     whole = evaluations(recipe.replace("eval.batches=0"), horizon, 1000)
-    assert (whole.batches, whole.last) == (125, 125) and whole.share == pytest.approx(
-        11 * 125 / 3 / (11 * 125 / 3 + 300)
-    )
+    assert (whole.batches, whole.last) == (125, 125)
+    assert whole.share == pytest.approx(11 * 125 / 3 / (11 * 125 / 3 + 300))
     assert "eval.batches" in whole.warning
     train = evaluations(recipe.replace("eval.batches=16", "eval.train_batches=20"), horizon, 1000)
     work += 11 * 20 / 3
-    assert train.share == pytest.approx(
-        work / (work + 300)
-    ) and "the last one 125, and 20 of training data" in str(train)
+    assert train.share == pytest.approx(work / (work + 300))
+    assert "the last one 125, and 20 of training data" in str(train)
     end = max(
         m.size
         for m in milestones(
@@ -270,12 +252,10 @@ def test_all_validation_data_is_measured_at_the_end_if_that_is_a_tenth_of_the_wo
 
 def test_a_live_run_says_what_is_left(tmp_path):
     result = plan(write_run(tmp_path / "runs" / "live", until=40).path)
-    assert (result.done, result.steps, result.device.kind, result.size.vocab) == (
-        40,
-        100,
-        "cpu",
-        257,
-    )
+    assert result.done == 40
+    assert result.steps == 100
+    assert result.device.kind == "cpu"
+    assert result.size.vocab == 257
     assert result.seconds == pytest.approx(6.0 + 3 * 2.0), "evaluations at 50, 75, 100"
     assert result.speed.basis == "measured"
     first = {m.what: m for m in result.milestones}["evaluation"]

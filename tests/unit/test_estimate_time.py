@@ -91,19 +91,15 @@ def test_what_is_left_and_when_and_the_checkpoints_to_come():
     events = milestones(recipe(**{"eval.every": 30, "checkpoint.every": 25}), Horizon(100, 0, 4))
     costs = {"evaluation": 10.0, "checkpoint": 1.0}
     whole = {row.what: row for row in milestone_rows(events, 0, 2.0, costs)}
-    assert (whole["evaluation"].first, whole["evaluation"].last, whole["evaluation"].left) == (
-        0,
-        100,
-        5,
-    )
+    assert whole["evaluation"].first == 0
+    assert whole["evaluation"].last == 100
+    assert whole["evaluation"].left == 5
     assert whole["checkpoint"].first_seconds == 25 * 2 + 10 + 1
     left = milestone_rows(events, 60, None, {})
     assert {row.what: (row.first, row.left) for row in left}["evaluation"] == (90, 2)
-    assert (
-        left[-1].what == "end"
-        and left[-1].first_seconds is None
-        and "warm-up ends" not in {r.what for r in left}
-    )
+    assert left[-1].what == "end"
+    assert left[-1].first_seconds is None
+    assert "warm-up ends" not in {r.what for r in left}
     assert milestone_rows(events, 100, 2.0, costs) == []
     assert [seconds_until(events, step, 0, 2.0, costs) for step in (0, 24, 25, 100)] == [
         10,
@@ -112,9 +108,8 @@ def test_what_is_left_and_when_and_the_checkpoints_to_come():
         254,
     ]
     r = recipe(**{"checkpoint.every": 10, "checkpoint.keep_last": 3})
-    assert (
-        checkpoints_to_come(r, Horizon(100, 0, 4), 0, 0) == 5
-    )  # three, the best, and one while it is written
+    # three, the best, and one while it is written
+    assert checkpoints_to_come(r, Horizon(100, 0, 4), 0, 0) == 5
     assert checkpoints_to_come(r, Horizon(100, 0, 4), 90, 4) == 1
     assert checkpoints_to_come(r, Horizon(100, 0, 4), 100, 4) == 0
 
@@ -180,32 +175,25 @@ def test_costs_of_evaluations_and_saves():
     ]
     lines.append(train(20, 100, seconds={"train": 2.0, "save": 0.5}))
     assert measured_speed([START, *lines], "x").costs == {"evaluation": 16.0, "checkpoint": 0.25}
-    for first, cost in (
-        ({"tokens": 60_000}, 2.0),
-        ({}, 40.0),
-    ):  # a third of the 6 s that training takes; unknown
+    # a third of the 6 s that training takes; unknown
+    for first, cost in (({"tokens": 60_000}, 2.0), ({}, 40.0)):
         lines = [START, evaluation(0, 40.0, **first), *(train(s, 100) for s in (1, 2, 3))]
         assert measured_speed(lines, "x").costs["evaluation"] == pytest.approx(cost)
 
 
 def test_a_speed_is_of_its_own_device_and_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cpu, gpu = (
-        write_run(tmp_path / "one"),
-        write_run(tmp_path / "two", device="NVIDIA A100-SXM4-80GB", step_s=0.01),
-    )
+    cpu = write_run(tmp_path / "one")
+    gpu = write_run(tmp_path / "two", device="NVIDIA A100-SXM4-80GB", step_s=0.01)
     r = Recipe.load("quickstart")
     subject = Subject(r, 1, find_device("A100-80GB"), "fp32")
     assert past_speed(subject, [cpu, gpu]).tokens_per_s == pytest.approx(204_800)
     assert past_speed(subject, [cpu]) is past_speed(subject, [Run(tmp_path / "none")]) is None
     assert past_speed(replace(subject, recipe=r.replace("model.layers=8")), [gpu]) is None
-    assert (
-        plan(cpu).speed.basis == "measured"
-        and plan(cpu, device="A100-80GB").speed.basis == "assumed"
-    )
-    assert (
-        plan("quickstart", past=[gpu, cpu]).device.name == "NVIDIA A100-SXM4-80GB"
-    )  # the first run's
+    assert plan(cpu).speed.basis == "measured"
+    assert plan(cpu, device="A100-80GB").speed.basis == "assumed"
+    # the first run's
+    assert plan("quickstart", past=[gpu, cpu]).device.name == "NVIDIA A100-SXM4-80GB"
     with pytest.raises(UserError) as error:
         plan("quickstart", ["model.layers=8"], past=[gpu])
     assert "past=RUN" in str(error.value) and "device=NAME" in str(error.value)
@@ -217,10 +205,8 @@ def test_assumed_speed():
         Recipe.load("gpt2-124m"), 8, find_device("A100-80GB"), "bf16", 50257, 1000, 1024.0
     )
     one = assumed_speed(full, 0.4)
-    assert (
-        one.tokens_per_s == pytest.approx(8 * 0.4 * 312e12 / 855.4e6, rel=1e-3)
-        and one.basis == "assumed"
-    )
+    assert one.tokens_per_s == pytest.approx(8 * 0.4 * 312e12 / 855.4e6, rel=1e-3)
+    assert one.basis == "assumed"
     other = assumed_speed(replace(full, tokens_per_sample=256.0), 0.4)
     assert other.tokens_per_s == pytest.approx(one.tokens_per_s / 4)
     assert assumed_speed(replace(full, device=find_device("cpu")), 0.4) is None
@@ -236,10 +222,8 @@ def test_a_slow_first_evaluation_does_not_count_for_the_later_ones(tmp_path, fir
     """12 s at step 0 and 2 s from then on: after 5 % the time to finish is predicted within 10 %."""
     slow = 12.0 if first_eval else 2.0
     outcome = predicted_and_actual(write_run(tmp_path / "run", first_eval_s=slow, **first_eval))
-    assert (
-        outcome.actual_seconds == pytest.approx(1 + slow + 10 + 4 * 2)
-        and outcome.predicted_at_step == 6
-    )
+    assert outcome.actual_seconds == pytest.approx(1 + slow + 10 + 4 * 2)
+    assert outcome.predicted_at_step == 6
     assert outcome.predicted_seconds == pytest.approx(outcome.actual_seconds, rel=0.1)
 
 
@@ -265,6 +249,5 @@ def test_of_an_interrupted_run_pauses_and_repeated_steps_are_left_out(tmp_path):
     early = predicted_and_actual(
         interrupted(write_run(tmp_path / "early"), killed_at=4, resumed_at=2)
     )
-    assert early.predicted_at_step == 6 and early.predicted_seconds == pytest.approx(
-        early.actual_seconds, rel=0.02
-    )
+    assert early.predicted_at_step == 6
+    assert early.predicted_seconds == pytest.approx(early.actual_seconds, rel=0.02)

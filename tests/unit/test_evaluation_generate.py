@@ -73,9 +73,8 @@ def test_each_text_is_that_of_the_definition(batch: int, temperature: float, lon
     assert texts == [plain(model, prompt, i, sampling) for i, prompt in enumerate(given)]
     some = generate(model, [given[4], given[1]], sampling, indices=[4, 1])
     assert some == [texts[4], texts[1]]  # the index and the seed determine a text, not its company
-    assert any(len(text) < 30 for text in texts) and (
-        temperature == 0 or len({len(text) for text in texts}) > 3
-    )
+    assert any(len(text) < 30 for text in texts)
+    assert temperature == 0 or len({len(text) for text in texts}) > 3
 
 
 def test_prompts_of_unequal_length_share_a_batch_unless_a_window_slides_and_are_read_once() -> None:
@@ -93,9 +92,8 @@ def test_tokens_are_streamed_in_order_and_an_end_is_told_once() -> None:
     sampling = Sampling(max_tokens=20, seed=3, stop=frozenset([2]))
     for index, token in generate_events(model, prompts, sampling):
         told[index].append(token)
-        assert (
-            torch.is_grad_enabled()
-        )  # whoever reads the events between two passes computes as before
+        # whoever reads the events between two passes computes as before
+        assert torch.is_grad_enabled()
     assert list(told.values()) == [[*text, None] for text in generate(model, prompts, sampling)]
 
 
@@ -131,9 +129,8 @@ def test_draws_are_uniform_and_fixed_for_ever() -> None:
     assert draws.min() >= 0 and draws.max() < 1
     assert abs(draws.mean() - 0.5) < 0.01 and abs(draws.var() - 1 / 12) < 0.002
     histogram = torch.histc(draws, 20, 0, 1)
-    assert (
-        (histogram - 1000).square() / 1000
-    ).sum() < 43.8  # chi-squared, 19 degrees of freedom, p = 0.001
+    # chi-squared, 19 degrees of freedom, p = 0.001
+    assert ((histogram - 1000).square() / 1000).sum() < 43.8
 
 
 def test_tokens_come_with_the_probabilities_of_the_softmax() -> None:
@@ -142,9 +139,8 @@ def test_tokens_come_with_the_probabilities_of_the_softmax() -> None:
     chosen = next_tokens(logits, sampling, [uniform(9, i, 0) for i in range(len(logits))])
     expected = torch.softmax(logits[0] / 1.5, -1) * len(logits)
     counts = torch.bincount(chosen, minlength=4)
-    assert (
-        (counts - expected).square() / expected
-    ).sum() < 16.3  # chi-squared, 3 degrees of freedom, p = 0.001
+    # chi-squared, 3 degrees of freedom, p = 0.001
+    assert ((counts - expected).square() / expected).sum() < 16.3
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,9 @@ def test_each_row_has_the_score_of_the_plain_reference(
     greedy = model(torch.tensor([given[0].context])).argmax(-1)[0, -1:].tolist()
     given.append(Continuation(given[0].context, greedy))
     scores = likelihood.log_likelihoods(model, given, ALONE)
-    assert (
-        scores is not None
-        and scores[-1].greedy
-        and any(len(r.context) + len(r.ending) > 49 for r in given)
-    )
+    assert scores is not None
+    assert scores[-1].greedy
+    assert any(len(r.context) + len(r.ending) > 49 for r in given)
     for row, score in zip(given, scores, strict=True):
         total, *rest = plain(model, row, 48)
         assert score.sum == pytest.approx(total, abs=1e-4) and [score.tokens, score.greedy] == rest

@@ -68,9 +68,8 @@ def parity(folder: Path) -> Any:
         "doc_to_text: '{{q}}'\ndoc_to_target: gold\ndoc_to_choice: choices\ntarget_delimiter: ''\n"
         "metric_list:\n  - metric: acc\n"
     )
-    return TaskManager(
-        include_path=str(folder), include_defaults=False
-    )  # not its thousands of files
+    # not its thousands of files
+    return TaskManager(include_path=str(folder), include_defaults=False)
 
 
 def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:

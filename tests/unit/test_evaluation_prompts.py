@@ -70,11 +70,9 @@ def test_our_gpt_starts_an_empty_prompt_as_the_model_it_was_made_from(tmp_path: 
         "model": {"init_from": str(directory)},
     }
     ours = load_tokenizer(Recipe.model_validate(tree))
-    assert (
-        ours.encode_prompt("") == [5]
-        and ours.encode_prompt("cat") == ours.encode("cat").tolist()
-        and ours.first == 5
-    )
+    assert ours.encode_prompt("") == [5]
+    assert ours.encode_prompt("cat") == ours.encode("cat").tolist()
+    assert ours.first == 5
     ours.save(tmp_path / "run")
     assert load_tokenizer(Recipe.model_validate(tree), tmp_path / "run").encode_prompt("") == [5]
     assert hf_tokenizer(str(tmp_path / "run" / "tokenizer")).encode_prompt("") == [5]
@@ -113,15 +111,12 @@ def test_gpt2_puts_nothing_before_a_text_and_its_endings_are_those_of_tokenizing
 ) -> None:
     ours = gpt2_tokenizer(str(data_files / "gpt2"))
     for one in (ours, hf_tokenizer(str(data_files / "gpt2" / "gpt2-tokenizer.json"))):
-        assert one.encode_prompt("Hello, é") == one.encode(
-            "Hello, é"
-        ).tolist() and one.encode_prompt("") == [50256]
+        assert one.encode_prompt("Hello, é") == one.encode("Hello, é").tolist()
+        assert one.encode_prompt("") == [50256]
     for item in read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"), limit=1500):
         for row, ending in zip(continuations([item], ours), item.endings, strict=True):
-            assert (row.context, row.ending) == (
-                ours.encode(item.context).tolist(),
-                ours.encode(" " + ending).tolist(),
-            )
+            assert row.context == ours.encode(item.context).tolist()
+            assert row.ending == ours.encode(" " + ending).tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,10 +131,8 @@ def test_questions_begin_and_end_as_texts_of_the_tokenizer_do(kind: str, tmp_pat
         assert len(ids) <= room + 1 and text.endswith("Žluťoučký kůň. Answer: Žluťoučký kůň.")
         assert ids == [*reference(text)["input_ids"], reference.eos_token_id]
         answer = [i for i, mark in zip(ids, marks, strict=True) if mark]
-        assert (
-            reference.decode(answer[:-1]).strip() == "Žluťoučký kůň."
-            and answer[-1] == reference.eos_token_id
-        )
+        assert reference.decode(answer[:-1]).strip() == "Žluťoučký kůň."
+        assert answer[-1] == reference.eos_token_id
         prompt = squad.prompt(item, ours, room)
         assert len(prompt) <= room and prompt[: len(ours.bos)] == list(ours.bos)
         assert reference.decode(prompt).endswith(" Answer:")

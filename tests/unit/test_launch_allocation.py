@@ -57,12 +57,10 @@ def pbs(tmp_path):
 def test_allocations(pbs, tmp_path):
     """A host without a stated number of tasks has a rank for each GPU."""
     found = read_allocation(SLURM, 0)
-    assert (found.scheduler, found.job, found.hosts, found.per_host) == (
-        "slurm",
-        "9",
-        ("n1", "n2"),
-        (4, 4),
-    )
+    assert found.scheduler == "slurm"
+    assert found.job == "9"
+    assert found.hosts == ("n1", "n2")
+    assert found.per_host == (4, 4)
     shell = {key: value for key, value in SLURM.items() if "TASKS" not in key}
     assert [read_allocation(shell, gpus).per_host for gpus in (0, 4)] == [(1, 1), (4, 4)]
     uneven = read_allocation(SLURM | {"SLURM_NTASKS": "5", "SLURM_TASKS_PER_NODE": "4,1"}, 0)
@@ -137,16 +135,13 @@ def test_another_launcher():
     }
     words = launch_command(read_allocation(SLURM, 0), ["x"], environ=environ, launcher="torchrun")
     assert {"srun", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=12"} <= set(words)
-    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:4711"} <= set(words) and words[
-        -2:
-    ] == ["--no-python", "x"]
+    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:4711"} <= set(words)
+    assert words[-2:] == ["--no-python", "x"]
     words = launch_command(
         Allocation("pbs", "7", ("a", "b"), (4, 4), "F"), ["x"], launcher="torchrun"
     )
-    assert (
-        words[:7] == ["mpiexec", "-n", "2", "-ppn", "1", "--hostfile", "F"]
-        and "--rdzv-endpoint=a:29400" in words
-    )
+    assert words[:7] == ["mpiexec", "-n", "2", "-ppn", "1", "--hostfile", "F"]
+    assert "--rdzv-endpoint=a:29400" in words
     assert launch_command(read_allocation(SLURM, 0), ["x"], launcher="mpiexec") == [
         "mpiexec",
         "-n",

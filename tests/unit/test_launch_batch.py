@@ -124,10 +124,8 @@ def test_the_header_for_pbs(tmp_path):
         )
     ]
     assert set(header(many)) - set(header(none)) == {"#PBS -J 0-3"} and header(one) == header(none)
-    assert (
-        'case "$task" in 1) exit 0' in many
-        and "task=${WINDLASS_TASK:-${PBS_ARRAY_INDEX:-3}}" in one.splitlines()
-    )
+    assert 'case "$task" in 1) exit 0' in many
+    assert "task=${WINDLASS_TASK:-${PBS_ARRAY_INDEX:-3}}" in one.splitlines()
 
 
 def test_the_launcher_of_the_site_and_the_limit_of_an_array(tmp_path):
@@ -238,11 +236,9 @@ def test_a_cancel_on_pbs_reaches_every_process_and_kills_none(run_script, tmp_pa
     process = run_script(SAVES.replace("exit 75", "touch saved; exit 75"))
     wait_for((tmp_path / "up").exists, 20)
     os.killpg(process.pid, signal.SIGUSR2)
-    assert (
-        process.wait(20) == 75
-        and (tmp_path / "saved").exists()
-        and not (tmp_path / "queued").exists()
-    )
+    assert process.wait(20) == 75
+    assert (tmp_path / "saved").exists()
+    assert not (tmp_path / "queued").exists()
 
 
 def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
@@ -257,10 +253,8 @@ def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
     assert 0 < datetime.strptime(words[1], "%Y%m%d%H%M.%S").timestamp() - time.time() < 120
     assert not [line for line in script if line.startswith("#PBS -J")]
     assert read_json(tmp_path / "logs" / "job-3.json") == {"scheduler": "pbs", "job": "8.server"}
-    assert (
-        not (tmp_path / "logs" / "job.json").exists()
-        and (tmp_path / "logs" / "run_7[3].out").exists()
-    )
+    assert not (tmp_path / "logs" / "job.json").exists()
+    assert (tmp_path / "logs" / "run_7[3].out").exists()
 
 
 def test_the_limit_is_seen_by_the_script_itself(run_script, tmp_path):
@@ -273,9 +267,8 @@ def test_the_limit_is_seen_by_the_script_itself(run_script, tmp_path):
 @pytest.mark.parametrize("code", [0, 1, 2, 75])
 def test_any_other_end_is_an_end(run_script, tmp_path, code):
     assert run_script(f"exit {code}").wait(20) == code
-    assert not (tmp_path / "queued").exists() and (
-        tmp_path / "logs" / ".exit"
-    ).read_text().strip() == str(code)
+    assert not (tmp_path / "queued").exists()
+    assert (tmp_path / "logs" / ".exit").read_text().strip() == str(code)
 
 
 @pytest.mark.parametrize("operator", [False, True])
@@ -404,12 +397,10 @@ def test_a_check_that_fails_ends_the_job(run_script, tmp_path):
     assert run_script("touch trained", before=check).wait(20) == 46
     assert not (tmp_path / "trained").exists()
     log, rates = (tmp_path / "logs" / "run_7.out").read_text(), tmp_path / "logs" / "check_7.out"
-    assert (
-        "rates" in rates.read_text()
-        and "rates" not in log
-        and "TOO SLOW" in log
-        and str(rates) in log
-    )
+    assert "rates" in rates.read_text()
+    assert "rates" not in log
+    assert "TOO SLOW" in log
+    assert str(rates) in log
 
 
 def test_lost_hosts_restart_a_job_so_often(run_script, tmp_path):
@@ -430,9 +421,8 @@ def test_what_a_job_asks_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpu, site = Recipe.load("quickstart"), Site(gpus_per_node=4)
     script, job = submit_run(gpu, scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
-    assert {"#SBATCH --gpus-per-node=4", "#SBATCH --ntasks-per-node=4"} <= set(
-        script.splitlines()
-    ) and not job
+    assert {"#SBATCH --gpus-per-node=4", "#SBATCH --ntasks-per-node=4"} <= set(script.splitlines())
+    assert not job
     cpu = Recipe.load("quickstart", ["parallel.device=cpu"])
     script, _ = submit_run(cpu, scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
     assert "gpu" not in script and "#SBATCH --ntasks-per-node=1" in script
@@ -825,18 +815,15 @@ def test_the_open_cells_of_a_study(tmp_path, monkeypatch):
     assert f'sweep {study.path} --only "$task" --launch &' in script
     assert "cell 1 " in messages[0] and "--retry-failed" in messages[0] and "cell 2" in messages[1]
     [(_, script, _)] = submit_study(study, **how, retry_failed=True)
-    assert (
-        "#SBATCH --array=0,1,3" in header(script) and '"$task" --launch --retry-failed &' in script
-    )
+    assert "#SBATCH --array=0,1,3" in header(script)
+    assert '"$task" --launch --retry-failed &' in script
     cpu = Study.create(
         Recipe.load("quickstart", ["parallel.device=cpu"]), ["parallel.world=1,2"], tmp_path / "cpu"
     )
     pbs = {"scheduler": "pbs", "site": Site(), "dry_run": True}
     [(_, script, _)] = submit_study(cpu, **pbs, asked=Resources(2))
-    assert (
-        any(line.startswith("#PBS -l select=1:ncpus=2:") for line in header(script))
-        and "--launch" not in script
-    )
+    assert any(line.startswith("#PBS -l select=1:ncpus=2:") for line in header(script))
+    assert "--launch" not in script
     assert "mpiprocs=2" in script
     for cell in cpu.cells:
         cpu.set_status(cell, "failed")

@@ -202,13 +202,11 @@ def test_initial_weights_are_a_function_of_seed_and_name_and_not_of_device_or_ot
     None
 ):
     torch.manual_seed(0)
-    one, same, other, double, deep = (
-        weights(1),
-        weights(1),
-        weights(2),
-        weights(1, torch.float64),
-        weights(1, layers=5),
-    )
+    one = weights(1)
+    same = weights(1)
+    other = weights(2)
+    double = weights(1, torch.float64)
+    deep = weights(1, layers=5)
     assert all(
         torch.equal(one[name], same[name]) and torch.equal(one[name].double(), double[name])
         for name in one
@@ -216,21 +214,18 @@ def test_initial_weights_are_a_function_of_seed_and_name_and_not_of_device_or_ot
     assert all(torch.equal(deep[n], one[n]) for n in one if "out" not in n and "down" not in n)
     normal = [name for name in one if one[name].ndim == 2]
     assert normal and all(not torch.equal(one[name], other[name]) for name in normal)
-    assert len({tuple(one[name].flatten()[:8].tolist()) for name in normal}) == len(
-        normal
-    )  # no two tensors alike
+    # no two tensors alike
+    assert len({tuple(one[name].flatten()[:8].tolist()) for name in normal}) == len(normal)
     drawn = torch.empty(64).normal_(generator=generator(1337, "embedding.weight"))
-    assert drawn[:3].tolist() == pytest.approx(
-        [0.46295, -0.64973, -0.90812], abs=1e-5
-    )  # fixed for ever
+    # fixed for ever
+    assert drawn[:3].tolist() == pytest.approx([0.46295, -0.64973, -0.90812], abs=1e-5)
     recipe = Recipe.load("quickstart")
     direct, late = GPT(recipe.model, 257), build_model(recipe, 257).to_empty(device="cpu")
     state = torch.get_rng_state()
     for model in (direct, late):
         initialise(model, 7)
-    assert torch.equal(
-        state, torch.get_rng_state()
-    )  # the default generator is neither read nor moved
+    # the default generator is neither read nor moved
+    assert torch.equal(state, torch.get_rng_state())
     assert all(
         torch.equal(a, b) for a, b in zip(direct.parameters(), late.parameters(), strict=True)
     )
@@ -329,14 +324,11 @@ def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_p
     assert (whole.flops_per_token(), whole.checkpoint_bytes()) == (6 * total, 12 * total)
     if kind == "llama":
         targets = {"rank": 4, "targets": ["q_proj", "v_proj"]}
-        lora, adapters = (
-            read_sizes(Recipe.model_validate({"model": {**tree, "lora": targets}})),
-            3 * 4 * (64 + 48),
-        )
+        lora = read_sizes(Recipe.model_validate({"model": {**tree, "lora": targets}}))
+        adapters = 3 * 4 * (64 + 48)
         assert lora == CountedSizes(total + adapters, adapters, hf_fixtures.VOCAB, network)
-        assert (
-            lora.flops_per_token() == 4 * (total + adapters) + 2 * adapters
-        )  # a frozen matrix has no gradient
+        # a frozen matrix has no gradient
+        assert lora.flops_per_token() == 4 * (total + adapters) + 2 * adapters
         assert lora.checkpoint_bytes() == 4 * (total + adapters) + 8 * adapters
 
 

@@ -86,9 +86,8 @@ def test_masked_rows_count_nothing_whatever_is_in_them() -> None:
     for chunk in (0, 8):
         x, weight, bias, labels = problem(masked=N)
         loss = cross_entropy_sum(x, weight, labels, bias, chunk=chunk)
-        assert loss.item() == 0.0 and all(
-            not bool(g.any()) for g in torch.autograd.grad(loss, [x, weight, bias])
-        )
+        assert loss.item() == 0.0
+        assert all(not bool(g.any()) for g in torch.autograd.grad(loss, [x, weight, bias]))
     x, weight, _, labels = problem()
     spoiled = x.detach().clone()
     spoiled[labels == -100] = 1e300
@@ -102,10 +101,8 @@ def test_only_what_is_asked_for_gets_a_gradient_and_gradients_add_up() -> None:
     compare_gradients(
         cross_entropy_sum(x, frozen, labels, chunk=8), by_hand(x, frozen, None, labels), [x]
     )
-    one, other = (
-        cross_entropy_sum(fixed, frozen, labels, bias, chunk=8),
-        by_hand(fixed, frozen, bias, labels),
-    )
+    one = cross_entropy_sum(fixed, frozen, labels, bias, chunk=8)
+    other = by_hand(fixed, frozen, bias, labels)
     compare_gradients(one, other, [bias])
     with torch.no_grad():
         assert not cross_entropy_sum(x, weight, labels, chunk=8).requires_grad
@@ -129,9 +126,8 @@ def test_logits_are_held_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module.F, "linear", watched)
     x, weight, _, labels = problem()
     cross_entropy_sum(x, weight, labels).backward()
-    assert (
-        len(sizes) == 4 and max(sizes) <= 10 * V and max(sizes) - min(sizes) <= 4 * V
-    )  # even chunks
+    # even chunks
+    assert len(sizes) == 4 and max(sizes) <= 10 * V and max(sizes) - min(sizes) <= 4 * V
     sizes.clear()
     cross_entropy_sum(x[:9], weight, labels[:9]).backward()
     assert sizes == [9 * V]  # few tokens: all at once

@@ -201,10 +201,8 @@ def test_a_step_that_is_called_off_on_the_device_changes_nothing(kind):
 def test_matrices_that_lie_in_one_are_taken_apart():
     """One tensor of two matrices makes the updates of two tensors."""
     whole, grad = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(2))
-    one, two = (
-        [nn.Parameter(whole.clone())],
-        [nn.Parameter(part.clone()) for part in whole.split([3, 6])],
-    )
+    one = [nn.Parameter(whole.clone())]
+    two = [nn.Parameter(part.clone()) for part in whole.split([3, 6])]
     for parameters, parts in ((one, [(3, 6)]), (two, [(3,), (6,)])):
         for p, g in zip(parameters, grad.split([p.shape[0] for p in parameters]), strict=True):
             p.grad = g.clone()

@@ -214,10 +214,8 @@ def test_every_answer_about_another_tools_key_names_settings_that_there_are():
 def test_the_recipes_on_the_pages_about_other_tools_load(tmp_path, page):
     text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
     (tmp_path / "mine.toml").write_text(re.findall(r"```toml\n(.*?)```", text, re.S)[0])
-    written, loaded = (
-        tomllib.loads((tmp_path / "mine.toml").read_text()),
-        Recipe.load(tmp_path / "mine.toml").flat(),
-    )
+    written = tomllib.loads((tmp_path / "mine.toml").read_text())
+    loaded = Recipe.load(tmp_path / "mine.toml").flat()
     simple = {
         (s, k): v
         for s, keys in written.items()
@@ -319,9 +317,8 @@ def test_impossible_combinations_are_found_before_anything_starts(overrides, key
 
 @pytest.mark.parametrize("name", presets())
 def test_every_preset_takes_a_few_steps(name):
-    assert (
-        Recipe.load(name, {"train.steps": 5}).train.steps == 5
-    )  # nothing in it, as the warm-up, is longer than that
+    # nothing in it, as the warm-up, is longer than that
+    assert Recipe.load(name, {"train.steps": 5}).train.steps == 5
 
 
 def test_a_name_that_takes_nothing_from_the_preset_is_answered_with_extends(tmp_path):
@@ -342,12 +339,10 @@ def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path):
     (tmp_path / "base.toml").write_text('extends = "quickstart"\n[optim]\nlr = 0.5\n')
     (tmp_path / "mine.toml").write_text('extends = "base.toml"\n[train]\nsteps = 7\n')
     recipe = Recipe.load(tmp_path / "mine.toml", ["model.dropout=0.1"])
-    assert (recipe.preset, recipe.optim.lr, recipe.train.steps, recipe.model.dropout) == (
-        "mine",
-        0.5,
-        7,
-        0.1,
-    )
+    assert recipe.preset == "mine"
+    assert recipe.optim.lr == 0.5
+    assert recipe.train.steps == 7
+    assert recipe.model.dropout == 0.1
     assert recipe.model.width == Recipe.load("quickstart").model.width
 
 
@@ -439,9 +434,8 @@ def test_an_uneven_batch_names_the_sizes_that_work():
     with pytest.raises(UserError, match=r"32 sequences .* each of 2 ranks .* write 16 or 32"):
         plan_batch(64, 20, 2, context=8)
     text = problems("train.global_batch=64", "train.micro_batch=60")["train.micro_batch"]
-    assert (
-        "rank" not in text and "write 32 or 64" in text
-    )  # `--world` is not known where a recipe is read
+    # `--world` is not known where a recipe is read
+    assert "rank" not in text and "write 32 or 64" in text
 
 
 @given(st.integers(1, 50), st.integers(1, 400), st.integers(1, 40), st.fractions(Fraction(1, 4), 3))
@@ -467,11 +461,9 @@ def test_explain_says_what_a_setting_takes_and_where_its_value_came_from(tmp_pat
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text('extends = "shakespeare-char-fast"\n[optim]\nlr = 0.5\n')
     text = explain("optim.lr", "mine.toml", ["optim.lr=0.25"])
-    assert (
-        text.startswith("optim.lr = 0.25\n")
-        and "number, greater than 0" in text
-        and "default   0.001" in text
-    )
+    assert text.startswith("optim.lr = 0.25\n")
+    assert "number, greater than 0" in text
+    assert "default   0.001" in text
     places = [
         "0.001 (preset shakespeare-char)",
         "0.003 (preset shakespeare-char-fast)",
@@ -479,15 +471,12 @@ def test_explain_says_what_a_setting_takes_and_where_its_value_came_from(tmp_pat
     ]
     assert ", then ".join([*places, "0.25 (command line)"]) in text
     assert "set to" not in explain("train.tf32", "mine.toml")
-    assert "resolved  4" in explain(
-        "model.kv_heads", "mine.toml"
-    ) and "as many as `heads`" in explain("model.kv_heads")
+    assert "resolved  4" in explain("model.kv_heads", "mine.toml")
+    assert "as many as `heads`" in explain("model.kv_heads")
     overview = explain("optim", "mine.toml")
-    assert (
-        "optim.lr = 0.5 " in overview
-        and "optim.schedule.warmup = 0.02" in overview
-        and "train." not in overview
-    )
+    assert "optim.lr = 0.5 " in overview
+    assert "optim.schedule.warmup = 0.02" in overview
+    assert "train." not in overview
     with refused("learning_rate", "optim.lr"):
         explain("learning_rate")
 

@@ -69,19 +69,15 @@ def test_fine_tuning_is_evaluated_and_saved_at_each_epoch(preset, batch, steps, 
     horizon = Horizon(0, EPOCHS, recipe.train.global_batch)
     horizon = Horizon(horizon.steps_in(recipe.train.steps), EPOCHS, recipe.train.global_batch)
     events = milestones(recipe, horizon)
-    assert (recipe.train.global_batch, horizon.steps, recipe.optim.betas) == (
-        batch,
-        steps,
-        (0.9, 0.999),
-    )
+    assert recipe.train.global_batch == batch
+    assert horizon.steps == steps
+    assert recipe.optim.betas == (0.9, 0.999)
     assert [m.step for m in events if m.what == "evaluation"] == [0, *epoch_ends]
     assert [m.step for m in events if m.what == "checkpoint"] == epoch_ends
     assert (recipe.data.train_size, recipe.data.eval_size) == (EPOCHS, 50 if batch == 16 else 100)
-    assert (recipe.optim.lr, recipe.optim.weight_decay, recipe.train.precision) == (
-        5e-5,
-        0.01,
-        "auto",
-    )
+    assert recipe.optim.lr == 5e-5
+    assert recipe.optim.weight_decay == 0.01
+    assert recipe.train.precision == "auto"
 
 
 def test_a_short_run_of_shakespeare_keeps_the_schedule_of_the_long_one():
@@ -96,10 +92,8 @@ def test_a_short_run_of_shakespeare_keeps_the_schedule_of_the_long_one():
     for step in (0, 50, 99):
         expected = lr_multiplier(whole.optim.schedule, long, step)
         assert lr_multiplier(recipe.optim.schedule, short, step) == pytest.approx(expected), step
-    assert (
-        lr_multiplier(recipe.optim.schedule, short, 99) == 1.0
-        and lr_multiplier(whole.optim.schedule, short, 99) < 0.2
-    )
+    assert lr_multiplier(recipe.optim.schedule, short, 99) == 1.0
+    assert lr_multiplier(whole.optim.schedule, short, 99) < 0.2
 
 
 def test_quotas_of_gpt2_124m():
@@ -160,11 +154,9 @@ def test_cells_of_scaling_studies(name, questions, wanted):
         assert own.batch(cell.world, "cuda").accumulation == (1 if name == "gpt-squad-weak" else 4)
         assert (own.data.train_size, own.data.eval_size, own.model.context) == (questions, 100, 512)
         assert (own.optim.lr, own.optim.weight_decay, own.optim.betas) == (5e-5, 0.01, (0.9, 0.999))
-        assert (own.eval.every, own.eval.suites, own.checkpoint.best) == (
-            "1 epoch",
-            ["loss"],
-            "loss",
-        )
+        assert own.eval.every == "1 epoch"
+        assert own.eval.suites == ["loss"]
+        assert own.checkpoint.best == "loss"
     assert [*dict.fromkeys(found)] == wanted
 
 

@@ -86,9 +86,8 @@ def test_of_several_runs_each_rank_has_a_line_for_allocated_and_one_for_reserved
     assert len(found["utilisation"].series) == 6
     wide = [view(build_run(tmp_path / f"wide-{i}", ranks=7, steps=30), f"{i}") for i in range(4)]
     means = {chart.id: chart for chart in charts(wide)}["memory-reserved"].series
-    assert [s.name for s in means] == [f"{i}" for i in range(4)] and all(
-        s.low is not None for s in means
-    )
+    assert [s.name for s in means] == [f"{i}" for i in range(4)]
+    assert all(s.low is not None for s in means)
 
 
 def test_a_logged_measure_is_drawn_whatever_its_name(tmp_path):
@@ -139,9 +138,8 @@ def test_a_suite_of_several_runs_has_a_chart_for_each_measure_and_twenty_lines_t
         "squad, f1",
     ]
     assert [one.y.tolist() for one in found["suite-squad-f1"].series] == [[20.0], [20.0]]
-    tones = [
-        run // 4 / 4 for run in range(20)
-    ]  # of a study: four runs for each value of the first setting
+    # of a study: four runs for each value of the first setting
+    tones = [run // 4 / 4 for run in range(20)]
     for drawn in (
         draw(described(*seen)["lr"], looks(seen)),
         draw(described(*seen)["lr"], looks(seen, tones)),
@@ -153,10 +151,8 @@ def test_a_suite_of_several_runs_has_a_chart_for_each_measure_and_twenty_lines_t
 
 
 def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_path):
-    cuda, cpu = (
-        described(one),
-        described(view(build_run(tmp_path / "cpu", device="cpu", ranks=1, steps=30))),
-    )
+    cuda = described(one)
+    cpu = described(view(build_run(tmp_path / "cpu", device="cpu", ranks=1, steps=30)))
     assert list(cuda)[:4] == ["loss", "suite-hellaswag", "throughput", "lr"] and {
         "memory",
         "power",
@@ -181,14 +177,12 @@ def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_
     ("last", "diverged"), [(1.1, False), (1.79, False), (1.81, True), (math.nan, True)]
 )
 def test_a_run_has_diverged_by_the_rule_of_the_sweep(one, last, diverged):
-    loss = np.linspace(
-        0.8, last, len(one.train)
-    )  # 1.1 after 0.8 was once called diverged here, and not in a sweep
+    # 1.1 after 0.8 was once called diverged here, and not in a sweep
+    loss = np.linspace(0.8, last, len(one.train))
     moved = replace(one, label="moved", train=Track({**one.train.columns, "loss": loss}))
     series = described(moved, one)["loss"].series
-    assert {s.diverged for s in series if s.run == 0} == {diverged} and not any(
-        s.diverged for s in series if s.run
-    )
+    assert {s.diverged for s in series if s.run == 0} == {diverged}
+    assert not any(s.diverged for s in series if s.run)
 
 
 def test_what_is_drawn_are_the_numbers_of_the_run(one):

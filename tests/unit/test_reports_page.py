@@ -124,9 +124,8 @@ def test_a_report_has_a_page_tables_and_plots(written, one):
     assert plots <= set(written.plots)
     assert written.page == one.run.report_dir / "index.html" and written.page.stat().st_size
     links = re.findall(r"^!\[.*\((.*)\)$", written.markdown.read_text(), re.M)
-    assert len(links) == len(written.plots) and all(
-        (written.markdown.parent / link).is_file() for link in links
-    )
+    assert len(links) == len(written.plots)
+    assert all((written.markdown.parent / link).is_file() for link in links)
     assert not list(written.page.parent.glob(".*")), "nothing is left of the atomic writes"
     for path in written.plots.values():  # of a size for paper, without date or author
         raw = path.read_bytes()
@@ -183,9 +182,8 @@ def test_an_extension_is_no_interruption_and_changed_settings_are_named(tmp_path
         run, began | {"event": "resumed", "steps": 120, "extended_from": 100}, began | change, *ends
     )
     seen = view(run)
-    assert [restart.what for restart in seen.restarts] == [
-        "extended"
-    ] and seen.outcome.predicted_seconds is None
+    assert [restart.what for restart in seen.restarts] == ["extended"]
+    assert seen.outcome.predicted_seconds is None
     text = page(contents([seen]))
     assert "120 of 120 steps, 813,568 parameters, extended from 100 to 120 steps" in text
     assert "eval.batches = 4 from here on, not 2" in text and "started 2 times" not in text
@@ -221,11 +219,9 @@ def test_runs_of_several_tokenizers_are_drawn_in_bits_per_byte_and_others_have_n
     assert loss.series[0].y == pytest.approx(a.train["loss"] / math.log(2))
     assert loss.series[2].y == pytest.approx(b.train["loss"] / 4 / math.log(2))
     text = page(contents([a, b]))
-    assert (
-        "Best bits per byte" in text
-        and "The tokenizers differ" in text
-        and "Best validation loss" not in text
-    )
+    assert "Best bits per byte" in text
+    assert "The tokenizers differ" in text
+    assert "Best validation loss" not in text
     other = view(build_run(tmp_path / "c", "data.source=elsewhere", steps=100))
     text = page(contents([a, other]))
     assert "no best run" in text and "data.source" in text and "Best validation loss" not in text
@@ -238,15 +234,11 @@ def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tm
         made.plots
     )
     assert command in made.markdown.read_text()
-    assert (
-        "cosine & 2.2" in (tmp_path / "seeds.tex").read_text()
-        and (tmp_path / "cells.tex").is_file()
-    )
+    assert "cosine & 2.2" in (tmp_path / "seeds.tex").read_text()
+    assert (tmp_path / "cells.tex").is_file()
     assert [row["state"] for row in rows(tmp_path / "cells.csv")].count("finished") == 10
-    assert (
-        len(rows(tmp_path / "seeds.csv")) == 6
-        and rows(tmp_path / "settings.csv")[0]["setting"] == "run.seed"
-    )
+    assert len(rows(tmp_path / "seeds.csv")) == 6
+    assert rows(tmp_path / "settings.csv")[0]["setting"] == "run.seed"
     parsed = Page(made.page.read_text())
     assert [a.get("id") for a in parsed.all("section")][:3] == ["winner", "swept", "cells"]
     assert command in parsed.texts["pre"]

@@ -55,10 +55,8 @@ def test_a_killed_and_resumed_ledger_reads_as_if_nothing_had_happened(run):
 def test_the_last_start_is_the_newest_attempt_also_where_it_begins_earlier():
     """A WSD run was resumed at step 250 of 300, then extended from before its decay, from step 200."""
     first = event("started", 0) | {"steps": 300, "world": 2}
-    resumed, extended = (
-        event("resumed", 250, 1) | {"steps": 300},
-        event("resumed", 200, 2) | {"steps": 320},
-    )
+    resumed = event("resumed", 250, 1) | {"steps": 300}
+    extended = event("resumed", 200, 2) | {"steps": 320}
     assert last_start(effective([first, resumed, extended])) == {**extended, "world": 2}
     assert last_start([]) == {}
 

@@ -86,9 +86,8 @@ def test_a_study_grows_by_more_values_and_by_another_axis(study):
     finish(study, 3.0, 2.0, 2.5, 2.6)
     recipe, before = Recipe.load("quickstart"), {cell.key: cell.directory for cell in study.cells}
     more = Study.create(recipe, ["optim.lr=1e-3,3e-3", "run.seed=1"], study.path)
-    assert [c.label for c in more.cells[4:]] == ["lr=0.003 seed=1"] and "1 new cell " in more.notes[
-        0
-    ]
+    assert [c.label for c in more.cells[4:]] == ["lr=0.003 seed=1"]
+    assert "1 new cell " in more.notes[0]
     width = recipe.model.width
     wide = Study.create(
         recipe, [f"model.width={width},64", "optim.lr=1e-2", "run.seed=2"], study.path
@@ -150,9 +149,8 @@ def test_another_recipe_makes_other_cells_and_says_so_but_not_what_changes_no_re
         grown = Study.create(Recipe.load("quickstart", [setting]), AXES, study.path)
         key, _, value = setting.partition("=")
         assert [cell.key for cell in grown.cells] == [cell.key for cell in shorter.cells]
-        assert str(grown.recipe.flat()[key]) == value and any(
-            note.startswith(key) for note in grown.notes
-        )
+        assert str(grown.recipe.flat()[key]) == value
+        assert any(note.startswith(key) for note in grown.notes)
     with refused("preset = quickstart", "c4-30m", "path=DIR"):
         Study.create(Recipe.load("c4-30m"), AXES, study.path)
     with refused("optim.lr=1e-2,1e-3"):
@@ -221,10 +219,8 @@ def test_tokenizers_are_compared_in_bits_per_byte(tmp_path):
         assert measure == "" and word in remark and "no best" in remark
     assert common_measure([measured[0], measured[0]._replace(text="bad")])[0] == ""
     same, other = measured[0]._replace(tokens=320), measured[0]._replace(data={"data.source": "b"})
-    assert (
-        common_measure([measured[0]] * 2) == ("loss", "")
-        and common_measure([measured[0], None])[0] == "loss"
-    )
+    assert common_measure([measured[0]] * 2) == ("loss", "")
+    assert common_measure([measured[0], None])[0] == "loss"
     for one, word in ((same, "eval.batches"), (other, "data.source")):
         measure, remark = common_measure([measured[0], one])
         assert measure == "" and word in remark and "no best" in remark
@@ -314,7 +310,8 @@ def test_winner_and_halving_go_by_the_measure_of_checkpoint_best(tmp_path, lower
         write_ledger(run, *scores, {"kind": "event", "event": "finished", "step": 9})
     best = study.winners().groups[0]
     assert best.assignment == study.cells[winner].assignment
-    assert (best.median, study.results()[1].best_loss) == ([20.0, 80.0][winner], 3.0)
+    assert best.median == [20.0, 80.0][winner]
+    assert study.results()[1].best_loss == 3.0
     halving = Halving(study)
     pruned = [bool(halving.prune(result)) for result in study.results()]
     assert pruned == [False, bool(lower), True]

@@ -66,17 +66,13 @@ def test_axes_are_crossed_and_the_last_changes_fastest():
         "lr=0.001 seed=1",
         "lr=0.001 seed=2",
     ]
-    assert (
-        cells[2].recipe == Recipe.load("quickstart", cells[2].overrides)
-        and cells[2].recipe.optim.lr == 1e-3
-    )
+    assert cells[2].recipe == Recipe.load("quickstart", cells[2].overrides)
+    assert cells[2].recipe.optim.lr == 1e-3
     assert len({c.recipe.config_hash for c in cells}) == 4
     digest = cells[0].recipe.config_hash
-    assert (cells[0].key, cells[0].directory, cells[0].world) == (
-        digest,
-        f"runs/lr=0.01-seed=1-{digest[:8]}",
-        None,
-    )
+    assert cells[0].key == digest
+    assert cells[0].directory == f"runs/lr=0.01-seed=1-{digest[:8]}"
+    assert cells[0].world is None
 
 
 @pytest.mark.parametrize(
@@ -113,17 +109,14 @@ def test_hosts_and_repeats_are_no_settings_of_a_cell():
     assert (
         one.recipe == other.recipe == again.recipe and not other.overrides and not again.overrides
     )
-    assert (other.nodes, other.repeat, again.nodes, again.repeat, again.label) == (
-        2,
-        1,
-        1,
-        2,
-        "world=4 nodes=1 repeat=2",
-    )
+    assert other.nodes == 2
+    assert other.repeat == 1
+    assert again.nodes == 1
+    assert again.repeat == 2
+    assert again.label == "world=4 nodes=1 repeat=2"
     assert len({one.key, other.key, again.key}) == 3
-    assert (
-        one.key == Cell.of(base, {WORLD: 4}).key == Cell.of(base, {WORLD: 4, REPEAT: 1}).key
-    )  # so that a study can grow
+    # so that a study can grow
+    assert one.key == Cell.of(base, {WORLD: 4}).key == Cell.of(base, {WORLD: 4, REPEAT: 1}).key
 
 
 @pytest.mark.parametrize(

@@ -132,9 +132,8 @@ def test_strategies_leave_out_what_cannot_be():
             if one["parallel.strategy"] == "hybrid_shard"
         ]
     alone = assignments(base, mode, [1], precisions=["fp32", "bf16"])
-    assert {one["train.precision"] for one in alone} == {"fp32", "bf16"} and alone[0][
-        "parallel.strategy"
-    ] == "single"
+    assert {one["train.precision"] for one in alone} == {"fp32", "bf16"}
+    assert alone[0]["parallel.strategy"] == "single"
     sized = recipe(
         "train.global_batch=24", "parallel.strategy=hybrid_shard", "parallel.shard_size=2"
     )
@@ -184,9 +183,8 @@ def test_cells_share_threads_and_log_often_enough(tmp_path):
         warmup=0,
         project=(8, 16),
     )
-    assert (
-        study.recipe.train.threads == thread_share(4) and study.recipe.telemetry.every == 100 // 20
-    )
+    assert study.recipe.train.threads == thread_share(4)
+    assert study.recipe.telemetry.every == 100 // 20
     assert (
         study.scaling == Study.open(study.path).scaling == Scaling("weak", "batch", 0, 1, (8, 16))
     )
@@ -217,10 +215,8 @@ def test_a_study_is_continued_and_grows(tmp_path):
         (2, 2),
         (1, 2),
     ]
-    assert (
-        grown.scaling == Scaling("weak", "batch", 2, 2)
-        and grown.recipe.train.threads == first.recipe.train.threads
-    )
+    assert grown.scaling == Scaling("weak", "batch", 2, 2)
+    assert grown.recipe.train.threads == first.recipe.train.threads
     with refused("mode=weak batch", "path=DIR"):
         study_of(path, mode="strong")
     with refused("train.threads = 7", "equal"):
@@ -248,10 +244,8 @@ def test_a_probe_has_one_ranks_shapes_and_nothing_to_say(tmp_path):
     ]
     cell = study_of(tmp_path / "study", *settings, worlds=(4,)).cells[0]
     probe = probe_recipe(cell)
-    assert (probe.batch(1).accumulation, probe.batch(1).micro_batch) == (
-        cell.recipe.batch(4).accumulation,
-        2,
-    )
+    assert probe.batch(1).accumulation == cell.recipe.batch(4).accumulation
+    assert probe.batch(1).micro_batch == 2
     assert (probe.parallel.strategy, probe.eval.every, probe.checkpoint.every) == ("single", 0, 0)
     assert probe.model == cell.recipe.model and probe.train.precision == cell.recipe.train.precision
 
@@ -299,12 +293,10 @@ def test_every_preset_of_studies_is_one(name):
 
 def test_a_preset_of_studies_is_changed_on_the_way():
     recipe, options, _ = load_study("quickstart-scaling", "scale", ["train.steps=7"])
-    assert (recipe.train.steps, recipe.eval.every, options["worlds"], options["mode"]) == (
-        7,
-        0,
-        [1, 2],
-        "strong",
-    )
+    assert recipe.train.steps == 7
+    assert recipe.eval.every == 0
+    assert options["worlds"] == [1, 2]
+    assert options["mode"] == "strong"
     assert "repeats" not in options, "what the preset does not set stays as a study has it"
     assert load_study("quickstart", "sweep") == (Recipe.load("quickstart"), {}, None)
     with refused("quickstart-scaling", "for scale"):

@@ -99,10 +99,8 @@ def test_strong_speed_up_efficiency_and_karp_flatt_against_the_smallest_world(bu
     assert eight.values["serial_fraction"] == pytest.approx((1 / 2 - 1 / 4) / (1 - 1 / 4))
     assert two.missing["serial_fraction"] == "the baseline"
     # Amdahl with a serial fraction f gives it back: T = f + (1 - f) / p
-    assert (
-        four.values["samples_per_s"] == pytest.approx(8 / 0.060)
-        and four.values["batch_per_device"] == 2
-    )
+    assert four.values["samples_per_s"] == pytest.approx(8 / 0.060)
+    assert four.values["batch_per_device"] == 2
     assert four.values["tokens_per_s_per_device"] == pytest.approx(8 * 32 / 0.060 / 4)
     assert eight.values["ratio"] == pytest.approx(
         eight.values["runtime_s"] / two.values["runtime_s"]
@@ -134,9 +132,8 @@ def test_weak_efficiency_is_baseline_over_current_time_of_a_step(build, grow):
     took = {1: 100.0, 2: 125.0}
     study = build(Scaling("weak", grow), worlds(1, 2, **more), took)
     one, two = read_setups(study)
-    assert two.values["efficiency"] == pytest.approx(0.8) and two.values[
-        "speedup"
-    ] == pytest.approx(1.6)
+    assert two.values["efficiency"] == pytest.approx(0.8)
+    assert two.values["speedup"] == pytest.approx(1.6)
     assert two.missing["serial_fraction"] == "defined for a fixed amount of work"
     if grow == "batch":
         each = [row.values["samples_per_s"] / row.world for row in (one, two)]
@@ -157,9 +154,8 @@ def test_medians_over_repeats_with_their_spread(build):
         waiting=[5],
     )
     one, two = read_setups(study)
-    assert (one.values["step_ms"], one.spread["step_ms"]) == (20, (10, 30)) and len(
-        one.results
-    ) == 3
+    assert (one.values["step_ms"], one.spread["step_ms"]) == (20, (10, 30))
+    assert len(one.results) == 3
     assert one.spread["samples_per_s"] == pytest.approx((8 / 0.03, 8 / 0.01))
     assert (two.values["step_ms"], two.spread["step_ms"], two.state) == (20, (10, 30), "waiting")
     assert two.remarks[0] == "2 of 3 repeats have finished"
@@ -204,10 +200,8 @@ def test_without_a_probe_communication_has_a_reason_and_no_number(build):
     probe = next((study.path / "probes").glob("*/probe.json"))
     probe.write_text('{"state": "failed", "reason": "exit code 1: out of memory"}')
     row = read_setups(study)[1]
-    assert (
-        "exposed_ms" not in row.values
-        and row.missing["exposed_ms"] == "the probe failed: exit code 1: out of memory"
-    )
+    assert "exposed_ms" not in row.values
+    assert row.missing["exposed_ms"] == "the probe failed: exit code 1: out of memory"
     assert row.missing["predicted_ms"] == "the rates of these hosts and ranks were not measured"
 
 
@@ -217,15 +211,11 @@ def test_every_number_is_there_or_has_a_reason_and_cells_that_wait_or_failed_are
         assert set(SETUP) == set(row.values) & set(SETUP) | set(row.missing)
         assert all(row.missing.values()) and not set(row.values) & set(row.missing)
     _, failed, waiting = read_setups(study)
-    assert (failed.state, failed.missing["speedup"]) == (
-        "failed",
-        "failed: exit code 1: out of memory",
-    )
-    assert (waiting.state, waiting.missing["step_ms"], waiting.values["world"]) == (
-        "waiting",
-        "not run yet",
-        4,
-    )
+    assert failed.state == "failed"
+    assert failed.missing["speedup"] == "failed: exit code 1: out of memory"
+    assert waiting.state == "waiting"
+    assert waiting.missing["step_ms"] == "not run yet"
+    assert waiting.values["world"] == 4
     alone = build(Scaling("strong"), worlds(1, 2), 50.0, waiting=[0])
     assert (
         read_setups(alone)[1].missing["efficiency"]
@@ -262,10 +252,8 @@ def test_a_projection_rests_on_ranks_that_do_not_take_turns(build):
     (four, eight), basis = projections(study, table)
     assert four.reason.startswith("within") and "of 1 host, 2 ranks" in basis
     values = table[1].values
-    passes, update = (
-        0.8 * 20,
-        0.1 * 20,
-    )  # of the probe with 2 ranks, which takes 20 ms a step: see phases()
+    # of the probe with 2 ranks, which takes 20 ms a step: see phases()
+    passes, update = (0.8 * 20, 0.1 * 20)
     assert eight.compute_ms == pytest.approx(
         passes * 2 / 8 + update + values["host_ms"] + values["data_ms"]
     )
@@ -277,10 +265,8 @@ def test_ring_formulas_of_the_collectives():
     assert collectives(Layout("single"), tensors) == []
     [one] = collectives(layout, tensors)
     assert one == ("all_reduce", 4000, 1, 4) and one.bus_bytes == pytest.approx(2 * 3 / 4 * 4000)
-    assert (
-        len(collectives(layout, tensors, bucket_mb=1e-3)) == 1
-        and collectives(layout, tensors, 1e-3)[0].calls == 4
-    )
+    assert len(collectives(layout, tensors, bucket_mb=1e-3)) == 1
+    assert collectives(layout, tensors, 1e-3)[0].calls == 4
 
     def sent(strategy, **rest):
         every = collectives(
@@ -297,10 +283,8 @@ def test_ring_formulas_of_the_collectives():
     )
     assert sent("shard_grad_op")["all_gather"] == pytest.approx(3 / 4 * (2 * 900 + 200))
     twice = sent("full_shard", accumulation=2)
-    assert (
-        twice["all_gather"] == 2 * sent("full_shard")["all_gather"]
-        and twice["reduce_scatter"] == 6000
-    )
+    assert twice["all_gather"] == 2 * sent("full_shard")["all_gather"]
+    assert twice["reduce_scatter"] == 6000
     assert sent("full_shard", accumulation=2, reduce_each=False)["reduce_scatter"] == 3000
     assert sent("shard_grad_op", accumulation=2)["reduce_scatter"] == 3000
     assert (
@@ -475,11 +459,9 @@ def test_a_model_of_transformers_is_counted_by_its_parameters(build):
     [row] = read_setups(study)
     assert row.work.flops_per_token == 4 * PARAMETERS + 2 * 1000, "frozen weights have no gradient"
     assert row.work.tensors == Tensors(PARAMETERS, 1000, (PARAMETERS - VOCAB * 64) // 2, 2)
-    assert (
-        not row.on_cpu
-        and row.work.layout.device == "cuda"
-        and row.missing["mfu"] == "no peak is known of NVIDIA X1"
-    )
+    assert not row.on_cpu
+    assert row.work.layout.device == "cuda"
+    assert row.missing["mfu"] == "no peak is known of NVIDIA X1"
 
 
 def test_from_one_rank_nothing_is_projected(build):

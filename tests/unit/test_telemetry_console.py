@@ -128,11 +128,9 @@ def columns(monkeypatch):
 def test_a_live_line_in_a_terminal_and_all_lines_in_the_log(tmp_path, columns):
     columns(160)
     raw, text = in_terminal(Console, log_path=tmp_path / "log.txt")
-    assert (
-        STEP.partition(" | dt")[0] in text
-        and "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in text
-        and "eval 100/200 | val loss 2.4000" in text
-    )
+    assert STEP.partition(" | dt")[0] in text
+    assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in text
+    assert "eval 100/200 | val loss 2.4000" in text
     assert "\x1b[31mto" not in raw, "a generated text does not colour the terminal"
     assert raw.count("\x1b[?25l") == raw.count("\x1b[?25h") == 1, "the cursor comes back"
     log = plain(tmp_path / "log.txt")
@@ -162,9 +160,8 @@ def test_a_narrow_terminal_loses_the_last_fields_and_no_line_is_wider(
         if line
     ]
     steps = {line.partition(" ━")[0].strip() for line in lines if line.startswith("step 100/200")}
-    assert any(line.endswith(last) for line in steps) and all(
-        STEP.startswith(line) for line in steps
-    )
+    assert any(line.endswith(last) for line in steps)
+    assert all(STEP.startswith(line) for line in steps)
     if kind == "xterm":
         assert max(map(len, lines)) <= width, "what stays in the terminal is wrapped, too"
         sample = "".join(line[4:].rstrip("\n") for line in lines if line.startswith("  | "))
@@ -223,18 +220,15 @@ def test_the_time_left_counts_evaluations_at_their_share_and_not_what_came_befor
     out = io.StringIO()
     console = Console(1000, stream=out)
     now[0] += 3600
-    console.eval(
-        {"step": 0, "loss": 5.0, "runtime_s": 3600.0}
-    )  # slow: it compiles; there will be none like it
+    # slow: it compiles; there will be none like it
+    console.eval({"step": 0, "loss": 5.0, "runtime_s": 3600.0})
     for step in range(10, 60, 10):
-        now[0] += (
-            1 + (step == 30) * 4
-        )  # a tenth of a second a step, and an evaluation of 4 s within these 50
+        # a tenth of a second a step, and an evaluation of 4 s within these 50
+        now[0] += 1 + (step == 30) * 4
         console.step({"step": step, "loss": 1.0, "step_ms": 100.0})
     shown = [line.split(" | ")[2] for line in out.getvalue().splitlines()[1:]]
-    assert shown == [
-        f"{left} left" for left in ("1m 39s", "1m 38s", "4m 51s", "3m 44s", "3m 10s")
-    ]  # 950 steps of 0.1 s, and 4 s in each 40
+    # 950 steps of 0.1 s, and 4 s in each 40
+    assert shown == [f"{left} left" for left in ("1m 39s", "1m 38s", "4m 51s", "3m 44s", "3m 10s")]
 
 
 def test_in_a_notebook_a_step_takes_the_place_of_the_last_one(monkeypatch):
@@ -246,8 +240,6 @@ def test_in_a_notebook_a_step_takes_the_place_of_the_last_one(monkeypatch):
         if step == 2:
             console.warning("something")
     shown = stream.getvalue().split("\n")
-    assert (
-        [line.count("\r") for line in shown] == [3, 1, 0]
-        and "warning: something" in shown[0]
-        and "step 3/3" in shown[1]
-    )
+    assert [line.count("\r") for line in shown] == [3, 1, 0]
+    assert "warning: something" in shown[0]
+    assert "step 3/3" in shown[1]

@@ -88,22 +88,19 @@ def test_a_gpu_is_looked_up_by_its_uuid_not_its_index_and_its_peak_begins_with_t
 
     properties = SimpleNamespace(name="GPU", total_memory=80e9, uuid="cccc")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    allocated, reserved = (
-        {"current": 2_000_000, "peak": 5_000_000},
-        {"current": 8_000_000, "peak": 9_000_000},
-    )
+    allocated = {"current": 2_000_000, "peak": 5_000_000}
+    reserved = {"current": 8_000_000, "peak": 9_000_000}
     nested = {"allocated_bytes": {"all": allocated}, "reserved_bytes": {"all": reserved}}
     monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda index: nested)
     handles = {"GPU-aaaa": (0, 0), "GPU-cccc": (97, 3_000_000)}
+    # and no power: this device has no such sensor
     nvml = SimpleNamespace(
         NVML_TEMPERATURE_GPU=0,
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=handles.__getitem__,
         nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=handle[0]),
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=handle[1]),
-        nvmlDeviceGetTemperature=lambda handle, kind: (
-            60
-        ),  # and no power: this device has no such sensor
+        nvmlDeviceGetTemperature=lambda handle, kind: 60,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     allocator = {
@@ -116,9 +113,8 @@ def test_a_gpu_is_looked_up_by_its_uuid_not_its_index_and_its_peak_begins_with_t
     assert reset == [0]
     assert probe.read() == {"util_pct": 97.0, "mem_used_mb": 3.0, "temperature_c": 60.0} | allocator
     assert probe.about == {"device": "GPU", "uuid": "cccc", "memory_mb": 80000}
-    handles["MIG-cccc"] = handles.pop(
-        "GPU-cccc"
-    )  # of a MIG instance torch gives the bare UUID, too
+    # of a MIG instance torch gives the bare UUID, too
+    handles["MIG-cccc"] = handles.pop("GPU-cccc")
     assert devices.CudaProbe(0).read()["mem_used_mb"] == 3.0
     handles.clear()
     assert devices.CudaProbe(0).read() == allocator

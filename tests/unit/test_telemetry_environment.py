@@ -118,12 +118,10 @@ def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
     write_environment(tmp_path / "missing", [])  # no place to write is no reason to stop
     text = (tmp_path / "environment.json").read_text()
     about = json.loads(text)
-    assert (
-        KEY not in text
-        and "world peace" not in text
-        and "open-sesame" not in text
-        and about["origin"] == "there"
-    )
+    assert KEY not in text
+    assert "world peace" not in text
+    assert "open-sesame" not in text
+    assert about["origin"] == "there"
     assert about["variables"]["OMP_NUM_THREADS"] == "1"
     assert about["command"] == ["windlass", "train", "x=***"]
     assert about["packages"]["torch"] and about["machine"]["memory_mb"] > 100
@@ -186,7 +184,5 @@ def test_hosts_and_places_of_ranks():
     assert "job" not in describe_launch(launch, ranks)
     slurm = {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "alps"}
     assert describe_job(slurm) == {"scheduler": "SLURM", "job": "8", "machine": "alps"}
-    assert (
-        describe_job({"PBS_JOBID": "7.s"}) == {"scheduler": "PBS", "job": "7.s"}
-        and describe_job({}) == {}
-    )
+    assert describe_job({"PBS_JOBID": "7.s"}) == {"scheduler": "PBS", "job": "7.s"}
+    assert describe_job({}) == {}

@@ -321,10 +321,8 @@ def test_each_rank_s_memory_and_utilisation_come_with_the_train_lines(run):
         "device/rank1/mem_reserved_mb": 500.0,
     }
     during_evaluation = reader.read(train_line(3))
-    assert (
-        during_evaluation["device/rank0/mem_alloc_mb"] == 3.0
-        and "device/rank0/util_pct" not in during_evaluation
-    )
+    assert during_evaluation["device/rank0/mem_alloc_mb"] == 3.0
+    assert "device/rank0/util_pct" not in during_evaluation
     assert reader.read(train_line(3)) == {}, "each sample counts once"
     assert reader.read(train_line(9))["device/rank1/mem_alloc_mb"] == 105.0, (
         "without the later start's"
@@ -373,10 +371,8 @@ def test_a_tracker_is_opened_when_the_parameters_are_known(run):
     ledger.close()
     live.flush()
     (settings,) = seen
-    assert (
-        settings["parameters"],
-        settings["device"],
-        settings["precision"],
-        settings["steps"],
-    ) == (28_952_064, "NVIDIA A100", "bf16", 4400)
+    assert settings["parameters"] == 28_952_064
+    assert settings["device"] == "NVIDIA A100"
+    assert settings["precision"] == "bf16"
+    assert settings["steps"] == 4400
     assert settings["optim.lr"] == 1e-3 and settings["world"] == 2 and "trained" not in settings

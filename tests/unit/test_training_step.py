@@ -41,10 +41,8 @@ class Line(nn.Module):
 
 
 def batch(step: int = 1, parts: int = 1) -> SimpleNamespace:
-    tokens, labels = (
-        torch.arange(1, 9).reshape(8, 1).chunk(parts),
-        torch.arange(2, 10).reshape(8, 1).chunk(parts),
-    )
+    tokens = torch.arange(1, 9).reshape(8, 1).chunk(parts)
+    labels = torch.arange(2, 10).reshape(8, 1).chunk(parts)
     micro = [
         MicroBatch(k, Batch(t, y)) for k, (t, y) in enumerate(zip(tokens, labels, strict=True))
     ]
@@ -87,9 +85,8 @@ def test_a_bad_step_leaves_the_weights_as_they_were_until_someone_looks(deferred
     trainer.step(batch(2), 1.0)
     model.factor = 1.0
     if deferred:
-        trainer.step(
-            batch(3), 1.0
-        )  # nobody has looked yet: no update is made by this good step either
+        # nobody has looked yet: no update is made by this good step either
+        trainer.step(batch(3), 1.0)
     assert model.weight == before
     bad = 2 if deferred else 1
     assert trainer.bad_steps.read() == Counts(bad, bad, bad, loss_bad=True)
@@ -138,9 +135,8 @@ def test_the_device_decides_about_an_update_only_where_the_optimizer_is_on_it():
     optimizer = build_optimizer(nn.Linear(2, 2), Recipe.model_validate({}).optim, "cpu")
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert check_is_deferred(cuda, optimizer, offload=False)
-    assert not check_is_deferred(cuda, optimizer, offload=True) and not check_is_deferred(
-        cpu, optimizer, offload=False
-    )
+    assert not check_is_deferred(cuda, optimizer, offload=True)
+    assert not check_is_deferred(cpu, optimizer, offload=False)
     plain = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, foreach=True)
     plain._step_supports_amp_scaling = False
     assert not check_is_deferred(cuda, plain, offload=False)

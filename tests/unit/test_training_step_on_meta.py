@@ -67,14 +67,11 @@ def test_a_step_reads_no_value(
     with META:
         model = GPT(recipe.model, 300)
     checkpoint_activations(model.blocks(), recompute)
-    trainer, updates = (
-        bare_trainer(model, recipe, Ranks(DistEnv(), META), deferred=True),
-        list[Any](),
-    )
+    trainer = bare_trainer(model, recipe, Ranks(DistEnv(), META), deferred=True)
+    updates = list[Any]()
     update = SimpleNamespace(param_groups=[], zero_grad=trainer.optimizer.zero_grad, found_inf=None)
-    update.step = lambda: updates.append(
-        update.found_inf
-    )  # torch's fused optimizers take it as a tensor
+    # torch's fused optimizers take it as a tensor
+    update.step = lambda: updates.append(update.found_inf)
     trainer.optimizer = update  # type: ignore[assignment]
     for length in (16, 9):
         result = trainer.step(batch(length), 0.5)

@@ -101,10 +101,8 @@ def test_a_training_and_an_evaluation_give_the_process_its_settings_back(corpus,
         run = train(recipe, callbacks=[each_step(lambda now: during.add(settings()))])
         assert during == {(1, "highest", True, False)} and settings() == before
         evaluate(run, overrides=["train.threads=1"], on_result=lambda *_: during.add(settings()))
-        assert (
-            during == {(1, "highest", True, False), (1, "highest", False, False)}
-            and settings() == before
-        )
+        assert during == {(1, "highest", True, False), (1, "highest", False, False)}
+        assert settings() == before
 
         def fail(now):
             raise ArithmeticError
@@ -164,11 +162,9 @@ def test_the_pass_that_is_timed_has_at_most_a_thousand_tokens(tmp_path, context,
 def test_a_phase_of_the_start_that_lasts_says_what_it_does_in_the_log_too(
     tmp_path, monkeypatch, capsys
 ):
-    corpus, log, waited = (
-        write_corpus(tmp_path / "text.txt", words=2000),
-        tmp_path / "run" / "log.txt",
-        [],
-    )
+    corpus = write_corpus(tmp_path / "text.txt", words=2000)
+    log = tmp_path / "run" / "log.txt"
+    waited = []
     monkeypatch.setattr("windlass.telemetry.console.LASTS_SECONDS", 0.05)
 
     def slow(module, name, words):
