@@ -56,9 +56,8 @@ def test_a_nonfinite_step_stops_the_run_with_step_and_rank(corpus, tmp_path, spo
         "step 8:", "loss not finite on rank 0", "optim.lr", "train.on_nonfinite", error=RunFailed
     ):
         train(recipe, callbacks=[spoil(7, NAN)])
-    assert run.state == "failed" and [
-        "step 8" in reason for _, reason in events(run, "failed", "reason")
-    ] == [True]
+    assert run.state == "failed"
+    assert ["step 8" in reason for _, reason in events(run, "failed", "reason")] == [True]
     assert train(recipe).state == "finished", "the last checkpoint is from before"
 
 
@@ -121,9 +120,8 @@ def test_skips_are_counted_and_many_in_a_row_stop(corpus, tmp_path, spoil):
     with refused("3 updates in a row", "train.max_skips", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run", **more), callbacks=[spoil(7, NAN)])
     run = Run(tmp_path / "run")
-    assert events(run, "skipped", "in_a_row") == [(8, 1), (9, 2), (10, 3)] and not events(
-        run, "save_failed", "reason"
-    )
+    assert events(run, "skipped", "in_a_row") == [(8, 1), (9, 2), (10, 3)]
+    assert not events(run, "save_failed", "reason")
     saved = json.loads((run.checkpoints_dir / "step-00000008" / "state.json").read_text())
     assert len(saved["spike_window"]) == 7 and saved["updates_skipped"] == 1
 
@@ -167,9 +165,8 @@ def test_a_resume_in_another_precision_is_noted_and_scales_from_the_start(
     corpus, tmp_path, monkeypatch, before, after, scale
 ):
     """As `train.precision = "auto"` on other hardware."""
-    monkeypatch.setattr(
-        state, "SCALE_GROWS_AFTER", 4
-    )  # so that the scale of a checkpoint differs from the first one
+    # so that the scale of a checkpoint differs from the first one
+    monkeypatch.setattr(state, "SCALE_GROWS_AFTER", 4)
     more = {"eval.every": 0, "checkpoint.keep_last": 10, "checkpoint.keep_signal": 10}
     recipe, run = recipe_of(corpus, tmp_path / "run", **more), Run(tmp_path / "run")
     for steps, precision in ((6, before), (7, after), (12, before)):

@@ -133,9 +133,8 @@ def test_before_the_first_step_the_process_ends_at_once_and_nothing_is_changed(
     before = files(run)
     output = signalled(tmp_path, settings(corpus, tmp_path / "run", **more), phase, world, alone)
     assert "stopped by SIGTERM before the first step" in output
-    assert files(run) == before and [line["step"] for line in run.lines("train")] == (
-        [1, 2, 3] if resumes else []
-    )
+    assert files(run) == before
+    assert [line["step"] for line in run.lines("train")] == ([1, 2, 3] if resumes else [])
     assert run.state == ("stopped" if resumes else "new" if phase == "start" else "preempted")
     if world == 1:
         assert curve(train(recipe)) == curve(untouched(recipe))
@@ -157,10 +156,8 @@ def test_in_training_every_phase_ends_with_the_step_saved(corpus, tmp_path, phas
     overrides = [*settings(corpus, tmp_path / "run", **SLOW), f"data.dir='{tmp_path / 'data'}'"]
     output = signalled(tmp_path, overrides, phase, world)
     run = Run(tmp_path / "run")
-    assert (
-        run.state == "preempted"
-        and next(e for e in run.events if e["event"] == "preempted")["saved"]
-    )
+    assert run.state == "preempted"
+    assert next(e for e in run.events if e["event"] == "preempted")["saved"]
     last = max(line["step"] for line in run.lines("train"))
     assert f"stopped by SIGTERM after step {last}" in output
     assert open_checkpoint(run.checkpoints_dir / f"step-{last:08d}").step == last
@@ -173,10 +170,8 @@ def test_in_training_every_phase_ends_with_the_step_saved(corpus, tmp_path, phas
     ("world", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGUSR1)]
 )
 def test_a_signal_saves_the_same_step_on_every_rank_and_exits_75(corpus, tmp_path, world, number):
-    run, more = (
-        Run(tmp_path / "run"),
-        {"train.steps": 100_000, "checkpoint.every": 100_000, "eval.every": 0},
-    )
+    run = Run(tmp_path / "run")
+    more = {"train.steps": 100_000, "checkpoint.every": 100_000, "eval.every": 0}
     overrides = settings(corpus, run.path, **more)
     command = [
         sys.executable,
@@ -235,13 +230,11 @@ def test_a_dropped_connection_stops_with_everything_saved(corpus, tmp_path, verb
     assert process.wait(90) == 75
     (run,) = runs()
     last = run.lines("train")[-1]["step"]
-    assert run.state == "preempted" and [p.name for p in run.checkpoints_dir.glob("step-*")] == [
-        f"step-{last:08d}"
-    ]
+    assert run.state == "preempted"
+    assert [p.name for p in run.checkpoints_dir.glob("step-*")] == [f"step-{last:08d}"]
     reason = next(e["reason"] for e in run.events if e["event"] == "preempted")
-    assert reason == (
-        "SIGHUP" if verb == "train" else "SIGTERM"
-    )  # a cell has no terminal: its study stops it
+    # a cell has no terminal: its study stops it
+    assert reason == ("SIGHUP" if verb == "train" else "SIGTERM")
 
 
 def test_a_hangup_that_is_ignored_stops_nothing():
@@ -258,11 +251,9 @@ def test_a_second_interrupt_of_one_process_ends_it_at_once():
     code += "    stop.follow(types.SimpleNamespace(step=1234), print); stop.hold()\n"
     code += "    [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (
-        done.returncode == 130
-        and "interrupted twice" in done.stderr
-        and "step 1,234" in done.stderr
-    )
+    assert done.returncode == 130
+    assert "interrupted twice" in done.stderr
+    assert "step 1,234" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -432,6 +423,5 @@ def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypa
         (e["event"], e["step"]) for e in run.events if e["event"] in ("save_failed", "checkpoint")
     ]
     assert saves == [("save_failed", 3), ("checkpoint", 3)]
-    assert (
-        run.state == "finished" and open_checkpoint(run.checkpoints_dir / "step-00000003").step == 3
-    )
+    assert run.state == "finished"
+    assert open_checkpoint(run.checkpoints_dir / "step-00000003").step == 3
