@@ -206,9 +206,7 @@ def test_a_study_of_cells_on_two_nodes(cluster: Cluster, settings, tmp_path):
     )
 
 
-def test_a_check_under_its_bandwidth_ends_the_job_before_training(
-    cluster: Cluster, settings, tmp_path
-):
+def test_check_under_its_bandwidth_ends_job_before_training(cluster: Cluster, settings, tmp_path):
     run = Run(tmp_path / "run")
     job = submitted(cluster, run.path, settings(run.path, **DDP), "--min-busbw", "100000")
     ended = cluster.wait(job)
@@ -221,15 +219,7 @@ def test_a_check_under_its_bandwidth_ends_the_job_before_training(
 def test_a_check_that_cannot_measure_ends_the_job_with_44(cluster: Cluster, settings, tmp_path):
     """One rank has nothing to send; the run directory's name has a space."""
     run = Run(tmp_path / "a run")
-    words = [
-        *settings(run.path),
-        "parallel.device=cpu",
-        "--nodes",
-        "1",
-        "--min-busbw",
-        "1",
-        "--watch",
-    ]
+    words = [*settings(run.path), *"parallel.device=cpu --nodes 1 --min-busbw 1 --watch".split()]
     done = cluster.call(*SUBMIT, "quickstart", *words, cwd=tmp_path)
     assert done.returncode == 44 and "exit code 44 before the run began" in done.stdout, done.stdout
     ended = cluster.wait(read_json(run.path / "job.json")["job"])

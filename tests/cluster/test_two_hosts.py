@@ -42,10 +42,7 @@ class TwoHosts:
         processes = []
         for number, name in enumerate(self.names):
             mount = [
-                "unshare",
-                "-m",
-                "sh",
-                "-c",
+                *"unshare -m sh -c".split(),
                 'mount -t tmpfs none "$0" && exec "$@"',
                 str(hidden),
             ]
@@ -68,10 +65,7 @@ class TwoHosts:
                 "10.77.0.1",
                 "--master-port",
                 port,
-                "-m",
-                "windlass",
-                "train",
-                "quickstart",
+                *"-m windlass train quickstart".split(),
                 *settings,
             ]
             with Path(f"{log}-{number}").open("w") as out:
@@ -100,15 +94,7 @@ def hosts() -> Iterator[TwoHosts]:
             ip(
                 "-n",
                 two.names[0],
-                "link",
-                "add",
-                "cable",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "cable",
-                "netns",
+                *"link add cable type veth peer name cable netns".split(),
                 two.names[1],
             )
             for number, name in enumerate(two.names):

@@ -142,13 +142,7 @@ def words_of(command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in PAGES.glob("*.md")))
-def test_every_command_of_a_tutorial_runs(
-    name: str,
-    tmp_path: Path,
-    data_files: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_command_of_a_tutorial_runs(name, tmp_path, data_files, monkeypatch, capsys):
     page = TUTORIALS[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who built it?\n"))
@@ -186,9 +180,7 @@ def test_every_command_of_a_tutorial_runs(
     assert [words for words in page.prints if words not in printed] == [], printed[-3000:]
 
 
-def test_the_stitched_run_of_the_exercises_is_the_beginning_of_the_long_one(
-    tmp_path, monkeypatch, capsys
-):
+def test_stitched_run_of_exercises_is_beginning_of_long_one(tmp_path, monkeypatch, capsys):
     """Saved at 50 and continued to 100 of 4,400 steps, by the commands of the page, of a small model on one rank."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WINDLASS_QUIET_END", "1")

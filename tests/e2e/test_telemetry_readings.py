@@ -187,9 +187,7 @@ def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return limit
 
 
-def test_a_smaller_micro_batch_where_memory_runs_out(
-    corpus: Path, tmp_path: Path, memory_for: Any
-) -> None:
+def test_a_smaller_micro_batch_where_memory_runs_out(corpus, tmp_path, memory_for):
     recipe = recipe_of(corpus, tmp_path / "run")
     small = untouched(recipe, "train.micro_batch=2")
     memory_for(3)

@@ -43,13 +43,9 @@ PAGE_MODEL = ["model.vocab=0", "model.layers=1", "model.width=16", "model.heads=
 
 
 def recipe(folder: Path, *more: str) -> Recipe:
-    small = [
-        "train.steps=6",
-        "train.global_batch=8",
-        "model.context=16",
-        "eval.every=3",
-        "telemetry.every=1",
-    ]
+    small = (
+        "train.steps=6 train.global_batch=8 model.context=16 eval.every=3 telemetry.every=1".split()
+    )
     return Recipe.load("quickstart", [*small, f"run.dir='{folder}'", *more])
 
 
@@ -102,10 +98,7 @@ def test_the_pages_model_trains_under_every_strategy_on_two_ranks(tmp_path, page
     alone = train(
         recipe(
             tmp_path / "alone",
-            "train.steps=3",
-            "train.micro_batch=2",
-            "train.precision=fp64",
-            "eval.batches=1",
+            *"train.steps=3 train.micro_batch=2 train.precision=fp64 eval.batches=1".split(),
         ),
         names["MyModel"](),
         names["data"],
@@ -293,9 +286,7 @@ def test_blocks_are_asked_for_where_they_are_needed(tmp_path, page):
         )
 
 
-def test_stop_at_returns_the_run_and_a_second_training_leaves_nothing_behind(
-    tmp_path, page, capsys
-):
+def test_stop_at_returns_run_and_second_training_leaves_nothing_behind(tmp_path, page, capsys):
     def open_things():
         return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 

@@ -61,9 +61,7 @@ def test_a_nonfinite_step_stops_the_run_with_step_and_rank(corpus, tmp_path, spo
     assert train(recipe).state == "finished", "the last checkpoint is from before"
 
 
-def test_a_bad_step_that_is_only_seen_later_is_in_no_checkpoint(
-    corpus, tmp_path, spoil, monkeypatch
-):
+def test_bad_step_that_is_only_seen_later_is_in_no_checkpoint(corpus, tmp_path, spoil, monkeypatch):
     """As on CUDA, forced here: between logs the update is called off on the device, and a save looks before it saves."""
     monkeypatch.setattr(trainer, "check_is_deferred", lambda *_: True)
     with refused("step 5:", "loss not finite", error=RunFailed):
@@ -95,9 +93,7 @@ def test_a_rewind_that_does_not_help_ends(corpus, tmp_path, spoil):
         train(recipe, callbacks=[spoil(4, NAN, once=False)])
 
 
-def test_a_rewind_before_the_first_save_of_a_lineage_goes_back_to_its_start(
-    corpus, tmp_path, spoil
-):
+def test_rewind_before_first_save_of_lineage_goes_back_to_its_start(corpus, tmp_path, spoil):
     """The newest commit in the directory is one of the lineage that was left."""
     more = {"checkpoint.keep_last": 10, "train.on_nonfinite": "rewind"}
     recipe, steps = recipe_of(corpus, tmp_path / "run", **more), []

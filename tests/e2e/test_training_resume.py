@@ -92,11 +92,7 @@ def test_a_checkpoint_is_resumed_by_other_ranks_and_under_other_strategies(corpu
         overrides = settings(corpus, run, strategy, micro=1)
         command = [
             sys.executable,
-            "-m",
-            "windlass",
-            "train",
-            "quickstart",
-            "--stop-at",
+            *"-m windlass train quickstart --stop-at".split(),
             str(stop),
             *overrides,
         ]

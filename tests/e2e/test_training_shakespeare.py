@@ -45,13 +45,9 @@ def test_the_10m_model_learns_alike_on_one_and_on_two_ranks(data_files, tmp_path
     The head is tied to an embedding of standard deviation 0.02, so logits have one of 0.02 sqrt(384) = 0.39, which costs half
     its square: 4.25 in the mean, and 4.26, 4.22, 4.29, 4.36 with the seeds 1, 2, 3, 1337.
     """
-    short = [
-        "train.steps=100",
-        "model.dropout=0",
-        "eval.every=0",
-        "eval.sample_every=0",
-        "telemetry.every=1",
-    ]
+    short = (
+        "train.steps=100 model.dropout=0 eval.every=0 eval.sample_every=0 telemetry.every=1".split()
+    )
     curves = {}
     for world in (1, 2):
         where = [

@@ -175,10 +175,7 @@ def test_a_signal_saves_the_same_step_on_every_rank_and_exits_75(corpus, tmp_pat
     overrides = settings(corpus, run.path, **more)
     command = [
         sys.executable,
-        "-m",
-        "windlass",
-        "train",
-        "quickstart",
+        *"-m windlass train quickstart".split(),
         *overrides,
         "--world",
         str(world),
@@ -291,9 +288,7 @@ def test_the_default_grace_ends_before_torchrun_kills():
 
 
 @pytest.mark.parametrize(("takes", "saved"), [(50.0, True), (70.0, False)])
-def test_a_save_is_begun_only_where_the_grace_allows_it(
-    corpus, tmp_path, monkeypatch, takes, saved
-):
+def test_save_is_begun_only_where_grace_allows_it(corpus, tmp_path, monkeypatch, takes, saved):
     """60 s of grace, against the measured time of the last save."""
     more = {"checkpoint.grace_seconds": 60, "eval.every": 0, "checkpoint.background": "false"}
     recipe, run = recipe_of(corpus, tmp_path / "run", **more), Run(tmp_path / "run")

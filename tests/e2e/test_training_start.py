@@ -261,9 +261,7 @@ def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(
 
 
 @pytest.mark.parametrize(("first", "second"), [("adamw", "muon"), ("muon", "adamw")])
-def test_a_branch_to_another_optimizer_starts_its_state_over(
-    corpus, tmp_path, capsys, first, second
-):
+def test_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, capsys, first, second):
     origin = train(
         recipe_of(corpus, tmp_path / "origin", **{"optim.kind": f"'{first}'", "train.steps": 6})
     )
@@ -381,9 +379,7 @@ def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "operation", ["create .lineage.json.new", "rename recipe.toml", "fsync_dir run"]
 )
-def test_a_start_that_failed_is_not_in_the_way_of_the_next(
-    corpus, tmp_path, monkeypatch, operation
-):
+def test_start_that_failed_is_not_in_way_of_next(corpus, tmp_path, monkeypatch, operation):
     recipe = recipe_of(corpus, tmp_path / "run", **{"train.steps": 2})
 
     def full(self: Files, what: str, path: Path, *_: object) -> None:

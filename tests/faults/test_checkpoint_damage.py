@@ -65,9 +65,7 @@ def test_an_older_one_is_chosen(run: Path, name: str, kind: str) -> None:
     tally("a file flipped, cut off, emptied, lengthened, deleted, or another checkpoint's", 1)
 
 
-def test_best_passes_over_a_damaged_one_and_where_all_are_the_run_is_refused(
-    run: Path, tmp_path: Path
-) -> None:
+def test_best_passes_over_a_damaged_one_and_where_all_are_the_run_is_refused(run, tmp_path):
     lines = [
         {"kind": "eval", "step": step, "suite": "loss", "loss": float(step)} for step in (1, 2, 3)
     ]
@@ -94,9 +92,7 @@ def test_another_steps_checkpoint_under_this_name(run: Path) -> None:
     assert "the checkpoint of step 1 under another name" in choice.notes[0]
 
 
-def test_strange_neighbours_do_no_harm_and_a_removal_that_was_cut_off_is_completed(
-    run: Path,
-) -> None:
+def test_strange_neighbours_do_no_harm_and_a_removal_that_was_cut_off_is_completed(run):
     directory = run / "checkpoints"
     (directory / "step-00000009").mkdir()
     (directory / "step-00000010").write_text("a file")

@@ -98,9 +98,7 @@ def strike(
     ("how", "phase", "victim", "strategy"),
     [*SAMPLE, *(pytest.param(*c, marks=pytest.mark.full) for c in MATRIX if c not in SAMPLE)],
 )
-def test_the_run_ends_and_resumes_from_the_last_checkpoint(
-    text, tmp_path, how, phase, victim, strategy
-):
+def test_run_ends_and_resumes_from_last_checkpoint(text, tmp_path, how, phase, victim, strategy):
     run = Run(tmp_path / "run")
     recipe = Recipe.load("quickstart", settings(text, run.path))
     if phase == "load":

@@ -35,9 +35,7 @@ def graphs() -> Callable[[], tuple[int, dict[str, int]]]:
         ("parallel.strategy=full_shard", "parallel.activation_checkpointing=full"),
     ],
 )
-def test_twelve_blocks_are_one_graph(
-    recipe: Callable[..., Any], graphs: Any, settings: tuple[str, ...]
-) -> None:
+def test_twelve_blocks_are_one_graph(recipe, graphs, settings):
     from windlass import train
 
     settings = (*settings, "train.precision=bf16", "model.layers=12", "train.deterministic=false")
@@ -74,10 +72,7 @@ def test_ragged_batches_compile_whole_and_give_the_losses_of_the_cpu(
         f"data.source='{conversations}'",
         "data.format=chat",
         f"data.dir='{tmp_path / 'talks'}'",
-        "train.precision=fp64",
-        "train.micro_batch=4",
-        "train.global_batch=16",
-        "model.context=128",
+        *"train.precision=fp64 train.micro_batch=4 train.global_batch=16 model.context=128".split(),
     )
     expected = curve(train(recipe("cpu", *settings, "parallel.device=cpu")), "loss", "grad_norm")
     assert graphs() == (0, {})

@@ -33,9 +33,7 @@ def test_the_validation_loss_is_that_of_the_cpu(run: Any) -> None:
     assert low["loss"] == pytest.approx(here["loss"], rel=1e-2)
 
 
-def test_greedy_text_with_the_cache_is_the_most_likely_token_after_token(
-    run: Any, device: str
-) -> None:
+def test_greedy_text_with_the_cache_is_the_most_likely_token_after_token(run, device):
     import torch
 
     from windlass.evaluation.generate import prompt_ids

@@ -26,9 +26,7 @@ def cublas_workspaces() -> int:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_the_peak_is_what_the_plan_says(
-    recipe: Callable[..., Any], precision: str, recompute: str, dropout: float
-) -> None:
+def test_the_peak_is_what_the_plan_says(recipe, precision, recompute, dropout):
     """Within 10 % of the allocator's peak, in which a cuBLAS workspace for each handle counts."""
     import torch
 

@@ -48,9 +48,7 @@ def some_tokens() -> Any:
 
 
 @pytest.mark.parametrize("settings", SHAPES)
-def test_logits_loss_and_gradients_are_those_of_the_cpu(
-    settings: dict[str, Any], device: str
-) -> None:
+def test_logits_loss_and_gradients_are_those_of_the_cpu(settings, device):
     cpu, gpu = both(settings, torch.float64, device)
     assert all(
         torch.equal(a, b.cpu()) for a, b in zip(cpu.parameters(), gpu.parameters(), strict=True)

@@ -83,9 +83,7 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
         ("train.precision=bf16", "optim.kind=muon", "parallel.strategy=full_shard"),
     ],
 )
-def test_a_killed_run_continues_bit_for_bit(
-    recipe: Callable[..., Any], words: Callable[..., list[str]], settings: tuple[str, ...]
-) -> None:
+def test_a_killed_run_continues_bit_for_bit(recipe, words, settings):
     """SIGKILL after step 6; the run starts again from step 3, in another process."""
     from windlass import train
 

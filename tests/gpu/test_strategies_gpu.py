@@ -32,9 +32,7 @@ def close(run: Any, expected: Any, precision: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("adamw", "fp64"), ("muon", "fp32")])
-def test_each_strategy_on_one_rank_trains_as_a_single_process(
-    recipe: Callable[..., Any], kind: str, precision: str
-) -> None:
+def test_each_strategy_on_one_rank_trains_as_a_single_process(recipe, kind, precision):
     from windlass import train
 
     settings = (f"train.precision={precision}", f"optim.kind={kind}")
@@ -46,9 +44,7 @@ def test_each_strategy_on_one_rank_trains_as_a_single_process(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_offloaded_parameters_train_as_those_on_the_device(
-    recipe: Callable[..., Any], precision: str
-) -> None:
+def test_offloaded_parameters_train_as_those_on_the_device(recipe, precision):
     from windlass import train
 
     settings = (f"train.precision={precision}", "train.micro_batch=4")
@@ -66,12 +62,7 @@ def test_an_offloaded_run_resumes_bit_for_bit(recipe: Callable[..., Any]) -> Non
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "shard_optim", "full_shard", "shard_grad_op"])
-def test_two_ranks_on_one_device_train_as_one(
-    recipe: Callable[..., Any],
-    words: Callable[..., list[str]],
-    strategy: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_ranks_on_one_device_train_as_one(recipe, words, strategy, monkeypatch):
     """Over gloo: two processes, each with half of the samples, on the first device."""
     from windlass import train
     from windlass.launch.local import launch

@@ -14,9 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(
-    recipe: Callable[..., Any], precision: str
-) -> None:
+def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(recipe, precision):
     from windlass import train
 
     settings = (f"train.precision={precision}", "model.dropout=0.1", "train.micro_batch=4")
@@ -26,9 +24,7 @@ def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_sharded_optimizer_state_changes_no_bit(
-    recipe: Callable[..., Any], words: Callable[..., list[str]], kind: str
-) -> None:
+def test_a_sharded_optimizer_state_changes_no_bit(recipe, words, kind):
     """`shard_optim` against `ddp`: on one rank in this process, and on two ranks if there are two devices."""
     import torch
 

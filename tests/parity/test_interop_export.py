@@ -117,9 +117,7 @@ def logits(model: Any, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe", "gpt2"])
-def test_an_exported_tokenizer_gives_the_same_ids_and_text(
-    kind: str, tmp_path: Path, request: Any
-) -> None:
+def test_an_exported_tokenizer_gives_the_same_ids_and_text(kind, tmp_path, request):
     from transformers import AutoTokenizer
 
     tokenizer = {
@@ -154,9 +152,7 @@ def test_large_weights_are_split_into_files_with_an_index(tmp_path: Path) -> Non
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_text(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_text(tmp_path):
     run = trained(tmp_path, train__steps=20)
     directory = export(run, tmp_path / "out")
     source = find_source(str(run))
@@ -188,9 +184,7 @@ def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_tex
     assert {p.name for p in tmp_path.iterdir()} == {"text.txt", "data-run", "run", "out"}
 
 
-def test_rows_that_stand_for_nothing_are_not_generated_by_transformers_either(
-    tmp_path: Path,
-) -> None:
+def test_rows_that_stand_for_nothing_are_not_generated_by_transformers_either(tmp_path):
     directory = export(trained(tmp_path, model__vocab=300), tmp_path / "out")
     exported, tokenizer = loaded(directory)
     assert exported.config.vocab_size == 300 and len(tokenizer) == 280
@@ -257,9 +251,7 @@ NO_ARCHITECTURE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", NO_ARCHITECTURE)
-def test_a_network_without_an_architecture_is_exported_with_its_code(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_without_an_architecture_is_exported_with_its_code(kind, tmp_path, monkeypatch):
     """Equal logits, equal text with a cache and in a batch with padding, and it reads what it saves."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -317,9 +309,7 @@ def test_a_network_without_an_architecture_is_exported_with_its_code(
     assert (logits(opened, tokens()) - logits(model, tokens())).abs().max() < 1e-6
 
 
-def test_quickstarts_own_network_is_exported_with_equal_logits_and_read_again(
-    tmp_path: Path,
-) -> None:
+def test_quickstarts_own_network_is_exported_with_equal_logits_and_read_again(tmp_path):
     network = Recipe.load("quickstart").model.model_dump(
         exclude={"layers", "heads", "width", "context", "vocab", "init_from"}
     )
@@ -423,9 +413,7 @@ TALK = [
 
 
 @pytest.mark.parametrize("kind", ["gpt", "hf"])
-def test_the_exported_tokenizer_lays_out_a_conversation_as_the_training_did(
-    kind: str, tmp_path: Path
-) -> None:
+def test_the_exported_tokenizer_lays_out_a_conversation_as_the_training_did(kind, tmp_path):
     (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 8)
     chat_data = {
         "data__format": "chat",
@@ -472,9 +460,7 @@ def test_the_card_says_what_is_known_and_every_file_has_the_usual_mode(tmp_path:
     assert "Trained further" not in text and "base_model" not in text
 
 
-def test_a_card_has_no_secret_and_shows_a_loss_that_is_not_finite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_has_no_secret_and_shows_a_loss_that_is_not_finite(tmp_path, monkeypatch):
     """`--push` uploads the card with the whole directory."""
     run = Run(trained(tmp_path))
     monkeypatch.setenv("GITHUB_PAT", secret := "the-token-itself")
@@ -504,9 +490,7 @@ def test_a_card_has_no_secret_and_shows_a_loss_that_is_not_finite(
     assert "training loss is NaN" in card and "| loss | loss | Infinity |" in card
 
 
-def test_an_export_that_fails_leaves_no_directory_but_the_users_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_fails_leaves_no_directory_but_the_users_own(tmp_path, monkeypatch):
     run, before = trained(tmp_path), {"text.txt", "data-run", "run"}
 
     def full(*_: Any, **__: Any) -> None:

@@ -63,9 +63,7 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES["cpu"], 4 * hf_fixtures.VOCAB * 7])
-def test_numbers_are_those_of_transformers(
-    kind: str, chunk_bytes: int, directories: Any, monkeypatch: Any
-) -> None:
+def test_numbers_are_those_of_transformers(kind, chunk_bytes, directories, monkeypatch):
     monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_bytes)
     ours, reference, (tokens, labels) = (
         built(directories[kind]),
@@ -176,9 +174,7 @@ def test_buffers_that_are_saved_are_read_and_missing_ones_refused(tmp_path: Path
         model.fill_weights(1)
 
 
-def test_masters_are_fp32_and_names_may_lack_the_prefix(
-    directories: dict[str, Path], tmp_path: Path
-) -> None:
+def test_masters_are_fp32_and_names_may_lack_the_prefix(directories, tmp_path):
     from transformers import AutoModel
 
     directory = hf_fixtures.save("bloom", tmp_path, dtype=torch.bfloat16)
@@ -198,9 +194,7 @@ def test_masters_are_fp32_and_names_may_lack_the_prefix(
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_from_scratch_with_a_seed_and_the_usual_spread(
-    kind: str, directories: dict[str, Path]
-) -> None:
+def test_from_scratch_with_a_seed_and_the_usual_spread(kind, directories):
     from transformers import AutoModelForCausalLM
 
     first, again, other = (built(directories[kind], seed, from_scratch=True) for seed in (1, 1, 2))
@@ -220,9 +214,7 @@ def test_from_scratch_with_a_seed_and_the_usual_spread(
 
 
 @pytest.mark.parametrize("kind", ["bloom", "llama"])
-def test_lora_changes_nothing_at_first_and_only_adapters_learn(
-    kind: str, directories: dict[str, Path]
-) -> None:
+def test_lora_changes_nothing_at_first_and_only_adapters_learn(kind, directories):
     tokens, labels = batch()
     plain, adapted, again = (built(directories[kind], lora={"rank": rank}) for rank in (0, 4, 4))
     with torch.no_grad():
@@ -251,9 +243,7 @@ def test_lora_changes_nothing_at_first_and_only_adapters_learn(
         ("mamba", {"lm_head", "out_proj"}),
     ],
 )
-def test_all_linear_layers_but_the_head_get_adapters_unless_some_are_named(
-    kind: str, without: set[str], tmp_path: Path
-) -> None:
+def test_all_linear_layers_but_the_head_get_adapters_unless_some_are_named(kind, without, tmp_path):
     directory = hf_fixtures.save(kind, tmp_path)
 
     def adapted(**lora: Any) -> set[str]:
@@ -287,18 +277,14 @@ def test_all_linear_layers_but_the_head_get_adapters_unless_some_are_named(
         ),
     ],
 )
-def test_what_cannot_be_had_is_told_by_its_key(
-    model: dict[str, Any], words: list[str], directories: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_cannot_be_had_is_told_by_its_key(model, words, directories, tmp_path):
     name = tmp_path if model["name"] == "EMPTY" else directories.get(model["name"], model["name"])
     with pytest.raises(UserError) as refused:
         built(Path("."), **{**model, "name": str(name)})
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_bad_weights_and_large_vocabularies_are_refused(
-    directories: dict[str, Path], tmp_path: Path
-) -> None:
+def test_bad_weights_and_large_vocabularies_are_refused(directories, tmp_path):
     name = str(directories["bloom"])
     other = recipe(directories["bloom"]).replace({"data.tokenizer": "gpt2"})
     own, scratch = recipe(directories["bloom"]), recipe(directories["bloom"], from_scratch=True)

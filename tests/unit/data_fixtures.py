@@ -13,14 +13,7 @@ def documents(count: int, seed: int = 0, longest: int = 400) -> list[str]:
     """Texts of very unequal length, some of them empty."""
     draw = random.Random(seed)
     words = [
-        "the",
-        "cat",
-        "sat",
-        "on",
-        "mat",
-        "caf\u00e9",
-        "\u4e2d\u6587",
-        "42",
+        *"the cat sat on mat café 中文 42".split(),
         "def f():\n\treturn",
         "\n\n",
     ]

@@ -23,18 +23,7 @@ from windlass.training.callbacks import EvaluationEvent, SaveEvent, StepEvent
 
 
 def test_every_verb_is_a_documented_function() -> None:
-    for name in [
-        "train",
-        "plan",
-        "prepare",
-        "evaluate",
-        "sample",
-        "sweep",
-        "report",
-        "export",
-        "track",
-        "verify",
-    ]:
+    for name in "train plan prepare evaluate sample sweep report export track verify".split():
         function = getattr(windlass, name)
         assert inspect.isfunction(function) and function.__doc__, name
         assert inspect.signature(function).return_annotation not in (
@@ -86,9 +75,7 @@ def test_importing_it_sets_what_cublas_reads_at_its_first_product(given: str, us
     assert done.stdout.split() == [used, "False"]
 
 
-def test_a_run_from_preparation_to_export(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_from_preparation_to_export(tmp_path, corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
     architecture = {
         "model__position": "learned",
@@ -177,9 +164,7 @@ def test_a_verb_takes_a_name_or_a_path_for_a_recipe(tmp_path: Path) -> None:
         ),  # a user's own
     ],
 )
-def test_the_command_line_says_an_argument_as_its_option(
-    message: str, api: str, typed: str
-) -> None:
+def test_the_command_line_says_an_argument_as_its_option(message, api, typed):
     for kind in (UserError, RunFailed, Stopped):
         assert (str(kind(message)), as_typed(kind(message).text)) == (api, typed)
 
@@ -217,14 +202,8 @@ def test_a_run_as_a_data_frame_and_in_one_line(tmp_path: Path) -> None:
         {"kind": "event", "event": "stopped", "step": 6},
     )
     frame = run.to_pandas()
-    assert list(frame.columns) == [
-        "loss",
-        "lr",
-        "log.loss",
-        "log.world",
-        "eval_loss",
-        "squad.f1",
-    ] and list(frame.index) == [0, 3, 6]
+    assert list(frame.columns) == "loss lr log.loss log.world eval_loss squad.f1".split()
+    assert list(frame.index) == [0, 3, 6]
     assert frame["loss"].isna().tolist() == [True, False, True]
     assert frame["eval_loss"].dropna().tolist() == [5.5, 4.0]
     assert frame["log.loss"].dropna().tolist() == [7.0]

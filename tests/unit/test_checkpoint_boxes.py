@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,9 +73,7 @@ def grid(cuts: tuple[list[int], ...]) -> list[Box]:
     ],
 )
 @pytest.mark.parametrize(("short", "piece"), [(0, 8), (0, 10**6), (100, 64), (10**6, 10**6)])
-def test_any_box_is_read_from_any_boxes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: Any, short: int, piece: int
-) -> None:
+def test_any_box_is_read_from_any_boxes(tmp_path, monkeypatch, cuts, short, piece):
     monkeypatch.setattr(load, "SHORT_BYTES", short)
     monkeypatch.setattr(load, "PIECE_BYTES", piece)
     shape = tuple(ends[-1] for ends in cuts)

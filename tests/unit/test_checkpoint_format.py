@@ -151,9 +151,7 @@ class Canary:
     ["rank-00000.safetensors", "state.json", "manifest.json", "manifest.sha256", ".metadata"],
 )
 @pytest.mark.parametrize("sealed", [False, True])
-def test_no_file_is_ever_run(
-    checkpoint: Path, tmp_path: Path, name: str, kind: str, sealed: bool
-) -> None:
+def test_no_file_is_ever_run(checkpoint, tmp_path, name, kind, sealed):
     """Not even where an attacker has fitted size and digest."""
     executed, file = tmp_path / "executed", io.BytesIO()
     if kind == "torch":

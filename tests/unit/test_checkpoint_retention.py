@@ -129,9 +129,7 @@ saved = st.builds(
     st.booleans(),
     st.integers(0, 3),
 )
-def test_properties(
-    checkpoints: list[Committed], scores: dict[int, float], last: int, keep_best: bool, signal: int
-) -> None:
+def test_properties(checkpoints, scores, last, keep_best, signal):
     policy = Policy(last, keep_best, signal=signal)
     why = retain(checkpoints, policy, Scores(scores))
     assert set(why) == {c.serial for c in checkpoints}

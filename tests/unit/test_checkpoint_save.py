@@ -152,9 +152,7 @@ class Gate(Files):
             assert self.open.wait(30)
 
 
-def test_the_step_does_not_wait_for_the_disk_and_may_change_the_state_but_the_next_save_waits(
-    tmp_path: Path,
-) -> None:
+def test_step_does_not_wait_for_disk_and_may_change_state_but_next_save_waits(tmp_path):
     gate, waited = Gate(), []
     saver = Saver(tmp_path / "checkpoints", files=gate)
     model, optimizer = trained()
@@ -247,9 +245,7 @@ def test_the_first_save_allocates_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(sizes) == 1
 
 
-def test_the_writer_uses_the_device_of_the_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_writer_uses_the_device_of_the_state(tmp_path, monkeypatch):
     """Defect 18: a new thread's CUDA device is 0, whatever the rank's is."""
     calls: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
@@ -260,9 +256,7 @@ def test_the_writer_uses_the_device_of_the_state(
 
 
 @pytest.mark.parametrize("where", ["commit.parse", "save.HostBuffer.fill"])
-def test_an_error_in_the_writer_or_the_copy_is_an_outcome(
-    tmp_path: Path, monkeypatch: Any, where: str
-) -> None:
+def test_an_error_in_the_writer_or_the_copy_is_an_outcome(tmp_path, monkeypatch, where):
     saver = Saver(tmp_path / "checkpoints")
     with monkeypatch.context() as patch:
         patch.setattr(f"windlass.checkpoint.{where}", Mock(side_effect=MemoryError("oops")))
@@ -273,9 +267,7 @@ def test_an_error_in_the_writer_or_the_copy_is_an_outcome(
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 70_001])
-def test_written_past_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_written_past_the_page_cache(tmp_path, monkeypatch, size):
     """With an end that is no whole page."""
     monkeypatch.setattr("windlass.checkpoint.commit.DIRECT_BYTES", 0)
     numbers = torch.randint(0, 255, (size + 3,), dtype=torch.uint8)
@@ -284,9 +276,7 @@ def test_written_past_the_page_cache(
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
-def test_a_file_system_without_direct_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_file_system_without_direct_writes(tmp_path, monkeypatch, code):
     """Defect 28: only EINVAL was taken as a refusal of O_DIRECT; other file systems answer otherwise."""
     real = os.write
 
@@ -302,9 +292,7 @@ def test_a_file_system_without_direct_writes(
     assert (tmp_path / "x").read_bytes() == bytes(range(256)) * 40
 
 
-def test_each_manifest_is_read_once_in_the_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_manifest_is_read_once_in_the_writer(tmp_path, monkeypatch):
     """Defect 24: a cache of manifests, shared by the module, was changed by two threads."""
     read: list[str] = []
     counted = lambda path: (read.append(path.name), read_manifest(path))[1]  # noqa: E731
@@ -316,9 +304,7 @@ def test_each_manifest_is_read_once_in_the_writer(
         assert read == ([] if attempt == "a" else [f"step-0000000{s}" for s in (1, 2, 3)])
 
 
-def test_a_full_disk_is_answered_with_the_bytes_and_the_reserve_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_answered_with_the_bytes_and_the_reserve_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Mock(free=3_000_000))
     text = shortage(tmp_path, 1_000_000, "a save")
     assert "needs 1 MB and a reserve of 16.8 MB" in text and "3 MB are free" in text

@@ -58,9 +58,7 @@ def test_the_command_line_leaves_what_the_user_wrote(tmp_path: Path) -> None:
     assert f"windlass train quickstart 'data.source={file}'" in error
 
 
-def test_numbers_that_are_not_finite_are_valid_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_that_are_not_finite_are_valid_json(tmp_path, capsys, monkeypatch):
     scores = {"loss": {"loss": math.nan, "perplexity": math.inf, "items": 3}}
     result = write(Evaluation("a-model", 7, scores, {"loss": {}}), tmp_path)
     monkeypatch.setattr("windlass.evaluate", lambda *_: result)
@@ -202,9 +200,7 @@ def test_completion_is_installed_under_the_commands_own_name(tmp_path: Path) -> 
     )
 
 
-def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(
-    tmp_path: Path, corpus: Path
-) -> None:
+def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path, corpus):
     windlass("init", "mine.toml", "--data", corpus, cwd=tmp_path)
     text = (tmp_path / "mine.toml").read_text()
     keys = [line for line in text.splitlines() if " = " in line and not line.startswith("#")]

@@ -81,9 +81,7 @@ def test_only_the_answers_and_their_ends_count_and_a_row_is_cut_at_the_context_a
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_their_end(
-    kind: str, tmp_path: Path
-) -> None:
+def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_their_end(kind, tmp_path):
     ours, template, theirs = opened(kind, tmp_path)
     end = theirs.convert_tokens_to_ids(ENDS.get(kind, "<|im_end|>"))
     assert chat.stop_tokens(ours, template) == {end, theirs.eos_token_id}
@@ -108,9 +106,7 @@ def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_their_end(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("role", [0, 1])
-def test_what_looks_like_a_special_token_in_a_message_is_text(
-    kind: str, role: int, tmp_path: Path
-) -> None:
+def test_what_looks_like_a_special_token_in_a_message_is_text(kind, role, tmp_path):
     ours, template, theirs = opened(kind, tmp_path)
     special = set(ours.special.values()) - {theirs.unk_token_id}
     plain = [i for i in row(TALK[1:3], template, ours)[0] if i in special]
@@ -203,9 +199,7 @@ def test_files_and_data_sets_become_training_and_validation_rows(tmp_path: Path)
 
 
 @pytest.mark.parametrize("changed", ["a.jsonl", "b.jsonl"])
-def test_a_change_in_any_file_of_a_corpus_is_noticed(
-    changed: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_change_in_any_file_of_a_corpus_is_noticed(changed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
         talks(tmp_path / name, [f"Answer {i} of {name}." for i in range(3)])
@@ -218,9 +212,7 @@ def test_a_change_in_any_file_of_a_corpus_is_noticed(
         open_data(kept)
 
 
-def test_rows_of_another_template_are_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_another_template_are_not_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     template = tokenizer_fixtures.save("chatml", tmp_path / "tok") / "chat_template.jinja"
     talks(tmp_path / "talk.jsonl", ["I am a cat."])

@@ -95,9 +95,7 @@ def test_every_shape_gives_the_same_messages(shape: str, ending: str, tmp_path: 
     assert "3 conversations" in said[0]
 
 
-def test_an_alpaca_input_follows_its_instruction_and_a_prompt_and_its_completion_are_no_turns(
-    tmp_path: Path,
-) -> None:
+def test_alpaca_input_follows_its_instruction_and_prompt_and_its_completion_are_no_turns(tmp_path):
     (tmp_path / "a.json").write_text(
         json.dumps([{"instruction": "Add.", "input": "1 2", "output": "3"}])
     )
@@ -116,9 +114,7 @@ def test_an_alpaca_input_follows_its_instruction_and_a_prompt_and_its_completion
     )
 
 
-def test_several_files_and_shapes_are_one_data_set_and_the_log_names_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_files_and_shapes_are_one_data_set_and_the_log_names_them(tmp_path, capsys):
     for shape in ("alpaca", "sharegpt", "messages"):
         (tmp_path / f"{shape}.jsonl").write_text((json.dumps(SAME[shape]) + "\n") * 4)
     one = [str(tmp_path / f"{shape}.jsonl") for shape in ("alpaca", "sharegpt", "messages")]
@@ -160,9 +156,7 @@ def test_several_files_and_shapes_are_one_data_set_and_the_log_names_them(
         ([1], ("ShareGPT",)),
     ],
 )
-def test_a_bad_item_is_named_with_its_line_and_what_is_expected(
-    item: Any, words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_bad_item_is_named_with_its_line_and_what_is_expected(item, words, tmp_path):
     good = json.dumps({"conversations": SHAREGPT}) + "\n"
     (tmp_path / "talk.jsonl").write_text(good * 6 + json.dumps(item) + "\n" + good)
     with refused("talk.jsonl, line 7", "the shape ShareGPT", *words):
@@ -244,9 +238,7 @@ def counted(item: Conversation, template: chat.Template, tokenizer: Any) -> str 
 
 @pytest.mark.parametrize("kind", ["plain", "chatml", "marked"])
 @pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}])
-def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(
-    kind: str, key: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(kind, key, tmp_path):
     """With the templates that mark answers, and with those whose answers are looked for."""
     template, tokenizer, end = chat.Template(), byte_tokenizer(), "<|endoftext|>"
     if kind != "plain":
@@ -271,9 +263,7 @@ def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(
     assert "talk.jsonl, line 4, turn 4" in items[3].remarks[0]
 
 
-def test_items_that_are_cut_or_left_out_are_named_with_their_lines(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_items_that_are_cut_or_left_out_are_named_with_their_lines(tmp_path, capsys):
     talks = [
         TALK[1:],
         [TALK[1], {**TALK[2], "content": "A cat. " * 30}],

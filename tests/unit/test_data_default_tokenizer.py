@@ -55,9 +55,7 @@ def test_it_follows_the_model_until_it_is_set() -> None:
     assert Recipe.load("bloom-560m-squad").data.tokenizer == "hf:bigscience/bloom-560m"
 
 
-def test_another_one_than_the_models_is_refused_or_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_one_than_the_models_is_refused_or_said(tmp_path, capsys):
     text = write_corpus(tmp_path / "text.txt").read_text()
     own, added = (
         hf_fixtures.save_tokenizer([text], tmp_path / name, vocab=320) for name in ("own", "added")
@@ -109,9 +107,7 @@ def test_a_model_without_a_tokenizer_asks_for_one(tmp_path: Path) -> None:
         ("data.tokenizer", {"data.tokenizer": "hf:./nowhere"}),
     ],
 )
-def test_a_wrong_place_is_answered_with_the_setting_that_names_it(
-    tmp_path: Path, key: str, settings: dict[str, str]
-) -> None:
+def test_a_wrong_place_is_answered_with_the_setting_that_names_it(tmp_path, key, settings):
     corpus = write_corpus(tmp_path / "text.txt", words=200)
     data = {"data.source": str(corpus), "data.dir": str(tmp_path / "data")}
     with refused(f"{key}: ", "no directory ./nowhere"):

@@ -127,10 +127,7 @@ def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
     assert (train["cut"], train["cut_tokens"]) == (1, 132 - 61)
     settings = [
         f"data.source={source}",
-        "data.format=chat",
-        "data.val_fraction=0",
-        "model.context=60",
-        "data.max_tokens=0",
+        *"data.format=chat data.val_fraction=0 model.context=60 data.max_tokens=0".split(),
     ]
     printed = windlass("prepare", "quickstart", *settings, f"data.dir={tmp_path / 'data'}").stdout
     for text in lines(describe(data), 60).values():

@@ -204,9 +204,7 @@ def test_what_was_committed_is_not_done_again(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "data" / "shard-00000.bin").stat().st_mtime_ns == first
 
 
-def test_a_corpus_that_changed_or_a_shard_that_was_damaged_in_between_is_noticed(
-    tmp_path, monkeypatch
-):
+def test_corpus_that_changed_or_shard_that_was_damaged_in_between_is_noticed(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "x.jsonl", documents(60))
     for name in ("damaged", "other"):
         with failing("index.json", Killed(), monkeypatch), pytest.raises(Killed):

@@ -169,9 +169,7 @@ def open_on_two_ranks(recipe):
         return list(pool.map(one, range(2)))
 
 
-def test_the_ranks_of_a_host_divide_the_files_of_a_directory_that_cannot_be_written(
-    prepared, monkeypatch
-):
+def test_ranks_of_host_divide_files_of_directory_that_cannot_be_written(prepared, monkeypatch):
     recipe, data = prepared
     read, real = [], shards.sha256_of
     (data.directory / "verified.json").unlink()

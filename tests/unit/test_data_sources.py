@@ -55,16 +55,9 @@ def write_all(folder):
     parquet(half / "b.parquet", TEXTS[9:12])
     (half / "c.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS[12:])))
     (half / "notes.md").write_text("not a part of it")
-    names = [
-        "*.txt",
-        "*.txt.gz",
-        "*.md.zst",
-        "all.jsonl",
-        "all.jsonl.gz",
-        "all.jsonl.zst",
-        "all.parquet",
-        "halves",
-    ]
+    names = (
+        "*.txt *.txt.gz *.md.zst all.jsonl all.jsonl.gz all.jsonl.zst all.parquet halves".split()
+    )
     return [str(folder / name) for name in names]
 
 

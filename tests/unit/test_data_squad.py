@@ -77,9 +77,7 @@ WORDS = st.lists(
     st.integers(70, 240),
     st.sampled_from(["", " "]),
 )
-def test_a_context_is_cut_around_the_answer(
-    left: str, right: str, answer: str, room: int, gap: str
-) -> None:
+def test_a_context_is_cut_around_the_answer(left, right, answer, room, gap):
     item = question(f"{left}{gap}{answer}{gap}{right}", answer)
     ids, marks, _ = squad.row(item, BYTES, room)  # type: ignore[misc]
     assert len(ids) <= room + 1

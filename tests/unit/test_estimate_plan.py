@@ -237,9 +237,7 @@ def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
     ("at_end", "steps", "last"),
     [("auto", 300, 16), ("auto", 400, 125), ("all", 300, 125), ("batches", 400, 16)],
 )
-def test_all_validation_data_is_measured_at_the_end_if_that_is_a_tenth_of_the_work(
-    at_end, steps, last
-):
+def test_all_validation_data_is_measured_at_end_if_that_is_tenth_of_work(at_end, steps, last):
     """125 batches are 42 training steps."""
     recipe = Recipe.load(
         "quickstart", ["train.global_batch=8", "eval.batches=16", f"eval.at_end={at_end}"]

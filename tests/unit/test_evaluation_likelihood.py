@@ -63,9 +63,7 @@ def rows(count: int, longest: int) -> list[Continuation]:
 
 
 @pytest.mark.parametrize("tokens_per_pass", [1, 100, 10**6])
-def test_each_row_has_the_score_of_the_plain_reference(
-    tokens_per_pass: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass, monkeypatch):
     monkeypatch.setitem(likelihood.TOKENS_PER_PASS, "cpu", tokens_per_pass)
     model, given = gpt(), rows(40, 40)  # some are longer than the context of 48
     greedy = model(torch.tensor([given[0].context])).argmax(-1)[0, -1:].tolist()

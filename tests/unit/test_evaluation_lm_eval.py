@@ -94,9 +94,7 @@ def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
 @pytest.mark.dist
 @pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
 @pytest.mark.filterwarnings("ignore")
-def test_a_task_has_the_same_scores_on_one_rank_and_on_two_of_a_sharded_model(
-    tmp_path: Path,
-) -> None:
+def test_a_task_has_the_same_scores_on_one_rank_and_on_two_of_a_sharded_model(tmp_path):
     gpt, right = model(), 0
     numbers = run_harness("parity", gpt, BYTES, ALONE, task_manager=parity(tmp_path / "alone"))
     for row in ROWS:
@@ -132,9 +130,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_a_stop_cuts_the_harness_short_and_the_random_numbers_are_as_they_were(
-    harness: list[Any],
-) -> None:
+def test_a_stop_cuts_the_harness_short_and_the_random_numbers_are_as_they_were(harness):
     harness.append(lambda lm: lm.loglikelihood([SimpleNamespace(args=("Is it? ", "yes"))])[0][0])
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert run_harness("task", model(), BYTES, ALONE, poll=lambda: True) is None

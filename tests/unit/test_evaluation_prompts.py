@@ -31,9 +31,7 @@ def opened(kind: str, directory: Path) -> tuple[Tokenizer, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_has_the_ids_of_transformers_the_first_token_included(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_prompt_has_the_ids_of_transformers_the_first_token_included(kind, tmp_path):
     ours, reference = opened(kind, tmp_path)
     text = "Who are you? é 中"
     assert ours.encode_prompt(text) == ours.encode_with_bos(text) == reference(text)["input_ids"]
@@ -106,9 +104,7 @@ def test_an_ending_follows_its_context_in_one_text(kind: str, tmp_path: Path) ->
         assert reference.decode(ids).endswith("Who are you the ca" + ending)
 
 
-def test_gpt2_puts_nothing_before_a_text_and_its_endings_are_those_of_tokenizing_apart(
-    data_files: Path,
-) -> None:
+def test_gpt2_puts_nothing_before_a_text_and_its_endings_are_those_of_tokenizing_apart(data_files):
     ours = gpt2_tokenizer(str(data_files / "gpt2"))
     for one in (ours, hf_tokenizer(str(data_files / "gpt2" / "gpt2-tokenizer.json"))):
         assert one.encode_prompt("Hello, é") == one.encode("Hello, é").tolist()

@@ -32,9 +32,7 @@ from windlass.evaluation.squad import exact_match, f1, score
         ("1 000", ["1000"], 0, 0),
     ],
 )
-def test_worked_by_hand(
-    prediction: str, references: list[str], exact: float, overlap: float
-) -> None:
+def test_worked_by_hand(prediction, references, exact, overlap):
     result = score({"q": prediction}, {"q": references})
     assert result == {
         "exact_match": 100.0 * exact,
@@ -43,9 +41,7 @@ def test_worked_by_hand(
     }
 
 
-def test_a_question_without_a_prediction_counts_nothing_and_an_unknown_prediction_is_no_matter() -> (
-    None
-):
+def test_question_without_prediction_counts_nothing_and_unknown_prediction_is_no_matter() -> None:
     result = score({"a": "x", "c": "y"}, {"a": ["x"], "b": ["y"]})
     assert result == {"exact_match": 50.0, "f1": 50.0, "items": 2}
     with pytest.raises(UserError):
@@ -63,9 +59,7 @@ def test_a_question_without_a_prediction_counts_nothing_and_an_unknown_predictio
         ),  # arXiv 1608.07905, table 2: Match-LSTM, Ans-Ptr (Boundary+Search+en), dev
     ],
 )
-def test_scores_of_published_predictions(
-    data_files: Path, file: str, exact: float, overlap: float
-) -> None:
+def test_scores_of_published_predictions(data_files, file, exact, overlap):
     """Answers of two models to all of dev-v1.1, see squad_predictions/README.md."""
     tree = json.loads((data_files / "squad" / "dev-v1.1.json").read_text(encoding="utf-8"))
     questions = [

@@ -110,9 +110,7 @@ def test_only_what_is_read_is_downloaded_and_the_commit_is_known(asked: list[str
     )
 
 
-def test_the_tokenizer_that_comes_with_the_model_is_of_the_models_revision(
-    asked: list[str],
-) -> None:
+def test_the_tokenizer_that_comes_with_the_model_is_of_the_models_revision(asked):
     from windlass.data.vocabulary import named_tokenizer
     from windlass.recipe import Recipe
 
@@ -157,9 +155,7 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ([ConnectionRefusedError], True),
     ],
 )
-def test_one_slow_answer_does_not_put_the_process_offline(
-    outcomes: Any, offline: bool, undecided: Any
-) -> None:
+def test_one_slow_answer_does_not_put_the_process_offline(outcomes, offline, undecided):
     asked = iter(outcomes)
 
     def connect(address: Any, timeout: float) -> socket.socket:

@@ -478,17 +478,7 @@ def test_the_largest_message_of_a_check_is_given_with_the_bandwidth(tmp_path):
     )
     done = submitted(tmp_path, "quickstart", "--max-size", "4M", "--min-busbw", "1", "--dry-run")
     assert "--min-busbw 1 --max-size 4M" in done.stdout
-    words = [
-        "quickstart",
-        "parallel.device=cpu",
-        "--nodes",
-        "2",
-        "--min-busbw",
-        "1",
-        "--max-size",
-        "4M",
-        "--dry-run",
-    ]
+    words = "quickstart parallel.device=cpu --nodes 2 --min-busbw 1 --max-size 4M --dry-run".split()
     assert (
         "--min-busbw 1 --max-size 4M"
         in windlass("scale", *words, "--scheduler", "slurm", cwd=tmp_path).stdout
@@ -539,10 +529,7 @@ def test_files_are_found_from_the_sites_scratch_directory(tmp_path, monkeypatch)
     words = [
         "quickstart",
         sources,
-        "data.tokenizer=hf:toks",
-        "data.dir=data",
-        "run.dir=run",
-        "--site",
+        *"data.tokenizer=hf:toks data.dir=data run.dir=run --site".split(),
         str(site),
     ]
     submitted(tmp_path, *words)
@@ -777,12 +764,7 @@ def test_the_state_of_a_job(tmp_path, monkeypatch, slurm, state):
 
 def test_dry_run_and_cancel_in_the_terminal(tmp_path):
     done = windlass(
-        "submit",
-        "quickstart",
-        "parallel.device=cpu",
-        "--scheduler",
-        "pbs",
-        "--dry-run",
+        *"submit quickstart parallel.device=cpu --scheduler pbs --dry-run".split(),
         cwd=tmp_path,
     )
     assert done.stdout.startswith("#!/bin/bash") and list(tmp_path.iterdir()) == []

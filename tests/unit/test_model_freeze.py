@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 import hf_fixtures
@@ -20,9 +18,7 @@ from windlass.recipe import Recipe
 from windlass.reports.view import view
 
 
-def test_frozen_weights_stay_and_have_no_state_and_every_report_says_how_many_are_trained(
-    tmp_path: Path,
-) -> None:
+def test_frozen_weights_stay_and_have_no_state_and_every_report_says_how_many_are_trained(tmp_path):
     recipe = tiny_recipe(write_corpus(tmp_path / "text.txt"), tmp_path / "run", train__steps=3)
     recipe = recipe.replace('model.freeze=["embedding.*", "blocks.0.attn.qkv.*"]')
     run = train(recipe)
@@ -48,9 +44,7 @@ def test_frozen_weights_stay_and_have_no_state_and_every_report_says_how_many_ar
     assert (row.memory.gradients, row.memory.optimizer) == (4 * trained, 8 * trained)
 
 
-def test_a_pattern_that_matches_nothing_or_everything_is_one_message_and_leaves_no_run(
-    tmp_path: Path,
-) -> None:
+def test_a_pattern_that_matches_nothing_or_everything_is_one_message_and_leaves_no_run(tmp_path):
     recipe = tiny_recipe(write_corpus(tmp_path / "text.txt"), tmp_path / "run")
     for freeze, words in (
         (["embeding.*"], ("embeding.*", "embedding.weight")),
@@ -61,9 +55,7 @@ def test_a_pattern_that_matches_nothing_or_everything_is_one_message_and_leaves_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_hugging_face_model_is_described_as_it_is_and_frozen_by_its_own_names(
-    tmp_path: Path,
-) -> None:
+def test_a_hugging_face_model_is_described_as_it_is_and_frozen_by_its_own_names(tmp_path):
     base = hf_fixtures.save(
         "llama", tmp_path / "base", num_hidden_layers=5, tie_word_embeddings=True
     )

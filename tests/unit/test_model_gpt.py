@@ -264,9 +264,7 @@ def test_spreads_are_those_of_gpt2() -> None:
         ("gpt2-124m", 50304, 124_475_904, 123_689_472),
     ],
 )
-def test_parameters_of_the_presets_are_the_published_ones(
-    preset: str, vocab: int, total: int, nanogpt: int
-) -> None:
+def test_parameters_of_the_presets_are_the_published_ones(preset, vocab, total, nanogpt):
     recipe = Recipe.load(preset, [f"model.vocab={vocab}"])
     parameters = count(recipe.model, vocab)
     assert (parameters.total, parameters.total - parameters.positions) == (total, nanogpt)

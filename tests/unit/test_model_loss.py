@@ -60,9 +60,7 @@ def test_value_and_gradients_in_float64(chunk: int, biased: bool, cap: float) ->
 
 @pytest.mark.parametrize("chunk", [0, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sums_are_float32_and_gradients_have_their_tensors_dtype(
-    chunk: int, dtype: torch.dtype
-) -> None:
+def test_sums_are_float32_and_gradients_have_their_tensors_dtype(chunk, dtype):
     x, weight, bias, labels = problem(torch.float32)
     expected = by_hand(x, weight, bias, labels)
     with torch.autocast("cpu", dtype):

@@ -73,9 +73,7 @@ def test_adamw_by_its_name_is_adamw_with_the_same_groups(corpus: Path, tmp_path:
         (["optim.kind=torch.optim.Muon"], ("optim.kind", "does not take this model")),
     ],
 )
-def test_what_torch_does_not_have_or_take_is_one_message(
-    overrides: list[str], words: tuple[str, ...], corpus: Path, tmp_path: Path
-) -> None:
+def test_what_torch_does_not_have_or_take_is_one_message(overrides, words, corpus, tmp_path):
     recipe = tiny_recipe(corpus, tmp_path / "run").replace(*overrides)
     with refused(*words):
         train(recipe)

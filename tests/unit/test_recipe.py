@@ -70,12 +70,7 @@ def problems(*overrides: str) -> dict[str, str]:
 
 def test_all_problems_are_reported_together():
     found = problems(
-        "optim.lrr=1",
-        "train.steps=0",
-        "data.order=foo",
-        "checkpoint.every=1.5",
-        "lr=2",
-        "train.n=2",
+        *"optim.lrr=1 train.steps=0 data.order=foo checkpoint.every=1.5 lr=2 train.n=2".split()
     )
     assert set(found) == {
         "optim.lrr",
@@ -395,13 +390,7 @@ def test_the_config_hash_is_of_the_semantic_settings():
         "train.micro_batch=2",
         "data.workers=3",
     ]
-    other = [
-        "optim.lr=1",
-        "run.seed=2",
-        "train.steps=9",
-        "model.dropout=0.5",
-        "data.order=sequential",
-    ]
+    other = "optim.lr=1 run.seed=2 train.steps=9 model.dropout=0.5 data.order=sequential".split()
     assert {base.replace(o).config_hash for o in same} == {base.config_hash}
     assert len({base.config_hash, *(base.replace(o).config_hash for o in other)}) == 1 + len(other)
     assert base.name == f"quickstart-{base.config_hash[:8]}"

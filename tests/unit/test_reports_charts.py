@@ -121,9 +121,7 @@ def styles(figure):
     ]
 
 
-def test_a_suite_of_several_runs_has_a_chart_for_each_measure_and_twenty_lines_twenty_looks(
-    tmp_path,
-):
+def test_suite_of_several_runs_has_chart_for_each_measure_and_twenty_lines_twenty_looks(tmp_path):
     runs = [build_run(tmp_path / f"{i:02}", steps=30) for i in range(20)]
     for run in runs:
         scores = {f"task-{i}/acc": i / 9 for i in range(20)}

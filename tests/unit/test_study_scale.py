@@ -309,18 +309,7 @@ def test_a_preset_of_studies_is_changed_on_the_way():
 
 def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = [
-        "scale",
-        "quickstart",
-        "--nodes",
-        "1,2",
-        "--scheduler",
-        "slurm",
-        "--min-busbw",
-        "5",
-        "--repeats",
-        "2",
-    ]
+    words = "scale quickstart --nodes 1,2 --scheduler slurm --min-busbw 5 --repeats 2".split()
     done = windlass(
         *words, "--gpus-per-node", "2", "--time", "01:00:00", "--dir", "study", "--dry-run"
     )
@@ -348,17 +337,7 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
     submitted = ["submit", "study", "--gpus-per-node", "2", "--scheduler", "slurm", "--dry-run"]
     for script in windlass(*submitted).stdout.split("#!/bin/bash")[1:]:
         assert "jobs/1-nodes" in script or "jobs/2-nodes" in script
-    cpu = [
-        "scale",
-        "quickstart",
-        "parallel.device=cpu",
-        "--nodes",
-        "1,2",
-        "--scheduler",
-        "slurm",
-        "--min-busbw",
-        "5",
-    ]
+    cpu = "scale quickstart parallel.device=cpu --nodes 1,2 --scheduler slurm --min-busbw 5".split()
     one, two = windlass(*cpu, "--dry-run").stdout.split("#!/bin/bash")[1:]
     assert "--min-busbw" not in one and "--min-busbw 5" in two  # one rank has no bandwidth
     assert "leave --worlds out" in windlass(*cpu, "--worlds", "1,2", code=2).stderr

@@ -92,14 +92,7 @@ def test_secrets_are_hidden_at_any_depth_and_under_any_name_of_one():
         "packages": {"tiktoken": "0.9.0", "tokenizers": "0.21"},
         "https://***@h": [[{"token": "***", "n": 1.5}]],
     }
-    names = (
-        "PGPASSWORD",
-        "OPENAI_KEY",
-        "SSHPASS",
-        "GITHUB_PAT",
-        "MYSQL_PWD",
-        "AWS_SECRET_ACCESS_KEY",
-    )
+    names = "PGPASSWORD OPENAI_KEY SSHPASS GITHUB_PAT MYSQL_PWD AWS_SECRET_ACCESS_KEY".split()
     environ = {name: f"value-of-{name.lower()}" for name in names} | {"TEXT_KEY": "paragraph"}
     assert scrub(" ".join(environ.values()), environ) == " ".join(
         ["***"] * len(names) + ["paragraph"]
@@ -130,14 +123,7 @@ def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
 
 def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path):
     def git(*arguments):
-        identity = (
-            "-c",
-            "user.name=t",
-            "-c",
-            "user.email=t@example.org",
-            "-c",
-            "commit.gpgsign=false",
-        )
+        identity = "-c user.name=t -c user.email=t@example.org -c commit.gpgsign=false".split()
         subprocess.run(
             ["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True
         )

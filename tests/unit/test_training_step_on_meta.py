@@ -48,13 +48,7 @@ def batch(length: int) -> Any:
 @pytest.mark.parametrize(
     ("precision", "recompute", "chunked"), [("fp32", "full", False), ("fp16", "none", True)]
 )
-def test_a_step_reads_no_value(
-    monkeypatch: pytest.MonkeyPatch,
-    shape: dict[str, Any],
-    precision: str,
-    recompute: str,
-    chunked: bool,
-) -> None:
+def test_a_step_reads_no_value(monkeypatch, shape, precision, recompute, chunked):
     monkeypatch.setattr(training, "autocast", lambda *_: nullcontext())  # the meta device has none
     if chunked:
         monkeypatch.setitem(loss.CHUNK_BYTES, "cuda", 4 * 300 * 10)

@@ -159,9 +159,7 @@ def test_the_pass_that_is_timed_has_at_most_a_thousand_tokens(tmp_path, context,
     assert shapes == [shape]
 
 
-def test_a_phase_of_the_start_that_lasts_says_what_it_does_in_the_log_too(
-    tmp_path, monkeypatch, capsys
-):
+def test_phase_of_start_that_lasts_says_what_it_does_in_log_too(tmp_path, monkeypatch, capsys):
     corpus = write_corpus(tmp_path / "text.txt", words=2000)
     log = tmp_path / "run" / "log.txt"
     waited = []
