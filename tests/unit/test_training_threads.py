@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -141,6 +142,37 @@ def test_the_command_line_has_threads_wait_a_short_while_unless_told_otherwise(g
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split("\n")[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("own_threads", "busy", "words"),
+    [
+        (2, 1.0, ["use 1.0 of 2 cores", "train.threads=1"]),
+        (1, 1.0, []),
+        (2, 0.2, []),
+        (1, 2.0, ["use 2.0 of 2 cores", "stop them"]),
+    ],
+)
+def test_busy_process_beside_training_is_warned_about_once(monkeypatch, own_threads, busy, words):
+    own = min(own_threads, max(0.5, 2 - busy))  # cores that this process gets
+    now = [0.0]
+
+    def cpu_times(percpu):
+        times = namedtuple("CPU", "user idle iowait")
+        return [times(0, now[0] * max(0, 2 - own - busy), 0), times(0, 0, 0)]
+
+    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(threads.psutil, "cpu_times", cpu_times)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "process_time", lambda: now[0] * min(own, 2 - busy))
+    torch.set_num_threads(own_threads)
+    watch = threads.Contention()
+    texts = []
+    for now[0] in (2.0, 10.0, 20.0):
+        texts.append(watch.poll())
+    assert texts[0] == texts[2] == "", "too soon, and once"
+    assert bool(texts[1]) == bool(words) and all(word in texts[1] for word in words)
 
 
 @pytest.mark.parametrize(("context", "shape"), [(64, (8, 64)), (100_000, (1, 1024))])

@@ -40,6 +40,7 @@ from windlass.training.callbacks import StepResult
 from windlass.training.checks import check_first_loss
 from windlass.training.start import StartPlan, decide_on_rank_0
 from windlass.training.state import TrainState
+from windlass.training.threads import Contention
 
 HEARTBEAT_SECONDS = 10.0  # a file of this age or less shows that the run is alive
 
@@ -88,6 +89,9 @@ class Recorder:
         self.logged: tuple[int, ...] = ()
         self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines
         self._next_beat = 0.0  # of the monotonic clock
+        # Ranks that share a host are other processes to each other.
+        alone = ranks.device.type == "cpu" and ranks.world == 1
+        self.contention = Contention() if alone else None
         seconds, path = self.goodput.seconds, self.run.metrics_path
         self.ledger = Ledger(path, attempt, ranks.main, lambda: {"seconds": seconds()})
         stack.callback(self.ledger.close)
@@ -396,6 +400,8 @@ class Recorder:
         """Show messages of trackers, and of a ledger or sampler that cannot write."""
         self.beat()
         self.show(self.trackers.poll())
+        if self.contention and (warning := self.contention.poll()):
+            self.console.warning(warning)
         for source in (self.ledger, self.sampler):
             if source.warning:
                 self.console.warning(source.warning, own=True)

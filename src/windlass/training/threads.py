@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -24,6 +25,7 @@ PROBE_TOKENS = 1024  # in a timed forward and backward pass
 PROBE_PASSES = 2  # for each number of threads; the faster one counts
 LONG_SECONDS = 0.3  # CPU time per thread: a longer pass has work for all threads
 ENOUGH_SECONDS = 0.5  # for the passes with one number of threads
+WATCH_SECONDS = 5.0  # between two looks at other processes, at least
 EQUAL = 1.03  # times within this factor count as equal, and fewer threads win
 
 
@@ -102,3 +104,39 @@ def probe(run: Callable[[], None], most: int) -> dict[int, float]:
 def fewest(seconds: Mapping[int, float]) -> int:
     """The smallest number of threads that is as fast as the fastest."""
     return min(threads for threads, s in seconds.items() if s <= EQUAL * min(seconds.values()))
+
+
+class Contention:
+    """Warns once if other processes use cores that the threads of this process wait for."""
+
+    def __init__(self) -> None:
+        self.cores, self.warned = usable_cores(), False
+        self._last = self._times()
+
+    def _times(self) -> tuple[float, float, float]:
+        """The time now, idle seconds of the usable cores, and CPU seconds of this process."""
+        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+        cores = [
+            times
+            for i, times in enumerate(psutil.cpu_times(percpu=True))
+            if usable is None or i in usable
+        ]
+        idle = sum(times.idle + getattr(times, "iowait", 0.0) for times in cores)
+        return time.monotonic(), idle, time.process_time()
+
+    def poll(self) -> str:
+        """The warning, or "" if there is none or the last look was less than WATCH_SECONDS ago."""
+        if self.warned or time.monotonic() - self._last[0] < WATCH_SECONDS:
+            return ""
+        before, self._last = self._last, self._times()
+        elapsed, idle, own = (b - a for a, b in zip(before, self._last, strict=True))
+        others = self.cores - (idle + own) / elapsed  # cores that other processes use
+        threads, free = torch.get_num_threads(), max(1, round(self.cores - others))
+        if others < 0.5 or threads + others < self.cores + 0.5:
+            return ""
+        self.warned = True
+        restart = f", or start this run again with train.threads={free}" if threads > free else ""
+        return (
+            f"other processes use {others:.1f} of {self.cores} cores and slow this training "
+            f"(train.threads={threads}): stop them{restart}"
+        )
