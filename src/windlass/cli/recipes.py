@@ -82,9 +82,10 @@ def _presets() -> Iterator[tuple[str, str]]:
 def print_recipe(recipe: str, overrides: list[str]) -> None:
     """Print the resolved recipe as TOML, with directory, config hash and network as comments."""
     from windlass.recipe import Recipe, study_presets, typed
-    from windlass.study.study import load_study
 
     if (study := study_presets().get(recipe)) and not Path(recipe).exists():
+        from windlass.study.study import load_study
+
         verb = tomllib.loads(study.read_text(encoding="utf-8"))["verb"]
         loaded, options, _ = load_study(recipe, verb, overrides)
         shown = " ".join(f"{k}={typed(value)}" for k, value in options.items() if k != "preset")
