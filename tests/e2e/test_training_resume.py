@@ -30,9 +30,9 @@ __all__ = ["corpus", "trainers"]
 CASES = [
     ("single", 1, 4),
     ("ddp", 2, 2),
-    ("shard_optim", 2, 2),
     ("full_shard", 2, 2),
-    ("shard_grad_op", 2, 4),
+    pytest.param("shard_optim", 2, 2, marks=pytest.mark.full),
+    pytest.param("shard_grad_op", 2, 4, marks=pytest.mark.full),
     pytest.param("hybrid_shard", 4, 2, marks=pytest.mark.full),
     pytest.param("full_shard", 4, 1, marks=pytest.mark.full),
 ]

@@ -48,6 +48,7 @@ def test_one_process_proves_resume_and_kills(tmp_path):
         assert passed, measured
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_worlds_are_equal_with_dropout_on(tmp_path):
     bench = Bench(tmp_path, kills=1, worlds=(1, 2))
