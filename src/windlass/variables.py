@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 # PWD and OLDPWD are the shell's directories: every path would read ***. `_PWD` after another word
@@ -43,6 +44,11 @@ PATTERNS = [
 ]
 
 
+@lru_cache(10_000)  # the same few hundred names, in each of a report's thousands of texts
+def names_secret(name: str) -> bool:
+    return bool(SECRET_NAME.search(name))
+
+
 def scrub(value: Any, environ: Mapping[str, str] | None = None) -> Any:
     """A value without secrets, for everything that leaves the run; lists and mappings at any depth.
 
@@ -54,12 +60,14 @@ def scrub(value: Any, environ: Mapping[str, str] | None = None) -> Any:
     # Short values, as `1` or `test`, would be replaced in every text. A secret that contains
     # another one comes first.
     variables = (os.environ if environ is None else environ).items()
-    secrets = [v for name, v in variables if len(v) >= SHORT and SECRET_NAME.search(name)]
+    secrets = [v for name, v in variables if len(v) >= SHORT and names_secret(name)]
     secrets.sort(key=len, reverse=True)
 
     def clean(value: Any, secret: bool = False) -> Any:
         if isinstance(value, Mapping):
-            return {clean(key): clean(x, secret or names_secret(key)) for key, x in value.items()}
+            return {
+                clean(key): clean(x, secret or names_secret(str(key))) for key, x in value.items()
+            }
         if isinstance(value, list | tuple):
             return [clean(inner, secret) for inner in value]
         if secret and value not in (None, "") and not isinstance(value, bool):
@@ -71,8 +79,5 @@ def scrub(value: Any, environ: Mapping[str, str] | None = None) -> Any:
         for pattern in PATTERNS:
             value = pattern.sub(rf"\1{HIDDEN}", value)
         return value
-
-    def names_secret(key: Any) -> bool:
-        return isinstance(key, str) and bool(SECRET_NAME.search(key))
 
     return clean(value)

@@ -96,6 +96,7 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
     assert whole.summary["train_loss_mean"] == pytest.approx(np.mean(losses), rel=1e-6)
     stopped(recipe, 6)  # in the middle of a window of 5 steps, at the end of an epoch
     run = train(recipe)
+    assert lines_of(run, "work ")[-1].endswith("tokens, resumed after step 6")
     assert run.summary["train_loss_mean"] == whole.summary["train_loss_mean"], "bit for bit"
 
     order = "samples shuffled anew, seed 1337"

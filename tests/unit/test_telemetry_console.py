@@ -17,27 +17,8 @@ STEP = (
 
 
 def show(console):
-    console.header(
-        run="runs/x",
-        recipe="quickstart",
-        config_hash="0123abcd",
-        device="cpu",
-        world=2,
-        strategy="ddp",
-        precision="fp32",
-        model="10,745,088 parameters",
-        optimizer="adamw",
-        tokens_per_step=4096,
-        first_step=50,
-        data={
-            "data": "wiki.txt",
-            "training": "4,096 tokens",
-            "validation": "none",
-            "tokenizer": "byte, 257 ids",
-        },
-        epochs=2.0,
-        launch={"hosts": ["n1: rank 0, 1 x cpu", "n2: rank 1, 1 x cpu"]},
-    )
+    facts = {"run": "runs/x", "threads": "", "hosts": "n1: rank 0, 1 x cpu\nn2: rank 1, 1 x cpu"}
+    console.header(facts, first_step=50)
     console.tick(99)
     line = {
         "loss": 2.51234,
@@ -88,10 +69,9 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
         "saved 100/200 | checkpoints/step-00000100 | 0.50 s",
         "warning: mlflow: no way",
         r"  | or not \x1b[31mto\x07 be" + "  -x-" * 40,
-        "ranks   2 ranks x cpu, ddp, fp32",
+        "run     runs/x",
         "hosts   n1: rank 0, 1 x cpu",
         "        n2: rank 1, 1 x cpu",
-        "work    200 steps x 4,096 tokens = 819k tokens, resumed after step 50",
     ):
         assert line in lines
     assert "\x1b" not in out.getvalue() and "\r" not in out.getvalue()

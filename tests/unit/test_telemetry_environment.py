@@ -162,10 +162,10 @@ def test_hosts_and_places_of_ranks():
     assert describe_launch(
         launch | {"scheduler": "SLURM", "job": "8", "machine": "alps"}, ranks
     ) == {
-        "job": ["SLURM job 8 on alps"],
-        "launch": ["3 ranks on 2 hosts, started by slurm; nccl between ranks"],
-        "hosts": describe_hosts(ranks),
-        "with": ["windlass 1, torch 2.11, CUDA 12.6, NCCL 2.27"],
+        "job": "SLURM job 8 on alps",
+        "launch": "3 ranks on 2 hosts, started by slurm; nccl between ranks",
+        "hosts": "\n".join(describe_hosts(ranks)),
+        "with": "windlass 1, torch 2.11, CUDA 12.6, NCCL 2.27",
     }
     assert "job" not in describe_launch(launch, ranks)
     slurm = {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "alps"}

@@ -91,16 +91,16 @@ def test_a_suite_of_ones_own_says_that_less_is_better():
     assert not measures.lower_is_better("own:other.error", lines)
 
 
-def test_a_new_number_of_a_step_is_one_declaration(tmp_path, monkeypatch):
+def test_a_new_number_of_a_step_and_of_a_run_is_one_declaration_each(tmp_path, monkeypatch):
     new = Measure(
         *("entropy", "Entropy of the outputs", "score", "nats"),
         console="H {:.1f}",
         tracker="train/entropy",
         chart="entropy",
-        results="Final entropy",
-        principal=True,
     )
+    last = Measure("entropy", "Final entropy", source="train.entropy", principal=True)
     monkeypatch.setitem(measures.TRAIN, "entropy", new)
+    monkeypatch.setitem(measures.RUN, "entropy", last)
     run = build_run(tmp_path / "run")
     edit(run, lambda line: line | {"entropy": 5.25} if line["kind"] == "train" else line)
     line = run.lines("train")[-1]

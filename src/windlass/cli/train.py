@@ -96,7 +96,9 @@ def show_end(run: Run) -> int:
 
         if text := curve(view(run)):
             typer.echo(text)
-        written = write_report(run)
+        # PNG files take most of the time; those that an earlier report drew are kept up to date.
+        drawn = (run.report_dir / "plots").is_dir()
+        written = write_report(run, plots=None if drawn else False)
         show_published(written.published)
         typer.echo(f"report: {written.page}")
     except Exception as error:

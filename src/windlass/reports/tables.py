@@ -10,7 +10,7 @@ from windlass.recipe import Recipe, settings
 from windlass.reports.table import Column, Table
 from windlass.reports.tracks import Track
 from windlass.reports.view import RunView, evaluation_names
-from windlass.telemetry.measures import EPOCH_LOSS, of_eval, of_result, of_run
+from windlass.telemetry.measures import EPOCH_LOSS, RUN, of_eval, of_result
 
 MANY_EVALUATIONS = 12  # have a table of their own only; fewer have a line each among the results
 NAMING = ("preset", "run.name", "run.dir", "run.notes", "data.dir")
@@ -46,7 +46,7 @@ def comparison(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
     """A row for each run: its name, the settings that differ, and every measure of any run."""
     differ = [s for s in rows if s.differs and s.key not in NAMING]
     every = dict.fromkeys(name for view in views for name in view.values)
-    declared = of_run()
+    declared = RUN
     names = [n for n in declared if n in every] + [n for n in every if n not in declared]
     columns = [Column("run", "Run"), *(Column(s.key) for s in differ)]
     columns += map(measure_column, names)

@@ -31,7 +31,7 @@ from windlass.reports.tracks import (
 )
 from windlass.run import Line, Run, effective, last_start, read_lines
 from windlass.study.compare import Evaluated, evaluated
-from windlass.telemetry.measures import EPOCH_LOSS, Measure, lower_is_better, of_run
+from windlass.telemetry.measures import EPOCH_LOSS, RUN, Measure, lower_is_better
 from windlass.telemetry.timing import (
     Throughput,
     device_hours,
@@ -229,7 +229,7 @@ def _values(v: RunView) -> dict[str, Value]:
         "starts": 1 + len(v.restarts),
         "changed": "; ".join(texts) or None,
     }
-    values = {m.name: _read(v, m) if m.source else computed[m.name] for m in of_run().values()}
+    values = {m.name: _read(v, m) if m.source else computed[m.name] for m in RUN.values()}
     values |= {f"{EPOCH_LOSS}{n}": x for n, x in losses_by_epoch(loss, per_epoch).items()}
     for suite, track in v.evals.items():
         scores = track.scores() if suite != LOSS else ()

@@ -11,14 +11,13 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from windlass.run import Line
 from windlass.telemetry import measures, terminal
 from windlass.telemetry.ledger import now
-from windlass.telemetry.measures import short
 
 NOTEBOOK = 100  # columns of a line in a notebook
 BAR = 20  # columns; a bar needs at least half of them
@@ -57,64 +56,19 @@ class Console:
             with contextlib.suppress(OSError):
                 self._log = path.open("a", encoding="utf-8", errors="replace")
 
-    def header(
-        self,
-        *,
-        run: str,
-        recipe: str,
-        config_hash: str,
-        device: str,
-        world: int,
-        strategy: str,
-        precision: str,
-        model: str,
-        optimizer: str,
-        tokens_per_step: int,
-        data: Mapping[str, str],
-        epochs: float,
-        evaluation: str = "",
-        first_step: int = 0,
-        threads: str = "",
-        launch: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        """Show the run's facts; `first_step`: the steps that are done already."""
+    def header(self, facts: Mapping[str, str], first_step: int = 0) -> None:
+        """Show the run's facts by name; the live line begins at `first_step`."""
         self.done()
-        tokens = short(self.steps * tokens_per_step)
-        about = "about " * ("lengths" in data)  # rows differ in length
-        resumed = f", resumed after step {first_step:,}" if first_step else ""
-        passes = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
-        sources = ": ".join(data[key] for key in ("data", "training") if key in data)
-        work = f"{self.steps:,} steps x {about}{tokens_per_step:,} tokens = {tokens} tokens"
-        validation = f"validation {data['validation']}; {data['tokenizer']}"
-        facts = {
-            "run": run,
-            "recipe": f"{recipe} ({config_hash})",
-            "ranks": f"{world} rank{'s' * (world != 1)} x {device}, {strategy}, {precision}",
-            **{name: "\n".join(lines) for name, lines in (launch or {}).items()},
-            "threads": threads,
-            "model": model,
-            "optim": optimizer,
-            "data": f"{sources}; {validation}; {passes} epochs",
-            **{key: data[key] for key in ("sources", "template", "lengths", "cut") if key in data},
-            "work": f"{work}{resumed}",
-            "eval": evaluation,
-        }
         for name, fact in facts.items():
-            if not fact:
-                continue
-            for number, line in enumerate(fact.split("\n")):
+            for number, line in enumerate(fact.split("\n") if fact else ()):
                 style = {"run": "bold", "cut": "yellow"}.get(name, "")
                 self._print(f"{'' if number else name:<8}{line}", style, indent=" " * 8)
+        self._step = first_step
         if self._terminal is not None:
             from rich.live import Live
 
-            self._step = first_step
-            self._live = Live(
-                get_renderable=self._line,
-                console=self._terminal,
-                auto_refresh=False,
-                transient=True,
-            )
+            options: dict[str, Any] = {"auto_refresh": False, "transient": True}
+            self._live = Live(get_renderable=self._line, console=self._terminal, **options)
             with self._while_terminal_is_there():
                 self._live.start(refresh=True)
 

@@ -123,23 +123,23 @@ def describe_hosts(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def describe_launch(
     launch: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
-) -> dict[str, list[str]]:
-    """Lines of the header, by name, for several ranks or a job; `launch`: from environment.json."""
+) -> dict[str, str]:
+    """The header's facts about several ranks or a job; `launch`: from environment.json."""
     world, nodes, launcher = launch["world"], launch["nodes"], launch["launcher"]
     counts = f"{world} rank{'s' * (world != 1)} on {nodes} host{'s' * (nodes != 1)}"
     by = "as one process" if launcher == "none" else f"by {launcher}"
     backend = f"{launch['backend']} between ranks" if launch["backend"] else "no process group"
     titles = {"cuda": "CUDA", "nccl": "NCCL"}
     versions = (f"{titles.get(name, name)} {v}" for name, v in launch["versions"].items())
-    lines = {
-        "launch": [f"{counts}, started {by}; {backend}"],
-        "hosts": describe_hosts(ranks),
-        "with": [", ".join(versions)],
+    facts = {
+        "launch": f"{counts}, started {by}; {backend}",
+        "hosts": "\n".join(describe_hosts(ranks)),
+        "with": ", ".join(versions),
     }
     if "job" not in launch:
-        return lines
+        return facts
     machine = f" on {launch['machine']}" if "machine" in launch else ""
-    return {"job": [f"{launch['scheduler']} job {launch['job']}{machine}"]} | lines
+    return {"job": f"{launch['scheduler']} job {launch['job']}{machine}"} | facts
 
 
 def describe_places(ranks: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,7 +1,8 @@
 """Every number that Windlass shows, declared once. No torch.
 
 The console, trackers, tables, charts, the page, scaling studies, published tables, the model card
-and the documentation select their numbers here. A new number is one line of a table below.
+and the documentation select their numbers here. A new number is one line of a table below, and
+one more if a run's results show it.
 
 A field that a callback, lm-eval or a user's own suite writes is not declared; `of_eval` gives it
 the properties of a score.
@@ -19,52 +20,33 @@ from windlass.run import PLACE
 
 @dataclass(frozen=True)
 class Measure:
-    """A number and how it is shown.
+    """A number and how it is shown; an empty attribute says that it is not shown there."""
 
-    Attributes:
-        name: the field of its ledger line, or the name in tables and CSV.
-        heading: the title of a column or chart; by default the name in words.
-        kind: the format in tables (see `reports.text.show`): `loss`, `score`, `count`, `rate`,
-            `share`, `mb`, `hours`, `duration`, `amount`, `giga`; empty: text.
-        unit: of the raw value, or of a chart's axis.
-        role: in `eval` lines, a `score` says how good the model is, and a `derived` number follows
-            from a score. `other` numbers, as speeds, and a `count` of work say nothing about the
-            model. `place` locates the line in the run. SETUP has roles of its own.
-        better: the better direction of a score, `higher` or `lower`.
-        words: the name in a sentence, in a legend, and in an evaluation's line of the terminal.
-        short: the heading in the terminal; empty: the heading.
-        console: the text in a step's line of the terminal, with a format that `Shown` knows; empty:
-            it is not there. A text that ends in ` *` leaves the live line room for its bar.
-        tracker: the name in the trackers; empty: they do not get it.
-        chart: the chart that draws it. The first measure of a chart gives its title and unit.
-        results: the heading in a run's results, which show the last value; empty: they do not.
-        headline: the name at the top of the page; empty: it is not there.
-        principal: whether people see it in a table of several runs; the CSV has it anyway.
-        gpu: whether only a GPU has it.
-        source: `LINE.FIELD` in the ledger or `devices/`; of several, the first with a value counts.
-        of, factor: the measure that it is converted from, and by what.
-        meaning: a definition for the documentation; empty: the heading says it.
-    """
-
-    name: str
-    heading: str = ""
+    name: str  # the field of its ledger line, or the name in tables and CSV
+    heading: str = ""  # the title of a column or chart; empty: the name in words
+    # the format in tables (see `reports.text.show`): `loss`, `score`, `count`, `rate`, `share`,
+    # `mb`, `hours`, `duration`, `amount`, `giga`; empty: text
     kind: str = "score"
-    unit: str = ""
+    unit: str = ""  # of the raw value, or of a chart's axis
+    # In `eval` lines, a `score` says how good the model is, and a `derived` number follows from a
+    # score. `other` numbers, as speeds, and a `count` of work say nothing about the model. `place`
+    # locates the line in the run. SETUP has roles of its own.
     role: str = "score"
-    better: str = ""
-    words: str = ""
-    short: str = ""
+    better: str = ""  # the better direction of a score, `higher` or `lower`
+    words: str = ""  # the name in a sentence, a legend, and an evaluation's line of the terminal
+    short: str = ""  # the heading in the terminal; empty: the heading
+    # the text in a step's line of the terminal, with a format that `Shown` knows; a text that ends
+    # in ` *` leaves the live line room for its bar
     console: str = ""
-    tracker: str = ""
-    chart: str = ""
-    results: str = ""
-    headline: str = ""
-    principal: bool = False
-    gpu: bool = False
-    source: str = ""
-    of: str = ""
-    factor: float = 1.0
-    meaning: str = ""
+    tracker: str = ""  # the name in the trackers
+    chart: str = ""  # the chart that draws it; a chart's first measure gives its title and unit
+    headline: str = ""  # the name at the top of the page
+    principal: bool = False  # whether people see it in a table of several runs, beside the CSV
+    gpu: bool = False  # whether only a GPU has it
+    source: str = ""  # `LINE.FIELD` in the ledger or `devices/`; the first with a value counts
+    of: str = ""  # the measure that it is converted from,
+    factor: float = 1.0  # and by what
+    meaning: str = ""  # a definition for the documentation; empty: the heading says it
 
     @property
     def title(self) -> str:
@@ -203,19 +185,14 @@ items | count | count
 examples | count | count
 """,
     ),
-    **_table(
-        "name",
-        "\n".join(
-            (
-                *PLACE,
-                *("samples", "tokens", "label_tokens", "train_samples", "train_tokens"),
-                *("full_samples", "full_tokens", "batches", "first_batch_s", "items_hash"),
-                *("event", "index", "hours", "comparable", "lower"),
-            )
-        ),
-        kind="count",
-        role="place",
-    ),
+    **{
+        name: Measure(name, kind="count", role="place")
+        for name in (
+            *(*PLACE, "samples", "tokens", "label_tokens", "train_samples", "train_tokens"),
+            *("full_samples", "full_tokens", "batches", "first_batch_s", "items_hash"),
+            *("event", "index", "hours", "comparable", "lower"),
+        )
+    },
 }
 """Fields of `eval` lines in the order in which the terminal shows the ones with `words`."""
 
@@ -402,30 +379,19 @@ ratio_pct | rate | ratio | 100
 """Measures of runs and setups in the units of published tables."""
 
 
-def of_run() -> dict[str, Measure]:
-    """The measures of a whole run: RUN, and the last values of `train` fields with `results`."""
-    last = {
-        m.name: Measure(m.name, m.results, m.kind, source=f"train.{m.name}", principal=m.principal)
-        for m in TRAIN.values()
-        if m.results
-    }
-    return RUN | last
-
-
 def of_result(name: str) -> Measure:
     """A measure of a whole run by its name, also the loss of an epoch or the score of a suite."""
     if name.startswith(EPOCH_LOSS):
         epoch = name.removeprefix(EPOCH_LOSS)
         return Measure(name, f"Evaluation loss, epoch {epoch}", "loss", principal=True)
-    return of_run().get(name) or Measure(name, name.replace("_", " "), principal=True)
+    return RUN.get(name) or Measure(name, name.replace("_", " "), principal=True)
 
 
 def of_published(name: str) -> Measure:
     """A column of a published table, whose own heading has the unit: seconds stay seconds."""
     if name.startswith(EPOCH_LOSS):
         return of_result(name)
-    known = of_run() | SETUP | PUBLISHED
-    return known.get(name) or Measure(name, kind="")
+    return (RUN | SETUP | PUBLISHED).get(name) or Measure(name, kind="")
 
 
 def of_eval(name: str) -> Measure:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, BinaryIO, NamedTuple
@@ -41,8 +41,8 @@ EACH_RANK = 8  # up to 8 ranks have a curve each; more ranks have mean, lowest a
 
 
 class Note(NamedTuple):
-    text: str  # where a tracker shows the run, or a problem
-    warning: bool = False
+    text: str
+    warning: bool = False  # else where a tracker shows the run
 
 
 class Trackers:
@@ -152,7 +152,8 @@ def point(line: Line) -> Point:
     sequence, texts, scalars = stream(line), dict[str, str](), dict[str, float]()
     if line["kind"] == "sample":
         texts = {f"samples/{line.get('index', 0)}": scrub(str(line.get("text", "")))}
-    for key, value in numbers(flatten(line)).items():
+    numbers = {key: float(x) for key, x in flatten(line).items() if type(x) in (int, float)}
+    for key, value in numbers.items():
         path, measure = key.replace(".", "/"), measures.of_eval(key)
         if line["kind"] == "train":
             if key in measures.TRAIN and (name := measures.TRAIN[key].tracker):
@@ -170,18 +171,12 @@ def point(line: Line) -> Point:
     return Point(line["step"], timestamp(line), sequence, scalars, texts)
 
 
-def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numeric fields of a line."""
-    return {key: float(v) for key, v in line.items() if type(v) in (int, float)}
-
-
 class DeviceReader:
     """The means of the ranks' device samples between one `train` line and the next."""
 
     def __init__(self, run: Run):
         self.run = run
         self._files: dict[Path, Any] = {}
-        self._next: dict[Path, Line] = {}  # by file the sample that was read ahead
 
     def find(self) -> None:
         """Open new files: the files of ranks on other hosts may come late."""
@@ -193,23 +188,11 @@ class DeviceReader:
         for file in self._files.values():
             file.close()
 
-    def _until(self, path: Path, time: str) -> Iterator[Line]:
-        """The new samples of a file up to a time (UTC, as text)."""
-        while True:
-            if path not in self._next:
-                line = next(new_lines(self._files[path]), None)
-                if line is None:
-                    return
-                self._next[path] = line
-            if self._next[path].get("time", "") > time:
-                return
-            yield self._next.pop(path)
-
     def read(self, line: Line) -> dict[str, float]:
         """Means by name for a `train` line; the utilisation of training steps only."""
         means, many = dict[str, list[float]](), len(self._files) > EACH_RANK
-        for path in self._files:
-            read = self._until(path, line["time"])
+        for file in self._files.values():
+            read = new_lines(file, until=line["time"])
             new = [x for x in read if x.get("attempt") == line.get("attempt")]
             steps = [x for x in new if x.get("phase") == "train"]
             for m in measures.DEVICE.values():
@@ -225,12 +208,15 @@ class DeviceReader:
         return {f"{name}_{word}": compute(x) for (name, x), (word, compute) in both}
 
 
-def new_lines(file: BinaryIO) -> Iterator[Line]:
-    """The whole lines that a JSON-lines file has got since the last call, without torn ones."""
+def new_lines(file: BinaryIO, until: str = "") -> Iterator[Line]:
+    """The whole new lines of a JSON-lines file, without torn ones, up to a time (UTC, as text)."""
     while (text := file.readline()).endswith(b"\n"):
         with contextlib.suppress(ValueError):  # torn by a kill
-            yield json.loads(text)
-    file.seek(-len(text), os.SEEK_CUR)  # a process is writing this line
+            line = json.loads(text)
+            if until and line.get("time", "") > until:
+                break
+            yield line
+    file.seek(-len(text), os.SEEK_CUR)  # the next call reads a later line, or one half written
 
 
 class Follower:

@@ -34,6 +34,7 @@ from windlass.telemetry import environment
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import Ledger
+from windlass.telemetry.measures import short
 from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.callbacks import StepResult
@@ -130,7 +131,7 @@ class Recorder:
         elif text:
             self.console.event(text, step)
 
-    def _write_environment(self, origin: dict[str, Any]) -> dict[str, list[str]]:
+    def _write_environment(self, origin: dict[str, Any]) -> dict[str, str]:
         """Write `environment.json`; returns the launch for the header."""
         env, ranks = self.ranks.env, self.ranks
         backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
@@ -158,22 +159,20 @@ class Recorder:
         groups = count_groups(model, plan.recipe.optim)
         val_samples = facts_of_data.get("val", {}).get("samples", 0)
         measured = evaluations(plan.recipe, horizon, val_samples)
-        tokens = facts_of_data["train"].get("tokens_per_sample", batch.context) * batch.global_batch
-        self.console.header(
-            run=str(self.run.path),
-            recipe=plan.recipe.preset,
-            config_hash=plan.recipe.config_hash,
-            model=describe_sizes(facts.sizes),
-            optimizer=f"{plan.recipe.optim.kind}: {describe_groups(groups)}",
-            first_step=state.step,
-            tokens_per_step=round(tokens),
-            evaluation=str(measured or ""),
-            data=lines(facts_of_data, plan.recipe.model.context),
-            epochs=horizon.steps * batch.global_batch / horizon.samples_per_epoch,
-            threads=threads,
-            launch=self.launch,
-            **shared,
-        )
+        ranks = f"{self.ranks.world} rank{'s' * (self.ranks.world != 1)} x {facts.device_name}"
+        optimizer = f"{plan.recipe.optim.kind}: {describe_groups(groups)}"
+        header = {
+            "run": str(self.run.path),
+            "recipe": f"{plan.recipe.preset} ({plan.recipe.config_hash})",
+            "ranks": f"{ranks}, {self.ranks.strategy.name}, {facts.precision}",
+            **self.launch,
+            "threads": threads,
+            "model": describe_sizes(facts.sizes),
+            "optim": optimizer,
+            **self._work(facts_of_data, batch),
+            "eval": str(measured or ""),
+        }
+        self.console.header(header, state.step)
         self.console.log(environment.describe_places(self.placed))
         for note in (*notes, *warnings(facts_of_data), measured and measured.warning):
             if note:
@@ -197,6 +196,24 @@ class Recorder:
             extended_from=plan.extends_from or None,
             branched_from=str(branched.absolute()) if branched else None,
         )
+
+    def _work(self, facts: Facts, batch: BatchPlan) -> dict[str, str]:
+        """The header's lines about the data and the steps."""
+        steps, done = self.horizon.steps, self.state.step
+        tokens = round(facts["train"].get("tokens_per_sample", batch.context) * batch.global_batch)
+        epochs = steps * batch.global_batch / self.horizon.samples_per_epoch
+        data = lines(facts, self.plan.recipe.model.context)
+        parts = [": ".join(data[key] for key in ("data", "training") if key in data)]
+        parts += [f"validation {data['validation']}", data["tokenizer"]]
+        parts += [f"{epochs:.2g} epochs" if epochs < 10 else f"{epochs:,.0f} epochs"]
+        about = "about " * ("lengths" in data)  # rows differ in length
+        work = f"{steps:,} steps x {about}{tokens:,} tokens = {short(steps * tokens)} tokens"
+        more = ("sources", "template", "lengths", "cut")
+        return {
+            "data": "; ".join(parts),
+            **{key: data[key] for key in more if key in data},
+            "work": work + (f", resumed after step {done:,}" if done else ""),
+        }
 
     def settings_changed(self) -> None:
         """Report the settings that this resume changes."""
