@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from bare_trainer import bare_trainer
-from windlass.data.batch import Batch
 from windlass.data.loader import MicroBatch
+from windlass.data.samples import Batch
 from windlass.errors import RunFailed
 from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks

@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.data.batch import Batch
 from windlass.data.order import Order, step_samples
-from windlass.data.samples import Samples
+from windlass.data.samples import Batch, Samples
 from windlass.recipe import BatchPlan
 from windlass.recipe.settings import IGNORE_INDEX
 
@@ -179,19 +178,17 @@ def eval_batches(
     data_rank: int,
     data_world: int,
     micro_batch: int,
-    limit_samples: int = 0,
-    *,
-    first: int = 0,
+    first: int,
+    stop: int,
 ) -> Iterator[Batch[Tensor]]:
-    """The samples from `first` up to `limit_samples` (0: all), each once over all data ranks.
+    """The samples from `first` to `stop`, each once over all data ranks.
 
     Every rank gets the same number of batches; rows past the last sample are masked.
     """
-    count = min(limit_samples, len(samples)) if limit_samples else len(samples)
-    for turn in range(-(-(count - first) // (micro_batch * data_world))):
+    for turn in range(-(-(stop - first) // (micro_batch * data_world))):
         k = turn * data_world + data_rank
         wanted = first + np.arange(k * micro_batch, (k + 1) * micro_batch, dtype=np.int64)
-        surplus = wanted >= count
+        surplus = wanted >= stop
         batch = Batch(*samples.read(np.where(surplus, 0, wanted)))
         batch = batch._replace(labels=np.where(surplus[:, None], IGNORE_INDEX, batch.labels))
         yield batch.map(to_tensor)

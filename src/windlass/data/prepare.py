@@ -25,6 +25,7 @@ from windlass.data.files import describe_files, has_changed
 from windlass.data.progress import Progress
 from windlass.data.rows import local_files, prepare_rows
 from windlass.data.samples import (
+    DatasetSamples,
     DocumentSamples,
     PackedSamples,
     Rows,
@@ -245,6 +246,28 @@ def as_data(recipe: Recipe, prepared: Prepared) -> Data:
     train, val = open_samples(recipe, prepared)
     made: dict[str, Any] = {"directory": prepared.directory, "template": template, "index": index}
     return Data(train, val, tokenizer, index.fingerprint, tokenizer.vocab, **made)
+
+
+def from_dataset(dataset: Any, recipe: Recipe) -> Data:
+    """The data of a run from a `torch.utils.data.Dataset`, without validation data and tokenizer.
+
+    Reads every item once, for the number of token ids and for a fingerprint, which a resume
+    compares. Raises UserError for an iterable dataset, and for an item of another shape or type.
+    """
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UserError(
+            f"data: {type(dataset).__name__} has no length and index; Windlass reads samples in "
+            "its own order, so give a map-style dataset"
+        )
+    samples, digest, largest = DatasetSamples(dataset, recipe.model.context), hashlib.sha256(), 0
+    for index in range(len(samples)):
+        row = samples.item(index)
+        if row.min() < 0:
+            raise UserError(f"data: item {index} of the dataset has a negative token")
+        digest.update(row.tobytes())
+        largest = max(largest, int(row.max()))
+    vocab = max(largest + 1, recipe.model.vocab)
+    return Data(samples, None, None, digest.hexdigest()[:16], vocab)  # type: ignore[arg-type]
 
 
 def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples | None]:

@@ -1,23 +1,35 @@
-"""Prepared data as samples. A sample is a row of tokens with their labels.
-
-`labels[:, t]` is the token after `tokens[:, t]`, or -100 (`IGNORE_INDEX`) if it does not count in
-the loss.
-"""
+"""Data as samples: rows of tokens with their labels, which a model reads in batches."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from windlass.data.batch import Batch
 from windlass.data.order import permute
 from windlass.data.shards import Index, Split, Stream, cut_shards
+from windlass.errors import UserError
 from windlass.recipe.settings import IGNORE_INDEX
 from windlass.seeds import seed_bytes
+
+A = TypeVar("A")  # np.ndarray where samples are read, Tensor where a model computes
+
+
+class Batch(NamedTuple, Generic[A]):
+    """Rows of one pass, each field int64 [B, T]; a row that is one text needs no `positions` and
+    `documents`."""
+
+    tokens: A
+    labels: A  # the token that follows, or IGNORE_INDEX (-100) if it does not count in the loss
+    positions: A | None = None  # each token's place in its document, from 0
+    documents: A | None = None  # the number of each token's document within its row, from 0
+
+    def map(self, convert: Callable[[A], Any]) -> Batch[Any]:
+        """The same batch with every field that it has converted."""
+        return Batch(*(None if field is None else convert(field) for field in self))
 
 
 @runtime_checkable
@@ -114,6 +126,30 @@ class DocumentSamples:
             self.stream.read_into(int(self._starts[i]), document[: min(count + 1, size)])
             tokens[at, :count], labels[at, :count] = document[:-1], document[1:]
         return Batch(tokens, labels)
+
+
+class DatasetSamples:
+    """A map-style `torch.utils.data.Dataset` whose items are integer token tensors [T + 1]."""
+
+    def __init__(self, dataset: Any, context: int):
+        self.dataset, self.context = dataset, context
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
+        rows = np.stack([self.item(index) for index in indices.tolist()])
+        return Batch(rows[:, :-1], rows[:, 1:])
+
+    def item(self, index: int) -> np.ndarray:
+        """Item `index`, int64 [T + 1]; UserError if it has another shape or type."""
+        item = np.asarray(self.dataset[index])
+        if item.dtype.kind not in "iu" or item.shape != (self.context + 1,):
+            raise UserError(
+                f"data: item {index} of the dataset is {item.dtype} {list(item.shape)}; "
+                f"it must hold integers [{self.context + 1}], model.context + 1 tokens"
+            )
+        return item.astype(np.int64)
 
 
 class Subset:

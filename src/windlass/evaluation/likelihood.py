@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from windlass import hub
-from windlass.data.batch import Batch
 from windlass.data.files import read_json_items
 from windlass.data.loader import eval_batches
-from windlass.data.samples import Samples
+from windlass.data.samples import Batch, Samples
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import evaluating
@@ -72,9 +71,7 @@ def evaluate_loss(
     with evaluating(model), torch.no_grad():
         # the rest begins a new pass, so that the first sum does not depend on it
         for first, end in itertools.pairwise([0, *ends]):
-            batches = eval_batches(
-                samples, mesh.data_rank, mesh.data_world, batch, limit_samples=end, first=first
-            )
+            batches = eval_batches(samples, mesh.data_rank, mesh.data_world, batch, first, end)
             for rows in read_ahead(batches, ranks.device):
                 unmasked = rows.labels[rows.labels != IGNORE_INDEX]
                 tokens += unmasked.numel()

@@ -127,9 +127,11 @@ class TrainSettings(Section):
     """Length, batch and arithmetic of the training."""
 
     steps: int | str = 1000
-    """Optimizer steps, `"3 epochs"`, or `"compute-optimal"` (see `tokens_per_parameter`)."""
+    """Optimizer steps, `"3 epochs"` (rounded up), or `"compute-optimal"` (see
+    `tokens_per_parameter`)."""
     tokens_per_parameter: float = Field(20.0, gt=0)
-    """With `compute-optimal`: unpadded tokens for each parameter (arXiv 2203.15556)."""
+    """With `compute-optimal`: unpadded tokens for each parameter (arXiv 2203.15556). The number of
+    steps is rounded down."""
     global_batch: int = Field(64, ge=1)
     """Sequences in one optimizer step, over all ranks."""
     micro_batch: int = Field(0, ge=0)
@@ -147,7 +149,8 @@ class TrainSettings(Section):
     deterministic: bool = False
     """Use deterministic kernels: slower, and necessary for bit-exact repetition on CUDA."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
-    """After a non-finite loss: stop before the update, skip the step, or rewind and omit it."""
+    """After a non-finite loss: stop before the update, skip the step, or go back to a checkpoint and
+    leave its samples out (`rewind`)."""
     on_spike: Literal["ignore", "skip", "rewind", "stop"] = "ignore"
     """After a loss spike (`spike_sigmas`), before the update; not `ignore`: waits for each loss."""
     spike_sigmas: float = Field(6.0, gt=0)
@@ -177,7 +180,8 @@ class ScheduleSettings(Section):
     """The learning rate as a function of the step."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); others decay from the warm-up's end."""
+    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); `linear` and `cosine` decay from
+    the end of the warm-up."""
     warmup: Duration = 0.01
     """Steps of the linear rise from `start` to `lr`; a fraction is a share of the schedule."""
     decay: Duration = 0.1

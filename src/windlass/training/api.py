@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.prepare import Data, prepare
+from windlass.data.prepare import Data, from_dataset, prepare
 from windlass.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, RunFailed, Stopped, UserError
 from windlass.launch.local import launch
 from windlass.parallel.env import detect_env
@@ -105,7 +105,6 @@ def train_rank(
     stop_at: int,
 ) -> None:
     """Train as one rank in this process."""
-    from windlass.data.dataset import from_dataset
     from windlass.parallel.parallelize import attention_without_plans
     from windlass.training.trainer import Trainer
 

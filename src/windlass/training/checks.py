@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from windlass.data.batch import Batch
-from windlass.data.samples import Samples
+from windlass.data.samples import Batch, Samples
 from windlass.errors import RunFailed, UserError, first_line
 from windlass.evaluation.source import evaluating
 from windlass.parallel import collectives
