@@ -112,7 +112,7 @@ def test_cancel_leaves_more_time_for_a_save_than_killwait(
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     logs = tmp_path / "logs"
-    job = Job("run", ["bash", "-c", SAVES], tmp_path, logs, logs / "submit.sh", 2, 2, array=array)
+    job = Job("run", ["bash", "-c", SAVES], tmp_path, logs, 2, 2, array=array)
     submit(job, Site(), "slurm")
     wait_for((tmp_path / "up").exists, 60)
     (tmp_path / "up").unlink()

@@ -11,6 +11,7 @@ from helpers import refused, windlass
 from windlass.launch.allocation import (
     Allocation,
     free_port,
+    has_openmpi,
     job_variables,
     launch_command,
     load_job,
@@ -39,11 +40,11 @@ SLURM = {
     ],
 )
 def test_slurms_short_host_lists(text, hosts):
-    assert expand_hosts(text) == hosts
+    assert list(expand_hosts(text)) == hosts
 
 
 def test_slurms_counts_and_a_bad_list():
-    assert expand_counts("4(x2),1") == [4, 4, 1]
+    assert expand_counts("4(x2),1") == (4, 4, 1)
     with refused("n[a-b]"):
         expand_hosts("n[a-b]")
 
@@ -79,27 +80,32 @@ def test_allocations(pbs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flavor", "words"),
+    ("openmpi", "options"),
     [
-        ("pals", "mpiexec -n 8 -ppn 4 --hostfile F x"),
-        ("mpich", "mpiexec -n 8 -ppn 4 --hostfile F x"),
-        (
-            "openmpi",
-            "mpiexec -n 8 --bind-to none --map-by ppr:4:node -x NCCL_DEBUG -x PATH --hostfile F x",
-        ),
+        (False, "-ppn 4"),
+        (True, "--bind-to none --map-by ppr:4:node -x NCCL_DEBUG -x PATH"),
     ],
 )
-def test_mpiexec(flavor, words):
+def test_mpiexec(openmpi, options):
     """Open MPI alone passes no variables on to other hosts."""
     environ = {"PATH": "/bin", "NCCL_DEBUG": "WARN", "HOME": "/root", "PBS_JOBID": "7"}
-    assert (
-        launch_command(Allocation("pbs", "7", ("a", "b"), (4, 4), "F"), ["x"], flavor, environ)
-        == words.split()
-    )
-    uneven = launch_command(Allocation("pbs", "7", ("a", "b"), (4, 1), "F"), ["x"], flavor)
-    assert [
-        word for word in uneven if word not in ("--bind-to", "none")
-    ] == "mpiexec -n 5 --hostfile F x".split()
+    even = Allocation("pbs", "7", ("a", "b"), (4, 4), "F")
+    words = launch_command(even, ["x"], openmpi, environ)
+    assert words == f"mpiexec -n 8 {options} --hostfile F x".split()
+    uneven = launch_command(Allocation("pbs", "7", ("a", "b"), (4, 1), "F"), ["x"], openmpi)
+    unbound = "--bind-to none " if openmpi else ""
+    assert uneven == f"mpiexec -n 5 {unbound}--hostfile F x".split()
+
+
+@pytest.mark.parametrize(
+    ("version", "openmpi"),
+    [("mpiexec (OpenRTE) 4.1.4", True), ("HYDRA build details:", False), ("PALS 1.2", False)],
+)
+def test_which_mpiexec_this_machine_has(tmp_path, monkeypatch, version, openmpi):
+    (tmp_path / "mpiexec").write_text(f"#!/bin/sh\necho '{version}'\n")
+    (tmp_path / "mpiexec").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert has_openmpi(needed=True) == openmpi
 
 
 def test_a_free_port_where_rank_0_is():

@@ -47,7 +47,7 @@ SITE = Site(
 
 
 def job_of(folder: Path, *command: str, **more) -> Job:
-    return Job("run", list(command), folder, folder / "logs", folder / "logs" / "submit.sh", **more)
+    return Job("run", list(command), folder, folder / "logs", **more)
 
 
 def header(script: str) -> list[str]:
@@ -134,7 +134,7 @@ def test_the_launcher_of_the_site_and_the_limit_of_an_array(tmp_path):
     assert "export WINDLASS_LAUNCHER=torchrun" in render(job, site, "slurm").splitlines()
     assert "#SBATCH --array=0,2%2" in header(render(job, site, "slurm"))
     assert "#PBS -J 0-2%2" in header(render(job, site, "pbs"))
-    spaced = Job("a run", ["train"], tmp_path, tmp_path / "a run", tmp_path / "submit.sh")
+    spaced = Job("a run", ["train"], tmp_path, tmp_path / "a run")
     assert f'#SBATCH --output="{tmp_path}/a run/%x_%j.out"' in header(render(spaced, site, "slurm"))
     assert "#PBS -N a_run" in header(render(spaced, site, "pbs"))
 

@@ -47,7 +47,7 @@ def lsf(tmp_path, monkeypatch) -> Path:
 
 
 def job_of(folder: Path, *command: str, **more) -> Job:
-    return Job("run", list(command), folder, folder / "logs", folder / "logs" / "submit.sh", **more)
+    return Job("run", list(command), folder, folder / "logs", **more)
 
 
 def test_the_header_for_lsf(tmp_path):

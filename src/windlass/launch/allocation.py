@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from windlass import processes
@@ -26,6 +26,7 @@ from windlass.errors import BAD_INPUT, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, Us
 from windlass.fileio import read_json, write_atomic
 from windlass.launch.job import LAUNCHERS
 from windlass.launch.schedulers import SCHEDULERS, find_job
+from windlass.launch.schedulers.base import Allocation
 from windlass.processes import visible_gpus
 from windlass.variables import SECRET_NAME
 
@@ -38,38 +39,7 @@ JOB_DIR = "WINDLASS_JOB_DIR"  # set by a batch script: its log directory, which 
 LOST_HOSTS = "WINDLASS_LOST_HOSTS"  # set by a batch script: the file in which to name lost hosts
 LAUNCHER_SECONDS = 120.0  # srun and mpiexec have ended by then
 TORCHRUN_PORT = 29_400
-FLAVORS = {
-    "openmpi": r"open ?mpi|openrte|prrte",
-    "pals": r"\bpals\b|cray",
-    "mpich": r"hydra|mpich|intel\(r\) mpi",
-}
-"""What `mpiexec --version` prints, by implementation: their options for ranks per host differ."""
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """The hosts of a job, and the number of ranks on each; `scheduler` is `none` outside a job."""
-
-    scheduler: str = "none"
-    job: str = ""
-    hosts: tuple[str, ...] = ("localhost",)
-    per_host: tuple[int, ...] = (1,)
-    hostfile: str = ""  # of the schedulers that write one
-
-    @property
-    def ranks(self) -> int:
-        return sum(self.per_host)
-
-    def with_ranks(self, ranks: int = 0, per_host: int = 0) -> Allocation:
-        """With the ranks of `-n` and `--per-host` (0: unchanged); UserError if these disagree."""
-        if ranks and not per_host and ranks % len(self.hosts) == 0:
-            per_host = ranks // len(self.hosts)
-        changed = replace(self, per_host=(per_host,) * len(self.hosts)) if per_host else self
-        if ranks and changed.ranks != ranks:
-            hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
-            each = f"{changed.per_host[0]} ranks on each of {hosts}"
-            raise UserError(f"-n {ranks} is not {each}: change -n or --per-host")
-        return changed
+OPENMPI = r"open ?mpi|openrte|prrte"  # in `mpiexec --version`; MPICH, Intel MPI and PALS are alike
 
 
 def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
@@ -79,14 +49,13 @@ def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
     host), it has one for each of the `gpus` of this host, and one without GPUs. UserError if a
     job's variables are incomplete.
     """
-    scheduler, job = find_job(environ)
+    scheduler = find_job(environ)[0]
     if scheduler == "none":
         return Allocation(per_host=(max(1, gpus),), hosts=(socket.gethostname(),))
-    nodes = SCHEDULERS[scheduler].nodes(environ)
-    per_host = nodes.tasks if len(nodes.tasks) == len(nodes.hosts) else [1] * len(nodes.hosts)
-    if set(per_host) == {1} and gpus > 1:
-        per_host = [gpus] * len(nodes.hosts)
-    return Allocation(scheduler, job, tuple(nodes.hosts), tuple(per_host), nodes.file)
+    asked = SCHEDULERS[scheduler].allocation(environ)
+    if len(asked.per_host) == len(asked.hosts) and set(asked.per_host) != {1}:
+        return asked
+    return replace(asked, per_host=(max(1, gpus),) * len(asked.hosts))
 
 
 def default_launcher(allocation: Allocation, launcher: str = "") -> str:
@@ -108,42 +77,38 @@ def default_launcher(allocation: Allocation, launcher: str = "") -> str:
 def launch_command(
     allocation: Allocation,
     command: Sequence[str],
-    flavor: str = "mpich",
+    openmpi: bool = False,
     environ: Mapping[str, str] | None = None,
     launcher: str = "",
+    cores: int = 1,
 ) -> list[str]:
     """The `srun` or `mpiexec` that runs `command` on all ranks; outside a job the command itself.
 
-    `flavor`: the implementation of `mpiexec` (`mpich`, `openmpi` or `pals`). `environ`: the ranks'
-    environment. `launcher`: one of `LAUNCHERS`; for `torchrun` the scheduler's default launcher
-    starts one agent on each host. The host file says how many ranks a host has, if hosts differ.
+    `openmpi`: which `mpiexec` it is. `environ`: the ranks' environment. `launcher`: one of
+    `LAUNCHERS`; for `torchrun` the scheduler's default launcher starts one agent on each host.
+    `cores`: of a task, in units of a rank's. The host file has the ranks of hosts that differ.
     """
     launcher, environ = default_launcher(allocation, launcher), environ or {}
     if not launcher:
         return list(command)
-    cores = 1  # of a task, in units of a rank's
+    per_host = allocation.per_host[0] if len(set(allocation.per_host)) == 1 else 0
     if launcher == "torchrun":
-        if len(set(allocation.per_host)) > 1:
-            raise UserError(
-                "torchrun needs the same number of ranks on each host: set --per-host N"
-            )
-        command = _torchrun(allocation, command, environ)
-        launcher, cores = default_launcher(allocation), allocation.per_host[0]
-        allocation = replace(allocation, per_host=(1,) * len(allocation.hosts))
-    hosts, per_host = allocation.hosts, allocation.per_host
+        if not per_host:
+            problem = "torchrun needs the same number of ranks on each host"
+            raise UserError(f"{problem}: set --per-host N")
+        agents = replace(allocation, per_host=(1,) * len(allocation.hosts))
+        words = _torchrun(allocation, command, environ)
+        own = default_launcher(allocation)
+        return launch_command(agents, words, openmpi, environ, own, cores=per_host)
     if launcher != "mpiexec":
         scheduler = SCHEDULERS[allocation.scheduler]
-        return [*scheduler.own_launcher(hosts, per_host, environ, cores), *command]
-    equal = len(set(per_host)) == 1
-    if flavor == "openmpi":  # bound, a rank may get one core
-        by_host = ["--map-by", f"ppr:{per_host[0]}:node"] if equal else []
-        # other launchers pass all variables to other hosts
-        passed = [
-            word for name in sorted(environ) if PASSED_ON.match(name) for word in ("-x", name)
-        ]
-        options = ["--bind-to", "none", *by_host, *passed]
-    else:
-        options = ["-ppn", str(per_host[0])] if equal else []
+        return [*scheduler.launcher(allocation, environ, cores), *command]
+    options = ["-ppn", str(per_host)] if per_host else []
+    if openmpi:
+        options = ["--map-by", f"ppr:{per_host}:node"] if per_host else []
+        options = ["--bind-to", "none", *options]  # bound, a rank may get one core
+        for name in filter(PASSED_ON.match, sorted(environ)):  # the others pass all variables
+            options += ["-x", name]
     # without a host file mpiexec asks the scheduler
     hostfile = ["--hostfile", allocation.hostfile] if allocation.hostfile else []
     return ["mpiexec", "-n", str(allocation.ranks), *options, *hostfile, *command]
@@ -221,12 +186,12 @@ def plan_launch(
     allocation = read_allocation(os.environ, len(visible_gpus())).with_ranks(ranks, per_host)
     chosen = default_launcher(allocation, launcher)
     by_mpi = "mpiexec" in (chosen, chosen and default_launcher(allocation))
-    flavor = mpi_flavor(needed=not dry_run) if by_mpi else ""
+    openmpi = by_mpi and has_openmpi(needed=not dry_run)
     # this is the host of rank 0: all ranks meet here
     if port := free_port(allocation.hosts[0]):
         os.environ.setdefault("MASTER_ADDR", allocation.hosts[0])
         os.environ.setdefault("MASTER_PORT", str(port))
-    return allocation, launch_command(allocation, command, flavor, os.environ, launcher)
+    return allocation, launch_command(allocation, command, openmpi, os.environ, launcher)
 
 
 def launch_in_job(
@@ -272,15 +237,15 @@ def free_port(host: str) -> int:
         return 0
 
 
-def mpi_flavor(needed: bool = True) -> str:
-    """Which `mpiexec` this machine has. If it has none: UserError, or `mpich` if not `needed`."""
-    text, version = "", ["mpiexec", "--version"]
+def has_openmpi(needed: bool) -> bool:
+    """Whether the `mpiexec` here is Open MPI's. UserError if there is none and it is `needed`."""
     if shutil.which("mpiexec"):
+        version = ["mpiexec", "--version"]
         done = subprocess.run(version, capture_output=True, text=True, check=False, timeout=60)
-        text = (done.stdout + done.stderr).lower()
-    elif needed:
+        return bool(re.search(OPENMPI, (done.stdout + done.stderr).lower()))
+    if needed:
         raise UserError("there is no mpiexec here: load the machine's MPI module, then start again")
-    return next((name for name, words in FLAVORS.items() if re.search(words, text)), "mpich")
+    return False
 
 
 def jobs_dir() -> Path:

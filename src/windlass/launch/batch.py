@@ -14,22 +14,11 @@ import shlex
 
 from windlass.launch.job import INDEX, Job, Site
 from windlass.launch.schedulers import SCHEDULERS
-from windlass.launch.schedulers.protocol import GRACE_SECONDS, Scheduler
+from windlass.launch.schedulers.base import GRACE_SECONDS
 
 SUBMITTED = "job.json"  # in the directory of a run or study: scheduler and id of its last job
 FOLLOWING = "job-*.json"  # beside it: the job that continues one task of an array, by its number
 EXIT_CODE = ".exit"  # of a run's last job, in its directory
-PER_HOST = "WINDLASS_PER_HOST"  # set by a script: the ranks that `windlass launch` starts on a host
-
-
-def render(job: Job, site: Site, scheduler: str) -> str:
-    """The batch script of a job, for a scheduler of `SCHEDULERS`."""
-    chosen = SCHEDULERS[scheduler]
-    replaced = {chosen.option(line) for line in site.directives}
-    header = [line for line in chosen.header(job, site) if chosen.option(line) not in replaced]
-    options = [f"{chosen.MARK} {line}" for line in (*header, *site.directives)]
-    return "\n".join(["#!/bin/bash", *options, "", *body(job, site, scheduler), ""])
-
 
 START = """\
 # An attempt that never came to its end, or ended with 69, lost a host.
@@ -81,6 +70,17 @@ fi
 """
 
 
+def render(job: Job, site: Site, scheduler: str) -> str:
+    """The batch script of a job, for a scheduler of `SCHEDULERS`."""
+    chosen = SCHEDULERS[scheduler]
+    replaced = {chosen.option(line) for line in site.directives}
+    values = chosen.options(job, site).items()
+    own = [template.format(value) for template, value in values if value]
+    header = [line for line in own if chosen.option(line) not in replaced]
+    options = [f"{chosen.MARK} {line}" for line in (*header, *site.directives)]
+    return "\n".join(["#!/bin/bash", *options, "", *body(job, site, scheduler), ""])
+
+
 def body(job: Job, site: Site, scheduler: str) -> list[str]:
     """The shell that runs the command, passes on signals, and puts the job back into the queue."""
     chosen = SCHEDULERS[scheduler]
@@ -103,7 +103,7 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
     if site.modules:
         lines.append('[ "$(type -t module)" ] || . /etc/profile')
         lines.append(f"module load {shlex.join(site.modules)} || exit 1")
-    exported = {"WINDLASS_JOB_DIR": str(job.logs), PER_HOST: str(job.ranks_per_node)}
+    exported = {"WINDLASS_JOB_DIR": str(job.logs), "WINDLASS_PER_HOST": str(job.ranks_per_node)}
     exported |= {"WINDLASS_LAUNCHER": site.launcher} if site.launcher else {}
     exported |= site.environment
     lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(exported.items())]
@@ -114,8 +114,9 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
         rates = f'{folder}/"check_{chosen.JOB_SHELL}.out"'
         lines += CHECK.format(rates=rates, command=shlex.join(job.before)).splitlines()
     lines += [IGNORE, f"{command} &"]
+    limit = job.time or site.time
     lines += WAIT.format(
-        timer=_timer(job, site, chosen),
+        timer=_timer(limit) if limit and not chosen.WARNS else "",
         again=chosen.requeue(job),
         most=job.max_restarts,
         scheduler=scheduler,
@@ -126,16 +127,8 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
     return [*lines, "exit $code"]
 
 
-def _timer(job: Job, site: Site, scheduler: Scheduler) -> str:
-    """Shell that counts the time if the scheduler does not warn ahead of the limit."""
-    limit = seconds(job.time or site.time)
-    if scheduler.WARNS or not limit:
-        return ""
-    wait = f"$(({max(1, limit - GRACE_SECONDS)} - SECONDS))"
-    return f"(sleep {wait}; kill -USR1 $$) 2>/dev/null & timer=$!"
-
-
-def seconds(time: str) -> int:
-    """HH:MM:SS in seconds; 0 for an empty text."""
-    hours, minutes, rest = map(int, (time or "0:0:0").split(":"))
-    return 3600 * hours + 60 * minutes + rest
+def _timer(time: str) -> str:
+    """Shell that counts the time (HH:MM:SS) because the scheduler does not warn of the limit."""
+    hours, minutes, seconds = map(int, time.split(":"))
+    wait = max(1, 3600 * hours + 60 * minutes + seconds - GRACE_SECONDS)
+    return f"(sleep $(({wait} - SECONDS)); kill -USR1 $$) 2>/dev/null & timer=$!"

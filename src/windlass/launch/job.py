@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 LAUNCHERS = ("srun", "mpiexec", "torchrun")
+SCRIPT = "submit.sh"  # in the directory of a run or of an array's logs
+INDEX = "{index}"  # in a job's command: the number of the array's task
 TIME = r"\d+:[0-5]\d:[0-5]\d"
 GPU_RANK_CORES = 4  # Python, autograd, NCCL's proxy and the saving thread; small nodes have no more
 
@@ -19,7 +22,7 @@ class Site(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    scheduler: str = ""
+    scheduler: str = Field("", pattern="^(slurm|pbs|lsf)?$")
     """`slurm`, `pbs` or `lsf`; empty: the one that is installed."""
     partition: str = ""
     """The partition (SLURM) or queue (PBS, LSF)."""
@@ -59,6 +62,10 @@ class Site(BaseModel):
         """The cores of a rank on hosts with this number of GPUs."""
         return self.cpus_per_rank or (GPU_RANK_CORES if gpus else 1)
 
+    def at_once(self) -> str:
+        """The limit of an array, as schedulers write it."""
+        return f"%{self.cells_at_once}" if self.cells_at_once else ""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -67,8 +74,7 @@ class Job:
     name: str
     command: Sequence[str]  # run once, in the job's shell; `windlass launch -- …` starts all ranks
     directory: Path  # where it is run
-    logs: Path  # the directory of `<name>_<id>.out`
-    script: Path  # where the script will be
+    logs: Path  # the directory of the script and of `<name>_<id>.out`
     nodes: int = 1
     ranks_per_node: int = 1
     gpus_per_node: int = 0
@@ -80,5 +86,10 @@ class Job:
     after: Sequence[Sequence[str]] = ()  # commands at the end, whose failures change nothing
     max_restarts: int = 3  # after lost hosts
 
+    @property
+    def script(self) -> Path:
+        return self.logs / SCRIPT
 
-INDEX = "{index}"  # in a job's command: the number of the array's task
+    def short_name(self) -> str:
+        """The name without the characters that PBS and LSF reject."""
+        return re.sub(r"[^\w.+-]", "_", self.name)

@@ -22,16 +22,15 @@ from windlass.errors import RunFailed, UserError
 from windlass.estimate.layouts import host_memory_gb
 from windlass.fileio import read_json, write_atomic
 from windlass.launch.batch import EXIT_CODE, FOLLOWING, SUBMITTED, render
-from windlass.launch.job import TIME, Job, Site
+from windlass.launch.job import SCRIPT, TIME, Job, Site
 from windlass.launch.schedulers import SCHEDULERS
-from windlass.launch.schedulers.protocol import GRACE_SECONDS
+from windlass.launch.schedulers.base import GRACE_SECONDS
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.variables import SECRET_NAME
 
-# In the run's directory: the script, and the recipe that the job trains.
-SCRIPT, SNAPSHOT = "submit.sh", "submit.toml"
+SNAPSHOT = "submit.toml"  # in the run's directory: the recipe that the job trains
 WATCH_SECONDS = 5.0
 # what a scheduler says about a job that is over
 OVER = re.compile("invalid job|unknown job|has finished|is not found", re.IGNORECASE)
@@ -88,9 +87,6 @@ def read_site(path: Path | None = None) -> Site:
             lines.append(f"  {name} {wrong}")
         lines.append(f"  The keys are {', '.join(sorted(Site.model_fields))}")
         raise UserError("\n".join(lines)) from None
-    if site.scheduler and site.scheduler not in SCHEDULERS:
-        names = ", ".join(SCHEDULERS)
-        raise UserError(f"{file}: scheduler = {site.scheduler!r}: write one of {names}")
     if secret := [name for name in site.environment if SECRET_NAME.search(name)]:
         raise UserError(
             f"{file}: environment has {', '.join(secret)}, but others may read a batch script: "
@@ -147,7 +143,7 @@ def make_job(
     if memory < 0:
         world = asked.nodes * ranks
         memory = max(host_memory_gb(recipe, world, ranks, on_cpu) for recipe in recipes)
-    job = Job(name, command, Path.cwd(), logs, logs / SCRIPT, asked.nodes, ranks, gpus, memory)
+    job = Job(name, command, Path.cwd(), logs, asked.nodes, ranks, gpus, memory)
     return replace(job, time=asked.time, max_restarts=asked.max_restarts)
 
 

@@ -117,7 +117,7 @@ def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
     node, local_rank = number("node", rank // local_world), number("local_rank", rank % local_world)
     step = SCHEDULERS[launcher].step(environ) if launcher in SCHEDULERS else None
     if step:  # hosts may have unequal numbers of tasks
-        counts = step.tasks
+        counts = step.per_host
         local_world = counts[node] if node < len(counts) and sum(counts) == world else local_world
     addr = environ.get("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _first_host(environ, nodes))
     job = _first(environ, names["job"]) or find_job(environ)[1] if "job" in names else ""
@@ -145,7 +145,7 @@ def interface_to(host: str) -> str:
 def _first_host(environ: Mapping[str, str], nodes: int) -> str:
     for scheduler in SCHEDULERS.values():
         with contextlib.suppress(UserError):
-            if hosts := (scheduler.step(environ) or scheduler.nodes(environ)).hosts:
+            if hosts := (scheduler.step(environ) or scheduler.allocation(environ)).hosts:
                 return hosts[0]
     problem = f"no variable says which of {nodes} hosts is the first"
     raise UserError(f"{problem}: set MASTER_ADDR to rank 0's host")

@@ -11,32 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.errors import UserError
-from windlass.launch.schedulers.protocol import GRACE_SECONDS, SECOND_SHELL, Ask, Nodes, quoted
+from windlass.launch.schedulers.base import (
+    GRACE_SECONDS,
+    SECOND_SHELL,
+    Allocation,
+    Ask,
+    Scheduler,
+    quoted,
+)
 
 if TYPE_CHECKING:
     from windlass.launch.job import Job, Site
 
-TITLE, SUBMIT = "SLURM", "sbatch"
-LAUNCHERS: tuple[str, ...] = ("srun", "mpiexec", "torchrun")
-MARK, WARNS, WRITES_LOG, LISTS = "#SBATCH", True, True, True
-JOB_SHELL = "$SLURM_JOB_ID"
-JOB_ID, MACHINE, NODEFILE = "SLURM_JOB_ID", "SLURM_CLUSTER_NAME", ""
-LOGGED: tuple[str, ...] = (JOB_ID, "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION", MACHINE)
-JOB_VARIABLES = r"SLURMD?(_\w+)?"
-TASK_VARIABLES = (
-    r"SLURM_(PROCID|LOCALID|NODEID|STEP\w*|TASK_PID|GTIDS|SRUN_COMM\w*|UMASK|CPU_BIND\w*)"
-)
-RANK: Mapping[str, str] = {
-    "rank": "SLURM_PROCID",
-    "world": "SLURM_STEP_NUM_TASKS SLURM_NTASKS",
-    "local_rank": "SLURM_LOCALID",
-    "node": "SLURM_NODEID",
-    "nodes": "SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_JOB_NUM_NODES",
-    "attempt": "SLURM_RESTART_COUNT",
-    "job": JOB_ID,
-    "step": "SLURM_STEP_ID",
-    "host": "SLURMD_NODENAME",
-}
 INTERACTIVE_STEP = 0xFFFF_FFF0  # from here on, steps that no srun of the user's started
 
 # Later starts leave out the lost hosts if enough others remain. No signal of a requeue ends this.
@@ -52,131 +38,144 @@ trap '' TERM; new=
   fi"""
 
 
-def header(job: Job, site: Site) -> list[str]:
-    output = "%x_%A_%a.out" if job.array else "%x_%j.out"
-    at_once = f"%{site.cells_at_once}" if site.cells_at_once else ""
-    optional = {
-        "--array": f"{','.join(map(str, job.array))}{at_once}" if job.array else "",
-        "--gpus-per-node": job.gpus_per_node,
-        "--mem": f"{job.memory_gb}G" if job.memory_gb else "",
-        "--time": job.time or site.time,
-        "--partition": site.partition,
-        "--account": site.account,
-        "--constraint": site.constraint,
-        "--mail-user": site.mail,
-        "--mail-type": "END,FAIL" if site.mail else "",
+class SLURM(Scheduler):
+    TITLE, SUBMIT, MARK = "SLURM", "sbatch", "#SBATCH"
+    LAUNCHERS = ("srun", "mpiexec", "torchrun")
+    WARNS, WRITES_LOG = True, True
+    JOB_SHELL = "$SLURM_JOB_ID"
+    JOB_ID, MACHINE = "SLURM_JOB_ID", "SLURM_CLUSTER_NAME"
+    LOGGED = (JOB_ID, "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION", MACHINE)
+    JOB_VARIABLES = r"SLURMD?(_\w+)?"
+    TASK_VARIABLES = (
+        r"SLURM_(PROCID|LOCALID|NODEID|STEP\w*|TASK_PID|GTIDS|SRUN_COMM\w*|UMASK|CPU_BIND\w*)"
+    )
+    RANK: Mapping[str, str] = {
+        "rank": "SLURM_PROCID",
+        "world": "SLURM_STEP_NUM_TASKS SLURM_NTASKS",
+        "local_rank": "SLURM_LOCALID",
+        "node": "SLURM_NODEID",
+        "nodes": "SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_JOB_NUM_NODES",
+        "attempt": "SLURM_RESTART_COUNT",
+        "job": JOB_ID,
+        "step": "SLURM_STEP_ID",
+        "host": "SLURMD_NODENAME",
     }
-    return [
-        f"--job-name={quoted(job.name)}",
-        f"--nodes={job.nodes}",
-        f"--ntasks-per-node={job.ranks_per_node}",
-        f"--cpus-per-task={site.cores(job.gpus_per_node)}",
-        *(f"{name}={value}" for name, value in optional.items() if value),
-        f"--output={quoted(f'{job.logs}/{output}')}",
-        "--open-mode=append",
-        "--requeue",
-        f"--signal=B:USR1@{GRACE_SECONDS}",
-    ]
+
+    def options(self, job: Job, site: Site) -> Mapping[str, object]:
+        tasks = ",".join(map(str, job.array))
+        output = "%x_%A_%a.out" if tasks else "%x_%j.out"
+        return {
+            "--job-name={}": quoted(job.name),
+            "--nodes={}": job.nodes,
+            "--ntasks-per-node={}": job.ranks_per_node,
+            "--cpus-per-task={}": site.cores(job.gpus_per_node),
+            "--array={}": tasks and tasks + site.at_once(),
+            "--gpus-per-node={}": job.gpus_per_node,
+            "--mem={}G": job.memory_gb,
+            "--time={}": job.time or site.time,
+            "--partition={}": site.partition,
+            "--account={}": site.account,
+            "--constraint={}": site.constraint,
+            "--mail-user={}": site.mail,
+            "--mail-type=END,FAIL": site.mail,
+            "--output={}": quoted(f"{job.logs}/{output}"),
+            "--open-mode=append": True,
+            "--requeue": True,
+            "--signal=B:USR1@{}": GRACE_SECONDS,
+        }
+
+    def option(self, line: str) -> str:
+        name = super().option(line)
+        return "--mem" if name.startswith("--mem-per-") else name  # SLURM takes one of the three
+
+    def task(self, array: Sequence[int]) -> str:
+        return "$SLURM_ARRAY_TASK_ID"
+
+    def requeue(self, job: Job) -> str:
+        task = ' --array="$SLURM_ARRAY_TASK_ID"' if job.array else ""
+        return REQUEUE.format(id=self.JOB_SHELL, task=task, script=shlex.quote(str(job.script)))
+
+    def submit(self, script: Path) -> list[str]:
+        return [self.SUBMIT, "--parsable", str(script)]
+
+    def submitted(self, output: str) -> str:
+        # `;cluster` follows if there are several clusters
+        return super().submitted(output).partition(";")[0]
+
+    def query(self, job: str) -> list[str]:
+        return ["squeue", "--noheader", "-o", "%T %r", "-j", job]
+
+    def state(self, output: str) -> str:
+        words = output.split()
+        if not words:
+            return ""
+        why = f" ({words[1]})" if words[0] == "PENDING" and words[1] != "None" else ""
+        return words[0].lower() + why
+
+    def cancel(self, job: str, state: str, ask: Ask) -> list[list[str]]:
+        states = set(ask(["squeue", "--noheader", "-o", "%T", "-j", job]).split())
+        running = states - {"PENDING", "COMPLETING"}
+        signal = ["scancel", "--batch", "--signal=USR2", job]
+        return [["scancel", "--state=PENDING", job], *([signal] if running else [])]
+
+    def allocation(self, environ: Mapping[str, str]) -> Allocation:
+        job = environ.get(self.JOB_ID, "")
+        names = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+        if not names:
+            problem = f"{self.JOB_ID}={job} is set, SLURM_JOB_NODELIST is not"
+            raise UserError(f"{problem}: {SECOND_SHELL}")
+        tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
+        return Allocation("slurm", job, expand_hosts(names), expand_counts(tasks))
+
+    def step(self, environ: Mapping[str, str]) -> Allocation | None:
+        """The step, if srun started this process as one of several tasks.
+
+        The shell of a batch job has a rank and a number of tasks too, but no step. An interactive
+        shell is a step with one task, whose number is near 2**32.
+        """
+        number = environ.get("SLURM_STEP_ID", "")
+        tasks = _first(environ, *self.RANK["world"].split()) or "1"
+        is_step = number.isdigit() and int(number) < INTERACTIVE_STEP
+        if "SLURM_PROCID" not in environ or not is_step or tasks == "1":
+            return None
+        counts = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        names = _first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        hosts: tuple[str, ...] = ()
+        with contextlib.suppress(UserError):  # only a process without MASTER_ADDR needs them
+            hosts = expand_hosts(names)
+        return Allocation("slurm", environ.get(self.JOB_ID, ""), hosts, counts)
+
+    def restarts(self, environ: Mapping[str, str]) -> int:
+        return int(environ.get("SLURM_RESTART_COUNT") or 0)
+
+    def launcher(self, allocation: Allocation, environ: Mapping[str, str], cores: int) -> list[str]:
+        """`srun`.
+
+        Ranks that stop exit with 75, one after another, so the first must not end the others. Ranks
+        notice a lost one, and srun ends the rest 60 s after the first.
+        """
+        per_host = allocation.per_host
+        equal = len(set(per_host)) == 1
+        spread = f"--ntasks-per-node={per_host[0]}" if equal else "--distribution=block"
+        nodes, ranks = f"--nodes={len(allocation.hosts)}", f"--ntasks={allocation.ranks}"
+        words = ["srun", nodes, ranks, spread]
+        if given := environ.get("SLURM_CPUS_PER_TASK"):  # srun 22.05 and later ignores the job's
+            words.append(f"--cpus-per-task={int(given) * cores}")
+        return [*words, "--kill-on-bad-exit=0", "--wait=60"]
 
 
-def option(directive: str) -> str:
-    name = re.split(r"[=\s]", directive)[0]
-    return "--mem" if name.startswith("--mem-per-") else name  # SLURM takes one of the three
+def _first(environ: Mapping[str, str], *names: str) -> str:
+    return next((environ[name] for name in names if environ.get(name)), "")
 
 
-def task(array: Sequence[int]) -> str:
-    return "$SLURM_ARRAY_TASK_ID"
-
-
-def requeue(job: Job) -> str:
-    task = ' --array="$SLURM_ARRAY_TASK_ID"' if job.array else ""
-    return REQUEUE.format(id=JOB_SHELL, task=task, script=shlex.quote(str(job.script)))
-
-
-def submit(script: Path) -> list[str]:
-    return [SUBMIT, "--parsable", str(script)]
-
-
-def submitted(output: str) -> str:
-    # `;cluster` follows if there are several clusters
-    return output.rsplit(maxsplit=1)[-1].partition(";")[0]
-
-
-def query(job: str) -> list[str]:
-    return ["squeue", "--noheader", "-o", "%T %r", "-j", job]
-
-
-def state(output: str) -> str:
-    words = output.split()
-    if not words:
-        return ""
-    why = f" ({words[1]})" if words[0] == "PENDING" and words[1] != "None" else ""
-    return words[0].lower() + why
-
-
-def cancel(job: str, state: str, ask: Ask) -> list[list[str]]:
-    states = set(ask(["squeue", "--noheader", "-o", "%T", "-j", job]).split())
-    running = states - {"PENDING", "COMPLETING"}
-    signal = ["scancel", "--batch", "--signal=USR2", job]
-    return [["scancel", "--state=PENDING", job], *([signal] if running else [])]
-
-
-def nodes(environ: Mapping[str, str]) -> Nodes:
-    names = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-    if not names:
-        job = f"{JOB_ID}={environ.get(JOB_ID)}"
-        raise UserError(f"{job} is set, SLURM_JOB_NODELIST is not: {SECOND_SHELL}")
-    tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
-    return Nodes(expand_hosts(names), expand_counts(tasks))
-
-
-def step(environ: Mapping[str, str]) -> Nodes | None:
-    """The step, if srun started this process as one of several tasks.
-
-    The shell of a batch job has a rank and a number of tasks too, but no step. An interactive shell
-    is a step with one task, whose number is near 2**32.
-    """
-    number = environ.get("SLURM_STEP_ID", "")
-    tasks = next((environ[name] for name in RANK["world"].split() if environ.get(name)), "1")
-    is_step = number.isdigit() and int(number) < INTERACTIVE_STEP
-    if "SLURM_PROCID" not in environ or not is_step or tasks == "1":
-        return None
-    counts = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    names, hosts = next((environ[name] for name in lists if environ.get(name)), ""), list[str]()
-    with contextlib.suppress(UserError):  # only a process without MASTER_ADDR needs them
-        hosts = expand_hosts(names)
-    return Nodes(hosts, counts)
-
-
-def restarts(environ: Mapping[str, str]) -> int:
-    return int(environ.get("SLURM_RESTART_COUNT") or 0)
-
-
-def own_launcher(
-    hosts: Sequence[str], per_host: Sequence[int], environ: Mapping[str, str], cores: int
-) -> list[str]:
-    """`srun`.
-
-    Ranks that stop exit with 75, one after another, so the first must not end the others. Ranks
-    notice a lost one, and srun ends the rest 60 s after the first.
-    """
-    equal = len(set(per_host)) == 1
-    spread = f"--ntasks-per-node={per_host[0]}" if equal else "--distribution=block"
-    words = ["srun", f"--nodes={len(hosts)}", f"--ntasks={sum(per_host)}", spread]
-    if given := environ.get("SLURM_CPUS_PER_TASK"):  # srun 22.05 and later ignores the job's
-        words.append(f"--cpus-per-task={int(given) * cores}")
-    return [*words, "--kill-on-bad-exit=0", "--wait=60"]
-
-
-def expand_hosts(text: str) -> list[str]:
+def expand_hosts(text: str) -> tuple[str, ...]:
     """The names in a short list: `a[08-10,12],b` is a08, a09, a10, a12, b."""
-    hosts = []
+    hosts = list[str]()
     for item in re.findall(r"(?:[^,\s\[]|\[[^\]]*\])+", text):
         parts = re.split(r"\[([^\]]*)\]", item)  # text and ranges in turn
         choices = [_numbers(part, text) if i % 2 else [part] for i, part in enumerate(parts)]
         hosts += ["".join(choice) for choice in itertools.product(*choices)]
-    return hosts
+    return tuple(hosts)
 
 
 def _numbers(ranges: str, text: str) -> list[str]:
@@ -190,7 +189,7 @@ def _numbers(ranges: str, text: str) -> list[str]:
     return numbers
 
 
-def expand_counts(text: str) -> list[int]:
+def expand_counts(text: str) -> tuple[int, ...]:
     """The numbers of tasks per node: `4(x2),1` is 4, 4, 1."""
     pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in pairs for _ in range(int(times or 1))]
+    return tuple(int(count) for count, times in pairs for _ in range(int(times or 1)))
