@@ -105,15 +105,20 @@ def nvml_handle(nvml: Any, name: str) -> Any:
     return next(handle for handle, uuid in uuids if name and uuid.startswith(name))
 
 
-def exit_with_parent(parent: int) -> None:
-    """End this process soon after its parent has ended (a thread polls), with exit code 1."""
+def exit_with_parent(default: int = 0) -> None:
+    """End this process with exit code 1 soon after the parent that PARENT names, or `default`.
+
+    A thread polls. It does nothing if there is no such parent.
+    """
+    parent = int(os.environ.pop(PARENT, default))
 
     def poll() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         os._exit(1)
 
-    threading.Thread(target=poll, name="windlass-parent", daemon=True).start()
+    if parent:
+        threading.Thread(target=poll, name="windlass-parent", daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -180,8 +185,7 @@ class Failure:
 
 
 class RankStatus:
-    """Where this rank is: host, step, phase and its start (Unix time); also in a file for the
-    launcher."""
+    """Where this rank is, also in a file: host, step, phase and its start (Unix time)."""
 
     def __init__(self, rank: int, directory: str | None = None):
         self.rank, self.host, self.directory = rank, socket.gethostname(), directory
@@ -230,11 +234,3 @@ def report_code(code: Any) -> None:
     with contextlib.suppress(OSError):
         if reports := os.environ.get(REPORTS):
             Path(reports, f"code-{socket.gethostname()}-{os.getpid()}").write_text(str(code))
-
-
-def read(directory: str | Path, what: str, rank: int) -> dict[str, Any]:
-    """The last `status` of a rank, or the `failure` that ended it; empty if there is none."""
-    try:
-        return dict(json.loads(Path(directory, f"{what}-{rank}.json").read_text(errors="replace")))
-    except (OSError, ValueError):
-        return {}

@@ -387,8 +387,7 @@ def run_rank(task: Task) -> None:
 
 
 if __name__ == "__main__":
-    if parent := os.environ.pop(processes.PARENT, ""):
-        processes.exit_with_parent(int(parent))
+    processes.exit_with_parent()
     task = json.loads(sys.argv[1])
     if task["world"] > 1 and "RANK" not in os.environ:
         command = [sys.executable, "-m", "windlass.verification", sys.argv[1]]

@@ -44,7 +44,7 @@ SAMPLE = [
     ("stop", "load", 1, "full_shard"),
 ]
 MATRIX = list(itertools.product(HOW, PHASES, (0, 1), ("ddp", "full_shard")))
-LAUNCH = f"import sys; from windlass.launch.local import launch; sys.exit(launch(sys.argv[1:], 2, stopped_seconds={SUSPENDED_SECONDS}))"
+LAUNCH = f"import sys; from windlass.launch import local; local.STOPPED_SECONDS = {SUSPENDED_SECONDS}; sys.exit(local.launch(sys.argv[1:], 2))"
 
 
 @pytest.fixture(scope="module")

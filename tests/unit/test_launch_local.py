@@ -22,6 +22,7 @@ WORKER = """
 import json, os, signal, sys, time
 from pathlib import Path
 from windlass import processes
+from windlass.fileio import read_json
 rank, world, attempt = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "WINDLASS_ATTEMPT"))
 here, watch = Path(sys.argv[1]), os.environ[processes.WATCH_DIR]
 def ready(**more):
@@ -47,6 +48,7 @@ def run(
     """Launch workers with a body; the exit code, what was logged, and what they left. The waits are shorter than a user's."""
     monkeypatch.setattr(local, "SETTLE_SECONDS", 0.3)
     monkeypatch.setattr(local, "TERM_SECONDS", 0.5)
+    monkeypatch.setattr(local, "STOPPED_SECONDS", 0.3)
 
     def run(
         body: str, worlds: int | list[int] = 2, restarts: int = 0, **more
@@ -139,8 +141,8 @@ def test_bad_input_is_logged_once(run, capfd: pytest.CaptureFixture[str]):
         # Rank 1 reported, rank 0 ended by that, and rank 1 was still busy when the launcher ended it.
         (
             "if rank == 1: failed('ValueError: mine'); wait()\n"
-            "while not processes.read(watch, 'failure', 1): time.sleep(0.01)\n"
-            "processes.RankStatus(0, watch).write(processes.Failure(**processes.read(watch, 'failure', 1))); sys.exit(1)",
+            "while not (other := read_json(Path(watch, 'failure-1.json'))): time.sleep(0.01)\n"
+            "processes.RankStatus(0, watch).write(processes.Failure(**other)); sys.exit(1)",
             [
                 " failed at step 12, phase backward; the run has ended",
                 "last error: ValueError: mine",
@@ -150,7 +152,7 @@ def test_bad_input_is_logged_once(run, capfd: pytest.CaptureFixture[str]):
     ],
 )
 def test_a_failed_rank_ends_the_rest_and_is_named(run, body: str, texts: list[str]):
-    code, logged, _ = run(body if "meet()" in body else f"meet()\n{body}", 2, stopped_seconds=0.3)
+    code, logged, _ = run(body if "meet()" in body else f"meet()\n{body}", 2)
     assert code == 1 and all(text in logged for text in ["rank 1 of 2 on", *texts]), logged
 
 

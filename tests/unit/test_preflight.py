@@ -72,24 +72,6 @@ def test_other_devices(capability, archs, status):
 
 
 @pytest.mark.parametrize(
-    ("version", "cuda", "status"),
-    [
-        ("535.104.05", "12.6", "ok"),  # compared part by part: 105 is more than 60
-        ("525.105.17", "12.1", "ok"),
-        ("525.60.13", "12.1", "ok"),
-        ("525.60", "12.1", "ok"),
-        ("525.59.99", "12.1", "problem"),
-        ("450.9", "11.8", "problem"),
-        ("600.1", "14.0", "ok"),
-        ("535.104.05", "13.0", "problem"),
-    ],
-)
-def test_the_driver(version, cuda, status):
-    found = findings.driver(version, cuda)
-    assert found.status == status and ("580" in found.advice) == (cuda == "13.0")
-
-
-@pytest.mark.parametrize(
     ("version", "gpus", "device", "words"),
     [
         ("12.8", 2, "cuda:0", ("CUDA 12.8 is available", "2 GPUs")),

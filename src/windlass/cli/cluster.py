@@ -27,7 +27,7 @@ from windlass.errors import (
     RunFailed,
     UserError,
 )
-from windlass.processes import PARENT, WINDLASS, exit_with_parent
+from windlass.processes import WINDLASS, exit_with_parent
 
 if TYPE_CHECKING:
     from windlass.launch.allocation import Allocation
@@ -87,9 +87,7 @@ def launch(
     from windlass.launch.local import launch as launch_local
     from windlass.launch.submit import read_site
 
-    # a cell ends with its sweep; its ranks have other parents
-    if parent := os.environ.pop(PARENT, ""):
-        exit_with_parent(int(parent))
+    exit_with_parent()  # a cell ends with its sweep; its ranks have other parents
     launcher = launcher or read_site().launcher
     allocation, words = jobs.plan_launch(command, ranks, per_host, launcher, dry_run=print_)
     if print_:

@@ -15,7 +15,7 @@ from typer import Option
 
 from windlass.cli import Json, Overrides, RecipeName, print_json
 from windlass.errors import DONE, FAILED, UserError, first_line
-from windlass.processes import QUIET_END
+from windlass.processes import QUIET_END, exit_with_parent
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
@@ -44,13 +44,11 @@ def train(
     Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal with everything saved.
     """
     from windlass.parallel.env import detect_env
-    from windlass.processes import PARENT, exit_with_parent
     from windlass.recipe import Recipe
     from windlass.training import api
     from windlass.training.stop import StopSignals
 
-    if parent := os.environ.pop(PARENT, ""):  # a launcher or a sweep
-        exit_with_parent(int(parent))
+    exit_with_parent()  # a launcher or a sweep
     loaded, env = Recipe.load(recipe, overrides), detect_env(os.environ)
     start: dict[str, Any] = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
     if env.launcher == "none" and (world not in ("", "1") or max_restarts):

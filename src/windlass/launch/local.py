@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass import errors, processes
+from windlass.fileio import read_json
 
 SETTLE_SECONDS = 2.0
 TERM_SECONDS = 5.0
@@ -52,7 +53,6 @@ def launch(
     worlds: int | Sequence[int],
     max_restarts: int = 0,
     log: Callable[[str], None] | None = None,
-    stopped_seconds: float = STOPPED_SECONDS,
 ) -> int:
     """Run `command` on local ranks, and return the exit code of all of them.
 
@@ -63,7 +63,6 @@ def launch(
             a rank was lost.
         max_restarts: most restarts after a failure. Bad input and a stop by a signal cause none.
         log: gets messages of one or more lines; default: print to stderr.
-        stopped_seconds: how long a rank may be suspended.
 
     Returns:
         0: all done. 75: stopped by a signal, everything saved. 130: a second Ctrl-C, nothing saved.
@@ -79,7 +78,7 @@ def launch(
             with directory as watch_dir:
                 group = Group(command, world, attempt, Path(watch_dir), log, received)
                 try:
-                    code = group.run(stopped_seconds)
+                    code = group.run()
                 except BaseException:
                     group.kill()
                     raise
@@ -147,7 +146,7 @@ class Group:
     forwarded: set[int] = field(default_factory=set)
     lost: bool = False
 
-    def run(self, stopped_seconds: float) -> int:
+    def run(self) -> int:
         self._start()
         while True:
             time.sleep(0.05)
@@ -157,7 +156,7 @@ class Group:
                     return self._interrupt()
                 self._forward(number)
             ended = [worker for worker in self.workers if worker.poll()]
-            hung = [w for w in self.workers if w.suspended_seconds() >= stopped_seconds]
+            hung = [w for w in self.workers if w.suspended_seconds() >= STOPPED_SECONDS]
             first = min(ended, key=lambda worker: worker.end_time, default=None)
             if first and first.code == errors.STOPPED:
                 # In training all ranks stop together. A rank that gets a signal alone before step 1
@@ -228,7 +227,7 @@ class Group:
         """End all ranks after a second Ctrl-C, unless rank 0 has just stopped and said so."""
         status, start = dict[str, Any](), time.monotonic()
         while not self.workers[0].poll():
-            status = processes.read(self.watch_dir, "status", 0)
+            status = self.report("status", 0)
             has_saved = status.get("phase") == processes.STOPPED
             if time.monotonic() > start + (TERM_SECONDS if has_saved else SECOND_SECONDS):
                 break
@@ -265,9 +264,7 @@ class Group:
             return first.code
         self.lost = bool(hung) or (first not in alive and (first.code or 0) < 0)
         how = "was suspended" if hung else "failed" if first in alive else first.how_it_ended()
-        status, failure = (
-            processes.read(self.watch_dir, what, first.rank) for what in ("status", "failure")
-        )
+        status, failure = (self.report(what, first.rank) for what in ("status", "failure"))
         where = f" at step {status['step']}, phase {status['phase']}" if status else ""
         name = f"rank {first.rank} of {self.world} on {socket.gethostname()}"
         self.log(f"windlass: {name} {how}{where}; the run has ended")
@@ -278,6 +275,10 @@ class Group:
         if tail := first.tail():
             self.log(f"  its last lines:\n{tail}".replace("\n", f"\n  [rank {first.rank}] "))
         return errors.FAILED
+
+    def report(self, what: str, rank: int) -> dict[str, Any]:
+        """The last `status` of a rank, or the `failure` that ended it; empty if there is none."""
+        return read_json(self.watch_dir / f"{what}-{rank}.json")
 
     def _settle(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -294,7 +295,7 @@ class Group:
 
     def _first_to_fail(self, ended_by_us: Sequence[Worker]) -> Worker:
         """The rank that failed first, even if the launcher ended it; loss of contact comes last."""
-        reports = {w.rank: processes.read(self.watch_dir, "failure", w.rank) for w in self.workers}
+        reports = {w.rank: self.report("failure", w.rank) for w in self.workers}
         secondary = {
             rank: bool(r) and (r["secondary"] or r["rank"] != rank) for rank, r in reports.items()
         }

@@ -35,16 +35,9 @@ WATCH_SECONDS = 5.0
 # what a scheduler says about a job that is over
 OVER = re.compile("invalid job|unknown job|has finished|is not found", re.IGNORECASE)
 # settings that may name an existing file or directory, with a prefix or without
-INPUTS = (
-    "data.source",
-    "data.eval_source",
-    "data.tokenizer",
-    "model.name",
-    "model.init_from",
-    "eval.hellaswag_file",
-    "eval.squad_file",
-    "checkpoint.resume",
-)
+INPUTS = ("data.source", "data.eval_source", "data.tokenizer", "model.name", "model.init_from")
+INPUTS += ("eval.hellaswag_file", "eval.squad_file", "checkpoint.resume")
+LAUNCH = (*WINDLASS, "launch", "--", *WINDLASS)  # a verb on all ranks of the job
 
 
 @dataclass(frozen=True)
@@ -59,10 +52,11 @@ class Resources:
     min_busbw: float = 0.0  # GB/s that `windlass check` has to measure first; 0: no check
     max_size: str = ""  # the largest message of that check, as `windlass check --max-size` reads it
 
-    def check(self) -> list[str]:
-        """The options of `windlass check` that require the bandwidth."""
-        size = ["--max-size", self.max_size] if self.max_size else []
-        return ["--min-busbw", f"{self.min_busbw:g}", *size]
+    def check(self, recipe: str) -> Sequence[str]:
+        """The command that requires the bandwidth; empty without one."""
+        size = ("--max-size", self.max_size) if self.max_size else ()
+        required = ("--min-busbw", f"{self.min_busbw:g}", *size)
+        return (*LAUNCH, "check", recipe, *required) if self.min_busbw else ()
 
 
 def site_file() -> Path:
@@ -171,17 +165,14 @@ def submit_run(
     if recipe.checkpoint.grace_seconds == grace:
         recipe = recipe.replace({"checkpoint.grace_seconds": GRACE_SECONDS - 10})
     snapshot = str(run.path / SNAPSHOT)
-    launch = (*WINDLASS, "launch", "--", *WINDLASS)
-    job = make_job(run.name, (*launch, "train", snapshot), [recipe], run.path, site, asked)
+    job = make_job(run.name, (*LAUNCH, "train", snapshot), [recipe], run.path, site, asked)
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError if it does not divide the global batch
-    before = (*launch, "check", snapshot, *asked.check()) if asked.min_busbw else ()
     after = track_commands([recipe], site, str(run.path))
-    job = replace(job, directory=place, before=before, after=after)
-    if run.path.exists() and not dry_run:
-        job_id, state = queued(run.path)
-        if state:
-            follow = f"`windlass submit --watch {run.path}` follows it, --cancel instead ends it"
-            raise UserError(f"job {job_id} of {run.path} is {state}: {follow}")
+    job = replace(job, directory=place, before=asked.check(snapshot), after=after)
+    job_id, state = ("", "") if dry_run else queued(run.path)
+    if state:
+        follow = f"`windlass submit --watch {run.path}` follows it, --cancel instead ends it"
+        raise UserError(f"job {job_id} of {run.path} is {state}: {follow}")
     return submit(job, site, scheduler, dry_run, recipe)
 
 

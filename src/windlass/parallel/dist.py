@@ -218,7 +218,7 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
     """The first half of `init_ranks`: the store and the heartbeat; raises the same."""
     strategy = recipe.strategy(env.world)
     if env.launcher not in ("none", "environment"):
-        processes.exit_with_parent(int(os.environ.pop(processes.PARENT, os.getppid())))
+        processes.exit_with_parent(default=os.getppid())
     ranks = Ranks(env, torch.device("cpu"), strategy)
     if not strategy.distributed:
         return ranks

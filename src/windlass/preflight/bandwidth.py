@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 SECONDS, MOST_CALLS = 1.0, 20  # for each collective and size, after the warm-up
 BUFFERS = 3  # of the message's size, that `collectives` and the backend hold
 
@@ -21,7 +20,7 @@ def matrix_products(device: torch.device) -> dict[str, float]:
     dtypes, size = [torch.float32], 1024
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        dtypes, size = [torch.float32, torch.bfloat16 if has_bf16 else torch.float16], 8192
+        dtypes, size = [*dtypes, torch.bfloat16 if has_bf16 else torch.float16], 8192
     rates = {}
     for dtype in dtypes:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -68,7 +67,7 @@ def collectives(
 def _calls(
     device: torch.device, group: dist.ProcessGroup, count: int
 ) -> dict[str, Callable[[], object]]:
-    """The calls of `COLLECTIVES`, on buffers of `count` numbers."""
+    """The collectives by name, on buffers of `count` numbers."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     whole, part = torch.ones(count, device=device), torch.ones(count // world, device=device)
     other = torch.empty_like(whole)
@@ -83,27 +82,27 @@ def _calls(
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
-    calls: tuple[Callable[[], object], ...] = (
-        lambda: dist.all_reduce(whole, group=group),
-        lambda: gather(whole, part, group=group),
-        lambda: scatter(part, whole, group=group),
-        lambda: dist.all_to_all_single(other, whole, group=group),
-        send_recv,
-    )
-    return dict(zip(COLLECTIVES, calls, strict=True))
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: gather(whole, part, group=group),
+        "reduce_scatter": lambda: scatter(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "send_recv": send_recv,
+    }
 
 
 def _median_seconds(
     call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> float:
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
     def timed() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
+        start = now()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
+        return now() - start
 
     first = max(timed(), timed())  # warms up
     number = max(3, min(MOST_CALLS, int(SECONDS / max(first, 1e-6))))

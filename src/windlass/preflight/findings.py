@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +37,7 @@ def findings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         where = f" (rank {one['rank']}, {one['host']})" if len(ranks) > 1 else ""
         yield from (replace(x, name=f"{x.name}{where}") for x in gpu(one))
     if "driver" in ranks[0]:
-        yield driver(ranks[0]["driver"], ranks[0]["cuda"])
+        yield Finding("driver", f"{ranks[0]['driver']}, torch's CUDA {ranks[0]['cuda']}")
     precisions = set.intersection(*(set(one["precisions"]) for one in ranks))
     yield Finding("precisions", ", ".join(sorted(precisions)))
     for name in ranks[0]["disks"]:
@@ -54,12 +53,12 @@ def findings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 def same(name: str, values: Mapping[int, str], hosts: Mapping[int, str]) -> Finding:
     """Whether all ranks have the same value; else the hosts of each value."""
-    if len(set(values.values())) == 1:
-        return Finding(name, f"{next(iter(values.values()))} on every rank")
-    places = {
-        value: sorted({hosts[r] for r in values if values[r] == value}) for value in values.values()
-    }
-    groups = [f"{value} on {', '.join(names)}" for value, names in places.items()]
+    places: dict[str, set[str]] = {}
+    for rank, value in values.items():
+        places.setdefault(value, set()).add(hosts[rank])
+    if len(places) == 1:
+        return Finding(name, f"{next(iter(places))} on every rank")
+    groups = [f"{value} on {', '.join(sorted(names))}" for value, names in places.items()]
     advice = "all ranks must run the same: install it once, on a file system that they share"
     return Finding(name, "; ".join(groups), PROBLEM, advice)
 
@@ -78,18 +77,6 @@ def gpu(one: Mapping[str, Any]) -> Iterator[Finding]:
     if reasons := one.get("throttled"):
         text = f"throttled: {', '.join(reasons)}"
         yield Finding("clock rate", text, WARNING, "the GPU is slowed down")
-
-
-def driver(version: str, cuda: str) -> Finding:
-    """Whether the NVIDIA driver is new enough for torch's CUDA, by NVIDIA's CUDA release notes
-    (minor versions are compatible)."""
-    needed = {"11": "450.80", "12": "525.60", "13": "580"}.get(cuda.partition(".")[0], "0")
-    have, least = (tuple(map(int, re.findall(r"\d+", text))) for text in (version, needed))
-    text = f"driver {version}, torch's CUDA {cuda}"
-    if have >= least:
-        return Finding("driver", text)
-    advice = f"ask for driver {needed} or newer, or install a torch for an older CUDA"
-    return Finding("driver", text, PROBLEM, advice)
 
 
 def disk(name: str, disks: Sequence[tuple[str, Mapping[str, Any]]], nodes: int) -> Finding:
@@ -120,12 +107,11 @@ def cuda(one: Mapping[str, Any]) -> Finding:
     """Whether torch can use CUDA on a rank's host; if not, why."""
     version, gpus = one["cuda"], one["gpus"]
     if one["cuda_available"]:
-        by_cpu = (
-            "" if one["device"].startswith("cuda") else "; by this recipe the check uses the CPU"
-        )
+        on_gpu = one["device"].startswith("cuda")
+        by_cpu = "" if on_gpu else "; by this recipe the check uses the CPU"
         text = f"CUDA {version} is available: {gpus} GPU{'s' * (gpus != 1)}{by_cpu}"
         return Finding("CUDA", text)
-    no_device = f"torch's CUDA {version} finds no driver or no GPU"
+    no_device = f"torch's CUDA {version} finds no GPU, or no driver that is new enough"
     reason = no_device if version else "torch was built without it"
     return Finding("CUDA", f"not available: {reason}")
 

@@ -87,10 +87,8 @@ def _array_job(
     job = make_job(name, command, recipes, where, site, asked)
     for cell in cells:
         cell.recipe.batch(cell.world or job.nodes * job.ranks_per_node)
-    launch = [*WINDLASS, "launch", "--", *WINDLASS]
-    check = [*launch, "check", str(path / "recipe.toml"), *asked.check()]
     one_rank = job.nodes * job.ranks_per_node == 1 and study.over_hosts  # it has no bandwidth
-    before = check if asked.min_busbw and not one_rank else ()
+    before = () if one_rank else asked.check(str(path / "recipe.toml"))
     after = track_commands(recipes, site, str(path), "--only", INDEX)
     return replace(job, array=numbers, before=before, after=after)
 
