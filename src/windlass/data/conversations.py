@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windlass.data.files import JSON_LINES, find_files, listing, read_json_items
 from windlass.data.samples import choose_places
@@ -66,13 +66,24 @@ class Conversation:
     texts = content  # from which a tokenizer learns
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A way to write a conversation, with an example for error messages."""
 
-    fields: tuple[str, ...]
     name: str
+    fields: tuple[str, ...]
     example: str
+
+
+TURNS = '{"role": "user", "content": "..."}, {"role": "assistant", ...}'
+FROM = '{"from": "human", "value": "..."}, {"from": "gpt", ...}'
+PAIR = '{"prompt": "...", "completion": "..."}'
+ALPACA = '{"instruction": "...", "input": "...", "output": "..."}'
+SHAPES = (
+    Shape("messages", ("messages",), f'{{"messages": [{TURNS}]}}'),
+    Shape("ShareGPT", ("conversations",), f'{{"conversations": [{FROM}]}}'),
+    Shape("prompt and completion", ("prompt", "completion"), PAIR),
+    Shape("Alpaca", ("instruction", "output"), ALPACA),
+)
 
 
 def _messages(turns: Any) -> list[Message]:
@@ -158,28 +169,6 @@ def _parse(item: Any, shape: Shape) -> Parsed:
     return _messages([*prompt, *completion]), None
 
 
-SHAPES = (
-    Shape(
-        ("messages",),
-        "messages",
-        '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}',
-    ),
-    Shape(
-        ("conversations",),
-        "ShareGPT",
-        '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}',
-    ),
-    Shape(
-        ("prompt", "completion"), "prompt and completion", '{"prompt": "...", "completion": "..."}'
-    ),
-    Shape(
-        ("instruction", "output"),
-        "Alpaca",
-        '{"instruction": "...", "input": "...", "output": "..."}',
-    ),
-)
-
-
 def read_splits(recipe: Recipe, notify: Notify = print) -> list[list[Conversation]]:
     """The training and validation conversations; by default a random `data.val_fraction`."""
     data = recipe.data
@@ -194,10 +183,8 @@ def read_splits(recipe: Recipe, notify: Notify = print) -> list[list[Conversatio
             map(str, range(len(train))),
         )
         held_out = set(choose_places(keys, max(1, count), recipe.run.seed, "split"))
-    parts: list[list[Conversation]] = [[], []]
-    for place, conversation in enumerate(train):
-        parts[place in held_out].append(conversation)
-    return parts
+    places = range(len(train))
+    return [[train[i] for i in places if (i in held_out) == held] for held in (False, True)]
 
 
 def read(
@@ -215,7 +202,7 @@ def read(
         files = [] if source.startswith("hf:") else find_files(source, setting, JSON_LINES)
         parts = [(str(path), read_json_items(path)) for path in files]
         if not files:
-            table = load_dataset(source[3:], split)
+            table = load_dataset(source[3:], split, setting=setting)
             rows = ((f"{source}, row {number}", row) for number, row in enumerate(table))
             parts = [(source, rows)]
         counts: Counter[str] = Counter()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,12 @@ class TextSource:
     max_tokens: int = 0  # a single text is cut here, since it has no documents to stop between
     held_documents: int | None = None  # for validation, if documents are few; None: by the limit
     rest: int = -1  # number of the document that continues the one before it
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """The source for the index."""
+        kind = {"single_text": self.corpus.single_text, "divided": self.rest >= 0}
+        return {"name": self.corpus.name, **kind, **self.corpus.description}
 
 
 def text_size(text: str) -> int:

@@ -50,7 +50,7 @@ def prepare_text(
         streams, origins = _scan_shards(data, tokenizer, progress)
     else:
         sources = text_sources(data, progress.note)
-        origins, named = {source.stream: _origin(source) for source in sources}, None
+        origins, named = {source.stream: source.origin for source in sources}, None
         if vocabulary.kind_of(data.tokenizer) not in ("char", "bpe"):
             named = vocabulary.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
         fingerprint = named.fingerprint if named else ""
@@ -80,13 +80,6 @@ def prepare_text(
     splits = divide(data, directory, streams, {s.stream: s for s in sources}, progress.note)
     made = {"settings": settings, "source": origins, "tokenizer": tokenizer.describe()}
     return Index(**made, streams=streams, splits=splits)
-
-
-def _origin(source: TextSource) -> dict[str, Any]:
-    """A source for the index."""
-    corpus = source.corpus
-    kind = {"single_text": corpus.single_text, "divided": source.rest >= 0}
-    return {"name": corpus.name, **kind, **corpus.description}
 
 
 class Written:
@@ -172,9 +165,8 @@ def _write_shards(
         progress.note(f"resuming after {len(shards)} committed shards, {writer.tokens:,} tokens")
     stage = "validation data" if name.startswith(EVAL) else "training data"
     # A single text is cut at its limit, and documents are kept whole.
-    eot, cut, tokens_read = tokenizer.eot, 0, 0
-    if corpus.single_text:
-        eot, cut = None, source.max_tokens
+    eot, cut = (None, source.max_tokens) if corpus.single_text else (tokenizer.eot, 0)
+    tokens_read = 0
     enough, workers = cut or float(limit.tokens), data.workers or usable_cores()
     batches = encode_documents(corpus, resume[0], tokenizer, eot, workers, source.rest)
     with contextlib.closing(batches):
@@ -201,13 +193,9 @@ def _scan_shards(
     }
     origins = {name: {"name": source} for name, source in zip(files, data.sources, strict=True)}
     paths, held = [path for part in files.values() for path in part], list[Path]()
-    if data.eval_sources:
-        for source in data.eval_sources:
-            if not source.startswith("shards:"):
-                problem = "must be token shards, because data.source is: write shards:GLOB"
-                raise UserError(f"data.eval_source {problem}")
-            held += find_files(source.removeprefix("shards:"), "data.eval_source")
-    elif not data.val_shards:
+    for source in data.eval_sources:
+        held += find_files(source.removeprefix("shards:"), "data.eval_source")
+    if not data.eval_sources and not data.val_shards:
         held = [path for path in paths if re.search(VALIDATION_NAME, path.name.lower())]
         held = held if len(held) < len(paths) else []
     excluded = {path.resolve() for path in held}

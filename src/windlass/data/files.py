@@ -28,7 +28,6 @@ ENDINGS = (".txt", *JSON_LINES, ".parquet")
 ABOUT = re.compile(
     r"(?i)\.|(readme|licen[cs]e|copying|notice|changelog|authors|contributing|requirements)\b"
 )
-NO_ENDING = "without ending"
 HASHED_BYTES = 64_000_000  # files up to this total are compared by content, others by size and time
 CONVERSATION_KEYS = {"messages", "conversations", "prompt", "instruction"}
 TO_UTF8 = "convert it to UTF-8, for example iconv -f latin1 -t utf-8 OLD > NEW"
@@ -53,19 +52,18 @@ def find_files(
     else:
         names = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
         places = list(map(Path, names))
-    files = [place for place in places if place.is_file()]
-    if not files:
-        hint = ""
-        if "," in pattern:
-            names = [part.strip(" []'\"") for part in pattern.split(",")]
-            value = json.dumps(names, ensure_ascii=False)
-            option = f"{setting} '{value}'" if setting.startswith("--") else f"'{setting}={value}'"
-            hint = f"; several are a list: {option}"
-        raise UserError(
-            f"{setting}: there is no file {pattern} (of a directory: {', '.join(endings)}); "
-            f"a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB{hint}"
-        )
-    return files
+    if files := [place for place in places if place.is_file()]:
+        return files
+    hint = ""
+    if "," in pattern:
+        names = [part.strip(" []'\"") for part in pattern.split(",")]
+        value = json.dumps(names, ensure_ascii=False)
+        option = f"{setting} '{value}'" if setting.startswith("--") else f"'{setting}={value}'"
+        hint = f"; several are a list: {option}"
+    raise UserError(
+        f"{setting}: there is no file {pattern} (of a directory: {', '.join(endings)}); "
+        f"a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB{hint}"
+    )
 
 
 def check_source(source: str, setting: str, conversations: bool = False) -> None:
@@ -81,14 +79,10 @@ def listing(files: list[Path]) -> str:
     """The number of files, a few names, and files that a pattern may match by accident."""
     more = f" and {len(files) - 4:,} more" if len(files) > 4 else ""
     names = ", ".join(path.name for path in files[:4]) + more
-    kinds = Counter(suffixes(path)[0] or NO_ENDING for path in files)
+    kinds = Counter(suffixes(path)[0] or "without ending" for path in files)
     counts = ", ".join(f"{count:,} {ending}" for ending, count in kinds.most_common(4))
-    unusual = set(kinds) - {*ENDINGS, ".json"}
-    if unusual == set(kinds):  # the user's own ending
-        unusual = set()
-    odd = [p.name for p in files if ABOUT.match(p.name) or (suffixes(p)[0] or NO_ENDING) in unusual]
     text = f"{len(files):,} files{f' ({counts})' if len(kinds) > 1 else ''}: {names}"
-    if odd:
+    if odd := [path.name for path in files if ABOUT.match(path.name)]:
         shown = ", ".join(odd[:4]) + (", ..." if len(odd) > 4 else "")
         text += f"; with {shown}: narrow the source if that is not meant"
     return text

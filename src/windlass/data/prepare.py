@@ -244,8 +244,8 @@ def as_data(recipe: Recipe, prepared: Prepared) -> Data:
     if recipe.data.format != "text":
         template = chat.Template.of_directory(prepared.directory / FOLDER)
     train, val = open_samples(recipe, prepared)
-    made: dict[str, Any] = {"directory": prepared.directory, "template": template, "index": index}
-    return Data(train, val, tokenizer, index.fingerprint, tokenizer.vocab, **made)
+    numbers = index.fingerprint, tokenizer.vocab
+    return Data(train, val, tokenizer, *numbers, prepared.directory, template, index)
 
 
 def from_dataset(dataset: Any, recipe: Recipe) -> Data:

@@ -92,10 +92,6 @@ def open_corpus(
         return _open_hf(source[3:], split or data.split, data.text_key, data.streaming)
     if source.startswith(("http://", "https://")):
         return _open_files(source, [download(source, sha256, DOWNLOADS, notify)], data.text_key)
-    if source.startswith("shards:"):
-        raise UserError(
-            f"data.source and data.eval_source must both be token shards, or neither: {source}"
-        )
     files = find_files(source)
     if len(files) > 1:
         notify(f"{source}: {listing(files)}")
@@ -199,16 +195,19 @@ def download(url: str, sha256: str, folder: Path, notify: Notify = print) -> Pat
     return target
 
 
-def load_dataset(place: str, split: str, streaming: bool = False) -> Any:
+def load_dataset(
+    place: str, split: str, streaming: bool = False, setting: str = "data.source"
+) -> Any:
     """A split (perhaps `train[:1%]`) of a data set of `datasets`; UserError if it cannot be loaded.
 
-    `place` is `NAME`, `NAME:CONFIG`, or a directory of files or of `save_to_disk`.
+    `place` is `NAME`, `NAME:CONFIG`, or a directory of files or of `save_to_disk`. `setting` is for
+    messages.
     """
     folder = Path(place).expanduser()
     if not folder.is_dir():
         hub.prepare()
-    what = f"data.source: hf:{place}, split {split!r}"
-    require("datasets", f"data.source: hf:{place}")
+    what = f"{setting}: hf:{place}, split {split!r}"
+    require("datasets", f"{setting}: hf:{place}")
     with _explained(f"{what} cannot be loaded", UserError), hub.explained(what):
         import datasets
 

@@ -65,7 +65,7 @@ def read_questions(source: str, split: str = "train", key: str = "data.source") 
             ]
         else:
             entries = []
-            for row in load_dataset(HUB_NAME, split):
+            for row in load_dataset(HUB_NAME, split, setting=key):
                 pairs = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
                 answers = [{"text": text, "answer_start": start} for text, start in pairs]
                 entries.append((row, row["context"], row["title"], answers))

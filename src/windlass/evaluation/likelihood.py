@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from windlass import hub
 from windlass.data.files import read_json_items
 from windlass.data.loader import eval_batches
 from windlass.data.samples import Batch, Samples
+from windlass.data.sources import load_dataset
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import evaluating
@@ -214,12 +214,8 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
             raise UserError(f"eval.hellaswag_file: there is no file {file}")
         rows = read_json_items(Path(file))
     else:
-        hub.prepare()
-        remedy = "or give a JSONL as eval.hellaswag_file"
-        with hub.explained(f"HellaSwag (the data set {HELLASWAG}; {remedy})"):
-            from datasets import load_dataset
-
-            rows = ((HELLASWAG, row) for row in load_dataset(HELLASWAG, split="validation"))
+        table = load_dataset(HELLASWAG, "validation", setting="eval.hellaswag_file is empty")
+        rows = ((HELLASWAG, row) for row in table)
     items = []
     for place, row in itertools.islice(rows, limit or None):
         try:

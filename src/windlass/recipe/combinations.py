@@ -68,12 +68,12 @@ def vocab(r: Any) -> Problems:
 
 def sources(r: Any) -> Problems:
     d = r.data
-    shards = [name.startswith("shards:") for name in d.sources]
+    shards = [name.startswith("shards:") for name in (*d.sources, *d.eval_sources)]
     if not d.sources or not all(map(str.strip, d.sources)):
         where = 'a file, a directory ("." is this one), a pattern or hf:NAME'
         yield "data.source", f"it is empty: name {where}"
     if any(shards) and not all(shards):
-        yield "data.source", "one list cannot mix token shards and texts"
+        yield "data.source", "token shards and texts do not mix, also not with data.eval_source"
     if any(name.startswith(("http://", "https://")) for name in d.sources) and not d.sha256:
         yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
     if d.streaming and not all(name.startswith("hf:") for name in d.sources):
