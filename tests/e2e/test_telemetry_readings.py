@@ -19,7 +19,7 @@ from windlass.errors import RunFailed
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.model.gpt import GPT
 from windlass.reports.run_charts import charts
-from windlass.reports.view import view
+from windlass.reports.view import RunView
 from windlass.run import Run
 
 
@@ -46,7 +46,7 @@ def test_the_loss_of_a_sample_of_the_training_data(corpus: Path, tmp_path: Path)
     assert (
         f"train loss {lines[-1]['train_loss']:.4f} | val loss" in (run.path / "log.txt").read_text()
     )
-    seen = view(run)
+    seen = RunView(run)
     assert "a sample of the training data" in [one.name for one in charts([seen])[0].series]
     samples = sum(line.get("full_samples", line["samples"]) + 16 for line in lines)
     assert seen.values["eval_samples_per_s"] == pytest.approx(
@@ -115,7 +115,7 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
     ]
     assert f"step 6/14 | epoch 2 of 3 continues: {order}" in lines_of(run, "continues")
 
-    numbers, summary = view(run).values, run.summary
+    numbers, summary = RunView(run).values, run.summary
     assert numbers["train_loss_mean"] == summary["train_loss_mean"] != numbers["train_loss"]
     seconds = summary["wall_time"]
     assert numbers["samples_per_s_whole_run"] == pytest.approx(
@@ -164,7 +164,7 @@ def test_what_a_start_says_of_the_optimizer_and_of_its_time(corpus: Path, tmp_pa
         ("decay", 10, matrices),
         ("no_decay", 5, norms),
     ]
-    assert view(run).values["startup_s"] == first["startup_s"] > 0 and first["step"] == 1
+    assert RunView(run).values["startup_s"] == first["startup_s"] > 0 and first["step"] == 1
     (line,) = lines_of(run, "first step done")
     shown = [float(part.split()[-2]) for part in line.partition(": ")[2].split(", ")]
     assert len(shown) == 3 and sum(shown) == pytest.approx(sum(first["seconds"].values()), abs=0.2)

@@ -15,7 +15,7 @@ from windlass import train
 from windlass.checkpoint.load import find_checkpoint, list_checkpoints
 from windlass.launch.local import launch
 from windlass.reports.overview import overview
-from windlass.reports.view import view
+from windlass.reports.view import RunView
 from windlass.run import Run
 from windlass.training.start import resolve_start
 
@@ -139,7 +139,7 @@ def test_a_run_ends_early_by_any_measure_and_does_not_start_again(by_accuracy, w
     assert train(recipe).metrics_path.read_bytes() == lines
     assert resolve_start(recipe).finished and "0, continues" in resolve_start(recipe).why_finished
     assert [(row.state, row.step) for row in overview(run.path)] == [("ended early", end)]
-    assert view(run).values["ended_early"] == ended[0]["reason"]
+    assert RunView(run).values["ended_early"] == ended[0]["reason"]
     assert curve(train(recipe.replace("train.early_stop=0"))) == curve(whole), (
         "it continues, as if it never had"
     )

@@ -24,7 +24,7 @@ from windlass.fileio import Files
 from windlass.launch.local import launch
 from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon, Recipe
-from windlass.reports.view import view
+from windlass.reports.view import RunView
 from windlass.run import Run, read_lines
 from windlass.training import setup, trainer
 from windlass.training.start import (
@@ -444,7 +444,7 @@ def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tm
     assert set(after) == {8, 10, 12} and best_step(run) == min(after, key=lambda step: after[step])
     assert run.summary["best_step"] == best_step(run)
     assert run.summary["best_eval_loss"] == min(after.values())
-    seen = view(run)
+    seen = RunView(run)
     assert seen.values["best_eval_loss"] == min(after.values())
     assert [r.what for r in seen.restarts] == ["settings changed"]
     assert "eval.batches 1 -> 0 after step 6" in seen.values["changed"]
@@ -460,12 +460,12 @@ def test_an_extension_takes_the_other_settings_along(corpus, tmp_path):
     assert (run.recipe.train.steps, run.recipe.telemetry.every, run.recipe.eval.every) == (16, 2, 5)
     changed = next(e["settings"] for e in run.events if e["event"] == "settings_changed")
     assert list(changed) == ["eval.every", "telemetry.every"]
-    seen = view(run)
+    seen = RunView(run)
     assert seen.start["steps"] == seen.step == 16
     assert [r.what for r in seen.restarts] == ["extended"]
     assert seen.outcome.predicted_seconds is None and "extended" in seen.outcome.reason
     again = train(run.recipe.replace("telemetry.every=4"), extend_to=20)
-    assert view(again).start["steps"] == 20 and again.recipe.telemetry.every == 4
+    assert RunView(again).start["steps"] == 20 and again.recipe.telemetry.every == 4
 
 
 def test_evaluations_are_bounded_and_the_last_one_also_measures_all_data(corpus, tmp_path, capsys):
@@ -488,7 +488,7 @@ def test_evaluations_are_bounded_and_the_last_one_also_measures_all_data(corpus,
     assert last["full_loss"] == pytest.approx(of_all["loss"], rel=1e-12)
     assert last["loss"] != last["full_loss"]
     assert bounded.summary["best_eval_loss"] == min(line["loss"] for line in (first, middle, last))
-    seen = view(bounded).values
+    seen = RunView(bounded).values
     assert (seen["eval_loss"], seen["full_eval_loss"]) == (last["loss"], last["full_loss"])
     text = capsys.readouterr().out
     assert f"of all data {last['full_loss']:.4f}" in text

@@ -6,13 +6,13 @@ import pytest
 from report_fixtures import NASTY, build_run, build_study
 
 from windlass.reports.study import read_study
-from windlass.reports.view import view
+from windlass.reports.view import RunView
 
 
 @pytest.fixture(scope="session")
 def one(tmp_path_factory):
     """A run that was killed at step 263 of 400 and resumed from its checkpoint of step 200."""
-    return view(
+    return RunView(
         build_run(
             tmp_path_factory.mktemp("runs") / "one", f"run.notes={json.dumps(NASTY)}", killed_at=263
         )

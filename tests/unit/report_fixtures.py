@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from datetime import UTC, datetime, timedelta
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from windlass.recipe import Recipe
+from windlass.reports.view import RunView
 from windlass.run import Run
 from windlass.study.study import Study
 
@@ -45,6 +47,13 @@ def edit(run: Run, change: Any) -> None:
     """Rewrite a ledger: `change` gets each line and returns it, or None to leave it out."""
     lines = [change(json.loads(line)) for line in run.metrics_path.read_text().splitlines()]
     run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines if line))
+
+
+def changed(view: RunView, **fields: Any) -> RunView:
+    """A copy of a view with other fields."""
+    other = copy.copy(view)
+    vars(other).update(fields)
+    return other
 
 
 class Writer:

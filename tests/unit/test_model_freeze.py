@@ -15,7 +15,7 @@ from windlass.model.build import build_model, read_sizes
 from windlass.model.gpt import initialise
 from windlass.model.size import count
 from windlass.recipe import Recipe
-from windlass.reports.view import view
+from windlass.reports.view import RunView
 
 
 def test_frozen_weights_stay_and_have_no_state_and_every_report_says_how_many_are_trained(tmp_path):
@@ -37,7 +37,7 @@ def test_frozen_weights_stay_and_have_no_state_and_every_report_says_how_many_ar
     assert moved == state == {n for n, _ in begun.named_parameters()} - kept
     text = f"{trained:,} of {total:,} ({100 * trained / total:.1f} %)"
     assert f"trainable {text}" in run.log_path.read_text()
-    assert view(run).values["trainable"] == text
+    assert RunView(run).values["trainable"] == text
     planned = plan(recipe)
     assert text in dict(_facts(planned))["trainable"]
     (row,) = [row for row in planned.memory if row.chosen]

@@ -1,18 +1,17 @@
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_fixtures import add_lines, build_run
+from report_fixtures import add_lines, build_run, changed
 
 from windlass.reports.charts import looks, smoothed, thin
 from windlass.reports.page import payload
 from windlass.reports.plots import draw
 from windlass.reports.run_charts import charts
 from windlass.reports.tracks import Track
-from windlass.reports.view import view
+from windlass.reports.view import RunView
 
 
 def described(*views):
@@ -39,7 +38,7 @@ def test_every_series_of_a_long_run_is_thinned_at_its_own_extremes(one):
     steps, spikes = np.arange(1.0, n + 1), np.linspace(700, n - 300, 20).astype(int)
     loss, norm = 2 + np.sin(steps / 50), 1 + 0.1 * np.cos(steps / 7)
     norm[spikes], loss[12_345] = 40.0 + np.arange(20), 9.0
-    long = replace(
+    long = changed(
         one,
         train=Track(
             {"step": steps, "tokens": steps, "hours": steps, "loss": loss, "grad_norm": norm}
@@ -72,7 +71,9 @@ def test_smoothing_is_the_weighted_mean_of_what_is_finite(values, weight):
 
 def test_of_several_runs_each_rank_has_a_line_for_allocated_and_one_for_reserved_memory(tmp_path):
     """As the comparison of learning rates on two workers plots it; of many ranks the mean and range of each run."""
-    runs = [view(build_run(tmp_path / name, ranks=2, steps=30), name) for name in ("a", "b", "c")]
+    runs = [
+        RunView(build_run(tmp_path / name, ranks=2, steps=30), name) for name in ("a", "b", "c")
+    ]
     found = {chart.id: chart for chart in charts(runs)}
     for key, word, base in (("memory", "allocated", 1480), ("memory-reserved", "reserved", 1900)):
         chart = found[key]
@@ -84,7 +85,7 @@ def test_of_several_runs_each_rank_has_a_line_for_allocated_and_one_for_reserved
             abs(np.nanmean(s.y) - base - 60 * (i % 2)) < 5 for i, s in enumerate(chart.series)
         )
     assert len(found["utilisation"].series) == 6
-    wide = [view(build_run(tmp_path / f"wide-{i}", ranks=7, steps=30), f"{i}") for i in range(4)]
+    wide = [RunView(build_run(tmp_path / f"wide-{i}", ranks=7, steps=30), f"{i}") for i in range(4)]
     means = {chart.id: chart for chart in charts(wide)}["memory-reserved"].series
     assert [s.name for s in means] == [f"{i}" for i in range(4)]
     assert all(s.low is not None for s in means)
@@ -100,7 +101,7 @@ def test_a_logged_measure_is_drawn_whatever_its_name(tmp_path):
             for step in (10, 20, 30)
         ),
     )
-    found = described(view(run))
+    found = described(RunView(run))
     for name in names:
         (series,) = found[f"log-{name}"].series
         assert found[f"log-{name}"].title == f"log.{name}" and series.y.tolist() == [
@@ -129,7 +130,7 @@ def test_suite_of_several_runs_has_chart_for_each_measure_and_twenty_lines_twent
             run, {"kind": "eval", "step": 0, "suite": "squad", "exact_match": 10.0, "f1": 20.0}
         )
         add_lines(run, {"kind": "eval", "step": 0, "suite": "lm-eval:many", **scores})
-    seen = [view(run) for run in runs]
+    seen = [RunView(run) for run in runs]
     found = described(*seen[:2])
     assert [found[f"suite-squad-{name}"].title for name in ("exact-match", "f1")] == [
         "squad, exact match",
@@ -150,7 +151,7 @@ def test_suite_of_several_runs_has_chart_for_each_measure_and_twenty_lines_twent
 
 def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_path):
     cuda = described(one)
-    cpu = described(view(build_run(tmp_path / "cpu", device="cpu", ranks=1, steps=30)))
+    cpu = described(RunView(build_run(tmp_path / "cpu", device="cpu", ranks=1, steps=30)))
     assert list(cuda)[:4] == ["loss", "suite-hellaswag", "throughput", "lr"] and {
         "memory",
         "power",
@@ -161,7 +162,7 @@ def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_
     first = cuda["utilisation"].series[0]
     assert np.nanmin(first.y) > 85 and (np.diff(first.x) >= 0).all(), "in training steps only"
     assert first.at["tokens"][-1] == pytest.approx(400 * 2048, rel=0.01)
-    mean, *ranks = described(view(build_run(tmp_path / "many", ranks=12, steps=30)))[
+    mean, *ranks = described(RunView(build_run(tmp_path / "many", ranks=12, steps=30)))[
         "utilisation"
     ].series
     assert [s.name for s in ranks] == ["rank 0", "rank 11"], (
@@ -177,7 +178,7 @@ def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_
 def test_a_run_has_diverged_by_the_rule_of_the_sweep(one, last, diverged):
     # 1.1 after 0.8 was once called diverged here, and not in a sweep
     loss = np.linspace(0.8, last, len(one.train))
-    moved = replace(one, label="moved", train=Track({**one.train.columns, "loss": loss}))
+    moved = changed(one, label="moved", train=Track({**one.train.columns, "loss": loss}))
     series = described(moved, one)["loss"].series
     assert {s.diverged for s in series if s.run == 0} == {diverged}
     assert not any(s.diverged for s in series if s.run)

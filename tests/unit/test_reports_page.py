@@ -15,7 +15,7 @@ from windlass.cli import main
 from windlass.reports.contents import contents
 from windlass.reports.page import page
 from windlass.reports.run_charts import charts
-from windlass.reports.view import view, views
+from windlass.reports.view import RunView, views
 from windlass.reports.write import report
 
 
@@ -54,7 +54,7 @@ def test_what_a_model_a_recipe_or_a_name_says_is_text_and_nothing_else(text, tmp
     assert parsed.texts["title"] == ["one"] and parsed.all("b") == [{}] * len(parsed.all("b"))
     assert "</script><script>document.title=" in "".join(parsed.texts["pre"])
     assert NASTY.replace("\x1b", r"\x1b") in "".join(parsed.texts["p"]) and "\x1b" not in text
-    other = view(build_run(tmp_path / "two", steps=50), label=f"two {NASTY}")
+    other = RunView(build_run(tmp_path / "two", steps=50), label=f"two {NASTY}")
     parsed = Page(page(contents([one, other])))
     assert len(parsed.all("script")) == 2
     assert json.loads("".join(parsed.texts["script"][:1]))["runs"][1]["label"] == f"two {NASTY}"
@@ -181,7 +181,7 @@ def test_an_extension_is_no_interruption_and_changed_settings_are_named(tmp_path
     add_lines(
         run, began | {"event": "resumed", "steps": 120, "extended_from": 100}, began | change, *ends
     )
-    seen = view(run)
+    seen = RunView(run)
     assert [restart.what for restart in seen.restarts] == ["extended"]
     assert seen.outcome.predicted_seconds is None
     text = page(contents([seen]))
@@ -222,7 +222,7 @@ def test_runs_of_several_tokenizers_are_drawn_in_bits_per_byte_and_others_have_n
     assert "Best bits per byte" in text
     assert "The tokenizers differ" in text
     assert "Best validation loss" not in text
-    other = view(build_run(tmp_path / "c", "data.source=elsewhere", steps=100))
+    other = RunView(build_run(tmp_path / "c", "data.source=elsewhere", steps=100))
     text = page(contents([a, other]))
     assert "no best run" in text and "data.source" in text and "Best validation loss" not in text
 

@@ -13,7 +13,7 @@ from windlass.cli import main
 from windlass.recipe import Recipe, settings
 from windlass.reports.published import of_study, published, specifications
 from windlass.reports.study import read_study
-from windlass.reports.view import view, views
+from windlass.reports.view import RunView, views
 from windlass.study.grid import WORLD, Scaling
 from windlass.telemetry.measures import EPOCH_LOSS, PUBLISHED, RUN, of_published
 from windlass.telemetry.measures import SETUP as SETUP_MEASURES
@@ -102,7 +102,7 @@ def test_every_column_of_a_table_has_a_value_that_exists():
 
 
 def test_a_run_fills_the_table_of_its_preset(baseline):
-    filled = published([view(baseline[0])])
+    filled = published([RunView(baseline[0])])
     (row,) = rows(filled)
     assert filled.name == "bloom-squad-baseline" and list(row) == BASELINE
     # 250 steps an epoch, and two epochs
@@ -131,7 +131,7 @@ def test_one_training_of_the_gpt_fills_a_row_of_its_table(tmp_path):
     run = build_run(tmp_path / "gpt", "preset=gpt-squad", steps=100)
     more = {"train_loss_mean": 2.5, "samples_per_s_whole_run": 11.97, "avg_mem_used_mb": 2750.0}
     edit(run, lambda line: line | more if line["kind"] == "summary" else line)
-    filled = published([view(run)])
+    filled = published([RunView(run)])
     assert filled.name == "gpt-squad" and filled.headings == GPT
     (row,) = rows(filled)
     assert list(row.values())[:3] == ["1 host, 2 ranks", "2", "12.0"]
@@ -179,7 +179,7 @@ SETUP = {
 
 
 def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_path):
-    on_gpus, on_cpu = map(view, baseline)
+    on_gpus, on_cpu = map(RunView, baseline)
     seen = read_study(build_study(tmp_path / "study", rates=(1e-3,), seeds=(1,)))
     (row,) = rows(published([on_gpus], seen, "gpt-squad-scaling", [SETUP]))
     assert list(row.items()) == list(

@@ -4,13 +4,12 @@ import csv
 import io
 import math
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_fixtures import add_lines, build_run, edit, loss_at
+from report_fixtures import add_lines, build_run, changed, edit, loss_at
 
 from windlass.reports.curve import curve, last_sample
 from windlass.reports.table import Column, Table
@@ -23,7 +22,7 @@ from windlass.reports.tables import (
 )
 from windlass.reports.text import markdown_cell
 from windlass.reports.tracks import Track
-from windlass.reports.view import evaluation_names, view, views
+from windlass.reports.view import RunView, evaluation_names, views
 from windlass.telemetry.terminal import printable
 
 
@@ -94,7 +93,7 @@ def test_speed_is_work_divided_by_time(tmp_path):
         }
         add_lines(run, line | {"samples_per_s": samples / seconds})
     add_lines(run, {"kind": "summary", "step": 30, "tokens_per_s_mean": 5555.0})
-    values = view(run).values
+    values = RunView(run).values
     assert [
         values[f"train_{what}_per_s"] for what in ("tokens", "samples", "steps")
     ] == pytest.approx([2000, 20, 2])
@@ -111,9 +110,9 @@ def test_the_table_has_the_loss_of_each_evaluation_and_full_precision_in_csv(one
     assert [float(row["loss"]) for row in read(curves(one.train))] == list(one.train["loss"])
     bad = build_run(tmp_path / "bad", steps=50, finished=False)
     add_lines(bad, {"kind": "train", "step": 60, "loss": "NaN"})
-    assert shown(view(bad))["Final training loss"] == "NaN"
+    assert shown(RunView(bad))["Final training loss"] == "NaN"
     bad.metrics_path.unlink()
-    assert shown(view(bad))["Steps"] == "0"
+    assert shown(RunView(bad))["Steps"] == "0"
 
 
 def test_evaluations_are_named_by_epoch_where_they_follow_the_epochs(one):
@@ -190,7 +189,7 @@ def test_the_curve_and_the_last_sample_of_a_run(one):
     assert max(map(len, lines)) <= 72 and "o" in "".join(lines[1:])
     assert last_sample(one).startswith("sample at step 400") and "\x1b" not in last_sample(one)
     for x, y in (([1.0], [2.0]), ([1.0, 2.0], [3.0, 3.0]), ([1.0, 2.0], [math.nan, math.inf])):
-        seen = replace(one, train=Track({"step": np.array(x), "loss": np.array(y)}), evals={})
+        seen = changed(one, train=Track({"step": np.array(x), "loss": np.array(y)}), evals={})
         assert (curve(seen, width=40) == "") == (not np.isfinite(y).any())
         if len(x) == 1:
             assert curve(seen, width=40).split("\n")[-1].strip() == "1 step"

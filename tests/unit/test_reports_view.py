@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 from report_fixtures import build_run, loss_at
 
-from windlass.reports.view import view
+from windlass.reports.view import RunView
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    return view(build_run(tmp_path_factory.mktemp("runs") / "straight"))
+    return RunView(build_run(tmp_path_factory.mktemp("runs") / "straight"))
 
 
 def test_a_killed_and_resumed_run_is_one_curve_with_the_losses_of_an_unbroken_one(one, straight):
@@ -32,6 +32,6 @@ def test_samples_of_devices_in_the_pause_and_in_lost_work_are_left_out(one, monk
     assert np.nanmean(track["util_pct"]) == pytest.approx(93, abs=0.5), "in training steps only"
     # of a large file evenly spread lines are read
     monkeypatch.setattr("windlass.reports.tracks.MAX_DEVICE_BYTES", 60_000)
-    part = view(one.run).ranks[0]
+    part = RunView(one.run).ranks[0]
     assert 0.1 < len(part["hours"]) / len(track["hours"]) < 0.9
     assert part["hours"].max() > 0.9 * track["hours"].max()

@@ -9,7 +9,7 @@ from report_fixtures import build_run, edit
 
 from windlass.reports.run_charts import charts
 from windlass.reports.tables import results
-from windlass.reports.view import view
+from windlass.reports.view import RunView
 from windlass.reports.write import report
 from windlass.run import Run, decode
 from windlass.telemetry import measures
@@ -108,7 +108,7 @@ def test_a_new_number_of_a_step_and_of_a_run_is_one_declaration_each(tmp_path, m
     Console(10, stream=shown).step(line)
     assert "H 5.2" in shown.getvalue()
     assert point(line).scalars["train/entropy"] == 5.25
-    seen = view(run)
+    seen = RunView(run)
     assert ("entropy", "Final entropy", 5.25) in results(seen).rows
     (chart,) = [chart for chart in charts([seen]) if chart.id == "entropy"]
     assert (chart.title, chart.unit) == ("Entropy of the outputs", "nats")

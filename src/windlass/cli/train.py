@@ -89,10 +89,10 @@ def show_end(run: Run) -> int:
     try:
         from windlass.cli.runs import show_published
         from windlass.reports.curve import curve
-        from windlass.reports.view import view
+        from windlass.reports.view import RunView
         from windlass.reports.write import report as write_report
 
-        if text := curve(view(run)):
+        if text := curve(RunView(run)):
             typer.echo(text)
         # PNG files take most of the time; those that an earlier report drew are kept up to date.
         drawn = (run.report_dir / "plots").is_dir()

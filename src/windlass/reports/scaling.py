@@ -19,17 +19,17 @@ from windlass.reports.text import numeric, show
 from windlass.study.grid import NODES, WORLD, Scaling
 from windlass.study.projection import projections
 from windlass.study.setups import Setup, read_setups
-from windlass.telemetry.measures import RUN, SETUP
+from windlass.telemetry.measures import METERS, PROJECTED, SETUP
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from windlass.study.study import Study
 
-METERS = (
-    "The driver's numbers come from NVML, and the wall clock's samples/s from the whole run "
-    "without its start-up. The trainer measures the memory that its allocator holds, and the samples/s of "
-    "its steps after the warm-up."
+METERS_NOTE = (
+    "The driver's numbers come from NVML, and the wall clock's samples/s from the whole run without "
+    "its start-up. The trainer measures the memory that its allocator holds, and the samples/s of its "
+    "steps after the warm-up."
 )
 KARP = "serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
 FORMULAS = {
@@ -75,9 +75,8 @@ class ScalingView:
         if not measured:
             return []
         fastest = max(measured, key=lambda row: row.values["samples_per_s"])
-        names = [name for name in ("samples_per_s", "efficiency") if name in fastest.values]
-        shown = [(SETUP[name], fastest.values[name]) for name in names]
-        return [(m.title, show(value, m.kind), fastest.name) for m, value in shown]
+        shown = [SETUP[x] for x in ("samples_per_s", "efficiency") if x in fastest.values]
+        return [(m.title, show(fastest.values[m.name], m.kind), fastest.name) for m in shown]
 
 
 def read_scaling(seen: StudyView) -> ScalingView | None:
@@ -153,25 +152,16 @@ def _cells(row: Setup) -> dict[str, Any]:
 
 def meter_table(setups: Sequence[Setup], values: Sequence[dict[str, Any]]) -> Table:
     """What driver and wall clock report of each setup beside the trainer's own measurements."""
-    names = {
-        "driver_mem_mb": "Driver: memory of a rank's GPU (MB)",
-        "util_pct": "Driver: utilisation (%)",
-        "samples_per_s_whole_run": "Wall clock: samples/s",
-        "mem_alloc_mb": "Trainer: memory allocated (MB)",
-        "samples_per_s": "Trainer: samples/s",
-    }
-    if any(row.on_cpu for row in setups):
-        names["rss_mb"] = "Trainer: resident memory of a rank (MB)"
-    known = SETUP | RUN
-    gpu_only = [name for name in names if known[name].gpu or name == "util_pct"]
+    on_cpu = any(row.on_cpu for row in setups)
+    shown = [m for m in METERS.values() if on_cpu or m.name != "rss_mb"]
     rows = []
     for row, numbers in zip(setups, values, strict=True):
-        state = "not measured" if row.start else row.state
-        cells = {name: numbers.get(name) or state for name in names}
-        cells |= dict.fromkeys(gpu_only, "no GPU") if row.on_cpu else {}
-        rows.append((row.name, *cells.values()))
-    columns = [Column(name, text, known[name].kind) for name, text in names.items()]
-    return Table("meters", [Column("setup", "Setup"), *columns], rows, "The two meters", [METERS])
+        state, no_gpu = "not measured" if row.start else row.state, "no GPU" * row.on_cpu
+        cells = ((no_gpu if m.gpu else "") or numbers.get(m.name) or state for m in shown)
+        rows.append((row.name, *cells))
+    columns = [Column(m.name, m.heading, m.kind) for m in shown]
+    columns.insert(0, Column("setup", "Setup"))
+    return Table("meters", columns, rows, "The two meters", [METERS_NOTE])
 
 
 def projected(study: Study, setups: Sequence[Setup]) -> list[Table]:
@@ -179,21 +169,13 @@ def projected(study: Study, setups: Sequence[Setup]) -> list[Table]:
     steps, basis = projections(study, setups)
     if not steps:
         return []
-    headings = {
-        "world": ("Ranks", "count"),
-        "state": ("State", ""),
-        "compute_ms": ("Without communication (ms)", "rate"),
-        "communication_ms": ("Communication (ms)", "rate"),
-        "step_ms": ("Projected step (ms)", "rate"),
-        "samples_per_s": ("Projected samples/s", "rate"),
-        "efficiency": ("Projected efficiency", "share"),
-    }
-    headings |= {"reason": ("Reason", "")} if any(step.reason for step in steps) else {}
-    columns = [Column(n, text, kind, text.lower()) for n, (text, kind) in headings.items()]
+    columns = [Column(m.name, m.title, m.kind, m.title.lower()) for m in PROJECTED.values()]
+    if any(step.reason for step in steps):
+        columns.append(Column("reason", "Reason", short="reason"))
     cells = [step._asdict() | {"state": "projected"} for step in steps]
     rows = [[cell[column.name] or None for column in columns] for cell in cells]
-    notes = [basis] if basis else []
-    return [Table("projected", columns, rows, "Projected, not measured", notes)]
+    title, notes = "Projected, not measured", [basis] if basis else []
+    return [Table("projected", columns, rows, title, notes)]
 
 
 def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:

@@ -20,7 +20,7 @@ from windlass.reports.charts import Axis, Chart, Series, pattern
 from windlass.reports.table import Column, Table
 from windlass.reports.tables import measure_column
 from windlass.reports.text import numeric, show
-from windlass.reports.view import RunView, view
+from windlass.reports.view import RunView
 from windlass.study.compare import BITS
 from windlass.study.grid import SEED, label_of, short_names
 from windlass.study.results import CellResult, SeedGroup
@@ -102,7 +102,7 @@ def read_study(path: str | Path) -> StudyView:
         title=title_of(study.measure),
         unit="nats per token" if study.measure == LOSS else "",
         results=results,
-        views=[view(r.run, label_of(r.cell.assignment)) for r in results if r.begun],
+        views=[RunView(r.run, label_of(r.cell.assignment)) for r in results if r.begun],
         groups=study.groups(results),
         best=winners,
         remark=remark,

@@ -8,37 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from windlass.checkpoint.retention import LOSS, comparable
-from windlass.estimate.time import PredictedAndActual, predicted_and_actual
+from windlass.estimate.time import predicted_and_actual
 from windlass.model.size import describe_network, trainable
 from windlass.recipe import typed
 from windlass.recipe.units import epochs_in
 from windlass.reports.text import show
-from windlass.reports.tracks import (
-    STARTS,
-    Clock,
-    Numbers,
-    Track,
-    interpolate,
-    rank_tracks,
-    track_of,
-)
+from windlass.reports.tracks import STARTS, Clock, Track, interpolate, rank_tracks, track_of
 from windlass.run import Line, Run, effective, last_start, read_lines
-from windlass.study.compare import Evaluated, evaluated
+from windlass.study.compare import evaluated
 from windlass.telemetry.measures import EPOCH_LOSS, RUN, Measure, lower_is_better
-from windlass.telemetry.timing import (
-    Throughput,
-    device_hours,
-    evaluation_speed,
-    throughput,
-    wall_time,
-)
+from windlass.telemetry.timing import device_hours, evaluation_speed, throughput, wall_time
 from windlass.variables import scrub
 
 Value = float | int | str | None
@@ -55,44 +40,38 @@ class Restart(NamedTuple):
     text: str  # the same for people, with the settings that changed
 
 
-@dataclass(frozen=True)
 class RunView:
-    """A run as a report sees it."""
+    """A run as a report sees it, also one without a step.
 
-    run: Run
-    label: str
-    state: str
-    settings: Mapping[str, Any]
-    ledger: Sequence[Line]  # effective, without secrets
-    train: Track
-    evals: Mapping[str, Track]  # by suite
-    logged: Track  # the values that callbacks logged
-    ranks: Sequence[Track]
-    restarts: Sequence[Restart]
-    evaluated: Evaluated | None  # the data that its validation loss was measured on
-    speed: Throughput | None
-    wall: Mapping[str, float]  # seconds by phase over all starts, and their `total`
-    device_hours: float | None
-    outcome: PredictedAndActual
+    Raises:
+        UserError: its recipe is unreadable.
+    """
 
-    @property
-    def events(self) -> list[Line]:
-        return [line for line in self.ledger if line["kind"] == "event"]
+    def __init__(self, run: Run, label: str = ""):
+        raw = list(read_lines(run.metrics_path))
+        self.run, self.label, self.state = run, scrub(label or run.name), run.state_by(raw)
+        self.settings: Mapping[str, Any] = scrub(run.recipe.flat())
+        # effective, without secrets: only texts can hold one, and most lines have numbers alone
+        texts = ("event", "sample")
+        self.ledger = [scrub(x) if x["kind"] in texts else x for x in effective(raw)]
+        self.events, self.start = self.lines("event"), last_start(self.ledger)
+        self.summary = [{}, *self.lines("summary")][-1]
+        self.samples = [x for x in self.lines("sample") if x.get("text") is not None]
+        clock = Clock(self.ledger)
+        self.train = track_of(self.lines("train"), clock)
+        self.evals = _evals(self.lines("eval"), self.train, clock)  # by suite
+        # what callbacks logged
+        self.logged = _with_tokens(track_of(self.lines("log"), clock), self.train)
+        self.ranks = rank_tracks(run.devices_dir, clock)
+        self.restarts = _restarts(self.events, self.train, clock)
+        self.evaluated = evaluated(run, run.recipe, self.ledger)  # the data of its validation loss
+        self.speed = throughput(self.ledger)
+        self.wall = wall_time(raw)  # seconds by phase over all starts, and their `total`
+        self.device_hours = device_hours(raw) or None
+        self.outcome = predicted_and_actual(run)
 
-    @property
-    def samples(self) -> list[Line]:
-        """The generated texts."""
-        lines = (line for line in self.ledger if line["kind"] == "sample")
-        return [line for line in lines if line.get("text") is not None]
-
-    @cached_property
-    def start(self) -> Line:
-        """The last event of starting, with the fields of earlier ones that it lacks."""
-        return last_start(self.ledger)
-
-    @cached_property
-    def summary(self) -> Line:
-        return next((line for line in reversed(self.ledger) if line["kind"] == "summary"), {})
+    def lines(self, kind: str) -> list[Line]:
+        return [line for line in self.ledger if line["kind"] == kind]
 
     @property
     def step(self) -> int:
@@ -106,52 +85,23 @@ class RunView:
         return _values(self)
 
 
-def view(run: Run, label: str | None = None) -> RunView:
-    """Read a run, also one without a step. Raises UserError if its recipe is unreadable."""
-    raw = list(read_lines(run.metrics_path))
-    # only texts can hold a secret, and most lines have numbers alone
-    texts = ("event", "sample")
-    ledger = [scrub(line) if line["kind"] in texts else line for line in effective(raw)]
-    clock = Clock(ledger)
-    train = track_of([line for line in ledger if line["kind"] == "train"], clock)
-    logged = track_of([line for line in ledger if line["kind"] == "log"], clock)
-    return RunView(
-        run=run,
-        label=scrub(label or run.name),
-        state=run.state_by(raw),
-        settings=scrub(run.recipe.flat()),
-        ledger=ledger,
-        train=train,
-        evals=_evals(ledger, train, clock),
-        logged=_with_tokens(logged, train),
-        ranks=rank_tracks(run.devices_dir, clock),
-        restarts=_restarts(ledger, train, clock),
-        evaluated=evaluated(run, run.recipe, ledger),
-        speed=throughput(ledger),
-        wall=wall_time(raw),
-        device_hours=device_hours(raw) or None,
-        outcome=predicted_and_actual(run),
-    )
-
-
 def views(runs: Sequence[Run]) -> list[RunView]:
     """Read several runs, each labelled by its name, or by its path if another run has that name."""
     names = [run.name for run in runs]
-    return [view(run, run.name if names.count(run.name) == 1 else str(run.path)) for run in runs]
+    return [RunView(r, r.name if names.count(r.name) == 1 else str(r.path)) for r in runs]
 
 
-def _with_tokens(track: Track, train: Track, **more: Numbers) -> Track:
+def _with_tokens(track: Track, train: Track, **more: Any) -> Track:
     """A track whose `tokens` are the trained ones; an `eval` line's own count what it evaluated."""
     tokens = interpolate(train, "step", track["step"], "tokens")
     return Track({**track.columns, **more, "tokens": tokens})
 
 
-def _evals(ledger: Sequence[Line], train: Track, clock: Clock) -> dict[str, Track]:
+def _evals(evaluations: Sequence[Line], train: Track, clock: Clock) -> dict[str, Track]:
     """The evaluations by suite; `comparable` is 1 if a line has the items of the last one."""
     suites: dict[str, list[Line]] = {}
-    for line in ledger:
-        if line["kind"] == "eval":
-            suites.setdefault(line.get("suite", LOSS), []).append(line)
+    for line in evaluations:
+        suites.setdefault(line.get("suite", LOSS), []).append(line)
     tracks = {}
     for suite, lines in suites.items():
         alike = comparable(lines)
@@ -160,8 +110,7 @@ def _evals(ledger: Sequence[Line], train: Track, clock: Clock) -> dict[str, Trac
     return tracks
 
 
-def _restarts(ledger: Sequence[Line], train: Track, clock: Clock) -> list[Restart]:
-    events = [line for line in ledger if line["kind"] == "event"]
+def _restarts(events: Sequence[Line], train: Track, clock: Clock) -> list[Restart]:
     starts = {int(x.get("attempt", 0)): x for x in reversed(events) if x.get("event") in STARTS}
     restarts = []
     for attempt in clock.attempts[1:]:

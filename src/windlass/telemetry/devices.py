@@ -13,7 +13,6 @@ import json
 import re
 import statistics
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,13 +20,15 @@ from typing import Any, BinaryIO
 from windlass.processes import nvml_handle
 from windlass.run import Run, read_lines
 from windlass.telemetry.ledger import encode, now
+from windlass.telemetry.measures import RUN
 
 MB = 1e6
 LAST_SAMPLES = 20_000  # of each rank, for the means; ten days on 64 GPUs have 8 GB of samples
 # finds the peaks of all samples without parsing them
 PEAK = re.compile(rb'"attempt": (\d+), .*"(peak_alloc_mb|rss_mb)": ([\d.]+)')
-AVERAGED = ("util_pct", "mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "rss_mb")
-"""Fields of the samples that have a mean in the `summary` line."""
+SOURCES = [measure.source for measure in RUN.values()]
+AVERAGED = [source.removeprefix("device.") for source in SOURCES if source.startswith("device.")]
+"""Fields of the samples that have a mean in the `summary` line, because a run's results show it."""
 
 
 class HostProbe:
@@ -114,7 +115,6 @@ class DeviceSampler:
         self.rank, self.world, self.device = rank, world, str(device)
         self.every, self.attempt = every, attempt
         self.warning: str | None = None
-        self.cpu_seconds = 0.0  # of the thread itself
         self._probe, self._phases = probe, phases
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="windlass-devices", daemon=True)
@@ -151,7 +151,7 @@ class DeviceSampler:
             # waiting for data belongs to training
             spent["train"] = spent.get("train", 0.0) + spent.pop("data", 0.0)
             write({"phase": max(spent, key=lambda name: spent[name])} | probe.read())
-            before, self.cpu_seconds = phases, time.thread_time()
+            before = phases
 
 
 def summarise_devices(run: Run) -> dict[str, float]:

@@ -361,6 +361,34 @@ strategies, and `compared` ones for other studies; the `part`s of a step sum to 
 `optional` one needs no explanation.
 """
 
+METERS = _table(
+    "name heading kind gpu",
+    """
+driver_mem_mb | Driver: memory of a rank's GPU (MB) | mb | GPU
+util_pct | Driver: utilisation (%) | rate | GPU
+samples_per_s_whole_run | Wall clock: samples/s | rate
+mem_alloc_mb | Trainer: memory allocated (MB) | mb | GPU
+samples_per_s | Trainer: samples/s | rate
+rss_mb | Trainer: resident memory of a rank (MB) | mb
+""",
+)
+"""What driver, wall clock and trainer say of a setup; `rss_mb` is for setups on a CPU."""
+
+PROJECTED = _table(
+    "name heading kind",
+    """
+world | Ranks | count
+state | State
+compute_ms | Without communication (ms) | rate
+communication_ms | Communication (ms) | rate
+step_ms | Projected step (ms) | rate
+samples_per_s | Projected samples/s | rate
+efficiency | Projected efficiency | share
+""",
+    kind="",
+)
+"""Numbers of a projection."""
+
 STEP_PARTS = tuple(name for name, measure in SETUP.items() if measure.role == "part")
 
 PUBLISHED = _table(
