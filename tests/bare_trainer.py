@@ -1,7 +1,5 @@
 """A Trainer with what its step needs and nothing else, for tests of one step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

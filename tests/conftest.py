@@ -1,7 +1,5 @@
 """What all tests share: where the real data lies, and a quiet environment."""
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import os

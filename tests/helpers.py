@@ -1,7 +1,5 @@
 """What many tests need: the command line in a process of its own, a small corpus, a run's numbers."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

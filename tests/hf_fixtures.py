@@ -1,7 +1,5 @@
 """Tiny models of `transformers` with random weights, and a tokenizer trained here, as directories: nothing is downloaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

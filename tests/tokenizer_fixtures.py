@@ -1,7 +1,5 @@
 """Small real tokenizers of the kinds that language models have, trained here and saved as `transformers` reads them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

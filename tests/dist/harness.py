@@ -1,7 +1,5 @@
 """Real ranks for tests: forked processes over gloo, whose results or first traceback come back to pytest."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import multiprocessing

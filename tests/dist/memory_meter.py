@@ -1,7 +1,5 @@
 """How much memory tensors take in real training steps: every operation's results, until the last reference is gone."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
@@ -52,7 +50,7 @@ class MemoryMeter(TorchDispatchMode):
                 self.live[key] = size
             self.peak = max(self.peak, self.total)
 
-    def __enter__(self) -> MemoryMeter:
+    def __enter__(self) -> "MemoryMeter":
         original = self._resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:

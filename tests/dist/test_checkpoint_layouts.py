@@ -1,7 +1,5 @@
 """Tensors cut in one or two dimensions: saved in one layout, read in every other, equal bit for bit."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import math

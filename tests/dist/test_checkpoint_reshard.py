@@ -1,7 +1,5 @@
 """A checkpoint of any world and strategy, loaded on any other: parameters and moments equal bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """What the plan says of memory, against what real steps of real modules on real ranks take."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

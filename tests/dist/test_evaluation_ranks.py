@@ -1,7 +1,5 @@
 """Evaluation and generation on several ranks, sharded and not: the numbers of one process, and never a hang."""
 
-from __future__ import annotations
-
 import math
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """Models of transformers in low precision and compiled: the same numbers and types, sharded or not."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from pathlib import Path

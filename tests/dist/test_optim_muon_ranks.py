@@ -1,7 +1,5 @@
 """Muon on several ranks: a matrix is orthogonalised whole, wherever its rows lie, so every strategy makes the same update."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from harness import recipe, run_ranks

@@ -1,7 +1,5 @@
 """ZeRO-1 (`shard_optim`): the updates of `ddp` bit for bit, with a share of the optimizer's state on each rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

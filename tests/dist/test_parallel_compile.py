@@ -1,7 +1,5 @@
 """What `train.compile` compiles: one graph for all blocks, without breaks, whatever is evaluated in between."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial

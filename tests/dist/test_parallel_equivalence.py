@@ -4,8 +4,6 @@ The reference shares nothing with the trained path but the network itself: one b
 and clipping.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

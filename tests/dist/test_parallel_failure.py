@@ -1,7 +1,5 @@
 """A rank that raises, dies, is suspended, loops or never comes: the others end, soon, and say who, where and why."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

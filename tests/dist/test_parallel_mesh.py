@@ -1,7 +1,5 @@
 """Data ranks, groups and the gradient norm, on meshes that also divide matrices, sequences and stages."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """Wrapped models against one process: the gradient is the sum over ranks, whatever the strategy, the world and the masks."""
 
-from __future__ import annotations
-
 import collections
 import json
 import os

@@ -1,7 +1,5 @@
 """The start-up checks one by one; tests/e2e/test_training_startup_checks.py sees all of them from outside."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from harness import recipe, run_ranks

@@ -1,7 +1,5 @@
 """A small model with the protocol of the package's own, and one with everything that makes wrapping hard in it."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 After the step KILL_AFTER, once a checkpoint of an earlier step is committed, every rank kills itself with SIGKILL (0: none).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Small trainings for tests: a corpus whose epochs end between steps, settings with dropout, runs that stop and fail."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

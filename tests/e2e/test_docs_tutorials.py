@@ -3,8 +3,6 @@
 The commands are those of the page but for what `instead` replaces: fewer steps, a model that was made here, fewer ranks.
 """
 
-from __future__ import annotations
-
 import glob
 import io
 import json

@@ -1,7 +1,5 @@
 """The verbs that ask a trained model: eval, sample and export, as they are typed; and a book learned, exported and told alike."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The wheel in an environment of its own: what `pip install windlass-lm` brings, and what it answers without the extras."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

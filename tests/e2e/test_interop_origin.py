@@ -1,7 +1,5 @@
 """A fine-tuning run stands alone: once it has a checkpoint, it needs nothing of the model that it began with."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

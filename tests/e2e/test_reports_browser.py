@@ -1,7 +1,5 @@
 """The report's page in a real headless browser: from disk, without a network, no error, charts drawn, controls at work."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What is read off a run while it trains and from its ledger: the loss of training data, counts, speeds, epochs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

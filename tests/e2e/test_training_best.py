@@ -1,7 +1,5 @@
 """The best model by a suite's measure: saved, the same after a stop, and resumed from."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

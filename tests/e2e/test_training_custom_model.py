@@ -1,7 +1,5 @@
 """`train` as a function: a model, samples and a callback of the user's own, as the page on training shows them."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -1,7 +1,5 @@
 """A tiny BLOOM with random weights learns real SQuAD questions: on 1, 2 and 4 ranks alike, and by heart."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

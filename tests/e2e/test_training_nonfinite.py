@@ -1,7 +1,5 @@
 """A loss or gradient that is not finite, a loss spike: stop, skip or rewind, counted step by step."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

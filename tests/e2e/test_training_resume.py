@@ -1,7 +1,5 @@
 """Killed and resumed is as if nothing had happened: bit for bit with equal ranks, to rounding with others."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 

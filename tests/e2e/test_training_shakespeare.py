@@ -1,7 +1,5 @@
 """Tiny Shakespeare, the real file: what the presets reach. Minutes each, so only in `make test-full`."""
 
-from __future__ import annotations
-
 import math
 import sys
 

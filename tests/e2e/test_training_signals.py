@@ -1,7 +1,5 @@
 """Stop signals: before the first step the process ends at once; from then on all ranks save the same step. Exit code 75."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a start does in its run directory: extend, branch, restart, set aside. Wrong weights would be silent."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

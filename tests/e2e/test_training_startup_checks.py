@@ -1,7 +1,5 @@
 """What the start-up checks are for, seen from outside: a run that is wrong from the start makes no step."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import socket

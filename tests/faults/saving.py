@@ -1,7 +1,5 @@
 """Shared by the fault tests: a tiny state whose every number tells its step, saves of it, and file layers that fail."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

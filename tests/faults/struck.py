@@ -5,8 +5,6 @@ WHAT: `raise` an exception, `kill` itself, `stop` itself (SIGSTOP), or `wait`: b
 $STRUCK_HERE when it begins. Everything else is the command line's own doing.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

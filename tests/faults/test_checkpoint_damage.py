@@ -1,7 +1,5 @@
 """Each file of a checkpoint flipped, cut off, deleted, or swapped: detected, and an older one is chosen."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

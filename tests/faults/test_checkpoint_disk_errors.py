@@ -1,7 +1,5 @@
 """A full disk and an I/O error at every operation of a save: an outcome that says so, nothing lost, nothing left."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """SIGKILL at every operation of a save, and at random moments: a reader sees the previous checkpoint or the new one."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -5,8 +5,6 @@ a file's bytes are safe after its own fsync, a name (a new file, a rename, a rem
 What was not synced may be there or not, each change by itself and in any order.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import shutil
@@ -34,12 +32,12 @@ class File:
 
 @dataclass
 class Folder:
-    now: dict[str, File | Folder] = field(default_factory=dict)
-    safe: dict[str, File | Folder] = field(default_factory=dict)
+    now: "dict[str, File | Folder]" = field(default_factory=dict)
+    safe: "dict[str, File | Folder]" = field(default_factory=dict)
     # Changes since the last sync, in order: name, and what it stands for from then on.
-    pending: list[tuple[str, File | Folder | None]] = field(default_factory=list)
+    pending: "list[tuple[str, File | Folder | None]]" = field(default_factory=list)
 
-    def put(self, name: str, thing: File | Folder | None) -> None:
+    def put(self, name: str, thing: "File | Folder | None") -> None:
         self.pending.append((name, thing))
         if thing is None:
             self.now.pop(name, None)

@@ -1,7 +1,5 @@
 """`windlass prepare` under kill -9, and many at once: one works, none is lost, the bytes are the same."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

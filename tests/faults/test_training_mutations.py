@@ -1,7 +1,5 @@
 """The proof of resume can fail: with any one component of the state dropped, the resumed run is another one."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

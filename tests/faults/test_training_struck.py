@@ -1,8 +1,6 @@
 """A rank of a real training raises, is killed or is suspended, in each phase: the run ends within the stated time, says who and
 where, and loses nothing."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

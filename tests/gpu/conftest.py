@@ -1,7 +1,5 @@
 """The device of the tests in this folder: CUDA, or with WINDLASS_TEST_DEVICE=cpu the CPU (to check the tests themselves)."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """`python over_gloo.py VERB ...`: the command `windlass` with gloo for CUDA tensors, because NCCL needs a GPU for each rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

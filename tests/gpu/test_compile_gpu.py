@@ -1,7 +1,5 @@
 """`train.compile` on CUDA: one graph for all blocks and no breaks, in bf16, whatever the strategy; rows of varying length."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Evaluation, generation and models of `transformers` on CUDA: the numbers and texts of the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The loader on CUDA: batches come from pinned memory onto the right device, and no other device is touched."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Memory on CUDA: the peak is what `plan` says; a micro-batch that is too large is halved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

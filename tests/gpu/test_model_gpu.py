@@ -1,7 +1,5 @@
 """The network on CUDA: the numbers of the CPU, and a loss that is lean with a large vocabulary."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Saves on CUDA: a checkpoint holds the bytes of its step though training goes on; a killed run continues bit for bit."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

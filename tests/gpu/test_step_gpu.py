@@ -1,7 +1,5 @@
 """The step on CUDA: the host does not wait for the device between two logs; times, tokens/s and MFU are right."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every strategy on CUDA: FSDP2, ZeRO-1 and offload on one rank over NCCL, and two ranks that share a GPU over gloo."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Timing without waiting, and the sampler, on a real CUDA device."""
 
-from __future__ import annotations
-
 import json
 import time
 

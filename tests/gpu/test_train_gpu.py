@@ -1,7 +1,5 @@
 """Whole trainings on CUDA: deterministic bits, ZeRO-1 over NCCL, and updates that the device skips."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

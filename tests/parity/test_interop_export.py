@@ -1,7 +1,5 @@
 """A run as a directory of `transformers`, and back: equal logits, equal tokens, the same greedy text."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How a Hugging Face model computes: attention by the name that `transformers` has for it, base weights in 4 bits."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Our GPT beside the GPT-2 and LLaMA of `transformers`, with the same weights: logits, loss and gradients."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

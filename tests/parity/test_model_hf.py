@@ -1,7 +1,5 @@
 """Models of `transformers` through our protocol: the same logits, loss and greedy text as `transformers` gives by itself."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests of the data share: recipes over small corpora."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

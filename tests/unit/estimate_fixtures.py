@@ -1,7 +1,5 @@
 """The directory of a finished run: known step times, evaluations and saves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

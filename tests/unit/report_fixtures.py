@@ -1,7 +1,5 @@
 """Run directories as a training leaves them, made up without training: for the tests of what reads runs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

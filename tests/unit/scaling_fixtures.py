@@ -1,7 +1,5 @@
 """Scaling studies as `windlass scale` leaves them, made up without training: steps of times that a test chooses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The public API: a function for every verb, typed results, and an import that costs nothing."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os

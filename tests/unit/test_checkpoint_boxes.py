@@ -1,7 +1,5 @@
 """Tensors in boxes: which boxes are valid, and any box read from any others."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which checkpoint a reader or a restart takes, the current lineage of a run, and `windlass checkpoints`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which checkpoints stay, as examples and as properties."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Saving and reading in one process: exact, in the background, in the layout that the safetensors library reads."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap

@@ -1,7 +1,5 @@
 """Conversations as rows: the tokens of `transformers`, which of them count, bad lines, changed files; streamed text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The shapes in which conversations are written down elsewhere: what becomes of them, and what is said about a bad item."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`data.tokenizer` where it is not set: the one that the weights were trained with."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a data set holds, in numbers and in words; and the split of few documents, which those numbers would give away."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

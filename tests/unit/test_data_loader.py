@@ -1,7 +1,5 @@
 """The loader: the same samples for every world, micro-batch and read-ahead; it waits for nobody, hides no error, and ends."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """The order of the samples: a bijection in every epoch, the same for every world, and never changed in silence."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Preparation: the right tokens, byte for byte the same however many workers and however often it was interrupted."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

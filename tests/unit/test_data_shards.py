@@ -1,7 +1,5 @@
 """Samples against a plain reference; every damaged, foreign or mistaken shard refused by name before the first step."""
 
-from __future__ import annotations
-
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Sources: each kind of file, whole and from the middle; and what is wrong with a file is said with its name and place."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import http.server

@@ -1,7 +1,5 @@
 """SQuAD as rows: layout, labels, cutting around the answer, splits, bad files; rows of unequal length."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokenizers: round trips, published ids, what is saved is what is loaded, and nothing is taken for what it is not."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

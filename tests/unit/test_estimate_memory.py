@@ -1,7 +1,5 @@
 """Memory: what a forward pass saves against what autograd saves, sums by hand, and which layout is recommended."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """The plan: optimal tokens and steps, devices, every preset, data that is not prepared, and a run that is under way."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

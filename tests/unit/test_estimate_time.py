@@ -1,7 +1,5 @@
 """How long a run takes: milestones, measured and assumed speeds, and the prediction after 5 % beside the real time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

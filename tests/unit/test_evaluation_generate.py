@@ -1,7 +1,5 @@
 """Generation: which token is chosen, the same text in any batch, the sliding window, streaming, stopping."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Log-likelihoods of endings, and HellaSwag from them, against a plain reference that takes one row at a time."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

@@ -1,7 +1,5 @@
 """The hand-over to EleutherAI's harness: without it a message says what to install; with it, a task of our own is scored through it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Where texts begin and end for tokenizers of every kind: first tokens, spaces after a prompt, endings, stops."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Exact Match and F1 against the official definition: worked by hand, a second reading of it, published predictions."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import random

@@ -1,7 +1,5 @@
 """What the Hub gives and refuses, through its own client, against a small server that answers as the Hub does."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

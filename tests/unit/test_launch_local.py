@@ -1,7 +1,5 @@
 """The local launcher with tiny workers: real processes, real signals."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """`model.freeze`: what is matched, what is refused, and what plan, run and report say of the rest."""
 
-from __future__ import annotations
-
 import torch
 
 import hf_fixtures

@@ -1,7 +1,5 @@
 """Our GPT: every combination of its choices, causality, cache, dropout, initial weights, sizes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

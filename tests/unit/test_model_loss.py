@@ -1,7 +1,5 @@
 """The loss in chunks is the loss: values and gradients, in every precision, with every option."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

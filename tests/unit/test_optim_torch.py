@@ -1,7 +1,5 @@
 """Optimizers of `torch.optim` by name: resumed bit for bit, their groups, and what is refused before anything is written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

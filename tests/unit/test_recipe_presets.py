@@ -1,7 +1,5 @@
 """The numbers of the published pieces of work that presets stand for, worked out by the plan."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers import refused

@@ -1,7 +1,5 @@
 """One step: what a non-finite gradient does, in each precision and policy, seen at once and seen later."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace

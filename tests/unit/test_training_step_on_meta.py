@@ -4,8 +4,6 @@ On a GPU a read (`item`, a boolean index, a copy to the host) makes the host wai
 `tests/gpu` ask CUDA itself.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The number of threads of a run on a CPU: measured, given, recorded."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
