@@ -216,13 +216,11 @@ def acquire_lock(path: Path, seconds: float = math.inf) -> IO[str] | None:
             pass
         except BlockingIOError:
             if time.monotonic() >= end:
-                file.seek(0)
-                holder = file.read()
-                file.close()
-                raise LockHeld(holder) from None
+                with file:
+                    file.seek(0)
+                    raise LockHeld(file.read()) from None
             file.close()  # only the holder has it open for long
             time.sleep(LOCK_POLL_SECONDS)
-            continue
         except OSError:
             file.close()
             return None

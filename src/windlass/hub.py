@@ -20,6 +20,7 @@ from windlass.errors import UserError, argument, first_line, needs, require
 from windlass.fileio import read_json
 
 PROBE_SECONDS = (3.0, 6.0)  # two attempts to reach the Hub; its libraries would retry for 50 s
+HUB = "https://huggingface.co"
 PROXIES = ("HTTPS_PROXY", "ALL_PROXY")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # configuration, tokenizer, code
 SUBFOLDERS = ["*/*"]  # other formats of the same weights
@@ -39,11 +40,9 @@ def prepare() -> None:
     proxy = any(os.environ.get(name) or os.environ.get(name.lower()) for name in PROXIES)
     if "HF_HUB_OFFLINE" in os.environ or proxy:
         return
-    address = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    port = address.port or (80 if address.scheme == "http" else 443)
     for seconds in PROBE_SECONDS:
         try:
-            socket.create_connection((address.hostname or "", port), timeout=seconds).close()
+            connect(os.environ.get("HF_ENDPOINT") or HUB, seconds)
             return
         except TimeoutError:
             continue  # the network may be slow
@@ -52,6 +51,14 @@ def prepare() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     if "huggingface_hub.constants" in sys.modules:  # it has read its environment already
         sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+
+
+def connect(url: str, seconds: float) -> str:
+    """The host of a URL, to which this machine can connect; else OSError."""
+    address = urlsplit(url)
+    port = address.port or (80 if address.scheme == "http" else 443)
+    socket.create_connection((address.hostname or "", port), timeout=seconds).close()
+    return address.hostname or ""
 
 
 def offline() -> bool:

@@ -187,13 +187,10 @@ class Run:
         ends = [x["steps"] for x in lines if x["kind"] == "event" and "steps" in x]
         steps = ends[-1] if ends else "?"
         text = [f"{self.state}, step {lines[-1]['step']} of {steps}" if lines else self.state]
-        for kind, word in (("train", "loss"), ("eval", "val loss")):
-            losses = [
-                x["loss"]
-                for x in lines
-                if x["kind"] == kind and "loss" in x and x.get("suite", "loss") == "loss"
-            ]
-            text += [f"{word} {losses[-1]:.4f}"] if losses else []
+        losses = [x for x in lines if "loss" in x and x.get("suite", "loss") == "loss"]
+        last = {x["kind"]: x["loss"] for x in losses}
+        words = {"train": "loss", "eval": "val loss"}
+        text += [f"{words[kind]} {last[kind]:.4f}" for kind in words if kind in last]
         return f"Run({self.path}: {', '.join(text)})"
 
     @property

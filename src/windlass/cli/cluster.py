@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import re
 import shlex
@@ -16,17 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from windlass import errors
 from windlass.cli import Json, Overrides, print_json
-from windlass.errors import (
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    NOT_MEASURED,
-    STOPPED,
-    TOO_SLOW,
-    RunFailed,
-    UserError,
-)
 from windlass.processes import WINDLASS, exit_with_parent
 
 if TYPE_CHECKING:
@@ -38,7 +28,7 @@ def to_bytes(text: str) -> int:
     """Bytes of `4G`, `512M`, `64K` or a plain number; 0 for an empty text; else UserError."""
     match = re.fullmatch(r"(\d+)([KMG]?)(i?B)?|", text)
     if not match:
-        raise UserError(f"--max-size {text}: write a number of bytes, as 64M or 4G")
+        raise errors.UserError(f"--max-size {text}: write a number of bytes, as 64M or 4G")
     return int(match[1] or 0) * 2 ** (10 * " KMG".index(match[2] or " "))
 
 
@@ -93,7 +83,7 @@ def launch(
     if print_:
         _show_allocation(allocation, launcher or words[0])
         typer.echo(shlex.join(words))
-        return DONE
+        return errors.DONE
     if allocation.scheduler == "none":
         return launch_local(words, allocation.ranks)
     typer.echo(shlex.join(words), err=True)
@@ -106,11 +96,11 @@ def _show_allocation(allocation: Allocation, launcher: str) -> None:
     from windlass.telemetry.terminal import pairs, rich_console, table
 
     console = rich_console(sys.stderr)
-    firsts = itertools.accumulate(allocation.per_host, initial=0)
-    rows = [
-        (host, str(count), f"{first}-{first + count - 1}" if count > 1 else str(first))
-        for host, count, first in zip(allocation.hosts, allocation.per_host, firsts, strict=False)
-    ]
+    rows, first = list[tuple[str, str, str]](), 0
+    for host, count in zip(allocation.hosts, allocation.per_host, strict=True):
+        numbers = f"{first}-{first + count - 1}" if count > 1 else str(first)
+        rows.append((host, str(count), numbers))
+        first += count
     console.print(table(["host", "ranks", "numbers"], rows, console.width, text=["host"]))
     facts = {
         "scheduler": allocation.scheduler,
@@ -126,7 +116,7 @@ def _show_allocation(allocation: Allocation, launcher: str) -> None:
 
 def env(
     save: bool = Option(False, "--save", help="Write this job's variables for your other shells."),
-) -> int:
+) -> None:
     """Print the variables of a saved job, so that another shell of the allocation joins it: eval
     "$(windlass env)".
 
@@ -138,13 +128,12 @@ def env(
     if save:
         path = save_job(os.environ, jobs_dir())
         typer.echo(f'saved to {path}; in another shell: eval "$(windlass env)"', err=True)
-        return DONE
+        return
     variables = load_job(jobs_dir(), socket.gethostname())
     job = find_job(variables)[1]
     typer.echo(f"the variables of job {job}, the last one saved for this host", err=True)
     for name, value in variables.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
-    return DONE
 
 
 def submit(
@@ -184,7 +173,7 @@ def submit(
     directory = Path(recipe)
     if cancel:
         typer.echo(f"job {jobs.cancel(directory)} was told to save and end")
-        return DONE
+        return errors.DONE
     if watch and not dry_run and jobs.queued(directory)[1]:
         return _watch(directory)
     asked = jobs.Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, max_size)
@@ -193,12 +182,12 @@ def submit(
     directory, script, job = _submit(recipe, overrides, how, retry_failed)
     if dry_run:
         sys.stdout.write(script)
-        return DONE
+        return errors.DONE
     if not job:
         typer.echo("nothing to submit: no cell is open")
-        return DONE
+        return errors.DONE
     typer.echo(f"submitted job {job}: {directory}")
-    return _watch(directory) if watch else DONE
+    return _watch(directory) if watch else errors.DONE
 
 
 def _submit(
@@ -216,7 +205,7 @@ def _submit(
         return directory, *submit_run(recipe, **how)
     if overrides:
         problem = f"{name} is a study, whose cells have their settings"
-        raise UserError(f"{problem}: leave {' '.join(overrides)} out")
+        raise errors.UserError(f"{problem}: leave {' '.join(overrides)} out")
     how |= {"retry_failed": retry_failed, "notify": partial(typer.echo, err=True)}
     jobs = submit_study(Study.open(Path(name)), **how)
     return Path(name), "\n".join(job.script for job in jobs), ", ".join(job.job for job in jobs)
@@ -235,12 +224,12 @@ def _watch(directory: Path) -> int:
     except KeyboardInterrupt:
         again = f"windlass submit --watch {shlex.quote(str(directory))}"
         typer.echo(f"the job goes on; {again} follows it again", err=True)
-        return INTERRUPTED
+        return errors.INTERRUPTED
     if Study.is_study(directory):
         states = [result.state for result in Study.open(directory).results()]
         finished = states.count("finished")
         typer.echo(f"cells finished: {finished} of {len(states)}")
-        return DONE if finished == len(states) else FAILED
+        return errors.DONE if finished == len(states) else errors.FAILED
     run, exits = Run(directory), directory / EXIT_CODE
     state, code = run.state, exits.read_text().strip() if exits.is_file() else ""
     if state == "finished":
@@ -249,7 +238,7 @@ def _watch(directory: Path) -> int:
     ended = "the job ended" + (f" with exit code {code}" if code else "")
     new = f"{ended} before the run began"
     typer.echo(new if state == "new" else f"the run is {state}; {ended}")
-    return int(code or (STOPPED if state == "preempted" else FAILED))
+    return int(code or (errors.STOPPED if state == "preempted" else errors.FAILED))
 
 
 def check(
@@ -288,13 +277,14 @@ def check(
     show = _progress if shows else lambda text: None
     try:
         done = run_check(loaded, max_bytes=to_bytes(max_size), gate=bool(min_busbw), show=show)
-    except RunFailed as error:
+    except errors.RunFailed as error:
         show("")
         if not min_busbw:
             raise
         typer.echo(f"windlass: the bandwidth could not be measured: {error}", err=True)
-        atexit.register(exit_now, NOT_MEASURED)  # runs before the exit that a failed rank registers
-        return NOT_MEASURED
+        # runs before the exit that a failed rank registers
+        atexit.register(exit_now, errors.NOT_MEASURED)
+        return errors.NOT_MEASURED
     show("")
     if env.rank == 0:
         _show_check(done, min_busbw, json_)
@@ -311,15 +301,15 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
         findings = [vars(finding) for finding in done.findings]
         print_json(outcome | {"findings": findings, "ranks": done.ranks, "rates": done.rates})
         return
-    rows = [(f.status if f.status != "ok" else "", f.name, f.text, f.advice) for f in done.findings]
+    rows = [(f.status.replace("ok", ""), f.name, f.text, f.advice) for f in done.findings]
     print_table(["", "what", "found", "advice"], rows, text=["what", "found", "advice"])
     typer.echo("\nMatrix products")
     places = ("rank", "host", "device")
     names = [f"{name} TFLOP/s" for name in done.ranks[0]["tflops"]]
-    products = [
-        (*(str(r[x]) for x in places), *(f"{v:.3g}" for v in r["tflops"].values()))
-        for r in done.ranks
-    ]
+    products = list[list[str]]()
+    for r in done.ranks:
+        products.append([str(r[place]) for place in places])
+        products[-1] += [f"{speed:.3g}" for speed in r["tflops"].values()]
     print_table([*places, *names], products)
     if done.rates:
         typer.echo("\nCollectives: GB/s by the formulas of nccl-tests, medians of the slowest rank")
@@ -330,11 +320,11 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
         print_table(["group", "collective", "bytes", "us", "algbw", "busbw"], rates)
     measured = "not measured: one rank" if done.busbw is None else f"{done.busbw:.3g} GB/s"
     required = f"; required: {min_busbw:g}" if min_busbw else ""
-    problems = sum(finding.status == "problem" for finding in done.findings)
     typer.echo(f"\nbus bandwidth of the largest all-reduce: {measured}{required}")
+    problems = sum(finding.status == "problem" for finding in done.findings)
+    outcomes = {errors.NOT_MEASURED: "NOT MEASURED", errors.TOO_SLOW: "TOO SLOW"}
     failed = f"{problems} problem{'s' * (problems != 1)}"
-    outcomes = {FAILED: failed, NOT_MEASURED: "NOT MEASURED", TOO_SLOW: "TOO SLOW"}
-    typer.echo(outcomes.get(code, "fine"))
+    typer.echo(outcomes.get(code, failed if problems else "fine"))
 
 
 def _progress(text: str) -> None:

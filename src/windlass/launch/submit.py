@@ -35,14 +35,8 @@ WATCH_SECONDS = 5.0
 # what a scheduler says about a job that is over
 OVER = re.compile("invalid job|unknown job|has finished|is not found", re.IGNORECASE)
 # settings that may name an existing file or directory, with a prefix or without
-INPUTS: tuple[str, ...] = (
-    "data.source",
-    "data.eval_source",
-    "data.tokenizer",
-    "model.name",
-    "model.init_from",
-)
-INPUTS += ("eval.hellaswag_file", "eval.squad_file", "checkpoint.resume")
+INPUTS = ["data.source", "data.eval_source", "data.tokenizer", "model.name", "model.init_from"]
+INPUTS += ["eval.hellaswag_file", "eval.squad_file", "checkpoint.resume"]
 LAUNCH = (*WINDLASS, "launch", "--", *WINDLASS)  # a verb on all ranks of the job
 
 

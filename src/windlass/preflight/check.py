@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from windlass import __version__
+from windlass import __version__, hub
 from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
@@ -256,13 +256,10 @@ def services(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[Finding]:
     online = environ.get("HF_HUB_OFFLINE", "0") in ("", "0")
     if online and any(name and not Path(name).exists() for name in names):
         advice = "download first, then set HF_HUB_OFFLINE=1"
-        wanted["Hugging Face Hub"] = environ.get("HF_ENDPOINT") or "https://huggingface.co", advice
+        wanted["Hugging Face Hub"] = environ.get("HF_ENDPOINT") or hub.HUB, advice
     for name, (url, advice) in wanted.items():
-        parts = urlsplit(url)
-        address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         try:
-            socket.create_connection(address, CONNECT_SECONDS).close()
-            yield Finding(name, f"{parts.hostname} can be reached")
+            yield Finding(name, f"{hub.connect(url, CONNECT_SECONDS)} can be reached")
         except OSError as error:
-            text = f"{parts.hostname} cannot be reached: {error}"
+            text = f"{urlsplit(url).hostname} cannot be reached: {error}"
             yield Finding(name, text, WARNING, advice)
