@@ -173,7 +173,7 @@ def with_scripts(text: str) -> str:
     asked = Resources(nodes=2, gpus_per_node=4, time="04:00:00", min_busbw=5)
     recipe = Recipe.load("c4-30m", ["run.name=first", 'telemetry.trackers=["wandb"]'])
     for scheduler in SCHEDULERS:
-        script, _ = submit_run(recipe, scheduler=scheduler, site=SITE, asked=asked, dry_run=True)
+        _, script, _ = submit_run(recipe, scheduler=scheduler, site=SITE, asked=asked, dry_run=True)
         script = script.replace(sys.executable, "/home/me/venv/bin/python")
         head = f"<!-- script of {scheduler} -->"
         text = re.sub(

@@ -382,7 +382,7 @@ def test_offline_trackers_are_synchronised(tmp_path, monkeypatch):
     for mode, uri in (("offline", "sqlite:///x.db"), ("online", "http://127.0.0.1:5000")):
         site = Site(gpus_per_node=1, environment={"WANDB_MODE": mode, "MLFLOW_TRACKING_URI": uri})
         how = {"scheduler": "slurm", "site": site, "asked": Resources(), "dry_run": True}
-        script, _ = submit_run(recipe, scheduler="slurm", site=site, dry_run=True)
+        _, script, _ = submit_run(recipe, scheduler="slurm", site=site, dry_run=True)
         arrays = [*submit_study(study, **how), *submit_study(grown, **how)]
         assert len(arrays) == 3
         for text in (script, *(one.script for one in arrays)):
@@ -420,14 +420,14 @@ def test_lost_hosts_restart_a_job_so_often(run_script, tmp_path):
 def test_what_a_job_asks_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpu, site = Recipe.load("quickstart"), Site(gpus_per_node=4)
-    script, job = submit_run(gpu, scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
+    _, script, job = submit_run(gpu, scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
     assert {"#SBATCH --gpus-per-node=4", "#SBATCH --ntasks-per-node=4"} <= set(script.splitlines())
     assert not job
     cpu = Recipe.load("quickstart", ["parallel.device=cpu"])
-    script, _ = submit_run(cpu, scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
+    _, script, _ = submit_run(cpu, scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
     assert "gpu" not in script and "#SBATCH --ntasks-per-node=1" in script
     checked = Resources(2, min_busbw=5, max_size="64M")
-    script, _ = submit_run(cpu, scheduler="slurm", site=site, asked=checked, dry_run=True)
+    _, script, _ = submit_run(cpu, scheduler="slurm", site=site, asked=checked, dry_run=True)
     check, train = (
         next(line for line in script.splitlines() if f" {verb} " in line)
         for verb in ("check", "train")
@@ -451,7 +451,7 @@ def test_the_memory_of_a_host(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for asked, line in ((5, "#SBATCH --mem=20G"), (0, "")):
         site = Site(gpus_per_node=4, memory_per_rank=asked)
-        script, _ = submit_run(recipe, scheduler="slurm", site=site, dry_run=True)
+        _, script, _ = submit_run(recipe, scheduler="slurm", site=site, dry_run=True)
         assert [text for text in header(script) if "--mem" in text] == [line] * bool(line)
 
 
@@ -562,7 +562,7 @@ def test_ranks_of_a_host_are_as_asked_inside_the_job_too(tmp_path, monkeypatch):
         "asked": Resources(2, per_host=1, gpus_per_node=8),
         "dry_run": True,
     }
-    script, _ = submit_run(Recipe.load("quickstart"), **how)
+    _, script, _ = submit_run(Recipe.load("quickstart"), **how)
     exported = dict(
         line.removeprefix("export ").split("=", 1)
         for line in script.splitlines()

@@ -108,7 +108,7 @@ def test_submit_state_and_cancel_on_lsf(lsf, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = Recipe.load("quickstart", ["run.dir=run"])
     how = {"scheduler": "lsf", "site": Site(), "asked": Resources(gpus_per_node=1)}
-    _, job = submit_run(recipe, **how)
+    job = submit_run(recipe, **how).job
     run = tmp_path / "run"
     assert job == "101" and read_json(run / "job.json") == {"scheduler": "lsf", "job": "101"}
     assert queued(run) == ("101", "pending")

@@ -41,6 +41,13 @@ MAX_SIZE = "Largest message, as 4G; default: CPU 16M, GPU 512M, with --min-busbw
 MaxSize = Annotated[
     str, Option(metavar="BYTES", help=MAX_SIZE, show_default=False, callback=_checked_size)
 ]
+MinBusbw = Annotated[
+    float, Option(min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce.")
+]
+GpusPerNode = Annotated[
+    int,
+    Option(min=-1, metavar="G", help="GPUs of a host; default: the site's.", show_default=False),
+]
 SchedulerName = Annotated[
     str, Option(metavar="slurm|pbs|lsf", help="Default: the installed one.", show_default=False)
 ]
@@ -144,18 +151,14 @@ def submit(
     overrides: Overrides,
     scheduler: SchedulerName = "",
     nodes: int = Option(1, min=1, help="Hosts (of each cell of a study)."),
-    gpus_per_node: int = Option(
-        -1, metavar="G", help="GPUs of each; default: the site's.", show_default=False
-    ),
+    gpus_per_node: GpusPerNode = -1,
     per_host: int = Option(
         0, min=0, help="Ranks of each host; default: one per GPU.", show_default=False
     ),
     time: str = Option("", metavar="HH:MM:SS", help="Time limit; default: the site's."),
     site: SiteFile = None,
     max_restarts: int = Option(3, min=0, help="Most restarts after lost hosts."),
-    min_busbw: float = Option(
-        0.0, min=0, metavar="GB/S", help="Bandwidth that `windlass check` must measure first."
-    ),
+    min_busbw: MinBusbw = 0.0,
     max_size: MaxSize = "",
     retry_failed: bool = Option(False, "--retry-failed", help="Failed cells, too."),
     dry_run: bool = Option(False, "--dry-run", help="Print the script and write nothing."),
@@ -169,6 +172,9 @@ def submit(
     Exit codes: 0 submitted, 2 bad input, also for the scheduler; with --watch those of the run.
     """
     from windlass.launch import submit as jobs
+    from windlass.recipe import Recipe
+    from windlass.study.study import Study
+    from windlass.study.submit import submit_study
 
     directory = Path(recipe)
     if cancel:
@@ -178,37 +184,25 @@ def submit(
         return _watch(directory)
     asked = jobs.Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, max_size)
     chosen = jobs.read_site(site)
-    how = {"scheduler": scheduler, "site": chosen, "asked": asked, "dry_run": dry_run}
-    directory, script, job = _submit(recipe, overrides, how, retry_failed)
-    if dry_run:
-        sys.stdout.write(script)
-        return errors.DONE
-    if not job:
-        typer.echo("nothing to submit: no cell is open")
-        return errors.DONE
-    typer.echo(f"submitted job {job}: {directory}")
-    return _watch(directory) if watch else errors.DONE
-
-
-def _submit(
-    name: str, overrides: list[str], how: dict[str, Any], retry_failed: bool
-) -> tuple[Path, str, str]:
-    """The directory of the run or study, the scripts of its jobs, and their ids."""
-    from windlass.launch.submit import submit_run
-    from windlass.recipe import Recipe
-    from windlass.study.study import Study
-    from windlass.study.submit import submit_study
-
-    if not Study.is_study(name):
-        recipe = Recipe.load(name, overrides)
-        directory = Path(how["site"].scratch or Path.cwd()) / recipe.run_dir
-        return directory, *submit_run(recipe, **how)
-    if overrides:
-        problem = f"{name} is a study, whose cells have their settings"
+    how: dict[str, Any] = {"scheduler": scheduler, "site": chosen, "asked": asked}
+    how["dry_run"] = dry_run
+    if not Study.is_study(recipe):
+        done = [jobs.submit_run(Recipe.load(recipe, overrides), **how)]
+        directory = done[0].directory
+    elif overrides:
+        problem = f"{recipe} is a study, whose cells have their settings"
         raise errors.UserError(f"{problem}: leave {' '.join(overrides)} out")
-    how |= {"retry_failed": retry_failed, "notify": partial(typer.echo, err=True)}
-    jobs = submit_study(Study.open(Path(name)), **how)
-    return Path(name), "\n".join(job.script for job in jobs), ", ".join(job.job for job in jobs)
+    else:
+        how |= {"retry_failed": retry_failed, "notify": partial(typer.echo, err=True)}
+        done = submit_study(Study.open(directory), **how)
+    if dry_run:
+        sys.stdout.write("\n".join(one.script for one in done))
+    elif done:
+        typer.echo(f"submitted job {', '.join(one.job for one in done)}: {directory}")
+        return _watch(directory) if watch else errors.DONE
+    else:
+        typer.echo("nothing to submit: no cell is open")
+    return errors.DONE
 
 
 def _watch(directory: Path) -> int:
@@ -248,9 +242,7 @@ def check(
     *,
     overrides: Overrides,
     world: int = Option(1, min=1, help="Local processes; under a launcher, its ranks."),
-    min_busbw: float = Option(
-        0.0, min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce."
-    ),
+    min_busbw: MinBusbw = 0.0,
     max_size: MaxSize = "",
     json_: Json = False,
 ) -> int:

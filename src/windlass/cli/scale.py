@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer import Option
 
 from windlass.cli import Json, Overrides, print_json
-from windlass.cli.cluster import MaxSize, SchedulerName, SiteFile
+from windlass.cli.cluster import GpusPerNode, MaxSize, MinBusbw, SchedulerName, SiteFile
 from windlass.cli.runs import show_study
 from windlass.cli.sweep import StudyName, exit_code
 from windlass.errors import DONE, FAILED, UserError
@@ -32,12 +32,6 @@ Modes, and what they keep as the ranks grow:
                    activation checkpointing, --precisions
 The smallest of --worlds is the baseline.
 """
-GpusPerNode = Annotated[
-    int, Option(min=-1, metavar="G", help="GPUs and ranks of a host; default: the site's.")
-]
-MinBusbw = Annotated[
-    float, Option(min=0, metavar="GB/S", help="Least bus bandwidth of a cell's hosts.")
-]
 
 
 def scale(

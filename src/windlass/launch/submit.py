@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -57,6 +57,14 @@ class Resources:
         size = ("--max-size", self.max_size) if self.max_size else ()
         required = ("--min-busbw", f"{self.min_busbw:g}", *size)
         return (*LAUNCH, "check", recipe, *required) if self.min_busbw else ()
+
+
+class Submitted(NamedTuple):
+    """A job, or an array of jobs."""
+
+    directory: Path
+    script: str
+    job: str  # its id; empty without submission
 
 
 def site_file() -> Path:
@@ -148,8 +156,8 @@ def submit_run(
     site: Site | None = None,
     asked: Resources = Resources(),
     dry_run: bool = False,
-) -> tuple[str, str]:
-    """Submit the training of a recipe; returns the script and the job's id.
+) -> Submitted:
+    """Submit the training of a recipe.
 
     The run directory gets the script, the log `<run>_<id>.out`, and a copy of the recipe, which all
     starts of the job train. `dry_run` writes nothing, and the id is empty.
@@ -211,11 +219,11 @@ def track_commands(
 
 def submit(
     job: Job, site: Site, scheduler: str, dry_run: bool = False, recipe: Recipe | None = None
-) -> tuple[str, str]:
-    """Write a job's script and the recipe, and submit the script; returns it and the job's id."""
+) -> Submitted:
+    """Write a job's script and the recipe, and submit the script."""
     script = render(job, site, scheduler)
     if dry_run:
-        return script, ""
+        return Submitted(job.logs, script, "")
     try:
         job.logs.mkdir(parents=True, exist_ok=True)
         for mark in (*job.logs.glob(".open-*"), job.logs / EXIT_CODE):  # of an earlier job
@@ -238,7 +246,7 @@ def submit(
         )
     job_id = one.submitted(done.stdout)
     write_atomic(job.logs / SUBMITTED, json.dumps({"scheduler": scheduler, "job": job_id}) + "\n")
-    return script, job_id
+    return Submitted(job.logs, script, job_id)
 
 
 def queued(directory: Path) -> tuple[str, str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from windlass.launch.job import INDEX, Job, Site
 from windlass.launch.submit import (
     Resources,
+    Submitted,
     find_scheduler,
     make_job,
     queued,
@@ -22,14 +22,6 @@ from windlass.recipe import Recipe
 from windlass.study.grid import Cell
 from windlass.study.results import FAILED_STATES, OPEN_STATES
 from windlass.study.study import Study
-
-
-class Submitted(NamedTuple):
-    """An array job."""
-
-    directory: Path
-    script: str
-    job: str  # its id; empty without submission
 
 
 def submit_study(
@@ -63,7 +55,7 @@ def submit_study(
             notify(f"{nodes}-node job {job_id} is {state}; {cancel}")
             continue
         job = _array_job(study, own, where, site, asked, retry_failed)
-        jobs.append(Submitted(where, *submit(job, site, scheduler, dry_run)))
+        jobs.append(submit(job, site, scheduler, dry_run))
     return jobs
 
 
