@@ -5,7 +5,7 @@ import json
 import pytest
 from report_fixtures import NASTY, build_run, build_study
 
-from windlass.reports.study import read_study
+from windlass.reports.study import StudyView
 from windlass.reports.view import RunView
 
 
@@ -22,4 +22,4 @@ def one(tmp_path_factory):
 @pytest.fixture(scope="session")
 def study(tmp_path_factory):
     """Three rates, two schedules, two seeds; one cell failed, one waits."""
-    return read_study(build_study(tmp_path_factory.mktemp("studies") / "study"))
+    return StudyView(build_study(tmp_path_factory.mktemp("studies") / "study"))

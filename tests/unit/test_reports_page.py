@@ -12,7 +12,7 @@ import pytest
 from report_fixtures import NASTY, add_lines, build_run, build_study, edit, stamp
 
 from windlass.cli import main
-from windlass.reports.contents import contents
+from windlass.reports.contents import Contents
 from windlass.reports.page import page
 from windlass.reports.run_charts import charts
 from windlass.reports.view import RunView, views
@@ -45,7 +45,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def text(one):
-    return page(contents([one]))
+    return page(Contents([one]))
 
 
 def test_what_a_model_a_recipe_or_a_name_says_is_text_and_nothing_else(text, tmp_path, one):
@@ -55,7 +55,7 @@ def test_what_a_model_a_recipe_or_a_name_says_is_text_and_nothing_else(text, tmp
     assert "</script><script>document.title=" in "".join(parsed.texts["pre"])
     assert NASTY.replace("\x1b", r"\x1b") in "".join(parsed.texts["p"]) and "\x1b" not in text
     other = RunView(build_run(tmp_path / "two", steps=50), label=f"two {NASTY}")
-    parsed = Page(page(contents([one, other])))
+    parsed = Page(page(Contents([one, other])))
     assert len(parsed.all("script")) == 2
     assert json.loads("".join(parsed.texts["script"][:1]))["runs"][1]["label"] == f"two {NASTY}"
 
@@ -184,7 +184,7 @@ def test_an_extension_is_no_interruption_and_changed_settings_are_named(tmp_path
     seen = RunView(run)
     assert [restart.what for restart in seen.restarts] == ["extended"]
     assert seen.outcome.predicted_seconds is None
-    text = page(contents([seen]))
+    text = page(Contents([seen]))
     assert "120 of 120 steps, 813,568 parameters, extended from 100 to 120 steps" in text
     assert "eval.batches = 4 from here on, not 2" in text and "started 2 times" not in text
 
@@ -218,12 +218,12 @@ def test_runs_of_several_tokenizers_are_drawn_in_bits_per_byte_and_others_have_n
     assert loss.unit == "bits per byte"
     assert loss.series[0].y == pytest.approx(a.train["loss"] / math.log(2))
     assert loss.series[2].y == pytest.approx(b.train["loss"] / 4 / math.log(2))
-    text = page(contents([a, b]))
+    text = page(Contents([a, b]))
     assert "Best bits per byte" in text
     assert "The tokenizers differ" in text
     assert "Best validation loss" not in text
     other = RunView(build_run(tmp_path / "c", "data.source=elsewhere", steps=100))
-    text = page(contents([a, other]))
+    text = page(Contents([a, other]))
     assert "no best run" in text and "data.source" in text and "Best validation loss" not in text
 
 

@@ -12,7 +12,7 @@ from windlass import report
 from windlass.cli import main
 from windlass.recipe import Recipe, settings
 from windlass.reports.published import of_study, published, specifications
-from windlass.reports.study import read_study
+from windlass.reports.study import StudyView
 from windlass.reports.view import RunView, views
 from windlass.study.grid import WORLD, Scaling
 from windlass.telemetry.measures import EPOCH_LOSS, PUBLISHED, RUN, of_published
@@ -143,7 +143,7 @@ def test_one_training_of_the_gpt_fills_a_row_of_its_table(tmp_path):
 
 def test_a_sweep_of_the_learning_rate_alone_has_a_row_a_cell(tmp_path):
     path = build_study(tmp_path / "study", seeds=(1,), overrides=("preset=c4-29m",))
-    seen = read_study(path)
+    seen = StudyView(path)
     assert published(seen.views, seen) is None, "the schedule is varied too, and has no column"
     found = rows(published(seen.views, seen, "c4-29m"))
     assert [row["Learning Rate"] for row in found] == "0.01 0.01 0.001 0.001 0.0001 0.0001".split()
@@ -180,7 +180,7 @@ SETUP = {
 
 def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_path):
     on_gpus, on_cpu = map(RunView, baseline)
-    seen = read_study(build_study(tmp_path / "study", rates=(1e-3,), seeds=(1,)))
+    seen = StudyView(build_study(tmp_path / "study", rates=(1e-3,), seeds=(1,)))
     (row,) = rows(published([on_gpus], seen, "gpt-squad-scaling", [SETUP]))
     assert list(row.items()) == list(
         zip(

@@ -6,11 +6,11 @@ import io
 import pytest
 from scaling_fixtures import build_scaling, phases, rates, worlds
 
-from windlass.reports.contents import contents
+from windlass.reports.contents import Contents
 from windlass.reports.page import page
 from windlass.reports.plots import draw
-from windlass.reports.scaling import read_scaling, sentences, terminal
-from windlass.reports.study import read_study
+from windlass.reports.scaling import ScalingView, sentences, terminal
+from windlass.reports.study import StudyView
 from windlass.reports.write import report
 from windlass.study.grid import WORLD, Scaling
 from windlass.study.setups import read_setups
@@ -111,7 +111,7 @@ def test_the_tables_have_every_setup_with_its_state_and_reasons(strong, tmp_path
 
 
 def test_charts_have_the_ideal_line_and_the_spread(strong):
-    throughput, efficiency, memory, _ = read_scaling(read_study(strong.path)).charts
+    throughput, efficiency, memory, _ = ScalingView(StudyView(strong.path)).charts
     measured, ideal = throughput.series
     assert list(ideal.y) == pytest.approx([64 / 0.084 * n for n in (1, 2, 4)])
     assert throughput.x.names == ["1", "2", "4"]
@@ -125,7 +125,7 @@ def test_charts_have_the_ideal_line_and_the_spread(strong):
 
 
 def test_values_of_setups_for_published_tables(strong):
-    one, two, _, failed = read_scaling(read_study(strong.path)).values
+    one, two, _, failed = ScalingView(StudyView(strong.path)).values
     assert one["train.precision"] == "fp32" and failed["train.precision"] == "auto", (
         "what it was, or is to be"
     )
@@ -167,13 +167,13 @@ def test_layers_that_double_are_said_to_be_no_doubled_parameters(tmp_path):
     said = " ".join(sentences(study, table))
     assert f"2 times the layers are {more:.3g} times the parameters" in said
     assert "FLOPs of a rank" in said
-    throughput = read_scaling(read_study(study.path)).charts[0]
+    throughput = ScalingView(StudyView(study.path)).charts[0]
     assert len(set(throughput.series[1].y)) == 1, "the batch of a step stays: so does the ideal"
 
 
 def test_the_recommended_strategy_has_the_command_that_trains_it(strategies, tmp_path):
     written = report(strategies.path, tmp_path, plots=False)
-    html, scaled = written.page.read_text(), read_scaling(read_study(strategies.path))
+    html, scaled = written.page.read_text(), ScalingView(StudyView(strategies.path))
     [best] = scaled.winners
     assert best.text.startswith("shard_grad_op: 79.2 samples/s, 500 MB")
     assert "44 % less memory" in best.text
@@ -193,14 +193,14 @@ def test_the_recommended_strategy_has_the_command_that_trains_it(strategies, tmp
 
 def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategies, tmp_path):
     def shown(study):
-        table = read_scaling(read_study(study.path)).tables[0]
+        table = ScalingView(StudyView(study.path)).tables[0]
         rows = [dict(zip(table.headings, row, strict=True)) for row in table.texts()]
         return rows, " ".join(table.notes)
 
     (first, *_), notes = shown(strategies)
     assert (first["Steps/s"], first["Utilisation (%)"]) == ("10.000", "87.5") and "F1" not in first
     assert "Each setup ran once" in notes and "--repeats 3" in notes
-    assert "each setup ran once" in read_scaling(read_study(strategies.path)).charts[0].note
+    assert "each setup ran once" in ScalingView(StudyView(strategies.path)).charts[0].note
     cells = [
         {WORLD: 2, "repeat": r, "parallel.strategy": kind}
         for kind in ("ddp", "full_shard")
@@ -226,10 +226,10 @@ def test_a_study_whose_cells_all_wait_is_still_a_table(tmp_path):
         lambda a: phases(50.0),
         waiting=[1],
     )
-    seen = read_study(study.path)
-    scaled = read_scaling(seen)
+    seen = StudyView(study.path)
+    scaled = ScalingView(seen)
     assert [row.state for row in scaled.rows] == ["finished", "waiting"]
     assert [chart.id for chart in scaled.charts] == ["step-parts"]
     assert "not run yet" in scaled.tables[0].csv()
-    assert "waiting" in page(contents(seen.views, seen))
+    assert "waiting" in page(Contents(seen.views, seen))
     assert sentences(study, read_setups(study))

@@ -7,14 +7,14 @@ from report_fixtures import build_run, build_study, edit, loss_at
 
 from windlass.recipe import Recipe
 from windlass.reports.charts import looks
-from windlass.reports.contents import contents
+from windlass.reports.contents import Contents
 from windlass.reports.page import page
 from windlass.reports.plots import draw, write_plots
 from windlass.reports.run_charts import charts
 from windlass.reports.study import (
+    StudyView,
     cell_table,
     heat_map,
-    read_study,
     seed_table,
     sweep_charts,
 )
@@ -95,7 +95,7 @@ def test_settings_with_the_same_last_part_have_names_and_charts_of_their_own(tmp
         build_run(study.run_of(cell).path, *settings, steps=50, seed=number, device="cpu")
     assert study.cells[1].label == "optim.kind=adamw schedule.kind=cosine seed=2"
     assert len({cell.directory.rpartition("-")[0] for cell in study.cells}) == len(study.cells)
-    seen = read_study(study.path)
+    seen = StudyView(study.path)
     of_optimizers, of_schedules, heat = charts_of = sweep_charts(seen)
     assert (of_optimizers.x.label, of_schedules.x.label) == ("optim.kind", "schedule.kind")
     assert of_optimizers.id == "loss-against-optim-kind"
@@ -130,14 +130,14 @@ def test_a_study_is_compared_by_its_own_measure(tmp_path):
 
     for run in path.glob("runs/*lr=0.0001*"):
         edit(Run(run), raise_score)
-    seen = read_study(path)
+    seen = StudyView(path)
     assert seen.best[0].assignment["optim.lr"] == 1e-4 and seen.title == "hellaswag.acc_norm"
     lr = sweep_charts(seen)[0]
     assert (lr.id, lr.unit) == ("hellaswag-acc_norm-against-lr", "")
     assert lr.series[0].y == pytest.approx([0.485, 0.285, 0.285])
     assert heat_map(seen).series[0].shades == pytest.approx([1, 0, 0]), "more is better"
     assert rows(cell_table(seen))[0]["score"] == pytest.approx(0.285)
-    assert "hellaswag.acc_norm" in page(contents(seen.views, seen))
+    assert "hellaswag.acc_norm" in page(Contents(seen.views, seen))
 
 
 def test_what_diverged_leaves_a_hole_and_does_not_squeeze_the_curves_of_the_others(tmp_path):
@@ -156,13 +156,13 @@ def test_what_diverged_leaves_a_hole_and_does_not_squeeze_the_curves_of_the_othe
         cell["key"]: {"state": "diverged", "reason": "loss nan at step 120"} for cell in bad
     }
     (path / "statuses.json").write_text(json.dumps(statuses))
-    seen = read_study(path)
+    seen = StudyView(path)
     assert [r.state for r in seen.results].count("diverged") == 2
     lr, heat, loss = sweep_charts(seen)[0], heat_map(seen), charts(seen.views)[0]
     assert list(lr.series[2].x) == [1e-4, 1e-3], "no cell of 1e-2 with wsd finished"
     assert draw(lr).axes[0].get_xscale() == "log"
     assert np.isnan(heat.series[1].y[2]) and draw(heat).axes[0].texts[5].get_text() == "–"
-    assert "<td>–</td>" in page(contents(seen.views, seen))
+    assert "<td>–</td>" in page(Contents(seen.views, seen))
     assert 3 < loss.ceiling() < 40 and loss.ceiling(60) < loss.ceiling()
     calm = [view for view in seen.views if np.isfinite(view.train["loss"]).all()]
     assert len(calm) == 9 and charts(calm)[0].ceiling() is None

@@ -18,7 +18,7 @@ from windlass.estimate.time import (
 )
 from windlass.model.size import block_parameters, count, flops_per_token
 from windlass.recipe import Recipe
-from windlass.reports.scaling_charts import scaling_charts
+from windlass.reports.scaling import scaling_charts
 from windlass.run import Run, timestamp
 from windlass.study.grid import NODES, REPEAT, WORLD, Scaling
 from windlass.study.projection import projections

@@ -9,7 +9,7 @@ from report_fixtures import add_lines, build_run
 
 from windlass.recipe import Recipe
 from windlass.reports.run_charts import charts
-from windlass.reports.study import read_study, sweep_charts
+from windlass.reports.study import StudyView, sweep_charts
 from windlass.reports.write import report
 from windlass.study.study import Study
 from windlass.telemetry.environment import describe_rank, write_environment
@@ -118,7 +118,7 @@ def test_no_file_of_a_studys_report_and_no_name_has_a_secret(tmp_path):
         for cell in study.cells
         if any(secret in cell.directory for secret in SECRETS)
     ]
-    seen = read_study(study.path)
+    seen = StudyView(study.path)
     drawn = [*sweep_charts(seen), *charts(seen.views)]  # what the pictures say
     texts = [
         text

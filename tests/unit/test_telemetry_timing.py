@@ -72,7 +72,7 @@ def test_waiting_for_data_is_host_time_and_counts_in_the_goodput(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(time, "perf_counter_ns", lambda: int(now[0] * 1e9))
-    goodput = Goodput(before=0)
+    goodput = Goodput()
     goodput.enter("train")
     timer = StepTimer("cpu", goodput)
     with timer.phase("data"):
@@ -80,12 +80,13 @@ def test_waiting_for_data_is_host_time_and_counts_in_the_goodput(monkeypatch):
     with timer.phase("optimizer"):
         now[0] += 1
     assert timer.read() == {"step_ms": 1250, "data_ms": 250, "optimizer_ms": 1000}
-    assert goodput.seconds() == {"data": 0.25, "train": 1.0}
+    assert goodput.seconds().items() >= {"data": 0.25, "train": 1.0}.items()
 
 
 def test_the_parts_of_the_goodput_sum_to_the_whole():
-    begin = time.perf_counter()
-    goodput = Goodput(before=3.0)
+    begin, goodput = time.perf_counter(), Goodput()
+    (before,) = goodput.seconds().values()
+    assert before == pytest.approx(time.time() - psutil.Process().create_time(), abs=0.5)
     goodput.enter("train")
     for _ in range(50):
         with goodput.phase("data"):
@@ -95,13 +96,9 @@ def test_the_parts_of_the_goodput_sum_to_the_whole():
     with pytest.raises(ValueError), goodput.phase("sample"):
         raise ValueError
     seconds = goodput.seconds()
-    assert sum(seconds.values()) == pytest.approx(time.perf_counter() - begin + 3.0, abs=0.01)
-    assert seconds["startup"] >= 3.0
+    assert sum(seconds.values()) == pytest.approx(time.perf_counter() - begin + before, abs=0.01)
+    assert seconds["startup"] >= before
     assert set(seconds) <= {"startup", "train", "data", "eval", "save", "sample"}
-    age = time.time() - psutil.Process().create_time()
-    assert Goodput().seconds()["startup"] == pytest.approx(age, abs=0.5), (
-        "since the process was started"
-    )
 
 
 def line(attempt, step, event=None, world=None, **seconds):

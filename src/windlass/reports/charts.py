@@ -96,8 +96,6 @@ class Chart:
 
 @dataclass(frozen=True)
 class Look:
-    """How all charts draw a run."""
-
     label: str
     place: int  # in the palette
     tone: float | None  # a place on the colour ramp from 0 to 1, which replaces the palette
@@ -108,16 +106,11 @@ class Look:
 def looks(views: Sequence[RunView], tones: Sequence[float] = ()) -> list[Look]:
     """The looks of some runs; `tones`: a study's places on the ramp."""
     colours = list(tones) or [run % COLOURS for run in range(len(views))]
-    return [
-        Look(
-            view.label,
-            run % COLOURS,
-            tones[run] if tones else None,
-            colours[:run].count(colours[run]) % DASHES,
-            view.restarts,
-        )
-        for run, view in enumerate(views)
-    ]
+    found = []
+    for run, view in enumerate(views):
+        tone, dash = tones[run] if tones else None, colours[:run].count(colours[run]) % DASHES
+        found.append(Look(view.label, run % COLOURS, tone, dash, view.restarts))
+    return found
 
 
 def pattern(number: int) -> dict[str, Any]:

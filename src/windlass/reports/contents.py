@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from windlass.checkpoint.retention import LOSS
-from windlass.reports.charts import Chart, Look, looks
+from windlass.reports import tables
+from windlass.reports.charts import Chart, looks
 from windlass.reports.published import published
 from windlass.reports.run_charts import charts, time_chart
-from windlass.reports.scaling import ScalingView, read_scaling
-from windlass.reports.study import StudyView, Winner, study_tables, sweep_charts
-from windlass.reports.table import Table, stacked
-from windlass.reports.tables import (
-    SettingRow,
-    all_settings,
-    comparison,
-    curves,
-    evaluations,
-    results,
-    settings_table,
-)
+from windlass.reports.scaling import ScalingView
+from windlass.reports.study import StudyView, study_tables, sweep_charts
+from windlass.reports.table import stacked
 from windlass.reports.text import plural, show
 from windlass.reports.view import RunView
 from windlass.study.compare import BITS, common_measure
@@ -34,8 +26,6 @@ BEST = {LOSS: "best_eval_loss", BITS: "best_bits_per_byte"}
 
 @dataclass(frozen=True)
 class Head:
-    """The top of the page."""
-
     kicker: str
     title: str
     lede: str
@@ -45,72 +35,46 @@ class Head:
     figures: list[tuple[str, str, str]] = field(default_factory=list)  # name, value, remark
 
 
-@dataclass(frozen=True)
 class Contents:
-    """Everything in a report of some runs, or of a study with its started runs."""
+    """Everything in a report of some runs, or of a study with its started runs.
 
-    head: Head
-    views: Sequence[RunView]
-    study: StudyView | None
-    scaled: ScalingView | None
-    published: Table | None
-    winners: Sequence[Winner]
-    looks: Sequence[Look]
-    run_charts: Sequence[Chart]
-    study_charts: Sequence[Chart]
-    time: Chart | None
-    settings: Sequence[SettingRow]
-    tables: Mapping[str, Table]  # for people, in the order of report.md
-    csv: Mapping[str, Table]  # the rest, as CSV alone
-    evaluations: Mapping[str, Table]  # of a single run, by suite
-
-    @property
-    def changed(self) -> list[SettingRow]:
-        """The settings that differ between the runs, or from the defaults."""
-        return [row for row in self.settings if row.differs or row.changed]
-
-    def pictures(self) -> list[Chart]:
-        return [*self.study_charts, *self.run_charts, *([self.time] if self.time else [])]
-
-
-def contents(views: Sequence[RunView], study: StudyView | None = None, table: str = "") -> Contents:
-    """Compute a report; `table`: the published table to fill, empty for the preset's own.
+    `table`: the published table to fill, empty for the preset's own.
 
     Raises:
         UserError: there is no such published table.
     """
-    scaled = read_scaling(study) if study else None
-    settings, evals = all_settings(views), {view.label: evaluations(view) for view in views}
-    single = len(views) == 1 and not study
-    total = results(views[0]) if single else comparison(views, settings)
-    shown = [total]
-    if study:
-        shown = [*(scaled.tables if scaled else ()), *study_tables(study)]
-    keys = [] if single else ["run"]
-    own = {view.label: () if single else (view.label,) for view in views}
-    parts = {(*own[run], suite): t for run, each in evals.items() for suite, t in each.items()}
-    csv = [
-        settings_table(views, settings),
-        stacked("train", keys, {own[v.label]: curves(v.train) for v in views}),
-        *([stacked("evaluations", [*keys, "suite"], parts)] if parts else []),
-        total,
-    ]
-    return Contents(
-        head=_head(views, study, scaled),
-        views=views,
-        study=study,
-        scaled=scaled,
-        published=published(views, study, table, scaled.values if scaled else ()),
-        winners=scaled.winners if scaled else study.winners if study else [],
-        looks=looks(views, study.tones if study else ()),
-        run_charts=charts(views),
-        study_charts=scaled.charts if scaled else sweep_charts(study) if study else [],
-        time=time_chart(views),
-        settings=settings,
-        tables={each.name: each for each in shown},
-        csv={each.name: each for each in csv},
-        evaluations=evals[views[0].label] if single else {},
-    )
+
+    def __init__(self, views: Sequence[RunView], study: StudyView | None = None, table: str = ""):
+        self.views, self.study = views, study
+        self.scaled = scaled = ScalingView(study) if study and study.study.scaling else None
+        self.published = published(views, study, table, scaled.values if scaled else ())
+        self.winners = scaled.winners if scaled else study.winners if study else []
+        self.looks = looks(views, study.tones if study else ())
+        self.run_charts, self.time = charts(views), time_chart(views)
+        self.study_charts = scaled.charts if scaled else sweep_charts(study) if study else []
+        self.settings = tables.all_settings(views)
+        # the settings that differ between the runs, or from the defaults
+        self.changed = [row for row in self.settings if row.differs or row.changed]
+        self.head = _head(views, study, scaled)
+        single = len(views) == 1 and not study
+        total = tables.results(views[0]) if single else tables.comparison(views, self.settings)
+        shown = [total]
+        if study:
+            shown = [*(scaled.tables if scaled else ()), *study_tables(study)]
+        keys, evals = [] if single else ["run"], [tables.evaluations(view) for view in views]
+        own: list[tuple[str, ...]] = [() if single else (view.label,) for view in views]
+        trains = {key: tables.curves(v.train) for key, v in zip(own, views, strict=True)}
+        parts = {
+            (*k, suite): t for k, each in zip(own, evals, strict=True) for suite, t in each.items()
+        }
+        csv = [tables.settings_table(views, self.settings), stacked("train", keys, trains)]
+        csv += [stacked("evaluations", [*keys, "suite"], parts)] if parts else []
+        # for people, in the order of report.md; the rest, as CSV alone; of a single run, by suite
+        self.tables = {each.name: each for each in shown}
+        self.csv = {each.name: each for each in (*csv, total)}
+        self.evaluations = evals[0] if single else {}
+        times = [self.time] if self.time else []
+        self.pictures: list[Chart] = [*self.study_charts, *self.run_charts, *times]
 
 
 def _head(views: Sequence[RunView], study: StudyView | None, scaled: ScalingView | None) -> Head:

@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,8 @@ SAMPLES = 40  # steps of each run with samples in the page: evenly spaced, with 
 
 
 def page(report: Contents) -> str:
-    """The whole page."""
-    folder = resources.files("windlass.reports")
-    files = ("page.html", "page.css", "chart.js", "page.js")
-    template, css, *js = ((folder / name).read_text("utf-8") for name in files)
+    files = map(Path(__file__).with_name, ("page.html", "page.css", "chart.js", "page.js"))
+    template, css, *js = (file.read_text("utf-8") for file in files)
     script = "\n".join(("(() => {", '"use strict";', *js, "})();", ""))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     lines = [c for c in (*report.run_charts, *report.study_charts) if c.kind == "line"]

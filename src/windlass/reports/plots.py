@@ -13,20 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import style
+from matplotlib import style, ticker
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import (
-    EngFormatter,
-    FixedLocator,
-    LogLocator,
-    MaxNLocator,
-    NullLocator,
-    ScalarFormatter,
-)
 
 from windlass.reports.charts import Chart, Look, Series, smoothed, smoothing
 
@@ -35,13 +27,7 @@ SOFT, HAIR = "#6b7280", "#e4e6ea"
 PALETTE = ("#2f5fb3", "#d2691e", "#2e8b6f", "#a8328c", "#8a6d1d", "#5b4bb0", "#b3352f", "#2b8aa5")
 # by the value of a swept setting
 RAMP = LinearSegmentedColormap.from_list("windlass", ["#2d4fa8", "#2e8b6f", "#e0a03a"])
-DASHES: tuple[Any, ...] = (
-    "-",
-    (0, (5, 2)),
-    (0, (1.2, 1.6)),
-    (0, (6, 1.6, 1.2, 1.6)),
-    (0, (10, 2.5)),
-)
+DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (10, 2.5))]
 RING = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "markeredgewidth": 1.2}
 DIAMOND = {"marker": "D", "markersize": 5.5}
 SIZE, DPI = (6.4, 3.6), 200
@@ -95,6 +81,10 @@ def draw(
     return figure
 
 
+def _colour(look: Look) -> str:
+    return PALETTE[look.place] if look.tone is None else to_hex(RAMP(look.tone))
+
+
 def _lines(axes: Any, chart: Chart, runs: Sequence[Look], weight: float, first_step: float) -> None:
     """Curves over optimizer steps with the runs' restarts, or curves over a study's axis."""
     axes.set(xlabel=chart.x.label or "optimizer steps", ylabel=chart.unit)
@@ -123,10 +113,6 @@ def _lines(axes: Any, chart: Chart, runs: Sequence[Look], weight: float, first_s
         for restart in look.restarts:
             if restart.step >= first_step:
                 axes.axvline(restart.step, label=label(restart.what), **dotted)
-
-
-def _colour(look: Look) -> str:
-    return PALETTE[look.place] if look.tone is None else to_hex(RAMP(look.tone))
 
 
 def _curve(
@@ -158,7 +144,6 @@ def _curve(
 
 
 def _scales(axes: Any, chart: Chart, first_step: float) -> None:
-    """The limits, scales and ticks of both axes."""
     high = chart.ceiling(first_step)
     if high is not None:  # lines that diverged leave the picture at its upper edge
         finite = [s.y[(s.x >= first_step) & np.isfinite(s.y)] for s in chart.series]
@@ -170,26 +155,26 @@ def _scales(axes: Any, chart: Chart, first_step: float) -> None:
         axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
     if chart.y.log:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_major_formatter(ticker.ScalarFormatter())
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
     if chart.id == "lr":
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useMathText=False)
     elif axes.get_ylim()[1] >= 10_000:
-        axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
+        axes.yaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
     if chart.x.values:
         _named_ticks(axes, chart)
         return
     if axes.get_xlim()[1] >= 20_000:
-        axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
 
 
 def _named_ticks(axes: Any, chart: Chart) -> None:
     """A tick at each place of a study's axis; a name that would touch the last one is left out."""
     axes.set_xscale("log" if chart.x.log else "linear")
-    axes.xaxis.set_major_locator(FixedLocator(chart.x.values))
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_locator(ticker.FixedLocator(chart.x.values))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
     at = np.log(chart.x.values) if chart.x.log else np.array(chart.x.values)
     names, free = list[str](), -math.inf
     for place, name in zip((at - at[0]) / (at[-1] - at[0] or 1), chart.x.names, strict=True):
@@ -226,7 +211,6 @@ def _heat(axes: Any, chart: Chart) -> None:
 
 
 def _bars(figure: Figure, axes: Any, chart: Chart) -> None:
-    """Stacked horizontal bars."""
     axes.set_xlabel(chart.unit)
     places, left = range(len(chart.y.names)), np.zeros(len(chart.y.names))
     for series in chart.series:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from windlass.errors import UserError, argument
-from windlass.reports.scaling import read_scaling
-from windlass.reports.study import StudyView, read_study
+from windlass.reports.scaling import ScalingView
+from windlass.reports.study import StudyView
 from windlass.reports.table import Column, Table
 from windlass.reports.text import plural
 from windlass.reports.view import RunView
@@ -53,8 +53,7 @@ class Row(NamedTuple):
 
 def specifications() -> dict[str, dict[str, Any]]:
     """The tables in published.toml, by the name of the preset."""
-    file = resources.files("windlass.reports") / "published.toml"
-    return tomllib.loads(file.read_text("utf-8"))
+    return tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8"))
 
 
 def published(
@@ -106,9 +105,9 @@ def of_study(study: Study) -> Table | None:
     """The published table of a study's preset, from the study on disk; None if there is none."""
     if _preset((), study) not in specifications():
         return None  # without reading the runs
-    seen = read_study(study.path)
-    scaled = read_scaling(seen)
-    return published(seen.views, seen, setups=scaled.values if scaled else ())
+    seen = StudyView(study.path)
+    setups = ScalingView(seen).values if study.scaling else ()
+    return published(seen.views, seen, setups=setups)
 
 
 def _preset(views: Sequence[RunView], study: Study | None) -> str:
@@ -136,7 +135,6 @@ def _cell_rows(study: StudyView) -> list[Row]:
     begun, rows = {view.run.path: _run_row(view) for view in study.views}, []
     for result in study.results:
         row = begun.get(result.run.path, Row({}, "", None))
-        rows.append(
-            row._replace(values={**row.values, **result.cell.assignment}, state=result.state)
-        )
+        values = {**row.values, **result.cell.assignment}
+        rows.append(row._replace(values=values, state=result.state))
     return rows

@@ -74,7 +74,7 @@ def bits_factor(view: RunView) -> float:
 
 
 def _loss_chart(views: Sequence[RunView]) -> Chart:
-    """The training and validation losses, in bits per byte if they only compare so."""
+    """The losses of all runs, in bits per byte if they only compare so."""
     in_bits = common_measure([view.evaluated for view in views])[0] == BITS
     factors = [bits_factor(view) if in_bits else 1.0 for view in views]
     series = [x for run, factor in enumerate(factors) for x in _losses(views, run, factor)]
@@ -85,7 +85,6 @@ def _loss_chart(views: Sequence[RunView]) -> Chart:
 
 
 def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
-    """A run's training and validation loss."""
     view, several, series = views[run], len(views) > 1, list[Series]()
     losses, track = view.train["loss"], view.evals.get(LOSS)
     wild = len(losses) > 0 and (

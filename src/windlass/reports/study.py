@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from windlass.reports.text import numeric, show
 from windlass.reports.view import RunView
 from windlass.study.compare import BITS
 from windlass.study.grid import SEED, label_of, short_names
-from windlass.study.results import CellResult, SeedGroup
+from windlass.study.results import SeedGroup
 from windlass.study.study import Study
 from windlass.telemetry.measures import title_of
 from windlass.variables import scrub
@@ -38,19 +37,28 @@ class Winner(NamedTuple):
     rows: list[int]  # its rows in the table of cells
 
 
-@dataclass(frozen=True)
 class StudyView:
-    """A study with its cells as they stood when it was read, and the runs of started cells."""
+    """A study with its cells as they stood when it was read, and the runs of started cells.
 
-    study: Study
-    title: str  # the measure's name in a sentence
-    unit: str  # of the measure
-    results: list[CellResult]
-    views: list[RunView]  # of the started cells, in the order of the grid
-    groups: list[SeedGroup]  # the cells without the seed, in the order of the grid
-    best: list[SeedGroup]
-    remark: str  # by what cells are compared, or why there is no best
-    swept: dict[str, list[Any]]  # settings with several values but the seed; numbers rising
+    Raises:
+        UserError: there is no study at `path`.
+    """
+
+    def __init__(self, path: str | Path):
+        self.study = study = Study.open(path)
+        self.title = title_of(study.measure)  # the measure's name in a sentence
+        self.unit = "nats per token" if study.measure == LOSS else ""
+        self.results = study.results()
+        begun = [result for result in self.results if result.begun]
+        self.views = [RunView(r.run, label_of(r.cell.assignment)) for r in begun]
+        self.groups = study.groups(self.results)  # the cells without the seed
+        # by what cells are compared, or why there is no best
+        self.best, self.remark = list[SeedGroup](), ""
+        if study.scaling is None:
+            self.best, self.remark = study.winners(self.results)
+        # settings with several values but the seed; numbers rising
+        swept = {k: v for k, v in study.values.items() if k != SEED and len(v) > 1}
+        self.swept = {k: sorted(v) if numeric(v) else v for k, v in swept.items()}
 
     @property
     def heading(self) -> str:
@@ -85,29 +93,6 @@ class StudyView:
         if group.seeds:
             score = f"median of the {score} over {group.seeds}"
         return f"{settings or 'the recipe as it is'}, {score}: {show(group.median, 'loss')}"
-
-
-def read_study(path: str | Path) -> StudyView:
-    """The study at `path` with its runs; raises UserError if there is none."""
-    study = Study.open(path)
-    results = study.results()
-    swept = {
-        key: sorted(values) if numeric(values) else values
-        for key, values in study.values.items()
-        if key != SEED and len(values) > 1
-    }
-    winners, remark = study.winners(results) if study.scaling is None else ([], "")
-    return StudyView(
-        study=study,
-        title=title_of(study.measure),
-        unit="nats per token" if study.measure == LOSS else "",
-        results=results,
-        views=[RunView(r.run, label_of(r.cell.assignment)) for r in results if r.begun],
-        groups=study.groups(results),
-        best=winners,
-        remark=remark,
-        swept=swept,
-    )
 
 
 def cell_table(seen: StudyView) -> Table:
@@ -148,7 +133,6 @@ def seed_table(seen: StudyView) -> Table:
 
 
 def study_tables(seen: StudyView) -> list[Table]:
-    """The table of cells, and the table over the seeds if the seed is an axis."""
     return [cell_table(seen), *([seed_table(seen)] if SEED in seen.study.keys else [])]
 
 
@@ -172,12 +156,12 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
         others.setdefault(label_of(rest, names), []).append(group)
     series = []
     for number, (name, groups) in enumerate(others.items()):
-        finished = [group for group in groups if group.median is not None]
-        xs = [places[values.index(group.assignment[key])] for group in finished]
-        medians: list[Any] = [(x, group.median) for x, group in zip(xs, finished, strict=True)]
-        seeds = [
-            (x, score) for x, group in zip(xs, finished, strict=True) for score in group.scores
-        ]
+        medians, seeds = list[Any](), list[Any]()
+        for group in groups:
+            if group.median is not None:
+                x = places[values.index(group.assignment[key])]
+                medians.append((x, group.median))
+                seeds += [(x, score) for score in group.scores]
         several = len(seeds) > len(medians)
         parts = [(name, "median" if several else "line", medians)]
         parts += [("", "only", seeds)] if several else []

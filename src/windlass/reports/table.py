@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,35 +82,30 @@ class Table:
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(column.name for column in self.columns)
-        writer.writerows(map(_plain, self.rows))
+        writer.writerows(map(_plain, row) for row in self.rows)
         return out.getvalue()
 
     def terminal(self, width: int, title: str = "") -> Group:
         """The table for a terminal of that width; `title` stands above it."""
-        shorts = [self.columns[i].short for i in self.shown]
-        heads = [short or head for short, head in zip(shorts, self.headings, strict=True)]
+        shown = [self.columns[i] for i in self.shown]
+        heads = [column.short or column.heading or column.name for column in shown]
         text = [head for place, head in enumerate(heads) if place not in self.numeric]
         return table(heads, self.texts(), width, text=text, title=title)
 
     def print(self, title: str = "") -> None:
-        """Print the table as wide as the terminal."""
         console = rich_console(sys.stdout)
         console.print(self.terminal(console.width, title))
 
 
-def _plain(row: Iterable[Any]) -> list[Any]:
-    """A row as CSV has it."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, bool):
-            return "true" if value else "false"
-        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-            return int(value)
-        if isinstance(value, (list, tuple)):
-            return " ".join(map(str, _plain(value)))
-        return scrub(value)
-
-    return list(map(plain, row))
+def _plain(value: Any) -> Any:
+    """A value as CSV has it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, (list, tuple)):
+        return " ".join(str(_plain(part)) for part in value)
+    return scrub(value)
 
 
 def stacked(name: str, keys: Sequence[str], parts: Mapping[tuple[str, ...], Table]) -> Table:

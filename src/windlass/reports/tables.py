@@ -18,7 +18,6 @@ NAMING = ("preset", "run.name", "run.dir", "run.notes", "data.dir")
 
 
 def measure_column(name: str) -> Column:
-    """The column of a run's measure."""
     measure = of_result(name)
     return Column(name, measure.title, measure.kind, shown=measure.principal)
 
@@ -46,14 +45,12 @@ def comparison(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
     """A row for each run: its name, the settings that differ, and every measure of any run."""
     differ = [s for s in rows if s.differs and s.key not in NAMING]
     every = dict.fromkeys(name for view in views for name in view.values)
-    declared = RUN
-    names = [n for n in declared if n in every] + [n for n in every if n not in declared]
+    names = [n for n in RUN if n in every] + [n for n in every if n not in RUN]
     columns = [Column("run", "Run"), *(Column(s.key) for s in differ)]
     columns += map(measure_column, names)
-    lines = [
-        (v.label, *(s.values[i] for s in differ), *map(v.values.get, names))
-        for i, v in enumerate(views)
-    ]
+    lines = []
+    for i, view in enumerate(views):
+        lines.append((view.label, *(s.values[i] for s in differ), *map(view.values.get, names)))
     return Table("results", columns, lines, "Results")
 
 
@@ -98,13 +95,11 @@ def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
     for key in dict.fromkeys(key for view in views for key in view.settings):
         meaning = " ".join((fields[key].description or "").split()) if key in fields else ""
         values = tuple(view.settings.get(key) for view in views)
-        differs = any(value != values[0] for value in values)
-        changed = any(value != defaults.get(key) for value in values)
+        differs, changed = (any(x != y for x in values) for y in (values[0], defaults.get(key)))
         rows.append(SettingRow(key, values, meaning, differs, changed))
     return sorted(rows, key=lambda row: (not row.differs, not row.changed))
 
 
 def settings_table(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
-    """A row for each setting, a column for each run."""
     columns = [Column("setting", "Setting"), *(Column(view.label) for view in views)]
     return Table("settings", columns, [(row.key, *row.values) for row in rows], "Settings")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from windlass.errors import UserError, argument, installed, require
 from windlass.fileio import write_atomic
-from windlass.reports.contents import Contents, contents
+from windlass.reports.contents import Contents
 from windlass.reports.page import page
-from windlass.reports.study import StudyView, read_study
+from windlass.reports.study import StudyView
 from windlass.reports.table import Table
 from windlass.reports.tables import settings_table
 from windlass.reports.text import markdown_cell, slug
@@ -27,8 +27,6 @@ Source = str | Path | Run | Study
 
 @dataclass(frozen=True)
 class Report:
-    """The written files."""
-
     page: Path
     markdown: Path
     tables: list[Path]
@@ -70,16 +68,15 @@ def report(
         require("matplotlib", "a plot")
     plots = pdf or (installed("matplotlib") if plots is None else plots)
     seen, study, place = _read(sources)
-    target = Path(out) if out else place
+    target, drawn = Path(out) if out else place, dict[str, Path]()
     try:
         target.mkdir(parents=True, exist_ok=True)
-        computed = contents(seen, study, table)
+        computed = Contents(seen, study, table)
         first = math.ceil(max(view.step for view in seen) / 10) if skip is None else skip
-        drawn: dict[str, Path] = {}
         if plots:
             from windlass.reports.plots import write_plots  # matplotlib takes a second to import
 
-            drawn = write_plots(computed.pictures(), computed.looks, target / "plots", first, pdf)
+            drawn = write_plots(computed.pictures, computed.looks, target / "plots", first, pdf)
         listed = _write_tables(computed, target)
         write_atomic(target / "report.md", markdown(computed, drawn))
         write_atomic(target / "index.html", page(computed))
@@ -88,9 +85,8 @@ def report(
             f"the report cannot be written to {target}: {error.strerror}; "
             f"give another place as {argument('out', 'DIR')}"
         ) from None
-    return Report(
-        target / "index.html", target / "report.md", listed, drawn, seen, computed.published
-    )
+    files = (target / "index.html", target / "report.md", listed, drawn)
+    return Report(*files, views=seen, published=computed.published)
 
 
 def _read(sources: Source | Sequence[Source]) -> tuple[list[RunView], StudyView | None, Path]:
@@ -98,16 +94,16 @@ def _read(sources: Source | Sequence[Source]) -> tuple[list[RunView], StudyView 
     given = [sources] if isinstance(sources, (str, Path, Run, Study)) else sources
     listed = [source.path if isinstance(source, Study) else source for source in given]
     if len(listed) == 1 and not isinstance(listed[0], Run) and Study.is_study(listed[0]):
-        study = read_study(listed[0])
+        study = StudyView(listed[0])
         if not study.views:
             raise UserError(f"no cell of {listed[0]} has begun yet; run the sweep first")
         return study.views, study, study.study.path / "report"
     runs: list[Run] = []
     for source in listed:
-        if not isinstance(source, Run) and Study.is_study(source):
-            runs += Study.open(source).runs()
+        if isinstance(source, Run):
+            runs.append(source)
         else:
-            runs.append(source if isinstance(source, Run) else Run.open(source))
+            runs += Study.open(source).runs() if Study.is_study(source) else [Run.open(source)]
     if not runs:
         raise UserError("there is no run to report on; by default the runs lie in runs/")
     return views(runs), None, runs[0].report_dir if len(runs) == 1 else Path("report")
@@ -127,14 +123,13 @@ def _write_tables(computed: Contents, out: Path) -> list[Path]:
     return [out / name for name in files]
 
 
-def _section(table: Table) -> str:
-    """A table in Markdown with its heading and notes."""
-    notes = "".join(f"\n{markdown_cell(note)}\n" for note in table.notes)
-    return f"\n## {markdown_cell(table.title)}\n\n{table.markdown()}{notes}"
-
-
 def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
     """`report.md`; `drawn`: the pictures by the chart's id."""
+
+    def section(table: Table) -> str:
+        notes = "".join(f"\n{markdown_cell(note)}\n" for note in table.notes)
+        return f"\n## {markdown_cell(table.title)}\n\n{table.markdown()}{notes}"
+
     head = computed.head
     text = f"# {markdown_cell(head.title)}\n"
     if head.state:
@@ -149,12 +144,12 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
         what = best.text if computed.scaled else f"The best: {best.text}"
         winners += f"\n{markdown_cell(what)}. {best.remark}\n\n```\n{best.command}\n```\n"
     for name, table in computed.tables.items():
-        text += winners * (name == "cells") + _section(table)
-    text += "".join(map(_section, computed.evaluations.values()))
-    text += _section(computed.published) if computed.published else ""
+        text += winners * (name == "cells") + section(table)
+    text += "".join(map(section, computed.evaluations.values()))
+    text += section(computed.published) if computed.published else ""
     if drawn:
         titles = {"loss-late": "Loss without its first steps"}
-        titles |= {chart.id: markdown_cell(chart.title) for chart in computed.pictures()}
+        titles |= {chart.id: markdown_cell(chart.title) for chart in computed.pictures}
         pictures = (f"\n![{titles[n]}](plots/{path.name})\n" for n, path in drawn.items())
         text += "\n## Plots\n" + "".join(pictures)
     first = "Settings that differ between the runs come first, then settings"

@@ -120,10 +120,8 @@ class MLflow:
         uri = os.environ.get("MLFLOW_TRACKING_URI") or default
         artifacts = (path.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
-        existing = client.get_experiment_by_name(project)
-        experiment = (
-            existing.experiment_id if existing else client.create_experiment(project, artifacts)
-        )
+        known = client.get_experiment_by_name(project)
+        experiment = known.experiment_id if known else client.create_experiment(project, artifacts)
         runs = client.search_runs([experiment], f"tags.`windlass.id` = '{id}'", max_results=1)
         if not runs:
             tags = {"windlass.id": id, "mlflow.runName": path.name}
@@ -170,8 +168,7 @@ class WandB:
     `wandb sync` uploads later.
 
     Online a resume continues the same run; its summary has the steps of the server as `marks/*`. An
-    offline start writes the effective ledger into a new directory and removes older ones. The key
-    is `WANDB_API_KEY`.
+    offline start writes the effective ledger into a new directory and removes older ones.
     """
 
     def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
@@ -183,17 +180,12 @@ class WandB:
         self._run: Any = None
         reason = os.environ.get("WANDB_MODE", "online")  # for being offline
         arguments: dict[str, Any] = {
-            "project": settings["telemetry.project"],
-            "id": id,
-            "name": run.path.resolve().name,
-            "config": settings,
-            "entity": settings["telemetry.entity"] or None,
-            "group": settings["telemetry.group"] or None,
-            "tags": settings["telemetry.tags"] or None,
-            "notes": settings["run.notes"] or None,
-            "dir": str(run.path),
-            "settings": wandb.Settings(**WANDB_SETTINGS),
+            name: settings[f"telemetry.{name}"] or None
+            for name in ("project", "entity", "group", "tags")
         }
+        arguments |= {"id": id, "name": run.path.resolve().name, "dir": str(run.path)}
+        arguments |= {"config": settings, "notes": settings["run.notes"] or None}
+        arguments["settings"] = wandb.Settings(**WANDB_SETTINGS)
         if reason == "online":
             try:
                 self._run = wandb.init(**arguments, mode="online", resume="allow")
@@ -211,9 +203,9 @@ class WandB:
             self._old = [path for path in runs if path != directory]
         else:
             self.hint = str(self._run.url)
-            summary = dict(self._run.summary) if self._run.resumed else {}
-            marks = {key: int(x) for key, x in summary.items() if key.startswith("marks/")}
-            self.marks = {key.removeprefix("marks/"): step for key, step in marks.items()}
+            for key, step in dict(self._run.summary if self._run.resumed else {}).items():
+                if key.startswith("marks/"):
+                    self.marks[key.removeprefix("marks/")] = int(step)
 
     def write(self, points: Iterator[Point]) -> None:
         import wandb

@@ -42,10 +42,10 @@ class Console:
         self._step, self._doing, self._numbers = 0, "", list[str]()  # of the live line
         self._live: Any = None  # rich.live.Live
         self._timer: threading.Timer | None = None  # see `begin`
-        self._terminal: Any = None  # rich.console.Console
         self._log: TextIO | None = None
         if log_path is not None:
             self.open_log(log_path)
+        self._terminal: Any = None  # rich.console.Console
         dumb = os.environ.get("TERM") == "dumb"
         if rank == 0 and self._stream and self._stream.isatty() and not dumb:
             self._terminal = terminal.rich_console(self._stream)

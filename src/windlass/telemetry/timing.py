@@ -11,7 +11,7 @@ import re
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
@@ -33,15 +33,10 @@ class StepTimer:
 
     On CUDA, events measure the phases, and nothing waits for the device before `read`, which the
     loop calls when it logs and has to wait for the loss anyway. Waiting for data is host time on
-    every device. `new_event` makes an event; None: one of CUDA on CUDA, else the host's clock.
+    every device. `new_event` replaces the events of CUDA.
     """
 
-    def __init__(
-        self,
-        device: Any = "cpu",
-        goodput: Goodput | None = None,
-        new_event: Callable[[], Any] | None = None,
-    ):
+    def __init__(self, device: Any = "cpu", goodput: Any = None, new_event: Any = None):
         if new_event is None and str(device).startswith("cuda"):
             cuda = sys.modules["torch"].cuda  # loaded by the training
             new_event = partial(cuda.Event, enable_timing=True)
@@ -52,10 +47,7 @@ class StepTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time one of STEP_PHASES or `outside` (an evaluation, a save), which is no part of a step.
-
-        The last one of STEP_PHASES ends the step.
-        """
+        """Time one of STEP_PHASES, of which the last ends the step, or `outside` (a save)."""
         data = name == "data"
         first = self._mark(host=data)
         try:
@@ -91,19 +83,16 @@ class StepTimer:
 class Goodput:
     """Wall time of one process by phase; the parts sum to the whole, to the nanosecond.
 
-    The clock starts with the process (or `before` seconds before the constructor), so imports count
-    as `startup`.
+    The clock starts with the process, so imports count as `startup`.
     """
 
-    def __init__(self, before: float | None = None):
+    def __init__(self) -> None:
+        import psutil
+
+        before = max(time.time() - psutil.Process().create_time(), 0.0)
         self._since = time.perf_counter_ns()
         self._phase = "startup"
-        self._ns = dict.fromkeys(RUN_PHASES, 0)
-        if before is None:
-            import psutil
-
-            before = max(time.time() - psutil.Process().create_time(), 0.0)
-        self._ns["startup"] = int(before * 1e9)
+        self._ns = dict.fromkeys(RUN_PHASES, 0) | {"startup": int(before * 1e9)}
 
     def enter(self, name: str) -> str:
         """From now on time counts as `name`; returns the phase that ended."""
@@ -200,11 +189,10 @@ def evaluation_speed(ledger: Iterable[Line]) -> dict[str, float]:
 
 def averages(ledger: Sequence[Line]) -> dict[str, float]:
     """The speeds and times of the `summary` line."""
-    speed, means = throughput(ledger), dict[str, float]()
-    if speed:
-        means = {f"{name}_mean": x for name, x in speed._asdict().items() if x is not None}
-    starts = [line["startup_s"] for line in ledger if line.get("event") == "first_step"]
-    means |= {"startup_s": starts[0]} if starts else {}
+    speed, starts = throughput(ledger), [x for x in ledger if x.get("event") == "first_step"]
+    speeds = speed._asdict() if speed else {}
+    means = {f"{name}_mean": x for name, x in speeds.items() if x is not None}
+    means |= {"startup_s": starts[0]["startup_s"]} if starts else {}
     return means | step_times(ledger) | evaluation_speed(ledger)
 
 

@@ -1,10 +1,9 @@
-"""Trackers (TensorBoard, MLflow, W&B) beside a training: an exporter process for each follows the
+"""Trackers beside a training: an exporter process for each (`python -m` of this file) follows the
 ledger.
 
 `Trackers` is the training's side of two pipes. An exporter's standard input closes when the
 training ends. Its standard output brings at most two lines of JSON: where the tracker shows the
-run, and the first error. A hanging import, a dead address or a full disk hurts only the exporter
-(`python -m` of this file). Its exit code is 0 if everything is delivered.
+run, and the first error. A hanging import, a dead address or a full disk hurts only the exporter.
 """
 
 from __future__ import annotations
