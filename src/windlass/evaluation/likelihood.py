@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -59,10 +58,10 @@ def evaluate_loss(
         token_bytes: UTF-8 bytes of each token, [V], for `bits_per_byte`.
 
     Returns `loss` (nats a token, over the unmasked labels), `perplexity`, `tokens` and `samples`
-    (over all ranks), `runtime_s`, `samples_per_s`, and perhaps `bits_per_byte` of text; None if
-    `poll` asks to stop. Neither world size nor padding has an effect.
+    (over all ranks), and perhaps `bits_per_byte` of text; None if `poll` asks to stop. Neither
+    world size nor padding has an effect.
     """
-    started, model, mesh = time.perf_counter(), unwrap(model), ranks.mesh
+    model, mesh = unwrap(model), ranks.mesh
     count = min(limit, len(samples)) if limit else len(samples)
     ends = [count, len(samples)] if whole and count < len(samples) else [count]
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -88,9 +87,8 @@ def evaluate_loss(
             own = [float(total), float(tokens), float(text_bytes)]
             sums = sum_async([mesh.counts_rows * number for number in own], ranks).wait()
             results.append(_mean_loss(end, *sums))
-    runtime_s = time.perf_counter() - started
     full = {f"full_{name}": value for name, value in results[-1].items()} if len(ends) > 1 else {}
-    return results[0] | {"runtime_s": runtime_s, "samples_per_s": ends[-1] / runtime_s} | full
+    return results[0] | full
 
 
 def read_ahead(batches: Iterator[Batch[Tensor]], device: torch.device) -> Iterator[Batch[Tensor]]:
@@ -249,9 +247,8 @@ def evaluate_hellaswag(
 
     The model's answer is the ending with the largest log-likelihood: in sum (`acc`), per character
     (`acc_norm`, as EleutherAI's harness), or per token (`acc_per_token`, as llm.c). Also returns
-    `items`, `runtime_s` and `samples_per_s`. `how` is `autocast`, `poll` and `progress`.
+    `items`. `how` is `autocast`, `poll` and `progress`.
     """
-    started = time.perf_counter()
     scores = log_likelihoods(model, rows, ranks, **how)
     if scores is None:
         return None
@@ -267,6 +264,5 @@ def evaluate_hellaswag(
         }
         for name, values in normalised.items():
             right[name] += values.index(max(values)) == item.label
-    count, runtime_s = len(items), time.perf_counter() - started
-    accuracies = {name: number / count for name, number in right.items()}
-    return accuracies | {"items": count, "runtime_s": runtime_s, "samples_per_s": count / runtime_s}
+    accuracies = {name: number / len(items) for name, number in right.items()}
+    return accuracies | {"items": len(items)}

@@ -6,7 +6,6 @@ Every rank gets the same requests, and the ranks divide the forward passes and t
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ class Interrupted(Exception):
 def run_harness(
     tasks: str, model: Any, tokenizer: Tokenizer, ranks: Ranks, task_manager: Any = None, **how: Any
 ) -> dict[str, Any] | None:
-    """Scores of tasks, their names joined by `+`: `TASK/METRIC` → number, and `runtime_s`.
+    """Scores of tasks, their names joined by `+`: `TASK/METRIC` → number.
 
     `how` is `autocast` and `poll`. Raises UserError if the harness is not installed or has no such
     task.
@@ -40,7 +39,6 @@ def run_harness(
     require("lm_eval", f"the suite lm-eval:{tasks}")
     from lm_eval import simple_evaluate
 
-    started = time.perf_counter()
     # The harness seeds the generators; they are restored, so that the training does not change.
     python, numpy = random.getstate(), np.random.get_state()
     devices = [ranks.device] if ranks.device.type == "cuda" else []
@@ -66,8 +64,7 @@ def run_harness(
         if isinstance(value, int | float) and "stderr" not in metric and metric != "sample_len"
     }
     # Under a launcher the harness returns results to each node's first process only.
-    numbers = ranks.broadcast_object("lm-eval results", numbers)
-    return {**numbers, "runtime_s": time.perf_counter() - started}
+    return dict(ranks.broadcast_object("lm-eval results", numbers))
 
 
 def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:

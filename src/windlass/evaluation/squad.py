@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 import string
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -76,12 +75,12 @@ def evaluate_squad(
     max_tokens: int = 0,
     **how: Any,
 ) -> tuple[dict[str, float], dict[str, str]] | None:
-    """Exact Match and F1 in percent, `items`, time and speed; and predictions by question id.
+    """Exact Match and F1 in percent, and `items`; and predictions by question id.
 
     Answers are greedy, up to the end-of-text token or `max_tokens` (0: about 160 characters). A
     prompt that leaves no space for an answer in the context loses the end of its paragraph.
     """
-    started, model = time.perf_counter(), unwrap(model)
+    model = unwrap(model)
     if not max_tokens:
         texts = [question.question + " " + question.context for question in questions[:64]]
         tokens = sum(len(tokenizer.encode(text)) for text in texts)
@@ -98,7 +97,6 @@ def evaluate_squad(
     if answers is None:
         return None
     predictions = {question.id: answers[i].strip() for i, question in enumerate(questions)}
-    result = score(predictions, {question.id: question.answers for question in questions})
-    runtime_s = time.perf_counter() - started
-    speed = {"runtime_s": runtime_s, "samples_per_s": len(questions) / runtime_s}
-    return result | speed, predictions
+    return score(
+        predictions, {question.id: question.answers for question in questions}
+    ), predictions

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,7 +38,7 @@ from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision, varying_shapes
 from windlass.recipe import Changes, Recipe, dotted
-from windlass.recipe.settings import LOSS_SUITE, SQUAD_SUITE
+from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
 from windlass.recipe.units import samples_per_pass
 from windlass.run import Run
 from windlass.telemetry.ledger import plain
@@ -66,7 +67,7 @@ class Suites:
         whole: bool = False,
         progress: likelihood.Progress | None = None,
     ) -> tuple[Scores, dict[str, str] | None] | None:
-        """The scores of a suite, and SQuAD's predictions; None if `poll` asks to stop.
+        """The scores of a suite with their time, and SQuAD's predictions; None if `poll` asks to stop.
 
         `whole`: also measure the loss of all validation data, besides the loss of `eval.batches`.
         """
@@ -74,26 +75,38 @@ class Suites:
         fixed = suite == LOSS_SUITE and self.recipe.data.format == "text"
         arithmetic = partial(autocast, self.recipe, self.ranks.device)
         how: dict[str, Any] = {"autocast": arithmetic, "poll": poll}
+        scores: Scores | None
+        predictions, items = None, list[Any]()
+        if suite == SQUAD_SUITE:
+            items = self._questions
+        elif suite == HELLASWAG_SUITE:
+            items, endings = self._endings
+        started = time.perf_counter()  # without reading the items
         with nullcontext() if fixed else varying_shapes():
             if suite in self.own:
-                return self.own[suite](model), None
-            if suite.startswith(HARNESS):
+                scores = self.own[suite](model)
+            elif suite.startswith(HARNESS):
                 tasks = suite.removeprefix(HARNESS)
                 scores = run_harness(tasks, model, self.tokenizer, self.ranks, **how)
-                return None if scores is None else (scores, None)
-            how["progress"] = progress
-            if suite == SQUAD_SUITE:
-                questions = self._questions
-                scored = evaluate_squad(model, self.tokenizer, questions, self.ranks, **how)
-                hashed = {"items_hash": items_hash(questions)}
-                return scored and (scored[0] | hashed, scored[1])
-            if suite == LOSS_SUITE:
-                scores = self._loss(model, whole, **how)
-            else:  # the recipe has checked the name
-                items, endings = self._endings
+            elif suite == LOSS_SUITE:
+                scores = self._loss(model, whole, progress=progress, **how)
+            elif suite == SQUAD_SUITE:
+                how["progress"] = progress
+                scored = evaluate_squad(model, self.tokenizer, items, self.ranks, **how)
+                scores, predictions = scored or (None, None)
+            else:
+                how["progress"] = progress
                 scores = evaluate_hellaswag(model, items, endings, self.ranks, **how)
-                scores = scores and {**scores, "items_hash": items_hash(items)}
-        return None if scores is None else (scores, None)
+        if scores is None:
+            return None
+        runtime_s = time.perf_counter() - started
+        scores = {**scores, "runtime_s": runtime_s}
+        if items:
+            scores |= {"samples_per_s": len(items) / runtime_s, "items_hash": items_hash(items)}
+        elif suite == LOSS_SUITE:
+            samples = scores.get("full_samples", scores["samples"]) + scores.get("train_samples", 0)
+            scores["samples_per_s"] = samples / runtime_s
+        return scores, predictions
 
     def _loss(self, model: Any, whole: bool, **how: Any) -> Scores | None:
         assert self.val is not None
@@ -103,12 +116,8 @@ class Suites:
         if scores is None or self._train_sample is None:
             return scores
         own = measure(samples=self._train_sample)
-        if own is None:
-            return None
-        runtime_s = scores["runtime_s"] + own["runtime_s"]
-        samples = scores.get("full_samples", scores["samples"]) + own["samples"]
-        scores |= {"runtime_s": runtime_s, "samples_per_s": samples / runtime_s}  # of both
-        return scores | {f"train_{name}": own[name] for name in ("loss", "tokens", "samples")}
+        names = ("loss", "tokens", "samples")
+        return own and scores | {f"train_{name}": own[name] for name in names}
 
     @property
     def names(self) -> list[str]:

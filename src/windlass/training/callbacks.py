@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -194,8 +193,7 @@ class Callbacks:
 
     def _measure(self, name: str, model: nn.Module) -> dict[str, Any]:
         """Rank 0's scores of a suite, so that all ranks agree on the best checkpoint."""
-        began, suite = time.perf_counter(), self.code.suites[name]
-        arithmetic = autocast(self.recipe, self.ranks.device)
+        suite, arithmetic = self.code.suites[name], autocast(self.recipe, self.ranks.device)
         with self.user_code(), evaluating(model), torch.no_grad(), arithmetic:
             scores = suite(unwrap(model), self.state.step)
         if not isinstance(scores, Mapping):
@@ -204,7 +202,6 @@ class Callbacks:
         measured: dict[str, Any] = {
             str(key): as_float(value, f"suites[{name!r}]: {key}") for key, value in scores.items()
         }
-        measured["runtime_s"] = time.perf_counter() - began
         if lower := list(getattr(suite, "lower", ())):
             measured["lower"] = lower
         return dict(self.ranks.broadcast_object("own suite", measured))
