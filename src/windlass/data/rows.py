@@ -12,7 +12,7 @@ from typing import Any
 from windlass import hub
 from windlass.data import chat, conversations, squad, vocabulary
 from windlass.data.conversations import Conversation
-from windlass.data.files import JSON_LINES, describe_files, find_files
+from windlass.data.files import JSON_LINES, find_files
 from windlass.data.progress import Progress
 from windlass.data.samples import Row, Rows, choose_places, length_percentiles
 from windlass.data.shards import EVAL, MAIN, Index, RowsFile
@@ -33,10 +33,8 @@ def prepare_rows(
 ) -> Index:
     """Write rows, tokenizer and template; returns the index, not written yet."""
     data, context, is_chat = recipe.data, recipe.model.context, recipe.data.format == "chat"
-    splits: list[Any] = []
-    splits += (
-        conversations.read_splits(recipe, progress.note) if is_chat else squad.read_splits(recipe)
-    )
+    read: Any = partial(conversations.read_splits, notify=progress.note)
+    splits = read(recipe) if is_chat else squad.read_splits(recipe)
     for i, (size, purpose) in enumerate(((data.train_size, "train"), (data.eval_size, "eval"))):
         keys = [getattr(example, "id", str(place)) for place, example in enumerate(splits[i])]
         places = choose_places(keys, size, recipe.run.seed, purpose)
@@ -80,8 +78,8 @@ def prepare_rows(
         path.write_text("".join(f"{line}\n" for line in remarks), encoding="utf-8")
     origins = {}
     for stream, names in ((MAIN, data.sources), (EVAL, data.eval_sources)):
-        paths = [path for name in names for path in local_files(name, data.format)]
-        origins[stream] = {"name": names, "files": describe_files(paths)}
+        paths = [str(path) for name in names for path in local_files(name, data.format)]
+        origins[stream] = {"name": names, "files": [{"file": path} for path in paths]}
     saved = {"settings": settings, "source": origins, "tokenizer": tokenizer.describe()}
     return Index(**saved, rows=files, template=layout)
 

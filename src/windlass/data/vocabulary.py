@@ -60,15 +60,7 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
     kind, model = kind_of(recipe.data.tokenizer), recipe.model
     folder = Path(directory or "nowhere") / FOLDER
     if directory is not None and (folder / DESCRIPTION).is_file():
-        try:
-            tokenizer, fingerprint = _read_saved(folder)
-        except (OSError, ValidationError) as error:
-            problem = f"cannot be read ({first_line(error)})"
-            raise UserError(f"{folder} {problem}; prepare the data again") from None
-        if tokenizer.fingerprint != fingerprint:
-            raise UserError(
-                f"{folder / JSON_FILE} was changed after it was saved; prepare the data again"
-            )
+        tokenizer = _read_saved(folder)
     elif kind in ("char", "bpe"):
         remedy = "prepare the data first, or use another for shards:"
         raise UserError(f"data.tokenizer: {kind} needs the corpus; {remedy}")
@@ -208,8 +200,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
     """The tokenizer of a `tokenizer.json`, a directory, or the Hub's `NAME[@REVISION]`.
 
-    The configuration beside the file, or else a common name, gives the end-of-text token.
-    `transformers` reads older files.
+    The end-of-text token is the one of the configuration beside the file, else a common one.
     """
     # The library would warn about a fork after its threads started.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -229,7 +220,7 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
             problem = f"{place} has no {JSON_FILE} nor another tokenizer's files"
             raise UserError(f"data.tokenizer: {problem}; name one: {first_line(error)}") from None
     if (file.parent / DESCRIPTION).is_file():  # a run's tokenizer, also of bytes and characters
-        return _read_saved(file.parent)[0]
+        return _read_saved(file.parent)
     tokens = [read_json(file.parent / config).get("eos_token") for config in CONFIG_FILES]
     names = [token["content"] if isinstance(token, dict) else token for token in tokens if token]
     inner, start = _read_json(file), read_json(file.parent / "config.json").get("bos_token_id")
@@ -239,11 +230,17 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
     return Tokenizer("hf", inner, next((i for i in ids if i is not None), None), start)
 
 
-def _read_saved(folder: Path) -> tuple[Tokenizer, str]:
-    """A tokenizer from `Tokenizer.save`, and the fingerprint that it had then."""
-    saved = Description.model_validate_json((folder / DESCRIPTION).read_bytes())
-    inner = _read_json(folder / JSON_FILE)
-    return Tokenizer(saved.kind, inner, saved.eot, saved.start), saved.fingerprint
+def _read_saved(folder: Path) -> Tokenizer:
+    """A tokenizer from `Tokenizer.save`; UserError if it is damaged or has changed."""
+    again = "prepare the data again"
+    try:
+        saved = Description.model_validate_json((folder / DESCRIPTION).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise UserError(f"{folder} cannot be read ({first_line(error)}); {again}") from None
+    tokenizer = Tokenizer(saved.kind, _read_json(folder / JSON_FILE), saved.eot, saved.start)
+    if tokenizer.fingerprint != saved.fingerprint:
+        raise UserError(f"{folder / JSON_FILE} was changed after it was saved; {again}")
+    return tokenizer
 
 
 def _read_json(file: Path) -> Any:

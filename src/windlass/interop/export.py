@@ -82,7 +82,10 @@ def export(
                 _write_hf(source, partial)
             _write(partial / "README.md", card(source, push or directory.name, adapter))
         if source.recipe.data.format == "chat" and not source.template.source:
-            _write(partial / "chat_template.jinja", plain_template(source.tokenizer))
+            # the plain template, with the tokenizer's own end of a text
+            eot, inner = source.tokenizer.eot, source.tokenizer.inner
+            end = json.dumps("" if eot is None else inner.id_to_token(eot), ensure_ascii=False)
+            _write(partial / "chat_template.jinja", PLAIN.replace("end_of_text", end))
         os.umask(umask := os.umask(0))
         for file in partial.iterdir():  # some libraries let only the owner read their files
             file.chmod(0o666 & ~umask)
@@ -92,12 +95,6 @@ def export(
     if push:
         hub.push(directory, push)
     return directory
-
-
-def plain_template(tokenizer: Tokenizer) -> str:
-    """The chat template, in the form of `transformers`, for a tokenizer without one."""
-    end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
-    return PLAIN.replace("end_of_text", json.dumps(end, ensure_ascii=False))
 
 
 def _write_own(source: Source, path: Path, directory: Path) -> None:
