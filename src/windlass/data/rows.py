@@ -34,7 +34,7 @@ def prepare_rows(
     """Write rows, tokenizer and template; returns the index, not written yet."""
     data, context, is_chat = recipe.data, recipe.model.context, recipe.data.format == "chat"
     read: Any = partial(conversations.read_splits, notify=progress.note)
-    splits = read(recipe) if is_chat else squad.read_splits(recipe)
+    splits: list[Any] = read(recipe) if is_chat else squad.read_splits(recipe)
     for i, (size, purpose) in enumerate(((data.train_size, "train"), (data.eval_size, "eval"))):
         keys = [getattr(example, "id", str(place)) for place, example in enumerate(splits[i])]
         places = choose_places(keys, size, recipe.run.seed, purpose)
