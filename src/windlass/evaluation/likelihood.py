@@ -32,7 +32,7 @@ from windlass.recipe.settings import IGNORE_INDEX
 HELLASWAG = "Rowan/hellaswag"  # on the Hub
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
 BATCHES_AHEAD = 2  # read while one is computed
-Progress = Callable[[int, int], object]  # called between passes with the amount done and the total
+OnProgress = Callable[[int, int], object]  # between passes, with the amount done and the total
 LOGITS_PER_PASS = {"cpu": 2**26, "cuda": 2**29}  # in fp32 256 MB on a CPU, 2 GB on a GPU
 
 
@@ -46,7 +46,7 @@ def evaluate_loss(
     whole: bool = False,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     poll: Callable[[], bool] | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     token_bytes: np.ndarray | None = None,
 ) -> dict[str, float] | None:
     """The loss of a validation set, or of its first `limit` samples (0: all).
@@ -139,7 +139,7 @@ def log_likelihoods(
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     poll: Callable[[], bool] | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> list[Likelihood] | None:
     """Log-likelihood of each ending after its context, of all rows on every rank.
 

@@ -65,9 +65,9 @@ class Suites:
         model: Any,
         poll: Callable[[], bool] | None = None,
         whole: bool = False,
-        progress: likelihood.Progress | None = None,
+        progress: likelihood.OnProgress | None = None,
     ) -> tuple[Scores, dict[str, str] | None] | None:
-        """The scores of a suite with their time, and SQuAD's predictions; None if `poll` asks to stop.
+        """Scores of a suite with their time, and SQuAD's predictions; None if `poll` asks to stop.
 
         `whole`: also measure the loss of all validation data, besides the loss of `eval.batches`.
         """
@@ -75,6 +75,7 @@ class Suites:
         fixed = suite == LOSS_SUITE and self.recipe.data.format == "text"
         arithmetic = partial(autocast, self.recipe, self.ranks.device)
         how: dict[str, Any] = {"autocast": arithmetic, "poll": poll}
+        how |= {} if suite.startswith(HARNESS) else {"progress": progress}
         scores: Scores | None
         predictions, items = None, list[Any]()
         if suite == SQUAD_SUITE:
@@ -89,13 +90,11 @@ class Suites:
                 tasks = suite.removeprefix(HARNESS)
                 scores = run_harness(tasks, model, self.tokenizer, self.ranks, **how)
             elif suite == LOSS_SUITE:
-                scores = self._loss(model, whole, progress=progress, **how)
+                scores = self._loss(model, whole, **how)
             elif suite == SQUAD_SUITE:
-                how["progress"] = progress
                 scored = evaluate_squad(model, self.tokenizer, items, self.ranks, **how)
                 scores, predictions = scored or (None, None)
             else:
-                how["progress"] = progress
                 scores = evaluate_hellaswag(model, items, endings, self.ranks, **how)
         if scores is None:
             return None

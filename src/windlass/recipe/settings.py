@@ -149,8 +149,8 @@ class TrainSettings(Section):
     deterministic: bool = False
     """Use deterministic kernels: slower, and necessary for bit-exact repetition on CUDA."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
-    """After a non-finite loss: stop before the update, skip the step, or go back to a checkpoint and
-    leave its samples out (`rewind`)."""
+    """After a non-finite loss: `stop` before the update, `skip` the step, or `rewind`: go back to a
+    checkpoint and leave the samples out."""
     on_spike: Literal["ignore", "skip", "rewind", "stop"] = "ignore"
     """After a loss spike (`spike_sigmas`), before the update; not `ignore`: waits for each loss."""
     spike_sigmas: float = Field(6.0, gt=0)
