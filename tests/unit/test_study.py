@@ -12,8 +12,7 @@ import pytest
 from helpers import refused, write_ledger
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-from windlass.study.compare import BITS, common_measure
-from windlass.study.results import diverged
+from windlass.study.results import BITS, common_measure, diverged
 from windlass.study.study import Study
 from windlass.study.sweep import Halving, train_command
 
@@ -207,7 +206,7 @@ def test_tokenizers_are_compared_in_bits_per_byte(tmp_path):
     winners, remark = study.winners()
     assert winners[0].assignment == {"data.tokenizer": "gpt2"} and "bytes" in remark
     assert winners[0].median == pytest.approx(4.0 / 4 / math.log(2))
-    measured = [result.evaluated for result in study.results()]
+    measured = [result.validation for result in study.results()]
     assert [one.bytes for one in measured] == pytest.approx([2560, 2560])
     assert common_measure([measured[0], measured[1]._replace(bytes=None)])[0] == ""
     for other, word in (

@@ -21,8 +21,7 @@ from windlass.recipe import Recipe
 from windlass.reports.scaling import scaling_charts
 from windlass.run import Run, timestamp
 from windlass.study.grid import NODES, REPEAT, WORLD, Scaling
-from windlass.study.projection import projections
-from windlass.study.setups import read_setups, windows
+from windlass.study.setups import projections, read_setups, windows
 from windlass.study.study import Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 

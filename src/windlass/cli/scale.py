@@ -67,6 +67,7 @@ def scale(
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything
     saved.
     """
+    from windlass.launch.submit import Resources, read_site
     from windlass.study import scale as studies
     from windlass.study.progress import Progress
     from windlass.study.study import Study
@@ -81,11 +82,11 @@ def scale(
         ranks = "with hosts the ranks are nodes x gpus-per-node"
         raise UserError(f"--worlds and --nodes: {ranks}; leave --worlds out")
     if nodes:
-        how: dict[str, Any] = {"scheduler": scheduler, "site": site, "retry_failed": retry_failed}
-        how |= {"gpus_per_node": gpus_per_node, "time": time, "min_busbw": min_busbw}
-        how["max_size"] = max_size
-        options["nodes"] = whole_numbers("nodes", nodes)
-        return _submit(recipe, overrides, options, how, dry_run)
+        asked: dict[str, Any] = {"gpus_per_node": gpus_per_node, "time": time}
+        asked |= {"min_busbw": min_busbw, "max_size": max_size}
+        options |= {"site": read_site(site), "asked": Resources(**asked), "scheduler": scheduler}
+        options["retry_failed"] = retry_failed
+        return _submit(recipe, whole_numbers("nodes", nodes), overrides, dry_run, options)
     progress = Progress(sys.stderr if json_ else sys.stdout)
     options |= {"probes": not no_probe, "retry_failed": retry_failed, "progress": progress}
     study = studies.scale(recipe, whole_numbers("worlds", worlds), overrides, **options)
@@ -114,29 +115,16 @@ def _show(study: Study, progress: Progress, json_: bool) -> None:
 
 
 def _submit(
-    recipe: str, overrides: list[str], options: dict[str, Any], how: dict[str, Any], dry_run: bool
+    recipe: str, nodes: list[int], overrides: list[str], dry_run: bool, options: dict[str, Any]
 ) -> int:
-    """Create a study over hosts and submit its open cells, a job for each number of hosts."""
-    from windlass.launch.submit import Resources, read_site
-    from windlass.study.scale import create_study, merge_preset
-    from windlass.study.submit import submit_study
+    """Submit a study over hosts; show its jobs, or their scripts."""
+    from windlass.study.scale import submit_scale
 
-    base, given = merge_preset(recipe, overrides, **options)
-    job = {name: how.pop(name) for name in ("gpus_per_node", "time", "min_busbw", "max_size")}
-    asked, site = Resources(**job), read_site(how["site"])
-    on_cpu = base.parallel.device == "cpu"
-    gpus = asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
-    ranks = 1 if on_cpu else max(1, gpus)
-    given["worlds"] = [n * ranks for n in given["nodes"]]
-    given["threads"] = site.cores(0) if on_cpu else 0
-    how |= {"site": site, "asked": asked}
-    # Check everything before anything is written.
-    scripts = submit_study(create_study(base, write=False, **given), **how, dry_run=True)
+    options |= {"dry_run": dry_run, "notify": typer.echo}
+    study, jobs = submit_scale(recipe, nodes, overrides, **options)
     if dry_run:
-        sys.stdout.write("\n".join(one.script for one in scripts))
+        sys.stdout.write("\n".join(one.script for one in jobs))
         return DONE
-    study = create_study(base, **given)
-    jobs = submit_study(study, **how, notify=typer.echo)
     for one in jobs:
         cancel = f"`windlass submit --cancel {one.directory}` ends it"
         typer.echo(f"submitted job {one.job}: its log is in {one.directory}; {cancel}")

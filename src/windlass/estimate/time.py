@@ -87,6 +87,11 @@ class Work:
     def sent(self) -> list[Collective]:
         return collectives(self.layout, self.tensors, self.bucket_mb)
 
+    @property
+    def updated(self) -> float:
+        """Parameters that a rank updates."""
+        return self.tensors.trained / self.layout.shard
+
 
 def on_cpu(start: Line) -> bool:
     """Whether a run's last start was on a CPU."""

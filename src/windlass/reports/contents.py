@@ -17,7 +17,7 @@ from windlass.reports.study import StudyView, study_tables, sweep_charts
 from windlass.reports.table import stacked
 from windlass.reports.text import plural, show
 from windlass.reports.view import RunView
-from windlass.study.compare import BITS, common_measure
+from windlass.study.results import BITS, common_measure
 from windlass.telemetry.measures import RUN
 
 BEST = {LOSS: "best_eval_loss", BITS: "best_bits_per_byte"}
@@ -111,7 +111,7 @@ def _run_head(view: RunView) -> Head:
 
 
 def _comparison_head(views: Sequence[RunView]) -> Head:
-    measure, remark = common_measure([view.evaluated for view in views])
+    measure, remark = common_measure([view.validation for view in views])
     name = BEST.get(measure, "")
     scores = [(x, v.label) for v in views if isinstance(x := v.values.get(name), float)]
     best = min((one for one in scores if not math.isnan(one[0])), default=None)

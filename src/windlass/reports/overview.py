@@ -12,8 +12,7 @@ from typing import NamedTuple
 from windlass.checkpoint.retention import LOSS
 from windlass.errors import UserError
 from windlass.run import Run, effective, read_lines
-from windlass.study.compare import common_measure
-from windlass.study.results import DONE_STATES, CellResult, summarize, time_left
+from windlass.study.results import DONE_STATES, CellResult, common_measure, summarize, time_left
 from windlass.study.study import Study
 from windlass.telemetry.timing import device_hours
 
@@ -111,7 +110,7 @@ def _study_row(path: Path, name: str) -> RunRow:
         return RunRow(name, "damaged")
     results, runs = study.results(), study.runs()
     losses = [r.best_loss for r in results if r.best_loss is not None]
-    comparable = common_measure([r.evaluated for r in results])[0] == LOSS
+    comparable = common_measure([r.validation for r in results])[0] == LOSS
     hours = [(run.on_gpus, device_hours(read_lines(run.metrics_path))) for run in runs]
     changed = [run.metrics_path.stat().st_mtime for run in runs if run.metrics_path.is_file()]
     return RunRow(

@@ -14,8 +14,7 @@ from windlass.reports.charts import COLOURS, Axis, Chart, Series, pattern, thin
 from windlass.reports.text import plural, show, slug
 from windlass.reports.tracks import Numbers, Track, interpolate
 from windlass.reports.view import RunView
-from windlass.study.compare import BITS, common_measure
-from windlass.study.results import diverged
+from windlass.study.results import BITS, common_measure, diverged
 from windlass.telemetry.measures import DEVICE, PHASES, TRAIN, by_chart
 
 POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels
@@ -69,13 +68,13 @@ def time_chart(views: Sequence[RunView]) -> Chart | None:
 
 def bits_factor(view: RunView) -> float:
     """Bits per byte of a loss of 1 nat per token, on the validation data; NaN if not known."""
-    data = view.evaluated
+    data = view.validation
     return data.tokens / (data.bytes * math.log(2)) if data and data.bytes else math.nan
 
 
 def _loss_chart(views: Sequence[RunView]) -> Chart:
     """The losses of all runs, in bits per byte if they only compare so."""
-    in_bits = common_measure([view.evaluated for view in views])[0] == BITS
+    in_bits = common_measure([view.validation for view in views])[0] == BITS
     factors = [bits_factor(view) if in_bits else 1.0 for view in views]
     series = [x for run, factor in enumerate(factors) for x in _losses(views, run, factor)]
     chart = Chart("loss", "Loss", "bits per byte" if in_bits else "nats per token", series)

@@ -17,8 +17,7 @@ from windlass.reports.study import StudyView, Winner
 from windlass.reports.table import Column, Table
 from windlass.reports.text import numeric, show
 from windlass.study.grid import NODES, WORLD, Scaling
-from windlass.study.projection import projections
-from windlass.study.setups import Setup, baseline, read_setups
+from windlass.study.setups import Setup, baseline, projections, read_setups
 from windlass.telemetry.measures import METERS, PROJECTED, SETUP, STEP_PARTS
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from windlass.reports.table import Column, Table
 from windlass.reports.tables import measure_column
 from windlass.reports.text import numeric, show
 from windlass.reports.view import RunView
-from windlass.study.compare import BITS
 from windlass.study.grid import SEED, label_of, short_names
-from windlass.study.results import SeedGroup
+from windlass.study.results import BITS, SeedGroup
 from windlass.study.study import Study
 from windlass.telemetry.measures import title_of
 from windlass.variables import scrub

@@ -21,7 +21,7 @@ from windlass.recipe.units import epochs_in
 from windlass.reports.text import show
 from windlass.reports.tracks import STARTS, Clock, Track, interpolate, rank_tracks, track_of
 from windlass.run import Line, Run, effective, last_start, read_lines
-from windlass.study.compare import evaluated
+from windlass.study.results import validation_data
 from windlass.telemetry.measures import EPOCH_LOSS, RUN, Measure, lower_is_better
 from windlass.telemetry.timing import device_hours, evaluation_speed, throughput, wall_time
 from windlass.variables import scrub
@@ -64,7 +64,7 @@ class RunView:
         self.logged = _with_tokens(track_of(self.lines("log"), clock), self.train)
         self.ranks = rank_tracks(run.devices_dir, clock)
         self.restarts = _restarts(self.events, self.train, clock)
-        self.evaluated = evaluated(run, run.recipe, self.ledger)  # the data of its validation loss
+        self.validation = validation_data(run, run.recipe, self.ledger)
         self.speed = throughput(self.ledger)
         self.wall = wall_time(raw)  # seconds by phase over all starts, and their `total`
         self.device_hours = device_hours(raw) or None

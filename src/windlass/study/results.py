@@ -1,10 +1,14 @@
-"""The numbers of a study's cells, and the best cells, from the runs' ledgers. No torch."""
+"""The numbers of runs and of a study's cells, from their ledgers, and the best cells. No torch.
+
+A loss in nats per token depends on the tokenizer, so runs with different tokenizers are compared by
+bits per byte of text. Losses on different data, or on different parts of it, do not compare.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +17,25 @@ from typing import Any, NamedTuple
 from windlass.checkpoint.retention import LOSS, comparable, scores_by_step
 from windlass.errors import UserError
 from windlass.estimate.optimum import resolve_steps
-from windlass.recipe import NON_SEMANTIC
+from windlass.fileio import read_json
+from windlass.recipe import NON_SEMANTIC, Recipe
+from windlass.recipe.settings import SQUAD_SUITE
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
-from windlass.study.compare import BITS, Evaluated, common_measure, evaluated
 from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label_of
-from windlass.telemetry.timing import throughput
+from windlass.telemetry.timing import BEGINS, STEP_PHASES, throughput
 
+BITS = "loss.bits_per_byte"  # as in `checkpoint.best`: the suite, and the field of its `eval` line
+# Settings that choose the tokenizer.
+TOKENIZER = ("data.tokenizer", "data.tokenizer_vocab", "model.name", "model.revision")
+# Settings that choose the validation data, and further ones if it is held out from `data.source`.
+VALIDATION = tuple(
+    f"data.{name}"
+    for name in ("eval_source", "eval_split", "eval_size", "text_key", "format", "packing")
+)
+HELD_OUT = tuple(
+    f"data.{name}"
+    for name in ("source", "split", "max_documents", "max_tokens", "val_fraction", "val_shards")
+)
 RECENT = 10  # logged steps from which the time left is computed
 DONE_STATES = ("finished", "pruned", "diverged")
 OPEN_STATES = ("waiting", "interrupted")
@@ -34,6 +51,123 @@ NO_CHOICE = (
     *("train.precision", "train.tf32"),
     *("data.max_documents", "data.max_tokens", "data.train_size"),
 )
+
+
+class ValidationData(NamedTuple):
+    """The tokenizer and data of a run's validation loss."""
+
+    tokenizer: str
+    data: dict[str, Any]  # the settings that choose it
+    tokens: int
+    bytes: float | None  # of text in these tokens; None if the tokenizer cannot tell
+    text: str = ""  # a hash of the validation text, equal for every tokenizer; empty: unknown
+
+
+def validation_data(run: Run, recipe: Recipe, lines: Sequence[Line]) -> ValidationData | None:
+    """The tokenizer and data of the last evaluation of the loss, from a run's effective ledger."""
+    losses = [x for x in lines if x["kind"] == "eval" and x.get("suite", LOSS) == LOSS]
+    if not losses:
+        return None
+    last, flat = losses[-1], recipe.flat()
+    saved = read_json(run.path / "tokenizer" / "windlass.json").get("fingerprint")
+    own_split = recipe.data.eval_split and recipe.data.sources[0].startswith("hf:")
+    held_out = () if recipe.data.eval_source or own_split else HELD_OUT
+    tokens, bits, size = int(last.get("tokens", 0)), last.get("bits_per_byte"), None
+    if bits and math.isfinite(bits):
+        size = last["loss"] * tokens / (math.log(2) * bits)
+    tokenizer = str(saved or [flat.get(key) for key in TOKENIZER])
+    text = last_start(lines).get("data", {}).get("val", {}).get("text", "")
+    data = {key: flat.get(key) for key in (*held_out, *VALIDATION)}
+    return ValidationData(tokenizer, data, tokens, size, text)
+
+
+def common_measure(measured: Sequence[ValidationData | None]) -> tuple[str, str]:
+    """The measure that compares runs, LOSS or BITS (empty: none), and a sentence that says why.
+
+    The sentence is empty if the losses compare. Runs without an evaluation are left out.
+    """
+    runs = [one for one in measured if one is not None]
+    keys = [k for k in HELD_OUT + VALIDATION if len({repr(one.data.get(k)) for one in runs}) > 1]
+    tokens, texts = sorted({one.tokens for one in runs}), sorted({one.text for one in runs} - {""})
+    problem = ""
+    if keys:
+        problem = f"The runs were evaluated on different data ({', '.join(keys)})"
+    elif len(texts) > 1:
+        problem = f"The runs were evaluated on different texts (hashes {', '.join(texts)})"
+    elif len({one.tokenizer for one in runs}) > 1:
+        return _common_bits(runs)
+    elif len(tokens) > 1:
+        amounts = f"{tokens[0]:,} to {tokens[-1]:,} tokens"
+        cause = "eval.batches x train.global_batch x model.context"
+        problem = f"The runs were evaluated on {amounts} of the validation data ({cause})"
+    return ("", f"{problem}, so there is no best run.") if problem else (LOSS, "")
+
+
+def _common_bits(runs: Sequence[ValidationData]) -> tuple[str, str]:
+    """The result of `common_measure` for runs with different tokenizers."""
+    why = "The tokenizers differ, so losses per token do not compare"
+    sizes = sorted(one.bytes for one in runs if one.bytes is not None)
+    problem = ""
+    if len(sizes) < len(runs):
+        problem = "Some runs lack their bits per byte"
+    elif not all(one.text for one in runs):
+        problem = "It is not known whether all runs have the same validation text"
+    elif sizes[-1] > 1.01 * sizes[0]:
+        amounts = f"{sizes[0] / 1e3:,.1f} to {sizes[-1] / 1e3:,.1f} kB"
+        problem = f"Bits per byte cover {amounts} of the validation text (set eval.batches = 0)"
+    if problem:
+        return "", f"{why}. {problem}, so there is no best run."
+    formula = "loss / ln 2 x tokens / bytes of the validation data"
+    return BITS, f"{why}; bits per byte do ({formula})."
+
+
+def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line]:
+    """The `train` lines whose steps begin after `warmup` steps of their start, and after `since`.
+
+    A line holds means over the steps since the previous line. `since`: seconds since 1970.
+    """
+    step, start, begun, chosen = 0, 0, 0.0, []
+    for line in lines:
+        if line["kind"] == "event" and line.get("event") in BEGINS:
+            step = start = line["step"]
+        elif line["kind"] == "train":
+            if line.get("step_ms") and step - start >= warmup and begun >= since:
+                chosen.append(line)
+            step, begun = line["step"], timestamp(line) if since else 0.0
+    return chosen
+
+
+def step_medians(lines: Sequence[Line]) -> dict[str, float]:
+    """Medians of a step's time, phases and tokens over `train` lines; empty without lines."""
+    names = (f"{name}_ms" for name in ("step", *STEP_PHASES))
+    columns = {name: [x[name] for x in lines if name in x] for name in names}
+    for name in ("tokens", "padded_tokens"):
+        rates = [(x.get(f"{name}_per_s", x["tokens_per_s"]), x["step_ms"]) for x in lines]
+        columns[f"{name}_per_step"] = [rate * ms / 1e3 for rate, ms in rates]
+    return {name: statistics.median(column) for name, column in columns.items() if column}
+
+
+def run_numbers(run: Run, warmup: int) -> dict[str, float]:
+    """The numbers of a finished run: of its steps after the warm-up, and of its summary."""
+    lines = run.ledger()
+    measured = windows(lines, warmup)
+    values = step_medians(measured)
+    if measured:
+        values["samples_per_s"] = last_start(lines)["global_batch"] / values["step_ms"] * 1e3
+        if all("mfu" in x for x in measured):
+            values["mfu"] = statistics.median(x["mfu"] for x in measured)
+    summary = [x for x in lines if x["kind"] == "summary"][-1]
+    names = ("train_loss_mean", "runtime_s", "samples_per_s_whole_run", "peak_mem_mb")
+    whole: dict[str, Any] = {
+        "startup_s": next((x["startup_s"] for x in lines if x.get("event") == "first_step"), None),
+        "compile_s": summary["wall_time"]["compile"] or None,
+        "train_loss": summary["final_loss"],
+        "util_pct": summary.get("avg_gpu_util_pct", summary.get("avg_cpu_util_pct")),
+        **{name: summary.get(name) for name in names},
+    }
+    answers = [x for x in lines if x["kind"] == "eval" and x.get("suite") == SQUAD_SUITE]
+    whole |= {name: answers[-1].get(name) for name in ("exact_match", "f1")} if answers else {}
+    return values | {name: value for name, value in whole.items() if value is not None}
 
 
 def diverged(first: float, last: float) -> bool:
@@ -68,7 +202,7 @@ class CellResult:
     score: float | None = None  # the best value of `measure`, step 0 included
     lower: bool = False  # whether less of it is better, by its declaration or by the run's suite
     evaluations: tuple[Evaluation, ...] = ()
-    evaluated: Evaluated | None = None  # the data and tokenizer of the loss
+    validation: ValidationData | None = None
     tokens: int = 0
     tokens_per_s: float | None = None  # tokens over time in steps
     device_hours: float | None = None
@@ -88,7 +222,7 @@ class CellResult:
     def row(self) -> dict[str, Any]:
         """The cell's settings and results as plain values, for a table or JSON."""
         left_out = {"cell", "run", "measure", "last_step", "first_loss", "lower"}
-        left_out |= {"evaluations", "evaluated"}
+        left_out |= {"evaluations", "validation"}
         values = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**self.cell.assignment, **values, "run": str(self.run.path)}
 
@@ -112,7 +246,7 @@ class Ledgers:
             lines, events = effective(raw), [line for line in raw if line["kind"] == "event"]
             train = [line for line in lines if line["kind"] == "train"][-RECENT:]
             values = summarize(lines, measure)
-            values["evaluated"] = evaluated(run, cell.recipe, lines)
+            values["validation"] = validation_data(run, cell.recipe, lines)
             self._cache[run.path] = version, events, train, values
         _, events, train, values = self._cache[run.path]
         state, reason = cell_state(run.state_by(events), events, status)
@@ -240,7 +374,7 @@ def find_winners(
     """
     remark = ""
     if measure in (LOSS, BITS):
-        finished = [r.evaluated for r in results if r.state == "finished"]
+        finished = [r.validation for r in results if r.state == "finished"]
         common, remark = common_measure(finished)
         if not common:
             return Winners([], remark)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument, did_you_mean
 from windlass.estimate.plan import assemble
 from windlass.estimate.subject import subject_of
+from windlass.launch.job import Site
+from windlass.launch.submit import Resources, Submitted
 from windlass.processes import usable_cores, visible_gpus
 from windlass.recipe import Changes, Recipe
 from windlass.recipe.strategies import STRATEGIES
@@ -24,6 +26,7 @@ from windlass.run import Run
 from windlass.study.grid import MODES, NODES, REPEAT, WORLD, Assignment, Cell, Scaling
 from windlass.study.progress import Progress
 from windlass.study.study import Study, load_study
+from windlass.study.submit import submit_study
 from windlass.study.sweep import Sweep
 
 WINDOWS = 20  # `train` lines of a cell, at least
@@ -71,13 +74,51 @@ def scale(
     given |= {"repeats": repeats, "warmup": warmup, "project": project, "path": path}
     base, options = merge_preset(recipe, overrides, precisions=precisions, **given)
     if options.get("worlds") and not nodes:
-        prepare(base)  # the first cell would pay for it
+        prepare(base)  # the number of steps may depend on it
     study = create_study(base, **options)
     if study.over_hosts:
         return study
     with progress or Progress() as shown:
         Sweep(study, study.cells, retry_failed=retry_failed, probes=probes, progress=shown).start()
     return study
+
+
+def submit_scale(
+    recipe: Recipe | Run | Study | str | Path,
+    nodes: Sequence[int],
+    overrides: Changes = (),
+    *,
+    asked: Resources,
+    site: Site,
+    dry_run: bool = False,
+    scheduler: str = "",
+    retry_failed: bool = False,
+    notify: Callable[[str], None] = lambda text: None,
+    **options: Any,
+) -> tuple[Study, list[Submitted]]:
+    """Create a scaling study over hosts and submit its open cells, a job for each of `nodes`.
+
+    The ranks are the hosts' GPUs, or one for each host on CPUs.
+
+    Args:
+        dry_run: render the scripts, and write nothing.
+        options: options of `scale`. The others are those of `submit_study`.
+
+    Raises UserError before anything is written if the site lacks a setting or a cell is impossible.
+    """
+    base, options = merge_preset(recipe, overrides, nodes=nodes, **options)
+    on_cpu = base.parallel.device == "cpu"
+    gpus = asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
+    ranks = 1 if on_cpu else max(1, gpus)
+    options |= {"worlds": [n * ranks for n in nodes], "threads": site.cores(0) if on_cpu else 0}
+    how: dict[str, Any] = {"scheduler": scheduler, "site": site, "asked": asked}
+    how["retry_failed"] = retry_failed
+    study = create_study(base, write=False, **options)
+    scripts = submit_study(study, dry_run=True, **how)
+    if dry_run:
+        return study, scripts
+    study = create_study(base, **options)
+    return study, submit_study(study, notify=notify, **how)
 
 
 def merge_preset(

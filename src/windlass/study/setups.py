@@ -1,4 +1,4 @@
-"""The numbers of a scaling study: setups, efficiencies and the parts of a step. No torch.
+"""The numbers of a scaling study: setups, efficiencies, parts of a step, projections. No torch.
 
 A setup is a set of cells that differ only in `repeat`. All numbers come from the runs' ledgers, the
 probes (study/probe.py) and `machine.json`. `Setup.missing` has a reason for each missing number.
@@ -8,21 +8,20 @@ docs/scale.md has the definitions and formulas.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from windlass.estimate.time import Work, measured_rates, on_cpu, step_time
+from windlass.estimate.time import Rates, Tensors, Work, measured_rates, on_cpu, step_time
 from windlass.fileio import read_json
+from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
-from windlass.recipe.settings import SQUAD_SUITE
 from windlass.run import Line, Run, last_start, timestamp
 from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, Cell, Scaling, short_names
-from windlass.study.results import CellResult
+from windlass.study.results import CellResult, run_numbers, step_medians, windows
 from windlass.study.study import Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS
-from windlass.telemetry.timing import BEGINS, STEP_PHASES
 
 LOW_EFFICIENCY = 0.7  # a lower one gets a remark
 COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
@@ -167,55 +166,6 @@ def _name(study: Study, scaling: Scaling, cell: Cell, values: Mapping[str, Any])
         elif value not in (False, 0, "none"):
             words.append(name if value is True else f"{name} {value}")
     return ", ".join(words) or "the recipe"
-
-
-def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line]:
-    """The `train` lines whose steps begin after `warmup` steps of their start, and after `since`.
-
-    A line holds means over the steps since the previous line. `since`: seconds since 1970.
-    """
-    step, start, begun, chosen = 0, 0, 0.0, []
-    for line in lines:
-        if line["kind"] == "event" and line.get("event") in BEGINS:
-            step = start = line["step"]
-        elif line["kind"] == "train":
-            if line.get("step_ms") and step - start >= warmup and begun >= since:
-                chosen.append(line)
-            step, begun = line["step"], timestamp(line) if since else 0.0
-    return chosen
-
-
-def step_medians(lines: Sequence[Line]) -> dict[str, float]:
-    """Medians of a step's time, phases and tokens over `train` lines; empty without lines."""
-    names = (f"{name}_ms" for name in ("step", *STEP_PHASES))
-    columns = {name: [x[name] for x in lines if name in x] for name in names}
-    for name in ("tokens", "padded_tokens"):
-        rates = [(x.get(f"{name}_per_s", x["tokens_per_s"]), x["step_ms"]) for x in lines]
-        columns[f"{name}_per_step"] = [rate * ms / 1e3 for rate, ms in rates]
-    return {name: statistics.median(column) for name, column in columns.items() if column}
-
-
-def run_numbers(run: Run, warmup: int) -> dict[str, float]:
-    """The numbers of a finished run: of its steps after the warm-up, and of its summary."""
-    lines = run.ledger()
-    measured = windows(lines, warmup)
-    values = step_medians(measured)
-    if measured:
-        values["samples_per_s"] = last_start(lines)["global_batch"] / values["step_ms"] * 1e3
-        if all("mfu" in x for x in measured):
-            values["mfu"] = statistics.median(x["mfu"] for x in measured)
-    summary = [x for x in lines if x["kind"] == "summary"][-1]
-    names = ("train_loss_mean", "runtime_s", "samples_per_s_whole_run", "peak_mem_mb")
-    whole: dict[str, Any] = {
-        "startup_s": next((x["startup_s"] for x in lines if x.get("event") == "first_step"), None),
-        "compile_s": summary["wall_time"]["compile"] or None,
-        "train_loss": summary["final_loss"],
-        "util_pct": summary.get("avg_gpu_util_pct", summary.get("avg_cpu_util_pct")),
-        **{name: summary.get(name) for name in names},
-    }
-    answers = [x for x in lines if x["kind"] == "eval" and x.get("suite") == SQUAD_SUITE]
-    whole |= {name: answers[-1].get(name) for name in ("exact_match", "f1")} if answers else {}
-    return values | {name: value for name, value in whole.items() if value is not None}
 
 
 def _probe(study: Study, setup: Setup, warmup: int) -> Mapping[str, float]:
@@ -397,3 +347,102 @@ def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
     else:
         reasons |= dict.fromkeys(("pareto", "recommended"), "not a study of strategies")
     return reasons | setup.missing
+
+
+class Projection(NamedTuple):
+    """The step at a number of ranks, or why it is unknown."""
+
+    world: int
+    compute_ms: float | None = None  # with the host's part and waiting for data
+    communication_ms: float | None = None
+    step_ms: float | None = None
+    samples_per_s: float | None = None
+    efficiency: float | None = None
+    reason: str = ""
+
+
+def projections(study: Study, table: Sequence[Setup]) -> tuple[list[Projection], str]:
+    """The step at each number of `Scaling.project`, and a sentence on the basis.
+
+    Both are empty if the study projects nothing. The rates of `estimate.time` come from the largest
+    measured setup. Host time and waiting for data stay.
+    """
+    scaling, measured = study.scaling, [setup for setup in table if setup.measured]
+    if scaling is None or not scaling.project or scaling.mode == "strategies":
+        return [], ""
+    # Ranks that take turns on too few cores say nothing about more ranks.
+    alone = [setup for setup in measured if not shared_cores(setup)] or measured
+    base = max(alone, key=lambda setup: setup.world, default=None)
+    if base is None or base.world == 1 or "compute_ms" not in base.values:
+        one_rank = "only one rank was measured, which does not communicate"
+        why = base.missing.get("compute_ms", one_rank) if base else "nothing is measured yet"
+        return [Projection(world, reason=why) for world in scaling.project], ""
+    hosts = len(base.hosts)
+    one_host = "one host, which says nothing about the network between several"
+    basis = (
+        f"Projected, not measured: the compute time of {base.name} scaled to a rank's FLOPs and "
+        "updated parameters, and the collectives by ring formulas at the bus bandwidth of "
+        f"{base.world} ranks on {one_host if hosts < 2 else f'{hosts} hosts'}. Nothing overlaps; "
+        "latency and the topology beyond these ranks are unknown."
+    )
+    largest, first = max(setup.world for setup in measured), baseline(table)
+    within = "within the measured numbers of ranks"
+    return [
+        _project(study, base, first, n) if n > largest else Projection(n, reason=within)
+        for n in scaling.project
+    ], basis
+
+
+def _project(study: Study, base: Setup, first: Setup, world: int) -> Projection:
+    assert study.scaling is not None
+    scaling, values, ratio = study.scaling, base.values, world / base.world
+    # A rank's part of the largest measured step, and the growth of that step.
+    fixed = scaling.mode == "strong" or scaling.grow == "model"
+    fraction, growth = (1 / ratio, 1.0) if fixed else (1.0, ratio)
+    batch = values["global_batch"] * growth
+    if batch < world:
+        fewer = f"a step's {batch:g} samples are fewer than {world} ranks"
+        return Projection(world, reason=fewer)
+    machine = read_json(study.path / "machine.json").get(f"{values['nodes']}x{base.world}")
+    if not machine:
+        return Projection(world, reason="the machine's rates were not measured")
+    work = _work(base, world, fraction, ratio if scaling.grow == "model" else 1.0)
+    flops = values["flops_per_device"]
+    rates = Rates(
+        flops / (values["compute_ms"] - values["update_ms"]) * 1e3,
+        values["update_ms"] / 1e3 / base.work.updated,
+        (values["host_ms"] + values["data_ms"]) / 1e3,
+        machine.get("collectives", ()),
+    )
+    flops *= fraction * work.flops_per_token / base.work.flops_per_token
+    step = step_time(rates, flops, work.sent, work.updated)
+    if step.communication is None or step.compute is None:
+        return Projection(world, reason="the bandwidth of a collective was not measured")
+    compute_ms, communication_ms = 1e3 * step.compute, 1e3 * step.communication
+    step_ms = compute_ms + communication_ms
+    speed, efficiency = batch / step_ms * 1e3, None
+    if first.measured and scaling.mode == "weak":
+        efficiency = first.values["step_ms"] / step_ms
+    elif first.measured:
+        efficiency = speed / first.values["samples_per_s"] * first.world / world
+    return Projection(world, compute_ms, communication_ms, step_ms, speed, efficiency)
+
+
+def _work(base: Setup, world: int, fraction: float, more_layers: float) -> Work:
+    """The work of `base` on `world` ranks, with `more_layers` times the layers."""
+    work, recipe = base.work, base.recipe
+    layout = replace(
+        work.layout,
+        world=world,
+        shard=work.layout.policy.sizes(world, recipe.parallel.shard_size).dp_shard,
+        accumulation=max(1, round(work.layout.accumulation * fraction)),
+    )
+    if more_layers == 1.0:
+        return replace(work, layout=layout)
+    model, vocab, tensors = recipe.model, base.start["data"]["vocab"], work.tensors
+    grown = model.model_copy(update={"layers": round(model.layers * more_layers)})
+    more = count(grown, vocab).total - count(model, vocab).total
+    tensors = Tensors(tensors.total + more, tensors.trained + more, tensors.block, grown.layers)
+    growth = flops_per_token(grown, vocab) / flops_per_token(model, vocab)
+    flops = work.flops_per_token * growth
+    return Work(layout, tensors, flops, work.bucket_mb)

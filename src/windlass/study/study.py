@@ -37,7 +37,6 @@ from windlass.recipe import (
 )
 from windlass.recipe.layers import dotted
 from windlass.run import Run
-from windlass.study.compare import BITS, TOKENIZER
 from windlass.study.grid import (
     NODES,
     ONE,
@@ -51,6 +50,8 @@ from windlass.study.grid import (
     read_axes,
 )
 from windlass.study.results import (
+    BITS,
+    TOKENIZER,
     CellResult,
     Ledgers,
     SeedGroup,
