@@ -106,11 +106,11 @@ class Look:
 def looks(views: Sequence[RunView], tones: Sequence[float] = ()) -> list[Look]:
     """The looks of some runs; `tones`: a study's places on the ramp."""
     colours = list(tones) or [run % COLOURS for run in range(len(views))]
-    found = []
+    chosen = []
     for run, view in enumerate(views):
         tone, dash = tones[run] if tones else None, colours[:run].count(colours[run]) % DASHES
-        found.append(Look(view.label, run % COLOURS, tone, dash, view.restarts))
-    return found
+        chosen.append(Look(view.label, run % COLOURS, tone, dash, view.restarts))
+    return chosen
 
 
 def pattern(number: int) -> dict[str, Any]:

@@ -63,8 +63,8 @@ def overview(directory: Path, sort: str = "name") -> list[RunRow]:
         return value is None or (isinstance(value, float) and math.isnan(value))
 
     known = [row for row in rows if not missing(row)]
-    ordered = sorted(known, key=lambda row: getattr(row, field), reverse=largest_first)
-    return ordered + list(filter(missing, rows))
+    known.sort(key=lambda row: getattr(row, field), reverse=largest_first)
+    return known + list(filter(missing, rows))
 
 
 def find_runs(top: Path) -> Iterator[Path]:

@@ -51,10 +51,8 @@ def page(report: Contents) -> str:
         "environment": _environment(report.views),
     }
     context = {
+        **vars(report),
         **parts,
-        "report": report,
-        "head": report.head,
-        "views": report.views,
         "lead": lead,
         "version": __version__,
         "links": [name for name in parts if parts[name] and (name != "curves" or report.study)],
@@ -147,10 +145,8 @@ def _samples(views: Sequence[RunView]) -> list[dict[str, Any]]:
 
 def _environment(views: Sequence[RunView]) -> list[tuple[str, ...]]:
     """A row for each fact: its name and its value in each run; first if the runs differ."""
-    facts = [
-        {key: show(value) for key, value in flatten(scrub(view.run.environment)).items()}
-        for view in views
-    ]
+    environments = (flatten(scrub(view.run.environment)) for view in views)
+    facts = [{key: show(value) for key, value in one.items()} for one in environments]
     names = dict.fromkeys(name for one in facts for name in one)
     rows = [(name, *(one.get(name, MISSING) for one in facts)) for name in names]
     return sorted(rows, key=lambda row: len(set(row[1:])) == 1)

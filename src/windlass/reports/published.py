@@ -71,10 +71,10 @@ def published(
         UserError: no table is called `name`, or it is a table of something else than these sources.
     """
     specs, wanted = specifications(), name or _preset(views, study.study if study else None)
+    if name and name not in specs:
+        listed = ", ".join(specs)
+        raise UserError(f"{argument('table', name)}: no such table; the tables are {listed}")
     if wanted not in specs:
-        if name:
-            listed = ", ".join(specs)
-            raise UserError(f"{argument('table', name)}: no such table; the tables are {listed}")
         return None
     spec = specs[wanted]
     columns, rows = dict[str, str](spec["columns"]), list[Row]()
@@ -93,9 +93,8 @@ def published(
             what = SOURCES[spec["rows"]]
             raise UserError(f"{argument('table', name)} is a table of {what}; give it {what}")
         return None
-    for optional in spec.get("optional", ()):
-        if all(row.values.get(optional) is None for row in rows):
-            columns = {heading: x for heading, x in columns.items() if x != optional}
+    empty = [x for x in spec.get("optional", ()) if all(r.values.get(x) is None for r in rows)]
+    columns = {heading: x for heading, x in columns.items() if x not in empty}
     cells = [[row.cell(x) for x in columns.values()] for row in rows]
     heads = [Column(heading, heading, of_published(x).kind) for heading, x in columns.items()]
     return Table(wanted, heads, cells, spec["title"], [spec["note"]] if "note" in spec else [])
@@ -113,7 +112,7 @@ def of_study(study: Study) -> Table | None:
 def _preset(views: Sequence[RunView], study: Study | None) -> str:
     """The preset of a study, or of all runs; empty if they have several."""
     if study:
-        return (study.scaling.preset if study.scaling else "") or study.recipe.preset
+        return (study.scaling and study.scaling.preset) or study.recipe.preset
     names = {str(view.settings["preset"]) for view in views}
     return names.pop() if len(names) == 1 else ""
 

@@ -37,15 +37,14 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
         lines = _columns(views, trains, columns, factor=first.scale, smooth=key != "lr")
         drawn.append(Chart(key, first.title, first.unit, lines, y=Axis(zero=True)))
     for key, measures in by_chart(DEVICE).items():
-        title, columns = measures[0].title, {measure.name: measure.text for measure in measures}
         # several runs have a chart for each column
-        parts = [{name: text} for name, text in columns.items()] if len(views) > 1 else [columns]
+        parts = [[m] for m in measures] if len(views) > 1 else [measures]
         for number, part in enumerate(parts):
-            what = ", ".join(part.values()) if len(parts) > 1 else ""
-            series = [one for run in range(len(views)) for one in _ranks(views, run, part)]
-            own = f"{key}-{slug(what)}" if number else key
-            heading = f"{title}, {what}" if what else title
-            drawn.append(Chart(own, heading, measures[0].unit, series, y=Axis(zero=True)))
+            columns = {measure.name: measure.text for measure in part}
+            series = [one for run in range(len(views)) for one in _ranks(views, run, columns)]
+            own = f"{key}-{slug(part[0].text)}" if number else key
+            title = measures[0].title + (f", {part[0].text}" if len(parts) > 1 else "")
+            drawn.append(Chart(own, title, measures[0].unit, series, y=Axis(zero=True)))
     return [chart for chart in drawn if chart.series]
 
 
@@ -114,14 +113,12 @@ def _suite_charts(views: Sequence[RunView]) -> list[Chart]:
         tracks = [view.evals.get(suite) for view in views]
         names = dict.fromkeys(name for track in tracks if track for name in track.scores())
         words = {name: name.replace("_", " ") for name in names}
-        charts = {f"suite-{slug(suite)}": (suite, words)}
+        key, parts = f"suite-{slug(suite)}", [(suite, "", words)]
         if len(views) > 1:
-            charts = {
-                f"suite-{slug(suite)}-{slug(name)}": (f"{suite}, {text}", {name: text})
-                for name, text in words.items()
-            }
-        for key, (title, columns) in charts.items():
-            drawn.append(Chart(key, title, "", _columns(views, tracks, columns, points="line")))
+            parts = [(f"{suite}, {x}", f"-{slug(name)}", {name: x}) for name, x in words.items()]
+        for title, end, columns in parts:
+            lines = _columns(views, tracks, columns, points="line")
+            drawn.append(Chart(key + end, title, "", lines))
     return drawn
 
 

@@ -49,7 +49,7 @@ class Table:
 
     @property
     def numeric(self) -> list[int]:
-        """The places among the shown columns of those with numbers alone, which are flush right."""
+        """The places of columns with numbers alone, which are flush right, among the shown ones."""
         columns = [[row[i] for row in self.rows if row[i] is not None] for i in self.shown]
         return [n for n, cells in enumerate(columns) if cells and numeric(cells)]
 

@@ -15,16 +15,12 @@ from numpy.typing import NDArray
 
 from windlass.run import Line, timestamp
 from windlass.telemetry.measures import DEVICE, is_place, is_score
+from windlass.telemetry.timing import BEGINS
 
 Numbers = NDArray[np.float64]
 
 # the events that begin an attempt, with a chart's word for the restart
-STARTS = {
-    "started": "started again",
-    "resumed": "resumed",
-    "branched": "branched",
-    "rewound": "rewound",
-}
+STARTS = {name: name for name in BEGINS} | {"started": "started again"}
 
 # Windlass parses the device samples of all ranks up to this size, and every n-th line beyond it.
 MAX_DEVICE_BYTES = 8_000_000
@@ -102,12 +98,10 @@ class Clock:
 
         Device samples have no `attempt`; without one, it is the attempt that ran at that time.
         """
-        begun = [
-            a for a in self.attempts if (a.start <= at if attempt is None else a.number == attempt)
-        ]
-        if not begun:
-            return math.nan
-        if attempt is None and at > begun[-1].end and begun[-1] is not self.attempts[-1]:
+        own = attempt is not None
+        begun = [a for a in self.attempts if (a.number == attempt if own else a.start <= at)]
+        pause = bool(begun) and at > begun[-1].end and begun[-1] is not self.attempts[-1]
+        if not begun or (pause and not own):
             return math.nan
         return (begun[-1].before + max(0.0, at - begun[-1].start)) / 3600
 

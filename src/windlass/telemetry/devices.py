@@ -89,14 +89,10 @@ class CudaProbe:
 
 class DeviceSampler:
     """A daemon thread that samples this rank's device into `<directory>/rank-00000.jsonl`, from now
-    to `stop`.
+    to `stop`, once in `every` seconds.
 
-    An error ends the sampling, never the run, and is noted in `warning`.
-
-    Args:
-        every: seconds between two samples.
-        phases: gives the process's seconds by phase.
-        probe: has `about`, written once a start, and `read()`; None: the device's own.
+    `phases` gives the process's seconds by phase; `probe` replaces the device's own. An error ends
+    the sampling, never the run, and stands in `warning`.
     """
 
     def __init__(

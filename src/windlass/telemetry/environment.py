@@ -173,9 +173,8 @@ def commit(directory: Path) -> dict[str, Any] | None:
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
-        return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, text=True, timeout=5
-        ).strip()
+        options: Any = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 5}
+        return str(subprocess.check_output(command, **options)).strip()
 
     try:
         # fails if the checkout around an installed package is another project's

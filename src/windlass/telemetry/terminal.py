@@ -122,7 +122,6 @@ def pairs(
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str | Text]], **options: Any) -> None:
-    """Print a `table` as wide as the terminal."""
     console = rich_console(sys.stdout)
     console.print(table(head, rows, console.width, **options))
 

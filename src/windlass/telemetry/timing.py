@@ -132,11 +132,8 @@ def throughput(ledger: Iterable[Line]) -> Throughput | None:
     time of these steps. The first line of each start (caches, compilation) counts only if there are
     no others.
     """
-    windows = [
-        (line, line["step_ms"] / 1e3 * steps)
-        for line, steps in timed(ledger)
-        if "tokens_per_s" in line
-    ]
+    lines = [(line, steps) for line, steps in timed(ledger) if "tokens_per_s" in line]
+    windows = [(line, line["step_ms"] / 1e3 * steps) for line, steps in lines]
     total = sum(seconds for _, seconds in windows)
     if not total:
         return None
@@ -197,8 +194,7 @@ def averages(ledger: Sequence[Line]) -> dict[str, float]:
 
 
 def wall_time(lines: Iterable[Line]) -> Seconds:
-    """Seconds by phase over all starts of a run, from the raw ledger (`run.read_lines`): with
-    `lost`, and `total`, which is the sum.
+    """Seconds by phase over all starts, with `lost` and their sum `total`, from the raw ledger.
 
     The `seconds` of a line count its process so far. If an attempt resumes from step *s*, the
     time that earlier attempts spent after step *s* is `lost`. The time between an attempt's last
@@ -270,9 +266,9 @@ def mfu(
 
 
 def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
-    """The FLOP/s that one device can do at most, by the name that torch or NVML gives; else None.
+    """The highest FLOP/s of a device by the name that torch or NVML gives; None: unknown.
 
-    `tf32`: fp32 products may be done in TF32 (`torch.backends.cuda.matmul.allow_tf32`).
+    `tf32`: fp32 products may use TF32 (`torch.backends.cuda.matmul.allow_tf32`).
     """
     column = "tf32" if tf32 and precision == "fp32" else precision
     peaks = tomllib.loads(Path(__file__).with_name("peaks.toml").read_text(encoding="utf-8"))

@@ -41,7 +41,7 @@ EACH_RANK = 8  # up to 8 ranks have a curve each; more ranks have mean, lowest a
 
 class Note(NamedTuple):
     text: str
-    warning: bool = False  # else where a tracker shows the run
+    warning: bool = False  # a problem; else the place at which a tracker shows the run
 
 
 class Trackers:
