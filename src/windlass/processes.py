@@ -71,9 +71,8 @@ def visible_gpus() -> list[str]:
         return name.isdigit() and (count is None or int(name) < count)
 
     names = list(itertools.takewhile(is_device, names))
-    if len(set(names)) < len(names):
-        return []
-    return names[:1] if kind == "MIG-" else names
+    is_repeated = len(set(names)) < len(names)
+    return [] if is_repeated else names[:1] if kind == "MIG-" else names
 
 
 def mig_instances(nvml: Any, count: int) -> list[str]:

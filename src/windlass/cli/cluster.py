@@ -266,7 +266,11 @@ def check(
     from windlass.preflight.check import check as run_check
 
     shows = env.rank == 0 and not json_ and sys.stderr.isatty()
-    show = _progress if shows else lambda text: None
+
+    def show(text: str) -> None:
+        if shows:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
     try:
         done = run_check(loaded, max_bytes=to_bytes(max_size), gate=bool(min_busbw), show=show)
     except errors.RunFailed as error:
@@ -317,7 +321,3 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
     outcomes = {errors.NOT_MEASURED: "NOT MEASURED", errors.TOO_SLOW: "TOO SLOW"}
     failed = f"{problems} problem{'s' * (problems != 1)}"
     typer.echo(outcomes.get(code, failed if problems else "fine"))
-
-
-def _progress(text: str) -> None:
-    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

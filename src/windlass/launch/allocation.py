@@ -215,17 +215,13 @@ def launch_in_job(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child as well
         code = wait_for_ranks(child, reports)
         code = outcome(code if code >= 0 else 128 - code, reports)
-        if code == LOST and (lost := lost_hosts(allocation, reports)):
+        alive = {path.name.partition("-")[2] for path in reports.glob("host-*")}
+        lost = [host for host in allocation.hosts if not alive & {host, host.partition(".")[0]}]
+        if code == LOST and lost:
             show(f"windlass: lost {', '.join(lost)}: no rank there has reported its end")
             if path := os.environ.get(LOST_HOSTS):
                 Path(path).write_text(",".join(lost))
         return code
-
-
-def lost_hosts(allocation: Allocation, reports: Path) -> list[str]:
-    """The hosts whose ranks did not report their end."""
-    alive = {path.name.partition("-")[2] for path in reports.glob("host-*")}
-    return [host for host in allocation.hosts if not alive & {host, host.partition(".")[0]}]
 
 
 def free_port(host: str) -> int:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from windlass.fileio import read_json, write_atomic
 from windlass.launch.batch import EXIT_CODE, FOLLOWING, SUBMITTED, render
 from windlass.launch.job import SCRIPT, TIME, Job, Site
 from windlass.launch.schedulers import SCHEDULERS
-from windlass.launch.schedulers.base import GRACE_SECONDS
+from windlass.launch.schedulers.base import GRACE_SECONDS, Scheduler
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -228,7 +228,11 @@ def submit(
         job.logs.mkdir(parents=True, exist_ok=True)
         for mark in (*job.logs.glob(".open-*"), job.logs / EXIT_CODE):  # of an earlier job
             mark.unlink(missing_ok=True)
-        _keep_records(job.logs)
+        for path, _, last, state in _jobs(job.logs):
+            if not state:
+                path.unlink()
+            elif path.name == SUBMITTED:
+                path.rename(path.with_name(FOLLOWING.replace("*", last)))
         if recipe:
             write_atomic(job.logs / SNAPSHOT, recipe.toml())
         job.script.write_text(script, encoding="utf-8")
@@ -254,33 +258,26 @@ def queued(directory: Path) -> tuple[str, str]:
 
     An array has several jobs if tasks continue in their own jobs; the first one not over counts.
     """
-    jobs = [
-        (str(submitted["job"]), _state(submitted)) for submitted in _records(directory).values()
-    ]
+    jobs = [(job, state) for _, _, job, state in _jobs(directory)]
     return next((job for job in jobs if job[1]), jobs[0] if jobs else ("", ""))
 
 
-def _records(directory: Path) -> dict[Path, dict[str, str]]:
-    """The jobs of a directory by the files that name them, the last submitted job first."""
+def _jobs(directory: Path) -> list[tuple[Path, Scheduler, str, str]]:
+    """The jobs of a directory, the last one first: file that names it, scheduler, id and state."""
     paths = (directory / SUBMITTED, *sorted(directory.glob(FOLLOWING)))
-    return {path: submitted for path in paths if (submitted := read_json(path)).get("job")}
+    jobs = []
+    for path in paths:
+        if (submitted := read_json(path)).get("job"):
+            scheduler, job = SCHEDULERS[submitted["scheduler"]], str(submitted["job"])
+            jobs.append((path, scheduler, job, _state(scheduler, job)))
+    return jobs
 
 
-def _keep_records(directory: Path) -> None:
-    """Before a new job: forget the jobs that are over, and rename the record of the last one."""
-    for path, submitted in _records(directory).items():
-        if not _state(submitted):
-            path.unlink()
-        elif path.name == SUBMITTED:
-            path.rename(path.with_name(FOLLOWING.replace("*", str(submitted["job"]))))
-
-
-def _state(submitted: Mapping[str, str]) -> str:
+def _state(scheduler: Scheduler, job: str) -> str:
     """The state of a job in words; empty if it is over."""
-    scheduler = SCHEDULERS[submitted["scheduler"]]
     if shutil.which(scheduler.SUBMIT) is None:
         return ""
-    query = scheduler.query(submitted["job"])
+    query = scheduler.query(job)
     done = _run(query)
     if done.returncode and not OVER.search(done.stderr):  # a scheduler that is busy
         return f"unknown ({(done.stderr or query[0]).strip()})"
@@ -296,26 +293,24 @@ def cancel(directory: Path) -> str:
 
     Raises UserError if all jobs are over, RunFailed if the scheduler does not answer.
     """
-    records = _records(directory)
-    if not records:
+    jobs = _jobs(directory)
+    if not jobs:
         problem = f"{directory} has no {SUBMITTED}"
         raise UserError(f"{problem}: it was not submitted with `windlass submit`")
-    alive = [(submitted, state) for submitted in records.values() if (state := _state(submitted))]
+    alive = [(scheduler, job, state) for _, scheduler, job, state in jobs if state]
     if not alive:
-        job = next(iter(records.values()))["job"]
-        raise UserError(f"job {job} of {directory} is over: there is nothing to cancel")
-    if silent := next((state for _, state in alive if state.startswith("unknown")), ""):
+        raise UserError(f"job {jobs[0][2]} of {directory} is over: there is nothing to cancel")
+    if silent := next((state for *_, state in alive if state.startswith("unknown")), ""):
         raise RunFailed(f"the scheduler does not say whether the job runs: {silent}; try again")
     # Schedulers kill a job some seconds after they have asked it to end, too soon for a save. So a
     # waiting job is deleted. The script of a running job gets a signal, lets the ranks save, and
     # does not requeue the job.
-    for submitted, state in alive:
-        scheduler, job = SCHEDULERS[submitted["scheduler"]], submitted["job"]
+    for scheduler, job, state in alive:
         for command in scheduler.cancel(job, state, lambda words: _run(words).stdout):
             done = _run(command)
             if done.returncode:
                 raise RunFailed(f"{shlex.join(command)}: {done.stderr.strip()}")
-    return ", ".join(submitted["job"] for submitted, _ in alive)
+    return ", ".join(job for _, job, _ in alive)
 
 
 def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_SECONDS) -> None:
