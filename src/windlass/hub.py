@@ -21,6 +21,7 @@ from windlass.fileio import read_json
 
 PROBE_SECONDS = (3.0, 6.0)  # two attempts to reach the Hub; its libraries would retry for 50 s
 HUB = "https://huggingface.co"
+UNREACHABLE = "the Hub is out of reach (or HF_HUB_OFFLINE is set)"
 PROXIES = ("HTTPS_PROXY", "ALL_PROXY")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # configuration, tokenizer, code
 SUBFOLDERS = ["*/*"]  # other formats of the same weights
@@ -83,8 +84,7 @@ def explained(what: str) -> Iterator[None]:
         if problem := next((text for name, text in PROBLEMS.items() if name in kinds), ""):
             raise UserError(f"{what} {problem}") from None
         if offline():
-            problem = "is not on this machine, and the Hub is out of reach"
-            problem += " (or HF_HUB_OFFLINE is set)"
+            problem = f"is not on this machine, and {UNREACHABLE}"
             advice = "download it on a machine with a network, or give a local directory"
             raise UserError(f"{what} {problem}: {advice}") from None
         raise UserError(f"{what} cannot be loaded: {first_line(error)}") from None
@@ -138,8 +138,7 @@ def check_push(repo: str) -> None:
     if not get_token():
         raise UserError(f"{option} needs a write token: set HF_TOKEN, or run `hf auth login`")
     if offline():
-        problem = "the Hub is out of reach (or HF_HUB_OFFLINE is set)"
-        raise UserError(f"{option}: {problem}; export without it, and push later")
+        raise UserError(f"{option}: {UNREACHABLE}; export without it, and push later")
 
 
 def push(folder: Path, repo: str) -> None:

@@ -61,8 +61,7 @@ Task = dict[str, Any]  # see `run_rank`
 
 @dataclass
 class Proof:
-    """A promise and whether it holds; `passed` is None if it could not be tried, for the reason in
-    `measured`."""
+    """A promise and whether it holds; None: it could not be tried, and `measured` says why."""
 
     name: str
     claim: str

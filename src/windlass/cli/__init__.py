@@ -93,19 +93,14 @@ OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}
 
 
 def print_json(value: Any, indent: int | None = 1) -> None:
-    """Print valid JSON: numbers that are not finite are the strings `"NaN"`, `"Infinity"`,
-    `"-Infinity"`."""
+    """Print valid JSON, with strings ("NaN", "-Infinity") for numbers that are not finite."""
     from windlass.telemetry.ledger import plain
 
     typer.echo(json.dumps(plain(value), indent=indent, allow_nan=False, default=str))
 
 
 def as_typed(message: str) -> str:
-    """An error's message with options instead of the API's arguments: `--fresh` instead of
-    `fresh=True`.
-
-    It replaces only what the error has marked, never the user's own text.
-    """
+    """An error's message with options (`--fresh`) for the API's arguments that it has marked."""
 
     def option(match: re.Match[str]) -> str:
         name, _, value = match[1].partition("=")
@@ -136,8 +131,7 @@ def _root(version: Annotated[bool, VERSION] = False) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line. A user's mistake gets one message and exit code 2; other errors keep their
-    traceback."""
+    """The command line. A user's mistake gets one message, other errors keep their traceback."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # libgomp reads it when torch is imported
     for verb, (name, line) in VERBS.items():
@@ -154,8 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _outputs() -> Iterator[None]:
-    """Replace the standard streams by ones that take every character and survive the loss of their
-    reader."""
+    """Use standard streams that take every character and survive the loss of their reader."""
     from windlass.telemetry.terminal import SafeStream
 
     streams = sys.stdout, sys.stderr  # None where the descriptor is closed

@@ -1,5 +1,4 @@
-"""Shell completion: presets and recipes, run directories, settings with their values. Needs no
-torch."""
+"""Shell completion: presets and recipes, run directories, settings with their values. No torch."""
 
 from __future__ import annotations
 

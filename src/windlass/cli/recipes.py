@@ -99,8 +99,7 @@ def print_recipe(recipe: str, overrides: list[str]) -> None:
 
 
 def network_of(recipe: Recipe) -> str:
-    """The sizes of a recipe's Hugging Face model, or the reason why its configuration cannot be
-    read."""
+    """The sizes of a recipe's Hugging Face model, or why its configuration cannot be read."""
     from windlass.model.build import read_sizes
     from windlass.model.size import describe_sizes
 

@@ -15,8 +15,7 @@ BUFFERS = 3  # of the message's size, that `collectives` and the backend hold
 
 
 def matrix_products(device: torch.device) -> dict[str, float]:
-    """TFLOP/s of square matrix products by precision: fp32 and, on a GPU, bf16 (fp16 if the GPU
-    has no bf16)."""
+    """TFLOP/s of square matrix products: fp32 and, on a GPU, bf16 (fp16 if it has no bf16)."""
     dtypes, size = [torch.float32], 1024
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)

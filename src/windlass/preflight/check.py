@@ -10,7 +10,6 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import time
 import uuid
 from collections import defaultdict
@@ -31,6 +30,7 @@ from windlass.preflight.bandwidth import BUFFERS, collectives, matrix_products
 from windlass.preflight.findings import PROBLEM, WARNING, Finding, findings_of
 from windlass.processes import nvml_handle
 from windlass.recipe import Recipe
+from windlass.telemetry.environment import describe_rank
 
 CPU_SIZES, GPU_SIZES = (2**16, 2**20, 2**24), (2**20, 2**25, 2**29)  # of messages, in bytes
 GATE_SIZE = 2**32  # the message for a required bandwidth, because published rates use 4 GiB
@@ -53,8 +53,7 @@ class Check:
     busbw: float | None
 
     def exit_code(self, min_busbw: float = 0.0) -> int:
-        """1 if there is a problem; 44 if the required bandwidth was not measured; 46 if it is
-        lower; else 0."""
+        """1: a problem; 44: the required bandwidth was not measured; 46: it is lower; else 0."""
         if any(finding.status == PROBLEM for finding in self.findings):
             return FAILED
         if not min_busbw:
@@ -105,10 +104,7 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(path.read_bytes())
     facts: dict[str, Any] = {
-        "rank": ranks.rank,
-        "node": ranks.env.node,
-        "host": socket.gethostname(),
-        "device": str(ranks.device),
+        **describe_rank(ranks.rank, ranks.device, ranks.env.local_rank, ranks.env.node),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "windlass": __version__,
@@ -128,10 +124,8 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(ranks.device)
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         facts |= {
-            "name": properties.name,
             "capability": [properties.major, properties.minor],
             "built_for": torch.cuda.get_arch_list(),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "free_gb": torch.cuda.mem_get_info(ranks.device)[0] / 1e9,
             "total_gb": properties.total_memory / 1e9,
             "precisions": ["fp32", "fp16", *(["bf16"] if has_bf16 else [])],
@@ -196,8 +190,7 @@ def probe_disks(ranks: Ranks, recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def message_sizes(ranks: Ranks, max_bytes: int, gate: bool) -> tuple[int, ...]:
-    """The sizes to measure in bytes: up to `max_bytes`, or the default sizes that fit into the
-    memory of every rank."""
+    """The sizes to measure in bytes: up to `max_bytes`, or those that fit into all memories."""
     default: tuple[int, ...] = CPU_SIZES
     free = math.inf
     if ranks.device.type == "cuda":
@@ -211,8 +204,7 @@ def message_sizes(ranks: Ranks, max_bytes: int, gate: bool) -> tuple[int, ...]:
 def measure_groups(
     ranks: Ranks, sizes: tuple[int, ...], show: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Time the collectives over all ranks; if there are several hosts, also inside each host, and
-    between hosts (one rank of each)."""
+    """Time the collectives over all ranks, inside each host, and between hosts (a rank of each)."""
     assert dist.group.WORLD is not None
     groups: dict[str, dist.ProcessGroup | None] = {"all ranks": dist.group.WORLD}
     if ranks.env.nodes > 1:
