@@ -55,7 +55,6 @@ class TextSource:
     stream: str  # the name of its shards' stream
     corpus: Corpus
     limit: Limit = field(default_factory=Limit)
-    max_tokens: int = 0  # a single text is cut here, since it has no documents to stop between
     held_documents: int | None = None  # for validation, if documents are few; None: by the limit
     rest: int = -1  # number of the document that continues the one before it
 
@@ -103,7 +102,7 @@ def text_sources(data: DataSettings, notify: Notify) -> list[TextSource]:
     if train[0].single_text:
         # nanoGPT's split: between two characters, and each part is encoded by itself
         first, rest = (_part_of_text(train[0], 1 - held_out, first) for first in (True, False))
-        return [TextSource(MAIN, first, max_tokens=int(tokens)), TextSource(EVAL, rest)]
+        return [TextSource(MAIN, first, Limit(tokens)), TextSource(EVAL, rest)]
     return [_divide_few(source) for source in _limited(train, tokens, held_out)]
 
 
@@ -121,7 +120,7 @@ def _limited(
     for number, (corpus, weight) in enumerate(zip(corpora, _weights(corpora), strict=True)):
         tokens = max_tokens and max_tokens * weight + extra
         limit = Limit(tokens, held_out, tokens / (1 - held_out))
-        sources.append(TextSource(stream_name(MAIN, number), corpus, limit, int(tokens)))
+        sources.append(TextSource(stream_name(MAIN, number), corpus, limit))
     return sources
 
 

@@ -25,7 +25,6 @@ from windlass.data.division import Limit, TextSource, divide, stream_name, text_
 from windlass.data.files import find_files
 from windlass.data.progress import Progress
 from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, file_states, remember, scan
-from windlass.data.sources import Corpus
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.fileio import Files, read_json, to_json
@@ -165,10 +164,9 @@ def _write_shards(
         progress.note(f"resuming after {len(shards)} committed shards, {writer.tokens:,} tokens")
     stage = "validation data" if name.startswith(EVAL) else "training data"
     # A single text is cut at its limit, and documents are kept whole.
-    eot, cut = (None, source.max_tokens) if corpus.single_text else (tokenizer.eot, 0)
-    tokens_read = 0
-    enough, workers = cut or float(limit.tokens), data.workers or usable_cores()
-    batches = encode_documents(corpus, resume[0], tokenizer, eot, workers, source.rest)
+    cut, tokens_read = int(limit.tokens) if corpus.single_text else 0, 0
+    enough = float(limit.tokens)
+    batches = encode_documents(source, resume[0], tokenizer, data.workers or usable_cores())
     with contextlib.closing(batches):
         for batch in batches:
             for piece in batch:
@@ -229,20 +227,21 @@ class Encoded(NamedTuple):
 
 
 def encode_documents(
-    corpus: Corpus, first: int, tokenizer: Tokenizer, eot: int | None, workers: int, rest: int
+    source: TextSource, first: int, tokenizer: Tokenizer, workers: int
 ) -> Generator[list[Encoded], None, None]:
     """The tokens of documents from number `first` on; a long document comes in several parts.
 
-    `eot` stands before each document that is not empty, except before number `rest`, which
-    continues the document before it. Two batches for each worker are read ahead.
+    An end-of-text token stands before each document that is not empty and does not continue the one
+    before it, but not before a single text. Two batches for each worker are read ahead.
     """
+    eot = None if source.corpus.single_text else tokenizer.eot
 
     def batches() -> Iterator[list[tuple[str, bool, Encoded]]]:
         batch, size = [], 0
-        for number, text in enumerate(corpus.documents(first), first):
+        for number, text in enumerate(source.corpus.documents(first), first):
             stretches = list(tokenizer.stretches(text)) or [""]
             raw = text.encode("utf-8", "replace")
-            head = text != "" and number != rest
+            head = text != "" and number != source.rest
             digest = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
             for place, stretch in enumerate(stretches, 1):
                 last, empty = place == len(stretches), np.zeros(0, np.int64)
@@ -261,13 +260,13 @@ def encode_documents(
             for text, head, piece in batch
         ]
 
-    source = batches()
+    ahead = batches()
     with ThreadPoolExecutor(workers) as pool:
-        waiting = deque(pool.submit(encode, b) for b in itertools.islice(source, 2 * workers))
+        waiting = deque(pool.submit(encode, b) for b in itertools.islice(ahead, 2 * workers))
         try:
             while waiting:
                 yield waiting.popleft().result()
-                waiting += [pool.submit(encode, batch) for batch in itertools.islice(source, 1)]
+                waiting += [pool.submit(encode, batch) for batch in itertools.islice(ahead, 1)]
         finally:
             for future in waiting:
                 future.cancel()
