@@ -31,7 +31,7 @@ JINJA = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-WITH_EOS = Template(JINJA, (("eos_token", "<|endoftext|>"),))
+WITH_EOS = Template(JINJA, {"eos_token": "<|endoftext|>"})
 KINDS = list(tokenizer_fixtures.KINDS)
 ENDS = {
     "llama3": "<|eot_id|>",
@@ -144,7 +144,7 @@ def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     template = Template.of_directory(tmp_path)
-    assert template.source == "X" and dict(template.special) == {
+    assert template.source == "X" and dict(template.tokens) == {
         "bos_token": "<s>",
         "eos_token": "</s>",
     }

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property, partial
 from itertools import groupby
@@ -44,7 +44,8 @@ class Template:
     """The layout of a conversation, in the language of `transformers`' chat templates."""
 
     source: str = ""  # empty: PLAIN
-    special: tuple[tuple[str, str], ...] = ()  # names and texts of tokens, such as `bos_token`
+    # texts of tokens by the names that a template has for them, such as `bos_token`
+    tokens: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of_directory(directory: Path) -> Template:
@@ -60,7 +61,7 @@ class Template:
             for name, value in config.items()
             if name.endswith("_token") and value and isinstance(value, str | dict)
         }
-        return Template(source, tuple(texts.items()))
+        return Template(source, texts)
 
     def describe(self, tokenizer: str, items: Sequence[Conversation]) -> str:
         """The layout of these conversations, in words; `tokenizer` as in the recipe."""
@@ -71,7 +72,7 @@ class Template:
         return f"{PLAIN_LAYOUT} ({tokenizer} has no chat template)"
 
     def save(self, directory: Path) -> None:
-        config = {**dict(self.special), "chat_template": self.source}
+        config = {**self.tokens, "chat_template": self.source}
         text = json.dumps(config, indent=1) + "\n"
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
@@ -165,7 +166,7 @@ class Template:
         }
         end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
         # `transformers` passes None for an argument that a caller omits, and templates check it.
-        names = {"documents": None, "end_of_text": end, **dict(self.special)}
+        names = {"documents": None, "end_of_text": end, **self.tokens}
         try:
             return str(self._compiled.render(**guarded, add_generation_prompt=ask, **names))
         except (TemplateError, TypeError, ValueError) as error:

@@ -212,7 +212,7 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
         "bos_token": end if tokenizer.first is None else inner.id_to_token(tokenizer.first),
         "eos_token": end,
         "pad_token": end,
-        **dict(template.special),
+        **template.tokens,
     }
     if template.source:
         config["chat_template"] = template.source
