@@ -298,7 +298,7 @@ def _text_samples(recipe: Recipe, prepared: Prepared, split: Split, *, ragged: b
     if recipe.data.packing != "documents":
         return PackedSamples(stream, context, ragged=ragged)
     single_text = any(index.source[part.stream].get("single_text") for part in split.ranges)
-    if eot is None or single_text or not any(shard.documents for shard in stream.shards):
+    if eot is None or single_text:
         raise UserError(
             'data.packing = "documents": the corpus is one stream of tokens; write "packed"'
         )

@@ -74,8 +74,11 @@ def sources(r: Any) -> Problems:
         yield "data.source", f"it is empty: name {where}"
     if any(shards) and not all(shards):
         yield "data.source", "token shards and texts do not mix, also not with data.eval_source"
-    if any(name.startswith(("http://", "https://")) for name in d.sources) and not d.sha256:
+    web = ("http://", "https://")
+    if any(name.startswith(web) for name in d.sources) and not d.sha256:
         yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
+    if any(name.startswith(web) for name in d.eval_sources):
+        yield "data.eval_source", "Windlass downloads only data.source: give the path of a file"
     if d.streaming and not all(name.startswith("hf:") for name in d.sources):
         yield "data.streaming", "only sources hf:... are streamed"
     if d.format == "text" and any(name.split(":")[0] == "squad" for name in d.sources):
