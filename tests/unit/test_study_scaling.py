@@ -10,9 +10,8 @@ from windlass.estimate.memory import Layout
 from windlass.estimate.time import (
     Collective,
     Rates,
-    Tensors,
+    Work,
     bus_bandwidth_at,
-    collectives,
     measured_rates,
     step_time,
 )
@@ -259,18 +258,18 @@ def test_a_projection_rests_on_ranks_that_do_not_take_turns(build):
 
 
 def test_ring_formulas_of_the_collectives():
-    tensors = Tensors(total=1000, trained=1000, block=300, blocks=3)
+    def collectives(layout, **rest):
+        return Work(layout, total=1000, trained=1000, block=300, blocks=3, **rest).collectives
+
     layout = Layout("ddp", 4)
-    assert collectives(Layout("single"), tensors) == []
-    [one] = collectives(layout, tensors)
+    assert collectives(Layout("single")) == []
+    [one] = collectives(layout)
     assert one == ("all_reduce", 4000, 1, 4) and one.bus_bytes == pytest.approx(2 * 3 / 4 * 4000)
-    assert len(collectives(layout, tensors, bucket_mb=1e-3)) == 1
-    assert collectives(layout, tensors, 1e-3)[0].calls == 4
+    assert len(collectives(layout, bucket_mb=1e-3)) == 1
+    assert collectives(layout, bucket_mb=1e-3)[0].calls == 4
 
     def sent(strategy, **rest):
-        every = collectives(
-            Layout(strategy, 4, **{"shard": 4, "precision": "bf16"} | rest), tensors
-        )
+        every = collectives(Layout(strategy, 4, **{"shard": 4, "precision": "bf16"} | rest))
         return {
             name: sum(c.bus_bytes for c in every if c.name == name)
             for name in ("all_gather", "reduce_scatter", "all_reduce")
@@ -439,9 +438,8 @@ def test_strategies_have_a_pareto_front_and_one_is_recommended(build):
 def test_blocks_of_our_own_model_are_what_fsdp_sends(build):
     study = build(Scaling("strong"), worlds(1), 50.0)
     row = read_setups(study)[0]
-    assert row.work.tensors == Tensors(
-        PARAMETERS, PARAMETERS, block_parameters(row.recipe.model), 2
-    )
+    work, block = row.work, block_parameters(row.recipe.model)
+    assert (work.total, work.trained, work.block, work.blocks) == (PARAMETERS, PARAMETERS, block, 2)
     assert row.values["flops_per_device"] == row.work.flops_per_token * 8 * 32
 
 
@@ -457,7 +455,8 @@ def test_a_model_of_transformers_is_counted_by_its_parameters(build):
     edit(study.run_of(study.cells[0]), other_model)
     [row] = read_setups(study)
     assert row.work.flops_per_token == 4 * PARAMETERS + 2 * 1000, "frozen weights have no gradient"
-    assert row.work.tensors == Tensors(PARAMETERS, 1000, (PARAMETERS - VOCAB * 64) // 2, 2)
+    work, block = row.work, (PARAMETERS - VOCAB * 64) // 2
+    assert (work.total, work.trained, work.block, work.blocks) == (PARAMETERS, 1000, block, 2)
     assert not row.on_cpu
     assert row.work.layout.device == "cuda"
     assert row.missing["mfu"] == "no peak is known of NVIDIA X1"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import dataclass
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from windlass.errors import UserError, argument
 from windlass.processes import nvml_handle, visible_gpus
@@ -36,35 +38,10 @@ class Device:
         return HANDLES * WORKSPACE if self.kind == "cuda" else 0
 
 
-TABLE = (  # short name, the driver's name, GiB by the datasheet
-    ("B200", "NVIDIA B200", 180),
-    ("GH200-96GB", "NVIDIA GH200 480GB", 96),
-    ("H200", "NVIDIA H200", 141),
-    ("H200-NVL", "NVIDIA H200 NVL", 141),
-    ("H100", "NVIDIA H100 80GB HBM3", 80),
-    ("H100-PCIe", "NVIDIA H100 PCIe", 80),
-    ("H100-NVL", "NVIDIA H100 NVL", 94),
-    ("A100-80GB", "NVIDIA A100-SXM4-80GB", 80),
-    ("A100-40GB", "NVIDIA A100-SXM4-40GB", 40),
-    ("A100-PCIe-80GB", "NVIDIA A100 80GB PCIe", 80),
-    ("A100-PCIe-40GB", "NVIDIA A100-PCIE-40GB", 40),
-    ("A40", "NVIDIA A40", 48),
-    ("A30", "NVIDIA A30", 24),
-    ("A10", "NVIDIA A10", 24),
-    ("A6000", "NVIDIA RTX A6000", 48),
-    ("L40S", "NVIDIA L40S", 48),
-    ("L40", "NVIDIA L40", 48),
-    ("L4", "NVIDIA L4", 24),
-    ("V100-32GB", "Tesla V100-SXM2-32GB", 32),
-    ("V100-16GB", "Tesla V100-SXM2-16GB", 16),
-    ("V100-PCIe-32GB", "Tesla V100-PCIE-32GB", 32),
-    ("V100-PCIe-16GB", "Tesla V100-PCIE-16GB", 16),
-    ("T4", "Tesla T4", 16),
-    ("RTX-5090", "NVIDIA GeForce RTX 5090", 32),
-    ("RTX-4090", "NVIDIA GeForce RTX 4090", 24),
-    ("RTX-3090", "NVIDIA GeForce RTX 3090", 24),
-    ("MI300X", "AMD Instinct MI300X", 192),
-)
+def table() -> dict[str, Device]:
+    """The devices of `devices.toml` by their short names."""
+    rows = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
+    return {short: Device(row["name"], "cuda", row["gib"] * GIB) for short, row in rows.items()}
 
 
 def find_device(name: str, memory_bytes: int | None = None) -> Device:
@@ -76,10 +53,10 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
     if name.lower() == "cpu":
         return Device("CPU", "cpu", memory_bytes)
     wanted = _plain(name)
-    for short, full, gib in TABLE:
-        if wanted in (_plain(short), _plain(full), _plain(full.split(" ", 1)[1])):
-            return Device(full, "cuda", memory_bytes or gib * GIB)
-    if variants := [short for short, _, _ in TABLE if wanted and _plain(short).startswith(wanted)]:
+    for short, device in table().items():
+        if wanted in map(_plain, (short, device.name, device.name.split(" ", 1)[1])):
+            return replace(device, memory_bytes=memory_bytes or device.memory_bytes)
+    if variants := [short for short in table() if wanted and _plain(short).startswith(wanted)]:
         problem = f"{argument('device', name)} is ambiguous"
         raise UserError(f"{problem}; write one of {', '.join(variants)}")
     return Device(name, "cuda", memory_bytes)

@@ -25,7 +25,7 @@ from windlass.estimate.milestones import (
     milestone_rows,
     milestones,
 )
-from windlass.estimate.optimum import optimal_steps, optimal_tokens, resolve_steps
+from windlass.estimate.optimum import optimal_steps, optimal_tokens
 from windlass.estimate.subject import Size, Subject, subject_of, with_activations
 from windlass.estimate.text import print_plan
 from windlass.estimate.time import ASSUMED_MFU, Rates, Speed, measured_speed, speed_on, step_time
@@ -170,12 +170,11 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
     """Every part of the plan that subject and speed determine, and the reasons for the others."""
     recipe, size, unknown = subject.recipe, subject.size, reasons(subject, speed)
     batch, context, data = recipe.train.global_batch, recipe.model.context, recipe.data
-    steps, samples, tokens = subject.steps, subject.samples_per_epoch, subject.tokens_per_sample
-    if steps is None:
-        try:
-            steps = resolve_steps(recipe, size.vocab, tokens, samples, size.parameters)
-        except UserError as error:
-            unknown["steps"] = str(error)
+    samples, tokens, steps = subject.samples_per_epoch, subject.tokens_per_sample, None
+    try:
+        steps = subject.resolve_steps()
+    except UserError as error:
+        unknown["steps"] = str(error)
     tokens_per_step = batch * (tokens or float(context))
     padded = data.packing == "documents" or data.format != "text"
     bytes_per_token = 2 if (size.vocab or 0) <= 2**16 else 4  # uint16, uint32

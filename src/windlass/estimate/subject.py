@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from windlass.errors import UserError, argument, first_line
-from windlass.estimate.devices import TABLE, Device, find_device, this_device
-from windlass.estimate.optimum import recipe_vocab
+from windlass.estimate.devices import Device, find_device, table, this_device
+from windlass.estimate.optimum import recipe_vocab, resolve_steps
 from windlass.hub import missing_package
 from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
 from windlass.recipe import Recipe
@@ -74,14 +74,22 @@ class Subject:
         on_disk = checkpoint_bytes(model, vocab, recipe.optim.kind)
         return Size(vocab, sizes.total, sizes.total, sizes.non_embedding, parts, flops, on_disk)
 
+    def resolve_steps(self) -> int:
+        """The steps of the run; UserError if they depend on something unknown."""
+        if self.steps is not None:
+            return self.steps
+        size, tokens = self.size, self.tokens_per_sample
+        samples = self.samples_per_epoch
+        return resolve_steps(self.recipe, size.vocab, tokens, samples, size.parameters)
+
 
 def subject_of(
     recipe: Recipe,
-    run: Run | None,
-    past: Sequence[Run],
-    world: int,
-    device: str,
-    memory_bytes: int | None,
+    run: Run | None = None,
+    past: Sequence[Run] = (),
+    world: int = 0,
+    device: str = "",
+    memory_bytes: int | None = None,
 ) -> Subject:
     """The subject of a plan, from the recipe and from the run's ledger or the prepared data."""
     started: dict[str, Any] = last_start(run.ledger()) if run else {}
@@ -91,8 +99,8 @@ def subject_of(
     if name and name.lower() != "cpu":
         where = find_device(name, memory_bytes)
         if device and not where.memory_bytes:
-            names = ", ".join(short for short, *_ in TABLE)
-            advice = f"add its memory ({argument('memory_bytes', 'GB*1e9')}), or write cpu, {names}"
+            memory = argument("memory_bytes", "GB*1e9")
+            advice = f"add its memory ({memory}), or write cpu, {', '.join(table())}"
             raise UserError(f"{argument('device', device)} is not in the table; {advice}")
     else:
         where = this_device(ranks, memory_bytes, cpu=bool(name) or recipe.parallel.device == "cpu")

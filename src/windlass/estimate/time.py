@@ -43,23 +43,16 @@ PREDICTED_AT = 0.05
 
 
 @dataclass(frozen=True)
-class Tensors:
-    """Numbers of parameters, in the units that the strategies send."""
-
-    total: int
-    trained: int  # with gradients
-    block: int = 0  # of one block, the unit of FSDP2
-    blocks: int = 0
-
-
-@dataclass(frozen=True)
 class Work:
     """The model and layout of a run, which determine a step's FLOPs and collectives."""
 
     layout: Layout
-    tensors: Tensors
-    flops_per_token: float  # forward and backward, without recomputation
-    bucket_mb: float = 25.0
+    total: int  # parameters
+    trained: int  # parameters with gradients
+    block: int = 0  # parameters of one block, the unit of FSDP2
+    blocks: int = 0
+    flops_per_token: float = 0.0  # forward and backward, without recomputation
+    bucket_mb: float = 25.0  # `parallel.bucket_mb`
 
     @staticmethod
     def of_run(recipe: Recipe, start: Line) -> Work:
@@ -74,23 +67,57 @@ class Work:
         if network:
             blocks = int(network.get("layers") or 0)
             table = int(network.get("vocab", 0)) * int(network.get("width", 0))
-            tensors = Tensors(total, trained, (total - table) // blocks if blocks else 0, blocks)
+            block = (total - table) // blocks if blocks else 0
         else:
-            tensors = Tensors(total, trained, block_parameters(recipe.model), recipe.model.layers)
+            block, blocks = block_parameters(recipe.model), recipe.model.layers
         if network or recipe.model.freeze:
             flops = CountedSizes(total, trained, 0).flops_per_token()
         else:
             flops = flops_per_token(recipe.model, start["data"]["vocab"])
-        return Work(layout, tensors, flops, recipe.parallel.bucket_mb)
-
-    @property
-    def sent(self) -> list[Collective]:
-        return collectives(self.layout, self.tensors, self.bucket_mb)
+        return Work(layout, total, trained, block, blocks, flops, recipe.parallel.bucket_mb)
 
     @property
     def updated(self) -> float:
         """Parameters that a rank updates."""
-        return self.tensors.trained / self.layout.shard
+        return self.trained / self.layout.shard
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """The collectives of a step on parameters and gradients; none on one rank.
+
+        Gradients and master weights have 4 bytes (8 in fp64); FSDP2 gathers in the step's precision.
+        """
+        layout, strategy = self.layout, self.layout.policy
+        world, shard = layout.world, layout.shard
+        low = COMPUTE_BYTES[layout.precision]
+        master = max(4, low)
+        if world == 1:
+            return []
+        if not strategy.shards_parameters:
+            gradients = master * self.trained
+            calls = max(1, math.ceil(gradients / (self.bucket_mb * 2**20)))
+            sent = [Collective("all_reduce", gradients / calls, calls, world)]
+            # ZeRO-1: each rank updates its part, which then goes to all.
+            return (
+                sent + [Collective("all_gather", gradients, 1, world)] * strategy.shards_optimizer
+            )
+        gradients_per_parameter = self.trained / self.total
+        root, steps = self.total - self.blocks * self.block, layout.accumulation
+        once = strategy.keeps_gathered
+        # A block is gathered for each forward and each backward pass, the rest for each forward pass.
+        sent = [
+            Collective("all_gather", low * root, 1 if once else steps, shard),
+            Collective(
+                "all_gather", low * self.block, self.blocks * (1 if once else 2 * steps), shard
+            ),
+        ]
+        reductions = steps if layout.reduces_each else 1
+        for unit, number in ((root, 1), (self.block, self.blocks)):
+            size = master * gradients_per_parameter * unit
+            sent.append(Collective("reduce_scatter", size, number * reductions, shard))
+            if world > shard:  # between the groups, each shard with its equals
+                sent.append(Collective("all_reduce", size / shard, number, world // shard))
+        return [one for one in sent if one.calls and one.size and one.ranks > 1]
 
 
 def on_cpu(start: Line) -> bool:
@@ -114,41 +141,6 @@ class Collective(NamedTuple):
         """
         passes = 2 if self.name == "all_reduce" else 1
         return self.calls * self.size * passes * (self.ranks - 1) / self.ranks
-
-
-def collectives(layout: Layout, tensors: Tensors, bucket_mb: float = 25.0) -> list[Collective]:
-    """The collectives of a step on parameters and gradients; none on one rank.
-
-    Gradients and master weights have 4 bytes (8 in fp64); FSDP2 gathers in the step's precision.
-    """
-    world, shard, strategy = layout.world, layout.shard, layout.policy
-    low = COMPUTE_BYTES[layout.precision]
-    master = max(4, low)
-    if world == 1:
-        return []
-    if not strategy.shards_parameters:
-        gradients = master * tensors.trained
-        calls = max(1, math.ceil(gradients / (bucket_mb * 2**20)))
-        sent = [Collective("all_reduce", gradients / calls, calls, world)]
-        # ZeRO-1: each rank updates its part, which then goes to all.
-        return sent + [Collective("all_gather", gradients, 1, world)] * strategy.shards_optimizer
-    gradients_per_parameter = tensors.trained / tensors.total
-    root, steps = tensors.total - tensors.blocks * tensors.block, layout.accumulation
-    once = strategy.keeps_gathered
-    # A block is gathered for each forward and each backward pass, the rest for each forward pass.
-    sent = [
-        Collective("all_gather", low * root, 1 if once else steps, shard),
-        Collective(
-            "all_gather", low * tensors.block, tensors.blocks * (1 if once else 2 * steps), shard
-        ),
-    ]
-    reductions = steps if layout.reduces_each else 1
-    for unit, number in ((root, 1), (tensors.block, tensors.blocks)):
-        size = master * gradients_per_parameter * unit
-        sent.append(Collective("reduce_scatter", size, number * reductions, shard))
-        if world > shard:  # between the groups, each shard with its equals
-            sent.append(Collective("all_reduce", size / shard, number, world // shard))
-    return [one for one in sent if one.calls and one.size and one.ranks > 1]
 
 
 def bus_bandwidth_at(rows: Sequence[Mapping[str, Any]], name: str, size: float) -> float | None:

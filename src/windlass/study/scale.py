@@ -15,7 +15,6 @@ from typing import Any
 
 from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument, did_you_mean
-from windlass.estimate.plan import assemble
 from windlass.estimate.subject import subject_of
 from windlass.launch.job import Site
 from windlass.launch.submit import Resources, Submitted
@@ -316,14 +315,17 @@ def strategies(
 
 def fewest_steps(recipe: Recipe, listed: Sequence[Assignment]) -> int:
     """Steps of the shortest cell, 1 if they are unknown before the data is prepared."""
-    steps = []
+    steps = list[int]()
     for one in (one for one in listed if one.get(REPEAT, 1) == 1):
         cell = Cell.of(recipe, one).recipe
         if isinstance(cell.train.steps, int):
             steps.append(cell.train.steps)
-        else:
-            subject = subject_of(cell, None, (), one[WORLD], "", None)
-            steps.append(assemble(subject, None).steps or 1)
+            continue
+        subject = subject_of(cell, world=one[WORLD])
+        try:
+            steps.append(subject.resolve_steps())
+        except UserError:
+            return 1
     return min(steps)
 
 

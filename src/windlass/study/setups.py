@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from windlass.estimate.time import Rates, Tensors, Work, measured_rates, on_cpu, step_time
+from windlass.estimate.time import Rates, Work, measured_rates, on_cpu, step_time
 from windlass.fileio import read_json
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
@@ -229,7 +229,7 @@ def _predict(setup: Setup, machines: Mapping[str, Any]) -> None:
         why = "the rates of these hosts and ranks were not measured"
     else:
         rates = measured_rates(machine, setup.work.layout)
-        step = step_time(rates, values["flops_per_device"], setup.work.sent)
+        step = step_time(rates, values["flops_per_device"], setup.work.collectives)
         why = step.reason
         if step.compute is not None and step.communication is not None:
             values["predicted_ms"] = 1e3 * (step.compute + step.communication)
@@ -415,7 +415,7 @@ def _project(study: Study, base: Setup, first: Setup, world: int) -> Projection:
         machine.get("collectives", ()),
     )
     flops *= fraction * work.flops_per_token / base.work.flops_per_token
-    step = step_time(rates, flops, work.sent, work.updated)
+    step = step_time(rates, flops, work.collectives, work.updated)
     if step.communication is None or step.compute is None:
         return Projection(world, reason="the bandwidth of a collective was not measured")
     compute_ms, communication_ms = 1e3 * step.compute, 1e3 * step.communication
@@ -439,10 +439,15 @@ def _work(base: Setup, world: int, fraction: float, more_layers: float) -> Work:
     )
     if more_layers == 1.0:
         return replace(work, layout=layout)
-    model, vocab, tensors = recipe.model, base.start["data"]["vocab"], work.tensors
+    model, vocab = recipe.model, base.start["data"]["vocab"]
     grown = model.model_copy(update={"layers": round(model.layers * more_layers)})
     more = count(grown, vocab).total - count(model, vocab).total
-    tensors = Tensors(tensors.total + more, tensors.trained + more, tensors.block, grown.layers)
     growth = flops_per_token(grown, vocab) / flops_per_token(model, vocab)
-    flops = work.flops_per_token * growth
-    return Work(layout, tensors, flops, work.bucket_mb)
+    return replace(
+        work,
+        layout=layout,
+        total=work.total + more,
+        trained=work.trained + more,
+        blocks=grown.layers,
+        flops_per_token=work.flops_per_token * growth,
+    )

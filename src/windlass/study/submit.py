@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +18,6 @@ from windlass.launch.submit import (
     track_commands,
 )
 from windlass.processes import WINDLASS
-from windlass.recipe import Recipe
-from windlass.study.grid import Cell
 from windlass.study.results import FAILED_STATES, OPEN_STATES
 from windlass.study.study import Study
 
@@ -72,7 +70,8 @@ def _array_job(
         asked = replace(asked, nodes=nodes, per_host=ranks)
     elif worlds:
         asked = replace(asked, nodes=1, per_host=max(worlds))
-    recipes = distinct(cells)
+    parts = ("model", "train", "parallel", "telemetry")  # which need resources and trackers
+    recipes = list({repr([getattr(c.recipe, p) for p in parts]): c.recipe for c in cells}.values())
     command = [*WINDLASS, "sweep", str(path), "--only", INDEX]
     command += ["--launch"] if study.over_hosts or not worlds else []
     command += ["--retry-failed"] if retry_failed else []
@@ -83,13 +82,6 @@ def _array_job(
     before = () if one_rank else asked.check(str(path / "recipe.toml"))
     after = track_commands(recipes, site, str(path), "--only", INDEX)
     return replace(job, array=numbers, before=before, after=after)
-
-
-def distinct(cells: Sequence[Cell]) -> list[Recipe]:
-    """The cells' recipes without those that need the same resources and trackers."""
-    parts = ("model", "train", "parallel", "telemetry")
-    by_needs = {repr([getattr(c.recipe, part) for part in parts]): c.recipe for c in cells}
-    return list(by_needs.values())
 
 
 def _cells_to_submit(study: Study, retry_failed: bool, notify: Callable[[str], None]) -> list[int]:
