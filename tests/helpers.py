@@ -71,7 +71,6 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def overrides(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as they are typed on the command line."""
     from windlass.recipe import typed
 
     return [f"{key}={typed(value)}" for key, value in settings.items()]
@@ -87,38 +86,10 @@ def tiny_recipe(corpus: Path, run: Path, **settings: Any) -> Recipe:
 def write_corpus(path: Path, words: int = 8000, seed: int = 0) -> Path:
     """A text of common words in random order, the same for the same seed: learnable, and nobody's."""
     rng = random.Random(seed)
-    lexicon = [
-        "the",
-        "of",
-        "and",
-        "a",
-        "to",
-        "in",
-        "is",
-        "was",
-        "he",
-        "for",
-        "it",
-        "with",
-        "as",
-        "his",
-        "on",
-        "be",
-        "at",
-        "by",
-        "had",
-        "not",
-        "are",
-        "but",
-        "from",
-        "or",
-        "have",
-        "an",
-        "they",
-        "which",
-        "one",
-        "you",
-    ]
+    lexicon = (
+        "the of and a to in is was he for it with as his on be at by had not are but from or have "
+        "an they which one you"
+    ).split()
     lines = [
         " ".join(rng.choice(lexicon) for _ in range(rng.randint(4, 12))) + "."
         for _ in range(words // 8)
@@ -137,7 +108,6 @@ def kept(run: Run | Path) -> dict[int, list[str]]:
 
 
 def best_step(run: Run | Path) -> int | None:
-    """The step of the run's best checkpoint."""
     return next((step for step, why in kept(run).items() if "best" in why), None)
 
 
@@ -176,7 +146,6 @@ def process_state(pid: int) -> str:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended."""
     return process_state(pid) in ("", "Z")
 
 

@@ -61,7 +61,6 @@ def device() -> Iterator[str]:
 
 @pytest.fixture
 def cuda(device: str) -> None:
-    """For a test that has nothing to measure on a CPU."""
     if device != "cuda":
         pytest.skip("needs CUDA itself")
 

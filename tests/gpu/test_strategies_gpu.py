@@ -21,7 +21,6 @@ ROUNDING = {"fp64": (1e-8, 1e-8), "fp32": (1e-3, 1e-2), "bf16": (3e-2, 1e-1), "f
 
 
 def close(run: Any, expected: Any, precision: str) -> None:
-    """Loss and gradient norm of each step."""
     curves = [curve(x, "loss", "grad_norm") for x in (run, expected)]
     assert [len(x) for x in curves] == [8, 8]
     for (_, *mine), (_, *other) in zip(*curves, strict=True):

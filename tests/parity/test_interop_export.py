@@ -44,7 +44,6 @@ def tokens() -> Tensor:
 
 
 def trained(folder: Path, name: str = "run", **changes: Any) -> Path:
-    """A short run on invented words."""
     (folder / "text.txt").write_text(WORDS)
     shape = {
         "layers": 2,
@@ -82,7 +81,6 @@ def chat_base(folder: Path) -> Path:
 
 
 def fine_tuned(folder: Path, base: Path, name: str = "run", **changes: Any) -> Path:
-    """A short run of a model of `transformers`."""
     changes = {
         "model__kind": "hf",
         "model__name": str(base),
@@ -97,7 +95,6 @@ def fine_tuned(folder: Path, base: Path, name: str = "run", **changes: Any) -> P
 
 
 def loaded(directory: Path) -> tuple[Any, Any]:
-    """The model and the tokenizer as `transformers` reads them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     return AutoModelForCausalLM.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(

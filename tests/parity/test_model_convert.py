@@ -83,12 +83,10 @@ def reference_of(model: GPT) -> Any:
 
 
 def weights_of(model: GPT) -> dict[str, Tensor]:
-    """Under the names of `transformers`."""
     return dict(convert.to_hf(model.settings, model.state_dict().__getitem__))
 
 
 def write(folder: Path, model: GPT, weights: dict[str, Tensor], **changes: Any) -> Path:
-    """A directory as another program may have written it."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(
         json.dumps(convert.config(model.settings, VOCAB, None) | changes)
@@ -100,7 +98,6 @@ def write(folder: Path, model: GPT, weights: dict[str, Tensor], **changes: Any) 
 
 
 def read(folder: Path, settings: ModelSettings, vocab: int = VOCAB) -> dict[str, Tensor]:
-    """Our weights from a directory."""
     model = GPT(settings, vocab)
     fill_from_hf(model, folder, seed=1)
     return model.state_dict()

@@ -8,13 +8,8 @@ from windlass.recipe import Recipe
 
 
 def documents(count: int, seed: int = 0, longest: int = 400) -> list[str]:
-    """Texts of very unequal length, some of them empty."""
     draw = random.Random(seed)
-    words = [
-        *"the cat sat on mat café 中文 42".split(),
-        "def f():\n\treturn",
-        "\n\n",
-    ]
+    words = [*"the cat sat on mat café 中文 42".split(), "def f():\n\treturn", "\n\n"]
     return [
         " ".join(draw.choices(words, k=draw.choice([0, 1, 5, 30, longest]))) for _ in range(count)
     ]
@@ -27,7 +22,6 @@ def jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def recipe_for(source, directory="", *, context: int = 16, **data) -> Recipe:
-    """A small recipe whose data lie in `directory`."""
     model = {"layers": 1, "heads": 1, "width": 8, "context": context, **data.pop("model", {})}
     values = {"source": str(source), "dir": str(directory), "shard_tokens": 1024, **data}
     return Recipe.model_validate({"model": model, "data": values})

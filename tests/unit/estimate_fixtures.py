@@ -66,6 +66,5 @@ def write_run(
 
 
 def rewrite(run: Run, lines: list[dict[str, Any]]) -> Run:
-    """The run with another ledger."""
     run.metrics_path.write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
     return Run(run.path)

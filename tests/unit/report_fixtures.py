@@ -42,13 +42,11 @@ def add_lines(run: Run, *lines: dict[str, Any]) -> None:
 
 
 def edit(run: Run, change: Any) -> None:
-    """Rewrite a ledger: `change` gets each line and returns it, or None to leave it out."""
     lines = [change(json.loads(line)) for line in run.metrics_path.read_text().splitlines()]
     run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines if line))
 
 
 def changed(view: RunView, **fields: Any) -> RunView:
-    """A copy of a view with other fields."""
     other = copy.copy(view)
     vars(other).update(fields)
     return other

@@ -14,14 +14,8 @@ from windlass.study.grid import REPEAT, WORLD, Assignment, Scaling, cells_of
 from windlass.study.study import Study
 
 SETTINGS = [
-    "model.layers=2",
-    "model.width=64",
-    "model.heads=2",
-    "model.context=32",
-    "train.steps=20",
-    "train.global_batch=8",
-    "telemetry.every=5",
-    "train.micro_batch=1",
+    *"model.layers=2 model.width=64 model.heads=2 model.context=32 train.steps=20".split(),
+    *"train.global_batch=8 telemetry.every=5 train.micro_batch=1".split(),
 ]
 VOCAB = 100
 Step = Callable[[dict[str, Any]], Mapping[str, float]]
@@ -56,39 +50,18 @@ def write_run(
         spent = {"time": stamp(sum(seconds.values())), "attempt": 0, "seconds": dict(seconds)}
         lines.append({"kind": kind, "step": step, **spent, **fields})
 
-    line(
-        "event",
-        0,
-        event="started",
-        world=world,
-        strategy=recipe.strategy(world).name,
-        precision="fp32",
-        device=device,
-        parameters=size,
-        trained=size,
-        threads=2,
-        steps=20,
-        micro_batch=1,
-        accumulation=batch // world,
-        global_batch=batch,
-        samples_per_epoch=160,
-        data={"vocab": VOCAB},
-    )
+    started = {"world": world, "strategy": recipe.strategy(world).name, "precision": "fp32"}
+    started |= {"device": device, "parameters": size, "trained": size, "threads": 2, "steps": 20}
+    started |= {"micro_batch": 1, "accumulation": batch // world, "global_batch": batch}
+    line("event", 0, event="started", **started, samples_per_epoch=160, data={"vocab": VOCAB})
     for step in (5, 10, 15, 20) if finished else (5,):
         own = {name: ms * (slow_start if step == 5 else 1) for name, ms in phases.items()}
         seconds["train"] = seconds.get("train", 0.0) + 5 * own["step_ms"] / 1e3
         rate = batch / own["step_ms"] * 1e3
         loss = 4 - step / 10
-        line(
-            "train",
-            step,
-            loss=loss,
-            tokens=step * batch * context,
-            samples=step * batch,
-            samples_per_s=rate,
-            tokens_per_s=rate * context,
-            **own,
-        )
+        counted = {"tokens": step * batch * context, "samples": step * batch}
+        speeds = {"samples_per_s": rate, "tokens_per_s": rate * context}
+        line("train", step, loss=loss, **counted, **speeds, **own)
         if step == 5:
             line("event", step, event="first_step", startup_s=seconds["startup"])
     if finished:
@@ -96,20 +69,10 @@ def write_run(
         line("eval", 20, suite="loss", loss=2.5, samples=8, tokens=256, runtime_s=1.0)
         if "squad" in recipe.eval.suites:
             line("eval", 20, suite="squad", exact_match=12.5, f1=25.0, items=8)
-        line(
-            "summary",
-            20,
-            steps=20,
-            world=world,
-            parameters=size,
-            peak_mem_mb=peak_mb,
-            final_loss=loss,
-            train_loss_mean=2.9,
-            runtime_s=total,
-            samples_per_s_whole_run=20 * batch / (total - 3),
-            wall_time={"compile": 0.0},
-            avg_cpu_util_pct=87.5,
-        )
+        summary = {"steps": 20, "world": world, "parameters": size, "peak_mem_mb": peak_mb}
+        summary |= {"final_loss": loss, "train_loss_mean": 2.9, "avg_cpu_util_pct": 87.5}
+        summary |= {"runtime_s": total, "samples_per_s_whole_run": 20 * batch / (total - 3)}
+        line("summary", 20, **summary, wall_time={"compile": 0.0})
         line("event", 20, event="finished")
     (path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
 

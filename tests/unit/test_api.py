@@ -28,17 +28,7 @@ def test_every_verb_is_a_documented_function() -> None:
             inspect.Signature.empty,
             "None",
         ), name
-    nouns = {
-        "Run",
-        "Recipe",
-        "Study",
-        "Data",
-        "Plan",
-        "Report",
-        "UserError",
-        "RunFailed",
-        "Stopped",
-    }
+    nouns = set("Run Recipe Study Data Plan Report UserError RunFailed Stopped".split())
     assert nouns < set(dir(windlass)) == {*windlass._MODULES, "__version__"}
     with pytest.raises(AttributeError, match="trane"):
         _ = windlass.trane
@@ -168,7 +158,6 @@ def test_the_command_line_says_an_argument_as_its_option(message, api, typed):
 
 
 def test_no_error_of_the_api_speaks_of_the_command_line() -> None:
-    """Neither in what is raised nor in what it is put together of; `cli` and `launch` are the command line."""
     source = Path(windlass.__file__).parent
     for path in source.rglob("*.py"):
         # it submits the command itself

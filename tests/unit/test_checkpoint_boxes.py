@@ -51,7 +51,6 @@ def test_boxes_are_valid_if_they_hold_each_element_once(case: tuple[Any, list[Bo
 
 
 def grid(cuts: tuple[list[int], ...]) -> list[Box]:
-    """The boxes between cuts in each dimension, last one first."""
     spans = [list(itertools.pairwise(ends)) for ends in cuts]
     cells = [
         (tuple(a for a, _ in cell), tuple(b - a for a, b in cell))

@@ -60,7 +60,6 @@ def chunk(place: int, value: Any) -> Change:
 
 
 def boxes(*corners: list[int]) -> Change:
-    """The tensor in these boxes: offsets and sizes, in turn."""
     chunks = [["rank-00000.safetensors", 0, *box] for box in zip(*[iter(corners)] * 2, strict=True)]
     return put("tensors", "model/x", "chunks", chunks)
 
@@ -111,7 +110,6 @@ def test_a_wrong_manifest_is_refused_by_name(checkpoint: Path, name: str) -> Non
 
 
 def test_ranks_together_verify_every_file_and_each_about_as_much(checkpoint: Path) -> None:
-    """Defect 26: rank 0 alone hashed everything at a resume."""
     files = {}
     for i, size in enumerate([40, 30, 20, 20, 10]):
         (checkpoint / f"rank-{i:05d}.safetensors").write_bytes(data := bytes([i]) * size)
@@ -150,7 +148,6 @@ class Canary:
 )
 @pytest.mark.parametrize("sealed", [False, True])
 def test_no_file_is_ever_run(checkpoint, tmp_path, name, kind, sealed):
-    """Not even where an attacker has fitted size and digest."""
     executed, file = tmp_path / "executed", io.BytesIO()
     if kind == "torch":
         torch.save(Canary(executed), file)

@@ -137,7 +137,6 @@ def test_a_lineage_that_cannot_be_read_is_not_guessed(tmp_path: Path, text: str)
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with three checkpoints, without the training."""
     run = saved(tmp_path / "run", 10, 20, 30)
     recipe = Recipe.load(
         "quickstart", ["checkpoint.keep_every=20", "checkpoint.keep_last=1", "train.global_batch=4"]

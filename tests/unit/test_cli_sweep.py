@@ -74,7 +74,6 @@ def test_a_cell_that_trains_shows_its_step_and_time_left(study):
 
 
 def test_a_notebook_shows_one_table_that_changes(study, monkeypatch):
-    """Stand-ins for a notebook's modules: `display` gives a handle that `update` draws again."""
     shown = []
     handle = SimpleNamespace(update=lambda data, raw: shown.append(data["text/plain"]))
 
@@ -108,7 +107,6 @@ def test_the_steps_of_cells_that_have_not_begun(study, tmp_path):
 
 
 def test_the_end_names_the_command_that_trains_the_winner_in_full(tmp_path, capsys):
-    """All cells done before: nothing trains. JSON alone on the output stream, with --json."""
     axes, folder = ["optim.lr=1e-2,1e-3", "optim.betas=[0.9,0.95],[0.9,0.99]"], tmp_path / "study"
     study = Study.create(Recipe.load("quickstart", ["train.steps=10"]), axes, folder)
     for number in range(4):

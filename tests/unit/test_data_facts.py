@@ -14,7 +14,6 @@ from windlass.data.prepare import Data, open_data
 
 
 def books(folder: Path, *sizes: int) -> Path:
-    """A text of so many characters for each size."""
     rng = random.Random(7)
     folder.mkdir()
     for number, size in enumerate(sizes):

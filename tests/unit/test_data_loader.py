@@ -45,7 +45,6 @@ class Unequal(Numbers):
 
 
 def run(samples, steps, *, global_batch=12, micro=0, world=1, prefetch=2, **options):
-    """The samples of each step, put together from all ranks, micro-batch by micro-batch."""
     plan = plan_batch(global_batch, micro, world, 512)
     found = [dict[int, list[int]]() for _ in range(steps)]
     for rank in range(world):
@@ -74,7 +73,6 @@ def flat(lists):
     st.sampled_from(["shuffled", "shards-shuffled", "sequential"]),
 )
 def test_the_sequence_is_global(world, micro, prefetch, n, kind):
-    """Also where an epoch is shorter than a step, and across the epochs' edges."""
     shards = [n // 3, n - n // 3 - n // 4, n // 4]
     found = run(Numbers(n, shards), 5, micro=micro, world=world, prefetch=prefetch, kind=kind)
     assert flat(found) == [Order(kind, 5, i // n, n, shards)[i % n] for i in range(60)]
@@ -150,7 +148,6 @@ def test_it_reads_ahead_while_the_step_computes_and_ends_when_it_is_closed():
 
 
 def test_a_poll_does_not_wait_and_close_abandons_a_slow_source_or_with_patience_waits_for_it():
-    """A source that is in the middle of a read: the thread ends after that read; no micro-batch more is read."""
     source = Gated(16)
     loader = Loader(source, plan_batch(8, 2, 1, 512), 0, 5)
     source.reading.wait()

@@ -28,7 +28,6 @@ def _no_waiting_for_the_disk(monkeypatch):
 
 
 def run(recipe):
-    """Prepare; the directory and the index."""
     prepared = prepare(recipe)
     return prepared.directory, prepared.index
 
@@ -39,7 +38,6 @@ def split_tokens(directory, index, name):
 
 
 def files_of(directory: Path):
-    """The content of every file that matters."""
     # a kill after the index leaves the last one behind
     skipped = (".lock", "verified.json", "progress.json")
     return {
@@ -177,8 +175,6 @@ def test_interrupted_anywhere_it_resumes_to_the_same_bytes(tmp_path, kind, token
 
 @contextlib.contextmanager
 def failing(file, error, monkeypatch):
-    """Renaming to a file of that name fails."""
-
     def about_to(self, name, path, output=None, data=None):
         if name == "rename" and path.name == file:
             raise error
@@ -323,7 +319,6 @@ def table(data):
 
 
 def three_sources(folder):
-    """A novel of one document, many documents, and a source of a tenth of the size."""
     (folder / "novel.txt").write_text("call me something else. " * 400)
     jsonl(folder / "many.jsonl", [f"document number {n}, " * 4 for n in range(200)])
     jsonl(folder / "few.jsonl", [f"short {n}" * 10 for n in range(12)])

@@ -29,7 +29,6 @@ def _no_waiting_for_the_disk_and_few_open_files(monkeypatch):
 
 
 def stream_of(folder, pieces, shard_tokens):
-    """Documents written as shards, and the same tokens as one list."""
     writer = ShardWriter(folder, "shard", "uint16", shard_tokens)
     for number, piece in enumerate(pieces):
         writer.add(np.array(piece, dtype=np.int64), number)
@@ -137,8 +136,6 @@ def test_checksums_are_read_once_for_each_state_of_a_file(prepared, monkeypatch)
 
 
 class Pair:
-    """Two ranks of a host as threads."""
-
     def __init__(self, rank, exchanged, barrier):
         self.rank, self.world, self.env = (
             rank,
@@ -154,7 +151,6 @@ class Pair:
 
 
 def open_on_two_ranks(recipe):
-    """What each of two ranks opens, or its error."""
     exchanged, barrier = {}, threading.Barrier(2)
 
     def one(rank):

@@ -37,7 +37,6 @@ def parquet(path, texts, key="text"):
 
 
 def write_all(folder):
-    """One corpus in each form: the source of each."""
     for i, text in enumerate(TEXTS):
         (folder / f"{i:02d}.txt").write_bytes(text.encode())
         (folder / f"{i:02d}.txt.gz").write_bytes(gzip.compress(text.encode()))

@@ -79,7 +79,6 @@ def test_bytes_and_characters_are_numbered_by_code_point_and_unknown_ones_named(
 
 
 def test_gpt2_has_its_published_ids_and_those_of_an_independent_tokenizer_file(gpt2, data_files):
-    """The `tokenizers` library, with the same vocabulary from another source."""
     from tokenizers import Tokenizer
 
     assert (gpt2.vocab, gpt2.eot) == (50257, 50256)

@@ -117,7 +117,6 @@ def test_what_is_not_known_is_none_and_has_a_reason():
 
 
 def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
-    """Parameters, steps, FLOPs, memory with activations, and the time that its FLOPs take."""
     hf_fixtures.config("llama").save_pretrained(tmp_path / "model")
     own = [f"model.name={tmp_path / 'model'}", "model.context=64", "train.steps=compute-optimal"]
     result = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
@@ -183,7 +182,6 @@ SQUAD = {
 
 @pytest.mark.parametrize("kind", ["text", "chat", "squad"])
 def test_after_preparing_everything_is_known(tmp_path, kind):
-    """A plan of chat and SQuAD data used to ask for `windlass prepare` for ever."""
     write_corpus(tmp_path / "text", 4000)
     (tmp_path / "chat.jsonl").write_text((json.dumps(CHAT) + "\n") * 12, encoding="utf-8")
     (tmp_path / "squad").write_text(json.dumps(SQUAD), encoding="utf-8")
@@ -260,8 +258,6 @@ def test_a_live_run_says_what_is_left(tmp_path):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Call `windlass plan`; exit code, output, errors."""
-
     def call(*arguments):
         with pytest.raises(SystemExit) as end:
             main(["plan", *arguments])

@@ -55,7 +55,6 @@ ROWS = [
 
 
 def parity(folder: Path) -> Any:
-    """A task of our own, as the harness finds it."""
     from lm_eval.tasks import TaskManager
 
     folder.mkdir(exist_ok=True)

@@ -70,7 +70,6 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The paths that the server was asked for."""
     from huggingface_hub import constants
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
@@ -171,7 +170,6 @@ def test_one_slow_answer_does_not_put_the_process_offline(outcomes, offline, und
     "name", ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE"]
 )
 def test_behind_a_proxy_the_hub_is_not_probed(name: str, undecided: pytest.MonkeyPatch) -> None:
-    """And where the user has decided."""
     undecided.setenv(name, "0" if name == "HF_HUB_OFFLINE" else "socks5://proxy:1080")
     undecided.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # nothing listens there
     hub.prepare()

@@ -81,10 +81,7 @@ def test_allocations(pbs, tmp_path):
 
 @pytest.mark.parametrize(
     ("openmpi", "options"),
-    [
-        (False, "-ppn 4"),
-        (True, "--bind-to none --map-by ppr:4:node -x NCCL_DEBUG -x PATH"),
-    ],
+    [(False, "-ppn 4"), (True, "--bind-to none --map-by ppr:4:node -x NCCL_DEBUG -x PATH")],
 )
 def test_mpiexec(openmpi, options):
     """Open MPI alone passes no variables on to other hosts."""
@@ -117,17 +114,11 @@ def test_a_free_port_where_rank_0_is():
 
 def test_srun():
     words = launch_command(read_allocation(SLURM, 0), ["x", "-y"])
-    assert words[:5] == [
-        "srun",
-        "--nodes=2",
-        "--ntasks=8",
-        "--ntasks-per-node=4",
-        "--kill-on-bad-exit=0",
-    ] and words[-2:] == ["x", "-y"]
+    expected = "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=0".split()
+    assert words[:5] == expected and words[-2:] == ["x", "-y"]
 
 
 def test_another_launcher():
-    """torchrun on each host, with all cores of its ranks; mpiexec under SLURM, which it asks for the hosts."""
     environ = {
         "SLURM_CPUS_PER_TASK": "3",
         "MASTER_ADDR": "n1",
@@ -174,7 +165,7 @@ def test_a_launcher_that_waits_for_a_lost_host_is_ended(tmp_path):
 
 
 def test_the_tables_of_launch(tmp_path):
-    """Exercise D: 8 ranks on two hosts of PBS; the command alone on stdout."""
+    """8 ranks on two hosts of PBS; stdout holds the command alone."""
     (tmp_path / "nodes").write_text("x1\n" * 4 + "x2\n" * 4)
     (tmp_path / "mpiexec").write_text("#!/bin/sh\necho HYDRA\n")
     (tmp_path / "mpiexec").chmod(0o755)
@@ -189,7 +180,6 @@ def test_the_tables_of_launch(tmp_path):
 
 
 def test_print_needs_no_mpiexec(pbs, tmp_path):
-    """On a login node, or on a laptop; what is started needs it."""
     words = ("launch", "-n", "4", "--launcher", "mpiexec")
     environ = pbs | {"PATH": str(tmp_path)}
     done = windlass(*words, "--print", "--", "train.py", env=environ)
@@ -234,7 +224,6 @@ def test_a_second_shell_gets_the_jobs_variables(pbs, tmp_path):
 
 
 def test_the_printed_variables_are_shell(tmp_path, monkeypatch, pbs):
-    """`eval "$(windlass env)"` in a real shell."""
     import sys
 
     (tmp_path / "nodes").write_text(socket.gethostname() + "\n")

@@ -329,7 +329,6 @@ def slurm_script(tmp_path):
 
 
 def asked_of_slurm(folder: Path) -> list[str]:
-    """The calls that change something."""
     lines = (folder / "queued").read_text().replace(f" {folder}/logs/submit.sh", "").splitlines()
     return [line for line in lines if not line.startswith("squeue") and "--test-only" not in line]
 
@@ -367,7 +366,6 @@ def test_a_lost_host_is_left_out_where_others_are_left(
 
 @pytest.mark.parametrize(("code", "done"), [(0, True), (1, True), (69, False), (75, False)])
 def test_commands_at_the_end_change_nothing(run_script, tmp_path, code, done):
-    """As the synchronisation of offline trackers; not before the run has ended."""
     assert (
         run_script(f"exit {code}", after=[["bash", "-c", "touch after; exit 3"]]).wait(20) == code
     )
@@ -392,7 +390,6 @@ def test_offline_trackers_are_synchronised(tmp_path, monkeypatch):
 
 
 def test_a_check_that_fails_ends_the_job(run_script, tmp_path):
-    """What it measured is in a log of its own, and its last lines in the job's."""
     check = ["bash", "-c", "echo rates; echo the bandwidth; echo TOO SLOW; exit 46"]
     assert run_script("touch trained", before=check).wait(20) == 46
     assert not (tmp_path / "trained").exists()
@@ -486,7 +483,6 @@ def test_the_largest_message_of_a_check_is_given_with_the_bandwidth(tmp_path):
 
 
 def trained_recipe(script: str) -> Recipe:
-    """What a job trains, read as the job reads it."""
     line = next(line for line in script.splitlines() if " train " in line)
     words = shlex.split(line.removesuffix(" &"))
     return Recipe.load(words[words.index("train") + 1], words[words.index("train") + 2 :])
@@ -764,8 +760,7 @@ def test_the_state_of_a_job(tmp_path, monkeypatch, slurm, state):
 
 def test_dry_run_and_cancel_in_the_terminal(tmp_path):
     done = windlass(
-        *"submit quickstart parallel.device=cpu --scheduler pbs --dry-run".split(),
-        cwd=tmp_path,
+        *"submit quickstart parallel.device=cpu --scheduler pbs --dry-run".split(), cwd=tmp_path
     )
     assert done.stdout.startswith("#!/bin/bash") and list(tmp_path.iterdir()) == []
     checked = subprocess.run(["bash", "-n"], input=done.stdout, text=True, capture_output=True)

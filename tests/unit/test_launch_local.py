@@ -64,7 +64,6 @@ def run(
 
 
 def reports(folder: Path) -> dict[str, dict]:
-    """What the workers left, by `attempt-rank`."""
     return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
 
 
@@ -218,7 +217,6 @@ def test_a_second_interrupt_ends_everything_at_once(driven, tmp_path: Path):
 
 
 def test_a_second_interrupt_does_not_contradict_a_rank_that_has_stopped(driven, tmp_path: Path):
-    """Rank 0 said what it stopped at; the launcher says nothing to the contrary."""
     body = "signal.signal(signal.SIGINT, lambda *_: ((here / f'noted{rank}').touch(), rank or sys.exit(75))); ready(); wait(); wait()"
     process = driven(body)
     process.send_signal(signal.SIGINT)

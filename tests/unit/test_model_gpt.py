@@ -97,7 +97,6 @@ def test_combinations_are_built_counted_and_trained(stride: int) -> None:
 
 
 def check_count(model: GPT) -> None:
-    """The arithmetic of sizes against the modules."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
 
     def part(*words: str) -> int:

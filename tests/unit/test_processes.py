@@ -150,7 +150,6 @@ def test_a_plan_is_for_the_first_gpu_that_is_visible(monkeypatch, variable, name
 
 
 def test_a_device_without_a_uuid_is_not_taken_for_another_one() -> None:
-    """As an older torch gives them."""
     with pytest.raises(StopIteration):
         nvml_handle(nvml(FOUR), "")
     assert nvml_handle(nvml(FOUR, ["MIG-cccc"]), "cccc") == "MIG-cccc"

@@ -44,13 +44,8 @@ def test_every_setting_is_documented_with_the_values_that_it_takes():
 
 
 def test_overrides_take_toml_values_and_plain_text():
-    overrides = [
-        "optim.lr=3e-4",
-        "model.norm=rmsnorm",
-        "optim.betas=[0.8, 0.9]",
-        "train.compile=true",
-    ]
-    recipe = Recipe.load("quickstart", overrides)
+    overrides = "optim.lr=3e-4 model.norm=rmsnorm optim.betas=[0.8,0.9] train.compile=true"
+    recipe = Recipe.load("quickstart", overrides.split())
     assert (recipe.optim.lr, recipe.optim.betas) == (3e-4, (0.8, 0.9))
     assert recipe.model.norm == "rmsnorm" and recipe.train.compile
     assert parse_override("data.source=a b=c") == ("data.source", "a b=c")
@@ -72,14 +67,7 @@ def test_all_problems_are_reported_together():
     found = problems(
         *"optim.lrr=1 train.steps=0 data.order=foo checkpoint.every=1.5 lr=2 train.n=2".split()
     )
-    assert set(found) == {
-        "optim.lrr",
-        "train.steps",
-        "data.order",
-        "checkpoint.every",
-        "lr",
-        "train.n",
-    }
+    assert set(found) == set("optim.lrr train.steps data.order checkpoint.every lr train.n".split())
     assert '"shuffled", "shards-shuffled" or "sequential"' in found["data.order"]
 
 
@@ -211,31 +199,25 @@ def test_the_recipes_on_the_pages_about_other_tools_load(tmp_path, page):
     (tmp_path / "mine.toml").write_text(re.findall(r"```toml\n(.*?)```", text, re.S)[0])
     written = tomllib.loads((tmp_path / "mine.toml").read_text())
     loaded = Recipe.load(tmp_path / "mine.toml").flat()
-    simple = {
-        (s, k): v
-        for s, keys in written.items()
-        if isinstance(keys, dict)
-        for k, v in keys.items()
-        if not isinstance(v, dict)
-    }
-    assert simple and {(s, k): loaded[f"{s}.{k}"] for s, k in simple} == simple
+    sections = {name: keys for name, keys in written.items() if isinstance(keys, dict)}
+    assert sections
+    for name, keys in sections.items():
+        for key, value in keys.items():
+            assert isinstance(value, dict) or loaded[f"{name}.{key}"] == value
 
 
 def test_a_list_is_taken_as_a_shell_leaves_it():
-    for text in ("wandb", "[wandb]", '["wandb"]', "'wandb'"):
-        assert Recipe.load("quickstart", [f"telemetry.trackers={text}"]).telemetry.trackers == [
-            "wandb"
-        ]
-    assert Recipe.load("quickstart", ["telemetry.trackers=[wandb, mlflow]"]).telemetry.trackers == [
-        "wandb",
-        "mlflow",
-    ]
-    assert Recipe.load("quickstart", ["eval.suites=lm-eval:a,b"]).eval.suites == ["lm-eval:a,b"]
-    assert Recipe.load("quickstart", ["telemetry.trackers=[]"]).telemetry.trackers == []
-    assert Recipe.load("quickstart", ["model.freeze=blocks.[01].*,*.[23]"]).model.freeze == [
-        "blocks.[01].*",
-        "*.[23]",
-    ]
+    for key, text, items in (
+        *(
+            ("telemetry.trackers", x, ["wandb"])
+            for x in ("wandb", "[wandb]", '["wandb"]', "'wandb'")
+        ),
+        ("telemetry.trackers", "[wandb, mlflow]", ["wandb", "mlflow"]),
+        ("telemetry.trackers", "[]", []),
+        ("eval.suites", "lm-eval:a,b", ["lm-eval:a,b"]),
+        ("model.freeze", "blocks.[01].*,*.[23]", ["blocks.[01].*", "*.[23]"]),
+    ):
+        assert Recipe.load("quickstart", [f"{key}={text}"]).flat()[key] == items
 
 
 @pytest.mark.parametrize(
@@ -321,12 +303,10 @@ def test_every_preset_takes_a_few_steps(name):
 def test_a_name_that_takes_nothing_from_the_preset_is_answered_with_extends(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('preset = "quickstart"\n[train]\nsteps = 5\n')
-    for load in (
-        lambda: Recipe.load(file),
-        lambda: Recipe.from_dict({"preset": "quickstart", "train.steps": 5}),
-    ):
-        with pytest.raises(UserError, match='extends = "quickstart"'):
-            load()
+    with refused('extends = "quickstart"'):
+        Recipe.load(file)
+    with refused('extends = "quickstart"'):
+        Recipe.from_dict({"preset": "quickstart", "train.steps": 5})
     whole = Recipe.load("quickstart", {"train.steps": 5})
     file.write_text(whole.toml())
     assert Recipe.load(file) == whole == Recipe.from_dict(whole.tree())
@@ -336,9 +316,7 @@ def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path):
     (tmp_path / "base.toml").write_text('extends = "quickstart"\n[optim]\nlr = 0.5\n')
     (tmp_path / "mine.toml").write_text('extends = "base.toml"\n[train]\nsteps = 7\n')
     recipe = Recipe.load(tmp_path / "mine.toml", ["model.dropout=0.1"])
-    assert recipe.preset == "mine"
-    assert recipe.optim.lr == 0.5
-    assert recipe.train.steps == 7
+    assert (recipe.preset, recipe.optim.lr, recipe.train.steps) == ("mine", 0.5, 7)
     assert recipe.model.dropout == 0.1
     assert recipe.model.width == Recipe.load("quickstart").model.width
 
@@ -376,22 +354,14 @@ def test_what_cannot_be_read_is_one_message(tmp_path, monkeypatch, recipe, overr
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
     Path("latin.toml").write_bytes(b"[run]\nnotes = 'caf\xe9'\n")
-    with pytest.raises(UserError) as caught:
+    with refused(*words):
         Recipe.load(recipe, overrides)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_the_config_hash_is_of_the_semantic_settings():
     base = Recipe.load("quickstart")
-    same = [
-        "run.dir=x",
-        "run.notes=y",
-        "checkpoint.every=3",
-        "telemetry.every=1",
-        "parallel.strategy=full_shard",
-        "train.micro_batch=2",
-        "data.workers=3",
-    ]
+    same = "run.dir=x run.notes=y checkpoint.every=3 telemetry.every=1 data.workers=3".split()
+    same += ["parallel.strategy=full_shard", "train.micro_batch=2"]
     other = "optim.lr=1 run.seed=2 train.steps=9 model.dropout=0.5 data.order=sequential".split()
     assert {base.replace(o).config_hash for o in same} == {base.config_hash}
     assert len({base.config_hash, *(base.replace(o).config_hash for o in other)}) == 1 + len(other)

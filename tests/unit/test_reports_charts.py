@@ -70,7 +70,6 @@ def test_smoothing_is_the_weighted_mean_of_what_is_finite(values, weight):
 
 
 def test_of_several_runs_each_rank_has_a_line_for_allocated_and_one_for_reserved_memory(tmp_path):
-    """As the comparison of learning rates on two workers plots it; of many ranks the mean and range of each run."""
     runs = [
         RunView(build_run(tmp_path / name, ranks=2, steps=30), name) for name in ("a", "b", "c")
     ]
@@ -113,7 +112,6 @@ def test_a_logged_measure_is_drawn_whatever_its_name(tmp_path):
 
 
 def styles(figure):
-    """Colour and pattern of each line with a name, as matplotlib draws it."""
     lines = figure.axes[0].get_lines()
     return [
         (x.get_color(), str(x._unscaled_dash_pattern))

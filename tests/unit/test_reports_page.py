@@ -110,17 +110,7 @@ def test_a_report_has_a_page_tables_and_plots(written, one):
         "evaluations-loss.tex",
     }
     assert {path.name for path in written.tables} == {*names, "evaluations-hellaswag.tex"}
-    plots = {
-        "loss",
-        "loss-late",
-        "lr",
-        "grad_norm",
-        "throughput",
-        "step_time",
-        "mfu",
-        "memory",
-        "utilisation",
-    }
+    plots = set("loss loss-late lr grad_norm throughput step_time mfu memory utilisation".split())
     assert plots <= set(written.plots)
     assert written.page == one.run.report_dir / "index.html" and written.page.stat().st_size
     links = re.findall(r"^!\[.*\((.*)\)$", written.markdown.read_text(), re.M)

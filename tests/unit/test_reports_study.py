@@ -112,7 +112,6 @@ def test_settings_with_the_same_last_part_have_names_and_charts_of_their_own(tmp
 
 
 def cells_table_text(study):
-    """What `windlass sweep` shows in the terminal."""
     from rich.console import Console
 
     console = Console(width=300)

@@ -55,7 +55,6 @@ def test_axes_of_numpy_and_values_with_commas_are_stored_as_they_are(tmp_path):
 
 
 def test_the_command_of_a_cell_trains_into_its_directory(tmp_path):
-    """Whatever characters the path of the study and the settings of the cell have."""
     source = 'C:\\new "text", it\'s.txt'
     study = Study.create(
         Recipe.load("quickstart"), {"data.source": [source]}, tmp_path / 'my "study", it\'s \\n [1]'
@@ -67,7 +66,6 @@ def test_the_command_of_a_cell_trains_into_its_directory(tmp_path):
 
 
 def finish(study, *losses, **fields):
-    """A ledger for the first cells: finished, with these losses."""
     for cell, loss in zip(study.cells, losses, strict=False):
         line = {
             "kind": "eval",
@@ -81,7 +79,6 @@ def finish(study, *losses, **fields):
 
 
 def test_a_study_grows_by_more_values_and_by_another_axis(study):
-    """Cells keep their order, directory and key; what is new comes after them."""
     finish(study, 3.0, 2.0, 2.5, 2.6)
     recipe, before = Recipe.load("quickstart"), {cell.key: cell.directory for cell in study.cells}
     more = Study.create(recipe, ["optim.lr=1e-3,3e-3", "run.seed=1"], study.path)
@@ -128,7 +125,6 @@ def test_a_study_that_grows_has_the_same_seeds_everywhere(study):
 
 
 def test_one_seed_is_not_ranked_before_medians(study):
-    """Even if it was lucky; and what is missing is named."""
     more = Study.create(Recipe.load("quickstart"), ["optim.lr=3e-3", "run.seed=1"], study.path)
     finish(more, 3.0, 2.0, 2.6, 2.7, 1.0)
     winners, remark = more.winners()

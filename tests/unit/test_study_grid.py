@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from windlass.errors import UserError
+from helpers import refused
 from windlass.recipe import Recipe, parse_override, typed
 from windlass.study.grid import (
     NODES,
@@ -49,9 +49,8 @@ def test_what_can_be_typed(text, keys, values):
     ],
 )
 def test_what_cannot_be_typed(text, remedy):
-    with pytest.raises(UserError) as error:
+    with refused(remedy):
         parse_axis(text)
-    assert remedy in str(error.value)
 
 
 def grid(*axes):
@@ -88,9 +87,8 @@ def test_axes_are_crossed_and_the_last_changes_fastest():
     ],
 )
 def test_invalid_grids_name_every_cell(axes, words):
-    with pytest.raises(UserError) as error:
+    with refused(*words):
         grid(*axes)
-    assert all(word in str(error.value) for word in words)
 
 
 def test_settings_outside_the_config_hash_tell_cells_apart():
@@ -109,10 +107,7 @@ def test_hosts_and_repeats_are_no_settings_of_a_cell():
     assert (
         one.recipe == other.recipe == again.recipe and not other.overrides and not again.overrides
     )
-    assert other.nodes == 2
-    assert other.repeat == 1
-    assert again.nodes == 1
-    assert again.repeat == 2
+    assert (other.nodes, other.repeat, again.nodes, again.repeat) == (2, 1, 1, 2)
     assert again.label == "world=4 nodes=1 repeat=2"
     assert len({one.key, other.key, again.key}) == 3
     # so that a study can grow
@@ -122,42 +117,14 @@ def test_hosts_and_repeats_are_no_settings_of_a_cell():
 @pytest.mark.parametrize(
     "value",
     [
-        True,
-        3,
-        1e-4,
-        float("inf"),
-        "cosine",
-        "2 epochs",
-        "true",
-        "1",
-        " x",
-        'a "quoted" word',
-        "it's",
-        "'it''s'",
-        "\\",
-        "\\u0041",
-        "C:\\new 'x' \"y\"",
-        "a\nb",
-        "1\nx = 2",
-        "a\r\nb",
-        "\t",
-        "\x7f\x00\x1b",
-        "über 🚂",
-        "\udcff",
-        "",
-        "# x",
-        "[a",
-        "'" * 3,
-        '"' * 3,
-        [0.9, 0.95],
-        ["a,b", "1", "it's", "\n"],
-        [],
-        [{"source": "it's", "weight": 0.5}],
-        {"a b": [True, "x\ny"]},
+        *(True, 3, 1e-4, float("inf"), "cosine", "2 epochs", "true", "1", " x", 'a "quoted" word'),
+        *("it's", "'it''s'", "\\", "\\u0041", "C:\\new 'x' \"y\"", "a\nb", "1\nx = 2", "a\r\nb"),
+        *("\t", "\x7f\x00\x1b", "über 🚂", "\udcff", "", "# x", "[a", "'" * 3, '"' * 3),
+        *([0.9, 0.95], ["a,b", "1", "it's", "\n"], []),
+        *([{"source": "it's", "weight": 0.5}], {"a b": [True, "x\ny"]}),
     ],
 )
 def test_a_typed_value_reads_back(value):
-    """Also as an argument of a process, which holds no NUL."""
     text = f"key={typed(value)}"
     read = parse_override(text)[1]
     assert (read, type(read)) == (value, type(value)) and "\0" not in text
@@ -191,6 +158,5 @@ def test_axes_as_python_has_them():
     "axes", [{"optim.lr": 0.1}, {"optim.lr": []}, {"optim.lr+run.seed": [1, 2]}]
 )
 def test_axes_that_are_no_lists_name_the_key(axes):
-    with pytest.raises(UserError) as error:
+    with refused(*axes, "list"):
         read_axes(axes)
-    assert next(iter(axes)) in str(error.value) and "list" in str(error.value)

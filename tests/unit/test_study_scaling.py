@@ -27,8 +27,6 @@ from windlass.telemetry.measures import SETUP, STEP_PARTS
 
 @pytest.fixture
 def build(tmp_path):
-    """Builds a study in a new directory; a step takes a number of ms, by ranks, or as computed."""
-
     def make(scaling, cells, took, **rest):
         def step(assignment):
             return phases(took[assignment[WORLD]] if isinstance(took, dict) else took)
@@ -48,13 +46,8 @@ def test_windows_that_begin_after_the_warm_up_of_each_start():
     assert [x["step"] for x in windows([start, *lines], 5)] == [10, 20], (
         "the line of step 10 holds steps 6 to 10"
     )
-    again = [
-        start,
-        *lines[:3],
-        start | {"event": "resumed", "step": 10},
-        lines[3],
-        lines[3] | {"step": 25},
-    ]
+    resumed = start | {"event": "resumed", "step": 10}
+    again = [start, *lines[:3], resumed, lines[3], lines[3] | {"step": 25}]
     assert [x["step"] for x in windows(again, 5)] == [10, 25], "a resume warms up again"
     assert [x["step"] for x in windows([start, *lines], 0)] == [1, 5, 10, 20]
     timed = [line | {"time": f"2026-01-01T00:00:{line['step']:02}Z"} for line in lines]
@@ -83,11 +76,7 @@ def test_strong_speed_up_efficiency_and_karp_flatt_against_the_smallest_world(bu
     took = {2: 100.0, 4: 60.0, 8: 50.0}
     study = build(Scaling("strong"), worlds(4, 2, 8), took)
     two, four, eight = read_setups(study)
-    assert [row.name for row in (two, four, eight)] == [
-        "1 host, 2 ranks",
-        "1 host, 4 ranks",
-        "1 host, 8 ranks",
-    ]
+    assert [row.name for row in (two, four, eight)] == [f"1 host, {n} ranks" for n in (2, 4, 8)]
     assert two.values["step_ms"] == 100, "the warm-up steps took ten times that"
     assert [row.values["speedup"] for row in (two, four, eight)] == pytest.approx([1, 100 / 60, 2])
     assert [row.values["efficiency"] for row in (two, four, eight)] == pytest.approx(
@@ -122,13 +111,9 @@ def test_fixed_data_compares_times_of_a_sample(build):
 
 @pytest.mark.parametrize("grow", ["batch", "model"])
 def test_weak_efficiency_is_baseline_over_current_time_of_a_step(build, grow):
-    more = (
-        {"train__global_batch": lambda n: 2 * n}
-        if grow == "batch"
-        else {"model__layers": lambda n: 2 * n}
-    )
-    took = {1: 100.0, 2: 125.0}
-    study = build(Scaling("weak", grow), worlds(1, 2, **more), took)
+    more = {"batch": "train__global_batch", "model": "model__layers"}[grow]
+    cells = worlds(1, 2, **{more: lambda n: 2 * n})
+    study = build(Scaling("weak", grow), cells, {1: 100.0, 2: 125.0})
     one, two = read_setups(study)
     assert two.values["efficiency"] == pytest.approx(0.8)
     assert two.values["speedup"] == pytest.approx(1.6)
@@ -145,12 +130,8 @@ def test_weak_efficiency_is_baseline_over_current_time_of_a_step(build, grow):
 
 def test_medians_over_repeats_with_their_spread(build):
     took = {1: 10.0, 2: 30.0, 3: 20.0}
-    study = build(
-        Scaling("strong", repeats=3),
-        worlds(1, 2, repeats=3),
-        lambda a: phases(took[a[REPEAT]]),
-        waiting=[5],
-    )
+    scaling, cells = Scaling("strong", repeats=3), worlds(1, 2, repeats=3)
+    study = build(scaling, cells, lambda a: phases(took[a[REPEAT]]), waiting=[5])
     one, two = read_setups(study)
     assert (one.values["step_ms"], one.spread["step_ms"]) == (20, (10, 30))
     assert len(one.results) == 3
@@ -180,17 +161,8 @@ def test_the_parts_of_a_step_sum_to_it_and_a_negative_difference_is_said_to_be_n
     got = [two.values[name] for name in ("compute_ms", "exposed_ms", "data_ms", "host_ms")]
     assert got == pytest.approx([45, 57 - 49, 3, 4])
     assert four.values["exposed_ms"] == 0 and any("noise" in text for text in four.remarks)
-    assert "communication grew most" in " ".join(build_low(build).remarks)
-
-
-def build_low(build):
-    study = build(
-        Scaling("strong"),
-        worlds(1, 2),
-        lambda a: phases({1: 100.0, 2: 90.0}[a[WORLD]]),
-        probe=lambda a: phases(50.0),
-    )
-    return read_setups(study)[1]
+    low = build(Scaling("strong"), worlds(1, 2), {1: 100.0, 2: 90.0}, probe=lambda a: phases(50.0))
+    assert "communication grew most" in " ".join(read_setups(low)[1].remarks)
 
 
 def test_without_a_probe_communication_has_a_reason_and_no_number(build):
@@ -211,19 +183,12 @@ def test_every_number_is_there_or_has_a_reason_and_cells_that_wait_or_failed_are
     _, failed, waiting = read_setups(study)
     assert failed.state == "failed"
     assert failed.missing["speedup"] == "failed: exit code 1: out of memory"
-    assert waiting.state == "waiting"
-    assert waiting.missing["step_ms"] == "not run yet"
+    assert (waiting.state, waiting.missing["step_ms"]) == ("waiting", "not run yet")
     assert waiting.values["world"] == 4
     alone = build(Scaling("strong"), worlds(1, 2), 50.0, waiting=[0])
-    assert (
-        read_setups(alone)[1].missing["efficiency"]
-        == "the baseline, 1 host, 1 rank, has no numbers"
-    )
+    assert "1 host, 1 rank, has no numbers" in read_setups(alone)[1].missing["efficiency"]
     short = build(Scaling("strong", warmup=20), worlds(1), 50.0)
-    assert (
-        read_setups(short)[0].missing["step_ms"]
-        == "no line of the ledger begins after 20 steps of warm-up"
-    )
+    assert "after 20 steps of warm-up" in read_setups(short)[0].missing["step_ms"]
 
 
 def test_oversubscribed_cores_are_said(build):
@@ -237,15 +202,8 @@ def test_oversubscribed_cores_are_said(build):
 
 def test_a_projection_rests_on_ranks_that_do_not_take_turns(build):
     """Of 1, 2 and 4 ranks with two threads each on 4 cores, 2 are projected from."""
-    scaling, measured = Scaling("strong", project=(4, 8)), rates("1x1", "1x2", "1x4")
-    study = build(
-        scaling,
-        worlds(1, 2, 4),
-        50.0,
-        probe=lambda a: phases(40.0 / a[WORLD]),
-        rates=measured,
-        cores=4,
-    )
+    measured = {"probe": lambda a: phases(40.0 / a[WORLD]), "rates": rates("1x1", "1x2", "1x4")}
+    study = build(Scaling("strong", project=(4, 8)), worlds(1, 2, 4), 50.0, **measured, cores=4)
     table = read_setups(study)
     (four, eight), basis = projections(study, table)
     assert four.reason.startswith("within") and "of 1 host, 2 ranks" in basis
@@ -285,11 +243,8 @@ def test_ring_formulas_of_the_collectives():
     assert twice["reduce_scatter"] == 6000
     assert sent("full_shard", accumulation=2, reduce_each=False)["reduce_scatter"] == 3000
     assert sent("shard_grad_op", accumulation=2)["reduce_scatter"] == 3000
-    assert (
-        sent("hybrid_shard", shard=2, accumulation=2)["all_reduce"]
-        == sent("hybrid_shard", shard=2)["all_reduce"]
-    )
     hybrid = sent("hybrid_shard", shard=2)
+    assert sent("hybrid_shard", shard=2, accumulation=2)["all_reduce"] == hybrid["all_reduce"]
     assert hybrid == pytest.approx(
         {"all_gather": 1 / 2 * 3800, "reduce_scatter": 1 / 2 * 4000, "all_reduce": 2 * 1 / 2 * 2000}
     )
@@ -297,13 +252,10 @@ def test_ring_formulas_of_the_collectives():
 
 def test_predicted_time_by_measured_rates(build):
     measured = rates("1x4", tflops=2.0)["1x4"]
-    at = [
-        bus_bandwidth_at(measured["collectives"], "all_reduce", size)
-        for size in (1, 2**16, 2**18, 2**20, 2**30)
-    ]
-    assert at == pytest.approx([0.1e9, 0.1e9, 0.55e9, 1e9, 1e9]), (
-        "linear in the logarithm of the size"
-    )
+    # linear in the logarithm of the size
+    sizes, expected = (1, 2**16, 2**18, 2**20, 2**30), [0.1e9, 0.1e9, 0.55e9, 1e9, 1e9]
+    at = [bus_bandwidth_at(measured["collectives"], "all_reduce", size) for size in sizes]
+    assert at == pytest.approx(expected)
     assert bus_bandwidth_at([], "all_reduce", 1) is None
     rate = measured_rates(measured, Layout("ddp", 4, checkpointing="full"))
     step = step_time(rate, 4e9, [Collective("all_reduce", 2**20, 3, 4)])
@@ -351,42 +303,24 @@ def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(bu
 
 def test_a_projection_updates_the_parameters_that_a_rank_would_have(build):
     """A quarter of them among four times the ranks, if the optimizer state is sharded; more, if layers grow."""
+    grown = worlds(1, 2, model__layers=lambda n: 2 * n)
+    sharded = ["parallel.strategy=shard_optim"]
+    measured = {"probe": lambda a: phases(41.0), "rates": rates("1x1", "1x2")}
     for name, settings, scaling, cells in (
-        (
-            "sharded",
-            ["parallel.strategy=shard_optim"],
-            Scaling("strong", project=(8,)),
-            worlds(1, 2),
-        ),
-        (
-            "grown",
-            [],
-            Scaling("weak", "model", project=(8,)),
-            worlds(1, 2, model__layers=lambda n: 2 * n),
-        ),
+        ("sharded", sharded, Scaling("strong", project=(8,)), worlds(1, 2)),
+        ("grown", [], Scaling("weak", "model", project=(8,)), grown),
     ):
-        study = build(
-            scaling,
-            cells,
-            50.0,
-            probe=lambda a: phases(41.0),
-            rates=rates("1x1", "1x2"),
-            settings=settings,
-        )
+        study = build(scaling, cells, 50.0, **measured, settings=settings)
         table = read_setups(study)
         values, [eight] = table[1].values, projections(study, table)[0]
         passes, update, rest = 0.8 * 41, 0.1 * 41, values["host_ms"] + values["data_ms"]
         if name == "sharded":
             assert eight.compute_ms == pytest.approx(passes / 4 + update / 4 + rest)
         else:
-            few, many = (
-                count(study.recipe.replace({"model.layers": n}).model, VOCAB).total for n in (4, 16)
-            )
-            per_token = [
-                flops_per_token(study.recipe.replace({"model.layers": n}).model, VOCAB)
-                for n in (4, 16)
-            ]
-            ratio = per_token[1] / per_token[0] / 4
+            models = [study.recipe.replace({"model.layers": n}).model for n in (4, 16)]
+            few, many = (count(model, VOCAB).total for model in models)
+            at_two, at_eight = (flops_per_token(model, VOCAB) for model in models)
+            ratio = at_eight / at_two / 4
             assert table[1].values["parameters"] == few
             assert eight.compute_ms == pytest.approx(passes * ratio + update * many / few + rest)
 
@@ -416,21 +350,15 @@ def test_strategies_have_a_pareto_front_and_one_is_recommended(build):
         return phases(ms) | {"peak_mb": mb}
 
     cells = [
-        {WORLD: 4, "parallel.strategy": name}
-        | ({"parallel.shard_size": 2} if "hybrid" in name else {})
+        {"parallel.shard_size": 2 * ("hybrid" in name), WORLD: 4, "parallel.strategy": name}
         for name in took
     ]
-    cells = [{"parallel.shard_size": 0} | one for one in cells]
     study = build(Scaling("strategies"), cells, step)
     table = {row.assignment["parallel.strategy"]: row for row in read_setups(study)}
-    assert [name for name, row in table.items() if row.values["pareto"]] == [
-        "ddp",
-        "shard_grad_op",
-        "full_shard",
-    ]
-    assert [name for name, row in table.items() if row.values["recommended"]] == [
-        "shard_grad_op"
-    ], "within 2 % of ddp"
+    front = [name for name, row in table.items() if row.values["pareto"]]
+    assert front == ["ddp", "shard_grad_op", "full_shard"]
+    recommended = [name for name, row in table.items() if row.values["recommended"]]
+    assert recommended == ["shard_grad_op"], "within 2 % of ddp"
     assert "44 % less memory" in " ".join(table["shard_grad_op"].remarks)
     assert table["ddp"].missing["efficiency"] == "all setups have the same number of ranks"
 
@@ -447,18 +375,17 @@ def test_a_model_of_transformers_is_counted_by_its_parameters(build):
     study = build(Scaling("strong"), worlds(1), 50.0, device="NVIDIA X1")
 
     def other_model(line):
+        if line.get("event") != "started":
+            return line
         network = {"architecture": "bloom", "layers": 2, "heads": 2, "width": 64, "vocab": VOCAB}
-        return line | (
-            {"network": network, "trained": 1000} if line.get("event") == "started" else {}
-        )
+        return line | {"network": network, "trained": 1000}
 
     edit(study.run_of(study.cells[0]), other_model)
     [row] = read_setups(study)
     assert row.work.flops_per_token == 4 * PARAMETERS + 2 * 1000, "frozen weights have no gradient"
     work, block = row.work, (PARAMETERS - VOCAB * 64) // 2
     assert (work.total, work.trained, work.block, work.blocks) == (PARAMETERS, 1000, block, 2)
-    assert not row.on_cpu
-    assert row.work.layout.device == "cuda"
+    assert not row.on_cpu and row.work.layout.device == "cuda"
     assert row.missing["mfu"] == "no peak is known of NVIDIA X1"
 
 
@@ -470,12 +397,8 @@ def test_from_one_rank_nothing_is_projected(build):
 
 def test_a_probe_with_more_padding_counts_by_the_tokens_of_the_step(build):
     """A rank's step has 4 x 32 tokens, its probe's 160: forward and backward take 128/160 of the probe's, nothing else does."""
-    study = build(
-        Scaling("strong"),
-        worlds(1, 2),
-        50.0,
-        probe=lambda a: phases(40.0) | {"padded_tokens_per_s": 160 / 40e-3},
-    )
+    probe = phases(40.0) | {"padded_tokens_per_s": 160 / 40e-3}
+    study = build(Scaling("strong"), worlds(1, 2), 50.0, probe=lambda a: probe)
     values = read_setups(study)[1].values
     assert values["compute_ms"] == pytest.approx((0.3 + 0.5) * 40 * 128 / 160 + 0.1 * 40)
     assert values["host_ms"] == pytest.approx(40 - 1 - 0.9 * 40)

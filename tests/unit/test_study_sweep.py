@@ -219,7 +219,6 @@ def test_halving_leaves_the_worse_half_behind(play):
 
 
 def test_halving_after_a_kill_decides_as_before(play):
-    """A cell that was to be left behind when everything was killed is left behind when the command is given again."""
     pytest.importorskip("optuna")
     _, study, _ = play(
         [{"losses": [2.0]}, {"losses": [1.0]}, {"losses": [3.0], "killed": 9, "steps": 9}]
@@ -234,7 +233,6 @@ def test_halving_after_a_kill_decides_as_before(play):
 
 
 def test_workers_and_ranks_share_the_cores(play):
-    """Every rank of every cell has the same threads, so that their speeds can be compared."""
     code, study, _ = play([{}, {}], axes=["parallel.world=1,2"], world=4, workers=2)
     assert code == DONE
     seen = [(about(study, n)["world"], int(about(study, n)["threads"])) for n in (0, 1)]

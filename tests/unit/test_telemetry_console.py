@@ -52,7 +52,6 @@ def show(console):
 
 
 def plain(log):
-    """A log without the time at the front of each line."""
     lines = log.read_text().splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z ", line) for line in lines)
     return [line.partition(" ")[2] for line in lines]

@@ -26,7 +26,6 @@ class Probe:
 
 
 def test_a_file_a_rank_and_each_sample_with_the_phase_that_took_most_of_its_interval(tmp_path):
-    """Waiting for data is training."""
     spent = [
         {"startup": 4.0},
         {"startup": 5.0, "train": 0.4},

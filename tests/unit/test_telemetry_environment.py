@@ -60,7 +60,6 @@ def test_a_command_line_without_its_secrets(given, shown):
 
 
 def test_the_shells_directories_are_no_secrets():
-    """They are at the front of every path."""
     shell = {"PWD": "/home/somebody/work", "OLDPWD": "/home/somebody"}
     assert scrub_command(["run.dir=/home/somebody/work/x"], shell) == [
         "run.dir=/home/somebody/work/x"

@@ -34,7 +34,6 @@ def variables(monkeypatch):
 
 
 def leaked(folder: Path) -> list[tuple[str, str]]:
-    """File and secret wherever a file that is text, or its name, has one."""
     files = [
         path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".png", ".pdf")
     ]

@@ -196,7 +196,6 @@ def test_phase_of_start_that_lasts_says_what_it_does_in_log_too(tmp_path, monkey
     monkeypatch.setattr("windlass.telemetry.console.LASTS_SECONDS", 0.05)
 
     def slow(module, name, words):
-        """The function waits, as long as the phase has not said what it does."""
         real = getattr(module, name)
 
         def late(*args, **kwargs):
