@@ -123,10 +123,7 @@ def _is_empty(message: Message) -> bool:
 
 
 def _take_untrained(messages: list[Message]) -> frozenset[int]:
-    """The places of answers that do not count: empty, or excluded by `weight` or `train`.
-
-    Removes both keys from the messages. Raises ValueError for other values of them.
-    """
+    """Remove `weight` and `train`; the places of answers that are empty or that they exclude."""
     untrained = set[int]()
     for place, message in enumerate(messages):
         weight, train = message.pop("weight", None), message.pop("train", None)
@@ -193,10 +190,7 @@ def read(
     setting: str = "data.source",
     notify: Notify = print,
 ) -> list[Conversation]:
-    """The conversations of JSON files (one a line, or all in one array) and of `hf:...`.
-
-    Raises UserError if a source has no conversations or an item is not one.
-    """
+    """The conversations of JSON files and of `hf:...`; UserError if an item is not one."""
     conversations: list[Conversation] = []
     for source in sources:
         files = [] if source.startswith("hf:") else find_files(source, setting, JSON_LINES)
@@ -252,5 +246,4 @@ def shape_of(item: Any, place: str) -> Shape:
 
 
 def _kind(value: Any) -> str:
-    """The JSON type of a value."""
     return JSON_KINDS.get(type(value), "a number")

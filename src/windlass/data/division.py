@@ -76,10 +76,7 @@ def stream_name(kind: str, number: int) -> str:
 
 
 def text_sources(data: DataSettings, notify: Notify) -> list[TextSource]:
-    """The sources of `data.source` and of a separate validation set.
-
-    `max_tokens` takes the same fraction of each source, by its size.
-    """
+    """The sources of `data.source` and of a separate validation set."""
     held_out, tokens = Fraction(str(data.val_fraction)), Fraction(data.max_tokens)
     train = open_corpora(data, data.sources, data.split, notify, data.sha256)
     for corpus in train:
@@ -136,10 +133,7 @@ def _part_of_text(corpus: Corpus, fraction: Fraction, first: bool) -> Corpus:
 
 
 def _divide_few(source: TextSource) -> TextSource:
-    """The source with its hold-out fixed if it has few documents.
-
-    They are divided between two documents if that comes near, else inside one, which becomes two.
-    """
+    """Fix the hold-out of a source with few documents: between two if that is near, else in one."""
     sizes, limit = list[tuple[int, int]](), replace(source.limit, tokens=NONE)
     for number, text in enumerate(source.corpus.documents()):
         sizes += [(number, text_size(text))] if text else []

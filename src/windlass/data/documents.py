@@ -82,10 +82,7 @@ def prepare_text(
 
 
 class Written:
-    """The committed work of an interrupted preparation, stored in `progress.json`.
-
-    If `work` (corpus, settings, tokenizer) differs, the preparation starts over.
-    """
+    """The committed shards of an interrupted preparation; nothing if its `work` was another."""
 
     def __init__(self, directory: Path, work: dict[str, Any]):
         self._path, self._work = directory / PROGRESS, work

@@ -145,10 +145,7 @@ def read_records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str
 
 
 def read_json_items(path: Path) -> Iterator[tuple[str, Any]]:
-    """The items of a JSON file with their places: one a line, or (`.json`) all in an array.
-
-    Raises UserError if the file cannot be read or is not JSON.
-    """
+    """The items of JSON lines, or of a `.json` array, with their places; UserError if damaged."""
     place = str(path)
     try:
         with path.open("rb") as raw:

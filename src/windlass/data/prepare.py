@@ -132,10 +132,7 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
 
 
 def preparing_settings(recipe: Recipe) -> dict[str, Any]:
-    """Everything that determines the prepared data: settings, and the content of files.
-
-    A hash of it, without `tokenizer_files`, names the directory.
-    """
+    """The settings and files that determine the data; their hash names the directory."""
     data = recipe.data
     settings: dict[str, Any] = {"tokenizer_files": vocabulary.tokenizer_files(data.tokenizer)}
     if data.tokenizer == "bpe":

@@ -48,10 +48,8 @@ class Question:
 
 
 def read_questions(source: str, split: str = "train", key: str = "data.source") -> list[Question]:
-    """The questions of `squad:FILE.json`, or of `squad` on the Hub; `key` is the setting.
-
-    Raises UserError if there are none, or the file is not SQuAD v1.1 JSON.
-    """
+    """The questions of `squad:FILE.json` or `squad` (on the Hub), for the setting `key`; UserError
+    if there are none, or the file is not SQuAD v1.1 JSON."""
     name, _, path = source.partition(":")
     if name != "squad":
         raise UserError(f"{key}: {source!r} has no questions; write squad or squad:FILE.json")
@@ -208,10 +206,7 @@ def around(item: Question, characters: int) -> str:
 
 
 def prompt(item: Question, tokenizer: Tokenizer, room: int) -> list[int]:
-    """The tokens of a question's prompt for generation, at most `room`.
-
-    A long context loses its end, and a question that is too long alone its beginning.
-    """
+    """A question's prompt for generation in at most `room` tokens; a long context loses its end."""
 
     def encode(characters: int) -> list[int]:
         text = item.context[:characters].rstrip()

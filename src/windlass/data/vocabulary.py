@@ -198,10 +198,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, a directory, or the Hub's `NAME[@REVISION]`.
-
-    The end-of-text token is the one of the configuration beside the file, else a common one.
-    """
+    """The tokenizer of a `tokenizer.json`, a directory, or the Hub's `NAME[@REVISION]`."""
     # The library would warn about a fork after its threads started.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = Path(place).expanduser()

@@ -115,8 +115,7 @@ def generate(
 ) -> list[list[int]] | None:
     """The tokens after each prompt, without the stop token; None if `poll` asks to stop.
 
-    Arguments as `generate_events`; `progress` is called with the number of complete texts and of
-    all texts.
+    Arguments as `generate_events`; `progress` gets the numbers of complete and of all texts.
     """
     done, texts = 0, {index: list[int]() for index in how.get("indices") or range(len(prompts))}
     events = generate_events(model, prompts, sampling, *arguments, **how)

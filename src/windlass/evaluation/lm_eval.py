@@ -30,10 +30,9 @@ class Interrupted(Exception):
 def run_harness(
     tasks: str, model: Any, tokenizer: Tokenizer, ranks: Ranks, task_manager: Any = None, **how: Any
 ) -> dict[str, Any] | None:
-    """Scores of tasks, their names joined by `+`: `TASK/METRIC` → number.
+    """The scores `TASK/METRIC` of tasks, joined by `+`; UserError if the harness or one is missing.
 
-    `how` is `autocast` and `poll`. Raises UserError if the harness is not installed or has no such
-    task.
+    `how` is `autocast` and `poll`.
     """
     hub.prepare()
     require("lm_eval", f"the suite lm-eval:{tasks}")
@@ -82,8 +81,6 @@ def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
         return [(score.sum, score.greedy) for score in scores]
 
     class Adapter(LM):  # type: ignore[misc]
-        """Texts in, log-likelihoods and texts out."""
-
         def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
             return score([encode_request(tokenizer, start, *request.args) for request in requests])
 
@@ -107,10 +104,7 @@ def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
 def encode_request(
     tokenizer: Tokenizer, start: list[int], context: str, ending: str
 ) -> Continuation:
-    """Context and ending tokenized together and cut after the context's own tokens.
-
-    The context's trailing spaces go to the ending.
-    """
+    """A text cut after the tokens of its context, whose trailing spaces go to the ending."""
     stripped = context.rstrip()
     ending = context[len(stripped) :] + ending
     before = tokenizer.encode(stripped).tolist() if stripped else []
@@ -123,10 +117,7 @@ def encode_request(
 def generate_until(
     model: Any, tokenizer: Tokenizer, ranks: Ranks, requests: Sequence[tuple[str, Any]], **how: Any
 ) -> list[str]:
-    """A text for each request (a context and the harness's settings), the same on every rank.
-
-    Raises Interrupted if `poll` asks to stop.
-    """
+    """A text for each request (context and settings), on every rank; may raise Interrupted."""
     samplings, stop = list[Sampling](), frozenset() if tokenizer.eot is None else {tokenizer.eot}
     for _, settings in requests:
         # the likeliest tokens unless `do_sample` is set
