@@ -12,6 +12,7 @@ import pytest
 from report_fixtures import NASTY, add_lines, build_run, build_study, edit, stamp
 
 from windlass.cli import main
+from windlass.cli.train import show_end
 from windlass.reports.contents import Contents
 from windlass.reports.page import page
 from windlass.reports.run_charts import charts
@@ -145,6 +146,20 @@ def test_a_pdf_of_each_plot_is_drawn_on_request(tmp_path):
         pdf = path.with_suffix(".pdf").read_bytes()
         assert pdf.startswith(b"%PDF") and b"CreationDate" not in pdf
     assert not list(report(run, tmp_path / "plain").page.parent.glob("plots/*.pdf"))
+
+
+def test_the_end_of_a_training_draws_plots_only_if_an_earlier_report_did(tmp_path, monkeypatch):
+    run, asked = build_run(tmp_path / "run", steps=20), []
+
+    def written(run, plots):
+        asked.append(plots)
+        return report(run, plots=False)
+
+    monkeypatch.setattr("windlass.reports.write.report", written)
+    assert show_end(run) == 0
+    (run.report_dir / "plots").mkdir()
+    assert show_end(run) == 0
+    assert asked == [False, None]
 
 
 def test_several_runs_are_stacked_under_their_names(one, tmp_path):

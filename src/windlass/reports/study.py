@@ -83,15 +83,13 @@ class StudyView:
         for group in self.best:
             command, remark = self.study.winner_command(group.assignment)
             rows = [place for place, result in enumerate(self.results) if result in group.results]
-            winners.append(Winner(self._winner_text(group), command, remark, rows))
+            settings = ", ".join(f"{key} = {show(x)}" for key, x in group.assignment.items())
+            score = f"best {self.title}"
+            if group.seeds:
+                score = f"median of the {score} over {group.seeds}"
+            text = f"{settings or 'the recipe as it is'}, {score}: {show(group.median, 'loss')}"
+            winners.append(Winner(text, command, remark, rows))
         return winners
-
-    def _winner_text(self, group: SeedGroup) -> str:
-        settings = ", ".join(f"{key} = {show(value)}" for key, value in group.assignment.items())
-        score = f"best {self.title}"
-        if group.seeds:
-            score = f"median of the {score} over {group.seeds}"
-        return f"{settings or 'the recipe as it is'}, {score}: {show(group.median, 'loss')}"
 
 
 def cell_table(seen: StudyView) -> Table:
