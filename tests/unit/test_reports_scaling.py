@@ -95,7 +95,7 @@ def test_the_tables_have_every_setup_with_its_state_and_reasons(strong, tmp_path
         "Efficiency = T(N0) · N0 ÷ (T(N) · N)",
         "Karp and Flatt 1990",
         "then over 3 repeats",
-        "No value of MFU (all setups): no peak is known of CPU.",
+        "No value of MFU (all setups): the peak of CPU is unknown.",
         "All setups ran on one host, node-0: this says nothing about several hosts.",
         "low efficiency, 58 %",
         "## Projected, not measured",

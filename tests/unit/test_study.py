@@ -207,7 +207,7 @@ def test_tokenizers_are_compared_in_bits_per_byte(tmp_path):
     assert common_measure([measured[0], measured[1]._replace(bytes=None)])[0] == ""
     for other, word in (
         ({"text": "bad"}, "00c0ffee, bad"),
-        ({"text": ""}, "not known"),
+        ({"text": ""}, "unknown"),
         ({"bytes": 9e3}, "eval.batches"),
     ):
         measure, remark = common_measure([measured[0], measured[1]._replace(**other)])

@@ -386,7 +386,7 @@ def test_a_model_of_transformers_is_counted_by_its_parameters(build):
     work, block = row.work, (PARAMETERS - VOCAB * 64) // 2
     assert (work.total, work.trained, work.block, work.blocks) == (PARAMETERS, 1000, block, 2)
     assert not row.on_cpu and row.work.layout.device == "cuda"
-    assert row.missing["mfu"] == "no peak is known of NVIDIA X1"
+    assert row.missing["mfu"] == "the peak of NVIDIA X1 is unknown"
 
 
 def test_from_one_rank_nothing_is_projected(build):

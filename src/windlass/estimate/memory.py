@@ -121,10 +121,7 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
 
 
 def _counted(model: CountedSizes, layout: Layout) -> Memory:
-    """The memory with AdamW; frozen weights have neither gradients nor optimizer state.
-
-    Measured activations count as if the blocks of a sharded model had equal sizes.
-    """
+    """The memory with AdamW; a sharded model's blocks count as if they had equal sizes."""
     compute, several = COMPUTE_BYTES[layout.precision], layout.accumulation > 1
     master, sharded = max(4, compute), layout.policy.shards_parameters
     weights, gradients = model.weight_bytes(master), master * model.trained
@@ -217,8 +214,7 @@ class Step:
         return saved + n * d * c + n * model.heads * max(4, c)  # the result, and a log-sum-exp
 
     def block_saved(self) -> int:
-        """The bytes that a block saves without activation checkpointing, without copies of its
-        weights."""
+        """The bytes that a block saves without checkpointing, without copies of its weights."""
         activation = self.model.activation
         copies = {"gelu": 2, "gelu_tanh": 2, "relu": 1, "relu2": 2, "swiglu": 4}[activation]
         # Autocast casts the input of two matrices twice.
@@ -227,8 +223,7 @@ class Step:
         return 2 * self.norm() + self.attention() + feed_forward + 2 * self.dropout(self.compute)
 
     def saved(self, blocks: int) -> int:
-        """The bytes that `blocks` blocks save until the backward pass, with the layout's
-        checkpointing."""
+        """The bytes that `blocks` blocks save with the layout's checkpointing."""
         if self.layout.checkpointing == "none":
             return blocks * self.block_saved()
         saved = self.stream + RNG_BYTES[self.layout.device]
@@ -240,8 +235,7 @@ class Step:
         return blocks * saved
 
     def inside(self) -> int:
-        """The bytes that a block's backward pass adds: recomputed activations and their
-        gradients."""
+        """The recomputed activations and their gradients in a block's backward pass."""
         # The derivative of a square takes two more copies.
         copies = {"swiglu": 2, "relu2": 3}.get(self.model.activation, 1)
         return max(0, self.block_saved() - self.saved(1)) + self.stream + copies * self.hidden
@@ -282,8 +276,7 @@ class Step:
         yield Memory(activations=saved, logits=backward, at="backward of the loss")
 
     def embedding(self, lasting: bool) -> int:
-        """Bytes beside all gradients when the embedding's is computed; a tied head's needs a third
-        tensor."""
+        """Bytes beside all gradients at the embedding's; a tied head's needs a third tensor."""
         return self.head * (2 + lasting) if self.model.tie_head else self.head * lasting
 
 

@@ -134,7 +134,7 @@ def plan(
 
 
 def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
-    """The speed of the runs with the same model and kind of device; None if there is none."""
+    """The speed of the runs with the same model and kind of device, if any."""
     begun = [run for run in runs if run.recipe_path.is_file()]
     same = [run for run in begun if run.recipe.model == subject.recipe.model]
     speeds = [speed for run in same if (speed := measured_speed(run.ledger(), run.name))]

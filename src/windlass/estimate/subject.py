@@ -97,22 +97,22 @@ def subject_of(
     like = last_start(past[0].ledger()) if past and not run else started
     name = device or str(like.get("device") or "")
     if name and name.lower() != "cpu":
-        where = find_device(name, memory_bytes)
-        if device and not where.memory_bytes:
+        target = find_device(name, memory_bytes)
+        if device and not target.memory_bytes:
             memory = argument("memory_bytes", "GB*1e9")
             advice = f"add its memory ({memory}), or write cpu, {', '.join(table())}"
             raise UserError(f"{argument('device', device)} is not in the table; {advice}")
     else:
-        where = this_device(ranks, memory_bytes, cpu=bool(name) or recipe.parallel.device == "cpu")
-    recipe.batch(ranks, where.kind)  # raises if the ranks do not divide the global batch
+        target = this_device(ranks, memory_bytes, cpu=bool(name) or recipe.parallel.device == "cpu")
+    recipe.batch(ranks, target.kind)  # raises if the ranks do not divide the global batch
     recipe.strategy(ranks)  # raises for `single` on several ranks
     precision = str(started.get("precision", "")) if not device else ""
     precision = precision or recipe.train.precision
     if precision == "auto":
-        fp16, bf16 = (peak_flops(where.name, kind) for kind in ("fp16", "bf16"))
+        fp16, bf16 = (peak_flops(target.name, kind) for kind in ("fp16", "bf16"))
         low = "fp16" if fp16 is not None and bf16 is None else "bf16"
-        precision = "fp32" if where.kind == "cpu" else low
-    subject = Subject(recipe, ranks, where, precision)
+        precision = "fp32" if target.kind == "cpu" else low
+    subject = Subject(recipe, ranks, target, precision)
     if run is None:
         return with_counted_sizes(with_prepared_data(subject))
     train = run.lines("train")

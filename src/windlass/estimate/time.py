@@ -85,7 +85,8 @@ class Work:
     def collectives(self) -> list[Collective]:
         """The collectives of a step on parameters and gradients; none on one rank.
 
-        Gradients and master weights have 4 bytes (8 in fp64); FSDP2 gathers in the step's precision.
+        Gradients and master weights have 4 bytes (8 in fp64). FSDP2 gathers in the step's
+        precision.
         """
         layout, strategy = self.layout, self.layout.policy
         world, shard = layout.world, layout.shard
@@ -97,19 +98,17 @@ class Work:
             gradients = master * self.trained
             calls = max(1, math.ceil(gradients / (self.bucket_mb * 2**20)))
             sent = [Collective("all_reduce", gradients / calls, calls, world)]
-            # ZeRO-1: each rank updates its part, which then goes to all.
-            return (
-                sent + [Collective("all_gather", gradients, 1, world)] * strategy.shards_optimizer
-            )
+            if strategy.shards_optimizer:  # each rank updates its part, which then goes to all
+                sent.append(Collective("all_gather", gradients, 1, world))
+            return sent
         gradients_per_parameter = self.trained / self.total
         root, steps = self.total - self.blocks * self.block, layout.accumulation
         once = strategy.keeps_gathered
-        # A block is gathered for each forward and each backward pass, the rest for each forward pass.
+        # A block is gathered for each forward and backward pass, the rest for each forward pass.
+        gathers = self.blocks * (1 if once else 2 * steps)
         sent = [
             Collective("all_gather", low * root, 1 if once else steps, shard),
-            Collective(
-                "all_gather", low * self.block, self.blocks * (1 if once else 2 * steps), shard
-            ),
+            Collective("all_gather", low * self.block, gathers, shard),
         ]
         reductions = steps if layout.reduces_each else 1
         for unit, number in ((root, 1), (self.block, self.blocks)):

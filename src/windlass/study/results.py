@@ -111,7 +111,7 @@ def _common_bits(runs: Sequence[ValidationData]) -> tuple[str, str]:
     if len(sizes) < len(runs):
         problem = "Some runs lack their bits per byte"
     elif not all(one.text for one in runs):
-        problem = "It is not known whether all runs have the same validation text"
+        problem = "It is unknown whether all runs have the same validation text"
     elif sizes[-1] > 1.01 * sizes[0]:
         amounts = f"{sizes[0] / 1e3:,.1f} to {sizes[-1] / 1e3:,.1f} kB"
         problem = f"Bits per byte cover {amounts} of the validation text (set eval.batches = 0)"

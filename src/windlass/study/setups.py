@@ -80,10 +80,12 @@ class Setup:
 
 def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> list[Setup]:
     """The setups of a scaling study with all their numbers."""
-    scaling, groups = study.scaling or Scaling("strategies"), dict[str, list[CellResult]]()
+    scaling = study.scaling or Scaling("strategies")
+    groups: dict[str, tuple[Assignment, list[CellResult]]] = {}
     for result in study.results() if results is None else results:
-        groups.setdefault(repr(_without_repeat(result.cell)), []).append(result)
-    table = [_setup(study, scaling, group) for group in groups.values()]
+        rest = {key: value for key, value in result.cell.assignment.items() if key != REPEAT}
+        groups.setdefault(repr(rest), (rest, []))[1].append(result)
+    table = [_setup(study, scaling, *group) for group in groups.values()]
     machines = read_json(study.path / "machine.json")
     for setup in table:
         if setup.measured:
@@ -101,11 +103,9 @@ def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> li
     return table
 
 
-def _without_repeat(cell: Cell) -> Assignment:
-    return {key: value for key, value in cell.assignment.items() if key != REPEAT}
-
-
-def _setup(study: Study, scaling: Scaling, results: list[CellResult]) -> Setup:
+def _setup(
+    study: Study, scaling: Scaling, assignment: Assignment, results: list[CellResult]
+) -> Setup:
     """A setup with the medians of its repeats, not yet compared with other setups."""
     cell, done = results[0].cell, [r for r in results if r.state == "finished"]
     worst = min(results, key=lambda r: STATES.index(r.state))
@@ -129,7 +129,7 @@ def _setup(study: Study, scaling: Scaling, results: list[CellResult]) -> Setup:
     values |= {name: statistics.median(column) for name, column in columns.items()}
     setup = Setup(
         _name(study, scaling, cell, values),
-        _without_repeat(cell),
+        assignment,
         results,
         worst.state,
         worst.reason,
@@ -169,10 +169,7 @@ def _name(study: Study, scaling: Scaling, cell: Cell, values: Mapping[str, Any])
 
 
 def _probe(study: Study, setup: Setup, warmup: int) -> Mapping[str, float]:
-    """The medians of a setup's probe: a step without communication; of one rank its own step.
-
-    Empty if there is none; then the setup gets the reason.
-    """
+    """The medians of a step without communication; empty if the probe is missing."""
     if setup.world == 1:
         return setup.values
     directory, why = study.probe_dir(setup.results[0].cell), "no probe was run"
@@ -284,7 +281,7 @@ def _largest_excess(setup: Setup, base: Setup) -> str:
     With perfect scaling, computing takes its share of FLOPs, and the other parts stay.
     """
     if "compute_ms" not in setup.values or "compute_ms" not in base.values:
-        return "without a probe it is not known which part of the step grew"
+        return "without a probe the part of the step that grew is unknown"
     ideal = {part: base.values.get(part, 0.0) for part in STEP_PARTS}
     ideal["compute_ms"] *= setup.values["flops_per_device"] / base.values["flops_per_device"]
     excess = {part: setup.values.get(part, 0.0) - ms for part, ms in ideal.items()}
@@ -334,7 +331,7 @@ def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
         return dict.fromkeys(SETUP, why)
     weak = scaling.mode == "weak"
     reasons = dict.fromkeys(SETUP, "not measured") | {
-        "mfu": f"no peak is known of {setup.start.get('device')}",
+        "mfu": f"the peak of {setup.start.get('device')} is unknown",
         "compile_s": "not compiled",
         "exposed_ms": "no communication on one rank",
         "exact_match": "eval.suites does not have squad",

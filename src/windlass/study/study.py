@@ -113,17 +113,17 @@ class Study:
             example = "for example optim.lr=1e-2,1e-3"
             raise UserError(f"{path} is not a study yet: name the axes of its grid, {example}")
 
-        def made() -> tuple[Study | None, Study]:
+        def merge() -> tuple[Study | None, Study]:
             before = Study.open(path) if Study.is_study(path) else None
             new = Study(path, base, list(grid), scaling)
             return before, before._grown(base, grid, scaling) if before else new
 
         if not write:
-            return made()[1]
+            return merge()[1]
         try:
             path.mkdir(parents=True, exist_ok=True)
             with locked(path / ".study.lock"):
-                before, study = made()
+                before, study = merge()
                 if study != before:
                     study._write()
         except OSError as error:
