@@ -22,7 +22,7 @@ class Site(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    scheduler: str = Field("", pattern="^(slurm|pbs|lsf)?$")
+    scheduler: str = ""
     """`slurm`, `pbs` or `lsf`; empty: the one that is installed."""
     partition: str = ""
     """The partition (SLURM) or queue (PBS, LSF)."""

@@ -89,6 +89,9 @@ def read_site(path: Path | None = None) -> Site:
             lines.append(f"  {name} {wrong}")
         lines.append(f"  The keys are {', '.join(sorted(Site.model_fields))}")
         raise UserError("\n".join(lines)) from None
+    if site.scheduler and site.scheduler not in SCHEDULERS:
+        names = ", ".join(SCHEDULERS)
+        raise UserError(f"{file}: scheduler = {site.scheduler!r}: write one of {names}")
     if secret := [name for name in site.environment if SECRET_NAME.search(name)]:
         raise UserError(
             f"{file}: environment has {', '.join(secret)}, but others may read a batch script: "
