@@ -56,28 +56,15 @@ class Writer:
     """Writes a ledger and device files while a pretended clock runs."""
 
     def __init__(self, run: Path, ranks: int, seed: int, lr: float, steps: int, device: str):
-        self.run, self.ranks, self.seed, self.lr, self.steps, self.device = (
-            run,
-            ranks,
-            seed,
-            lr,
-            steps,
-            device,
-        )
+        self.run, self.ranks, self.seed = run, ranks, seed
+        self.lr, self.steps, self.device = lr, steps, device
         self.now, self.attempt, self.seconds = 0.0, 0, dict[str, float]()
         (run / "devices").mkdir(parents=True, exist_ok=True)
 
     def line(self, kind: str, step: int, **fields: Any) -> None:
+        line = {"kind": kind, "step": step, "time": stamp(self.now), "attempt": self.attempt}
         seconds = {} if kind in ("eval", "sample") else {"seconds": dict(self.seconds)}
-        line = {
-            "kind": kind,
-            "step": step,
-            "time": stamp(self.now),
-            "attempt": self.attempt,
-            **seconds,
-            **fields,
-        }
-        add_lines(Run(self.run), line)
+        add_lines(Run(self.run), line | seconds | fields)
 
     def devices(self, seconds: float, phase: str) -> None:
         """A sample of every rank a second; the phase takes these seconds."""
@@ -124,22 +111,10 @@ class Writer:
                 norm = 0.4 + 2.2 * math.exp(-step / 40) + 0.05 * math.cos(step)
                 lr = self.lr * min(1, step / 20) * (1 + math.cos(math.pi * step / self.steps)) / 2
                 ms = 2_048_000 / rate
-                self.line(
-                    "train",
-                    step,
-                    loss=loss,
-                    lr=lr,
-                    grad_norm=norm,
-                    tokens=step * TOKENS_PER_STEP,
-                    samples=step * 16,
-                    epoch=step / 250,
-                    step_ms=ms,
-                    forward_ms=0.31 * ms,
-                    backward_ms=0.58 * ms,
-                    tokens_per_s=rate,
-                    samples_per_s=rate / 128,
-                    mfu=rate / 10_000,
-                )
+                line = {"loss": loss, "lr": lr, "grad_norm": norm, "tokens": step * TOKENS_PER_STEP}
+                line |= {"samples": step * 16, "epoch": step / 250, "mfu": rate / 10_000}
+                line |= {"step_ms": ms, "forward_ms": 0.31 * ms, "backward_ms": 0.58 * ms}
+                self.line("train", step, **line, tokens_per_s=rate, samples_per_s=rate / 128)
             if step % 50 == 0:
                 self.evaluate(step)
             if step % 100 == 0:
@@ -149,27 +124,11 @@ class Writer:
     def evaluate(self, step: int) -> None:
         self.devices(2.0, "eval")
         value = loss_at(step, self.seed, self.lr) + 0.06
-        self.line(
-            "eval",
-            step,
-            suite="loss",
-            loss=value,
-            perplexity=math.exp(value),
-            epoch=step * 16 / 4000,
-            samples_trained=step * 16,
-            samples=512,
-            tokens=65_536,
-            runtime_s=2.0,
-            samples_per_s=512 / 2.0,
-        )
-        self.line(
-            "eval",
-            step,
-            suite="hellaswag",
-            acc=0.25 + step / 9000,
-            acc_norm=0.26 + step / 8000,
-            items=1000,
-        )
+        scores = {"suite": "loss", "loss": value, "perplexity": math.exp(value)}
+        scores |= {"samples": 512, "tokens": 65_536, "runtime_s": 2.0, "samples_per_s": 512 / 2.0}
+        self.line("eval", step, **scores, epoch=step * 16 / 4000, samples_trained=step * 16)
+        scores = {"acc": 0.25 + step / 9000, "acc_norm": 0.26 + step / 8000, "items": 1000}
+        self.line("eval", step, suite="hellaswag", **scores)
         text = f"def step_{step}(self):\n    return '<b>bold</b>'  # {NASTY}"
         self.line("sample", step, index=0, prompt="def ", text=text)
 
@@ -209,18 +168,9 @@ def build_run(
         writer.start("resumed", killed_at // 100 * 100)
     writer.train(killed_at // 100 * 100, steps)
     if finished:
-        writer.line(
-            "summary",
-            steps,
-            steps=steps,
-            avg_gpu_util_pct=91.7,
-            std_gpu_util_pct=4.2,
-            avg_mem_alloc_mb=1510.0,
-            avg_mem_reserved_mb=1930.0,
-            peak_mem_mb=1760.0,
-            world=ranks,
-            parameters=813_568,
-        )
+        means = {"avg_gpu_util_pct": 91.7, "std_gpu_util_pct": 4.2, "avg_mem_alloc_mb": 1510.0}
+        means |= {"avg_mem_reserved_mb": 1930.0, "peak_mem_mb": 1760.0}
+        writer.line("summary", steps, steps=steps, world=ranks, parameters=813_568, **means)
         writer.line("event", steps, event="finished")
     return Run(path)
 

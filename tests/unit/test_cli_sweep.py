@@ -24,17 +24,11 @@ def study(tmp_path):
 
 
 def finish(study, number, loss):
+    speed = {"tokens": 819_200, "step_ms": 9.0, "tokens_per_s": 123_456.7}
     write_ledger(
         study.run_of(study.cells[number]),
         {"kind": "event", "event": "started", "steps": 400},
-        {
-            "kind": "train",
-            "step": 400,
-            "loss": loss,
-            "tokens": 819_200,
-            "step_ms": 9.0,
-            "tokens_per_s": 123_456.7,
-        },
+        {"kind": "train", "step": 400, "loss": loss, **speed},
         {"kind": "eval", "step": 400, "suite": "loss", "loss": loss},
         {"kind": "summary", "step": 400, "device_hours": 0.01234},
         {"kind": "event", "step": 400, "event": "finished"},
@@ -111,17 +105,8 @@ def test_the_end_names_the_command_that_trains_the_winner_in_full(tmp_path, caps
     study = Study.create(Recipe.load("quickstart", ["train.steps=10"]), axes, folder)
     for number in range(4):
         finish(study, number, 3.0 - number / 10)
-    call = [
-        "sweep",
-        "quickstart",
-        *axes,
-        "--set",
-        "train.steps=10",
-        "--dir",
-        str(folder),
-        "--world",
-        "2",
-    ]
+    options = ["--set", "train.steps=10", "--dir", str(folder), "--world", "2"]
+    call = ["sweep", "quickstart", *axes, *options]
     out, _ = output_of(capsys, *call)
     assert "\nbest: " in out
     assert "  windlass train quickstart optim.lr=0.001 'optim.betas=[0.9, 0.99]' --world 2\n" in out

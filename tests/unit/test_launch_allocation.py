@@ -22,12 +22,8 @@ from windlass.launch.allocation import (
 )
 from windlass.launch.schedulers.slurm import expand_counts, expand_hosts
 
-SLURM = {
-    "SLURM_JOB_ID": "9",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_NTASKS": "8",
-    "SLURM_TASKS_PER_NODE": "4(x2)",
-}
+SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n[1-2]"}
+SLURM |= {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
 
 
 @pytest.mark.parametrize(
@@ -58,10 +54,7 @@ def pbs(tmp_path):
 def test_allocations(pbs, tmp_path):
     """A host without a stated number of tasks has a rank for each GPU."""
     found = read_allocation(SLURM, 0)
-    assert found.scheduler == "slurm"
-    assert found.job == "9"
-    assert found.hosts == ("n1", "n2")
-    assert found.per_host == (4, 4)
+    assert found == Allocation("slurm", "9", ("n1", "n2"), (4, 4))
     shell = {key: value for key, value in SLURM.items() if "TASKS" not in key}
     assert [read_allocation(shell, gpus).per_host for gpus in (0, 4)] == [(1, 1), (4, 4)]
     uneven = read_allocation(SLURM | {"SLURM_NTASKS": "5", "SLURM_TASKS_PER_NODE": "4,1"}, 0)
@@ -119,12 +112,8 @@ def test_srun():
 
 
 def test_another_launcher():
-    environ = {
-        "SLURM_CPUS_PER_TASK": "3",
-        "MASTER_ADDR": "n1",
-        "MASTER_PORT": "4711",
-        "PATH": "/bin",
-    }
+    environ = {"SLURM_CPUS_PER_TASK": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "4711"}
+    environ["PATH"] = "/bin"
     words = launch_command(read_allocation(SLURM, 0), ["x"], environ=environ, launcher="torchrun")
     assert {"srun", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=12"} <= set(words)
     assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:4711"} <= set(words)
@@ -183,33 +172,15 @@ def test_print_needs_no_mpiexec(pbs, tmp_path):
     words = ("launch", "-n", "4", "--launcher", "mpiexec")
     environ = pbs | {"PATH": str(tmp_path)}
     done = windlass(*words, "--print", "--", "train.py", env=environ)
-    assert done.stdout.split() == [
-        "mpiexec",
-        "-n",
-        "4",
-        "-ppn",
-        "2",
-        "--hostfile",
-        pbs["PBS_NODEFILE"],
-        "train.py",
-    ]
+    expected = ["mpiexec -n 4 -ppn 2 --hostfile", pbs["PBS_NODEFILE"], "train.py"]
+    assert done.stdout.strip() == " ".join(expected)
     assert "mpiexec" in windlass(*words, "--", "train.py", env=environ, code=2).stderr
 
 
 def test_a_second_shell_gets_the_jobs_variables(pbs, tmp_path):
     """By allow-list: nothing of one task, no secret, and the host file also where its own is on another host's disk."""
-    environ = (
-        pbs
-        | SLURM
-        | {
-            "SLURM_PROCID": "0",
-            "SLURM_STEP_ID": "1",
-            "SLURM_JWT": "x",
-            "PBS_JOBCOOKIE": "x",
-            "HF_TOKEN": "x",
-            "PATH": "/bin",
-        }
-    )
+    others = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "1", "SLURM_JWT": "x", "PBS_JOBCOOKIE": "x"}
+    environ = {**pbs, **SLURM, **others, "HF_TOKEN": "x", "PATH": "/bin"}
     assert job_variables(environ).keys() == {*pbs, *SLURM}
     store = tmp_path / "jobs"
     path = save_job(pbs | {"PBS_QUEUE": "a'b"}, store)

@@ -90,21 +90,9 @@ def test_the_header_for_slurm(tmp_path):
 def test_the_header_for_pbs(tmp_path):
     """An array of one task is none; the cells between those that are left end at once."""
     site = SITE.model_copy(update={"directives": [], "constraint": "system=polaris"})
+    asked = {"nodes": 2, "ranks_per_node": 4, "gpus_per_node": 4, "memory_gb": 40}
     many, one, none = (
-        render(
-            job_of(
-                tmp_path,
-                "train",
-                INDEX,
-                nodes=2,
-                ranks_per_node=4,
-                gpus_per_node=4,
-                memory_gb=40,
-                array=array,
-            ),
-            site,
-            "pbs",
-        )
+        render(job_of(tmp_path, "train", INDEX, **asked, array=array), site, "pbs")
         for array in ([0, 2, 3], [3], [])
     )
     assert header(none) == [

@@ -31,17 +31,8 @@ def study_of(path, *settings, worlds=(1, 2), **options):
 
 def test_strong_keeps_the_recipe_and_every_other_repeat_is_reversed():
     listed = assignments(recipe(), Scaling("strong", repeats=3), [1, 2, 4])
-    assert [(one["repeat"], one[WORLD]) for one in listed] == [
-        (1, 1),
-        (1, 2),
-        (1, 4),
-        (2, 4),
-        (2, 2),
-        (2, 1),
-        (3, 1),
-        (3, 2),
-        (3, 4),
-    ]
+    assert [one["repeat"] for one in listed] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert [one[WORLD] for one in listed] == [1, 2, 4, 4, 2, 1, 1, 2, 4]
     assert all(Cell.of(recipe(), one).recipe == recipe() for one in listed)
     assert assignments(recipe(), Scaling("strong"), [2, 1]) == [{WORLD: 2}, {WORLD: 1}]
 
@@ -207,14 +198,8 @@ def test_a_study_is_continued_and_grows(tmp_path):
     assert grown.cells[:2] == [
         Cell.of(grown.recipe, {**c.assignment, "repeat": 1}, c.directory) for c in first.cells
     ]
-    assert [(c.world, c.repeat) for c in grown.cells] == [
-        (1, 1),
-        (2, 1),
-        (4, 1),
-        (4, 2),
-        (2, 2),
-        (1, 2),
-    ]
+    assert [c.world for c in grown.cells] == [1, 2, 4, 4, 2, 1]
+    assert [c.repeat for c in grown.cells] == [1, 1, 1, 2, 2, 2]
     assert grown.scaling == Scaling("weak", "batch", 2, 2)
     assert grown.recipe.train.threads == first.recipe.train.threads
     with refused("mode=weak batch", "path=DIR"):
@@ -236,13 +221,9 @@ def test_a_study_over_hosts_is_shown_and_not_trained_here(tmp_path):
 
 
 def test_a_probe_has_one_ranks_shapes_and_nothing_to_say(tmp_path):
-    settings = [
-        "train.global_batch=16",
-        "train.micro_batch=2",
-        "parallel.strategy=full_shard",
-        "telemetry.every=3",
-    ]
-    cell = study_of(tmp_path / "study", *settings, worlds=(4,)).cells[0]
+    settings = "train.global_batch=16 train.micro_batch=2 parallel.strategy=full_shard"
+    settings += " telemetry.every=3"
+    cell = study_of(tmp_path / "study", *settings.split(), worlds=(4,)).cells[0]
     probe = probe_recipe(cell)
     assert probe.batch(1).accumulation == cell.recipe.batch(4).accumulation
     assert probe.batch(1).micro_batch == 2
@@ -252,14 +233,8 @@ def test_a_probe_has_one_ranks_shapes_and_nothing_to_say(tmp_path):
 
 def test_rates_of_several_checks_are_one_file(tmp_path):
     rank = {"host": "a", "node": 0, "tflops": {"float32": 2.0}}
-    rate = {
-        "collective": "all_reduce",
-        "size": 4,
-        "seconds": 1.0,
-        "algbw": 1.0,
-        "busbw": 1.5,
-        "ranks": {0: 1.5},
-    }
+    rate = {"collective": "all_reduce", "size": 4, "seconds": 1.0, "algbw": 1.0, "busbw": 1.5}
+    rate["ranks"] = {0: 1.5}
     rates = [rate | {"group": "all ranks"}, rate | {"group": "one host"}]
     store_rates(tmp_path, [rank], [])
     store_rates(

@@ -20,29 +20,12 @@ def show(console):
     facts = {"run": "runs/x", "threads": "", "hosts": "n1: rank 0, 1 x cpu\nn2: rank 1, 1 x cpu"}
     console.header(facts, first_step=50)
     console.tick(99)
-    line = {
-        "loss": 2.51234,
-        "lr": 3e-4,
-        "grad_norm": 0.913,
-        "tokens_per_s": 15_234.0,
-        "mfu": 0.412,
-        "gpu_mem_mb": 1234.0,
-        "forward_ms": 31.24,
-        "epoch": 2.926,
-        "backward_ms": 62.5,
-        "samples_per_s": 952.125,
-    }
-    console.step({"kind": "train", "step": 100, "step_ms": 100.0, **line})
-    console.eval(
-        {
-            "kind": "eval",
-            "step": 100,
-            "suite": "loss",
-            "loss": 2.4,
-            "perplexity": 11.02,
-            "runtime_s": 3.25,
-        }
-    )
+    line = {"loss": 2.51234, "lr": 3e-4, "grad_norm": 0.913, "epoch": 2.926, "mfu": 0.412}
+    line |= {"tokens_per_s": 15_234.0, "samples_per_s": 952.125, "gpu_mem_mb": 1234.0}
+    line |= {"step_ms": 100.0, "forward_ms": 31.24, "backward_ms": 62.5}
+    console.step({"kind": "train", "step": 100, **line})
+    scores = {"suite": "loss", "loss": 2.4, "perplexity": 11.02, "runtime_s": 3.25}
+    console.eval({"kind": "eval", "step": 100, **scores})
     console.eval({"kind": "eval", "step": 100, "suite": "hellaswag", "acc_norm": 0.2955})
     console.saved(Path("checkpoints/step-00000100"), 0.5, 100)
     console.sample("To be\nor not \x1b[31mto\x07 be" + "  -x-" * 40, 100)
