@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from windlass.checkpoint import load
+from windlass.checkpoint.commit import Save
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.retention import Policy
-from windlass.checkpoint.save import SaveOutcome, Saver
+from windlass.checkpoint.save import Saver
 from windlass.checkpoint.state_dict import State, state_of
 from windlass.fileio import Files
 
@@ -52,7 +53,7 @@ def prepared(run: Path, *steps: int, **options: Any) -> Path:
 
 def save(
     directory: Path, step: int, files: Any = None, rank: int = 0, world: int = 1, **options: Any
-) -> SaveOutcome:
+) -> Save:
     """One save from begin to end, in this thread; raises nothing."""
     options = {
         "policy": Policy(last=options.pop("keep", 2)),

@@ -29,14 +29,14 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
 ) -> None:
     """The writer of step 4 waits until step 6 is done; weights and optimizer state have changed twice by then."""
     from windlass import Callback, train
-    from windlass.checkpoint.commit import Commit
+    from windlass.checkpoint.commit import Save
     from windlass.checkpoint.load import open_checkpoint
     from windlass.checkpoint.state_dict import named_state
 
-    trainers, commit = record_trainers(monkeypatch), Commit.run
+    trainers, commit = record_trainers(monkeypatch), Save.run
     snapshots, two_steps_later = dict[int, dict[str, Any]](), threading.Event()
 
-    def late_commit(self: Commit, *arguments: Any) -> Any:
+    def late_commit(self: Save, *arguments: Any) -> Any:
         assert self.step != 4 or two_steps_later.wait(60)
         return commit(self, *arguments)
 
@@ -51,7 +51,7 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
             if now.step == 6:
                 two_steps_later.set()
 
-    monkeypatch.setattr(Commit, "run", late_commit)
+    monkeypatch.setattr(Save, "run", late_commit)
     settings = (
         f"train.precision={precision}",
         f"parallel.strategy={strategy}",

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from windlass.checkpoint.format import (
     DIGEST,
@@ -35,7 +35,10 @@ from windlass.checkpoint.format import (
 )
 from windlass.checkpoint.load import discard
 from windlass.errors import first_line
-from windlass.fileio import PAGE, Files, to_json
+from windlass.fileio import PAGE, to_json
+
+if TYPE_CHECKING:
+    from windlass.checkpoint.save import Saver
 
 PART, FILE, REASON = "part-{:05d}.json", "rank-{:05d}.safetensors", "reason"
 SLOWEST_POLL_SECONDS = 0.25
@@ -47,45 +50,35 @@ class GivenUp(OSError):
     """A save that cannot be completed: a full disk, a failed rank, or a part that came too late."""
 
 
-class Writer(Protocol):
-    """A rank that saves, and how: see `Saver`."""
-
-    directory: Path
-    rank: int
-    world: int
-    files: Files
-    deadline: float
-    piece_bytes: int
-
-
-@dataclass(frozen=True)
-class Image:
-    """A rank's file, in memory."""
-
-    data: memoryview | bytes = b""  # 8 bytes of header length, the header, the numbers
-    tensors: Mapping[str, Any] = field(default_factory=dict)
-    """By name `dtype`, `shape` of the whole tensor, `chunks`: place in the file, offsets, sizes."""
-
-
 @dataclass
-class Commit:
-    """One save, on one rank."""
+class Save:
+    """One save, on one rank: first what to write, and after `run` the outcome.
 
-    writer: Writer
+    Without an `error` the checkpoint at `path` is then durable and visible.
+    """
+
+    saver: Saver
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
-    image: Image
     aliases: Mapping[str, str]
-    counters: bytes
+    total_bytes: int  # of the state, over all ranks
     meta: Mapping[str, Any]
-    total_bytes: int  # of all ranks together
-    failed: str  # why this rank has no image, so that all ranks give up
-    warning: str = ""  # a problem after the rename (rank 0)
+    counters: bytes = b"{}"
+    image: memoryview | bytes = b""  # this rank's file: header length, header, numbers
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    """By name `dtype`, `shape` of the whole tensor, `chunks`: place in the file, offsets, sizes."""
+    copied: Any = None  # on CUDA the event that marks the end of the copy
+    error: str = ""  # why it failed; before `run` why there is no image, so that all ranks give up
+    warning: str = ""  # a problem that did not fail the save
+    waited_s: float = 0.0  # the step waited for the save before this one
+    staged_s: float = 0.0  # the step waited for the copy
+    write_s: float = 0.0  # from the copy to the end: hashing, writing, syncing and agreement
 
     def __post_init__(self) -> None:
-        self.directory, self.rank = self.writer.directory, self.writer.rank
-        self.files, self.world = self.writer.files, self.writer.world
-        self.target = step_dir(self.directory, self.step)
+        saver = self.saver
+        self.directory, self.files = saver.directory, saver.files
+        self.rank, self.world = saver.rank, saver.world
+        self.path = step_dir(self.directory, self.step)
         self.temporary = self.directory / f".saving-{self.save_id}"
         self.tombstone = self.directory / f".failed-{self.save_id}"
 
@@ -115,15 +108,15 @@ class Commit:
         for folder in (self.directory.parent, self.directory, self.temporary):
             files.make_dir(folder)
         if self.rank == 0:
-            what = f"checkpoint {self.target.name}"
+            what = f"checkpoint {self.path.name}"
             if short := shortage(self.directory, self.total_bytes, what):
                 raise GivenUp(f"no room on the disk: {short}")
-        if self.failed:
-            raise GivenUp(self.failed)
-        part = {"host": socket.gethostname(), "files": {}, "tensors": self.image.tensors}
-        if self.image.tensors:
+        if self.error:
+            raise GivenUp(self.error)
+        part = {"host": socket.gethostname(), "files": {}, "tensors": self.tensors}
+        if self.tensors:
             name, digest = FILE.format(self.rank), hashlib.sha256()
-            data, piece_bytes = self.image.data, self.writer.piece_bytes
+            data, piece_bytes = self.image, self.saver.piece_bytes
             direct = len(data) >= DIRECT_BYTES and piece_bytes % PAGE == 0
             with files.create(self.temporary / name, direct) as output:
                 for at in range(0, len(data), piece_bytes):
@@ -136,7 +129,7 @@ class Commit:
     def _collect_parts(self) -> list[dict[str, Any]]:
         """Rank 0: every rank's part. GivenUp if one reports an error, or at the deadline."""
         parts: dict[int, dict[str, Any]] = {}
-        for _ in _polls(self.writer.deadline):
+        for _ in _polls(self.saver.deadline):
             names = set(names_in(self.temporary))
             for rank in set(range(self.world)) - parts.keys():
                 if PART.format(rank) in names:
@@ -147,7 +140,7 @@ class Commit:
             if len(parts) == self.world:
                 return [parts[rank] for rank in range(self.world)]
         late = ", ".join(str(r) for r in range(self.world) if r not in parts)
-        problem = f"no part came from rank {late} within {self.writer.deadline:g} s"
+        problem = f"no part came from rank {late} within {self.saver.deadline:g} s"
         raise GivenUp(f"{problem}; is {self.directory} on a file system that all ranks share?")
 
     def _commit(self, parts: list[dict[str, Any]], serial: int) -> None:
@@ -161,19 +154,19 @@ class Commit:
             files.unlink(self.temporary / PART.format(rank))
         files.write_bytes(self.temporary / DIGEST, digest_line(manifest))
         files.sync_dir(self.temporary)
-        replaced = self.target.with_name(f"{self.target.name}.replaced")
-        if is_whole(self.target):  # a directory cannot be replaced in one step
+        replaced = self.path.with_name(f"{self.path.name}.replaced")
+        if is_whole(self.path):  # a directory cannot be replaced in one step
             if replaced.exists():
                 files.remove_tree(replaced)
-            files.rename(self.target, replaced)
-        elif self.target.exists():
-            files.remove_tree(self.target)
+            files.rename(self.path, replaced)
+        elif self.path.exists():
+            files.remove_tree(self.path)
         try:
-            files.rename(self.temporary, self.target)
+            files.rename(self.temporary, self.path)
         except OSError:
             with contextlib.suppress(OSError):
                 if replaced.exists():
-                    files.rename(replaced, self.target)
+                    files.rename(replaced, self.path)
             raise
         # From here an error cannot undo it, because others may have seen it.
         try:
@@ -215,13 +208,13 @@ class Commit:
 
     def _await_commit(self) -> None:
         """Other ranks: wait, longer than rank 0 does, until rank 0 has committed or given up."""
-        for _ in _polls(2 * self.writer.deadline + 60.0):
+        for _ in _polls(2 * self.saver.deadline + 60.0):
             names = names_in(self.directory)
             if self.tombstone.name in names:
                 raise GivenUp("rank 0 gave the save up")
-            if self.temporary.name not in names and self.target.name in names:
+            if self.temporary.name not in names and self.path.name in names:
                 with contextlib.suppress(Damaged):
-                    if read_manifest(self.target).save_id == self.save_id:
+                    if read_manifest(self.path).save_id == self.save_id:
                         return
         raise GivenUp("rank 0 neither committed the save nor gave it up")
 

@@ -2,8 +2,8 @@
 
 `Saver.save` copies this rank's boxes into a buffer with the layout of the file (`HostBuffer`) and
 returns. A thread hashes and writes the buffer, and agrees with the other ranks through the file
-system (`Commit`). Rank 0 then deletes the checkpoints that retention does not keep. `poll` and
-`wait` return the outcomes, and `Saver` knows the step from which a restart would resume.
+system (`Save.run`). Rank 0 then deletes the checkpoints that retention does not keep. `poll` and
+`wait` return the saves that have ended, and `Saver` knows the step from which a restart resumes.
 
 The thread uses no process group: its calls would cross the training's collectives, and it could not
 give them up if a rank is dead.
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from windlass.checkpoint.commit import Commit, Image, explain
+from windlass.checkpoint.commit import Save, explain
 from windlass.checkpoint.format import DTYPES, names_in
 from windlass.checkpoint.load import discard
 from windlass.checkpoint.retention import (
@@ -46,20 +46,6 @@ from windlass.fileio import PAGE, PIECE_BYTES, Files, to_json
 POLL_SECONDS = 0.1
 TEMPORARY = re.compile(r"^\.(?:saving|failed)-\d+-(\w+)-(\d+)$")
 TYPE_NAMES = {getattr(torch, name): key for key, (name, _) in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class SaveOutcome:
-    """The end of a save. Without an `error` the checkpoint at `path` is durable and visible."""
-
-    step: int
-    path: Path
-    error: str
-    bytes: int  # of the state, over all ranks
-    staged_s: float  # the step waited for the copy
-    waited_s: float  # the step waited for the save before this one
-    write_s: float  # from the copy to the end: hashing, writing, syncing and agreement
-    warning: str = ""  # a problem that did not fail the save
 
 
 class HostBuffer:
@@ -102,10 +88,9 @@ class HostBuffer:
         unregister.atexit = False  # the end of the process frees it
         self._unpin = unregister
 
-    def fill(self, slices: Sequence[Slice], rank: int) -> tuple[Image, Any]:
-        """Copy the boxes into the buffer, after their header; the file's image, and the event (with
-        CUDA) that marks the end of the copies."""
-        header, places, size = layout(slices, rank)
+    def fill(self, save: Save, slices: Sequence[Slice]) -> None:
+        """Begin to copy the boxes into the buffer, as the file of a save."""
+        header, places, size = layout(slices, save.rank)
         device = cuda_device(slices)
         self.reserve(size, device)
         image = memoryview(self._bytes.numpy())[:size]
@@ -117,8 +102,9 @@ class HostBuffer:
             about = {"dtype": TYPE_NAMES[box.tensor.dtype], "shape": list(box.global_shape)}
             chunks = tensors.setdefault(box.name, about | {"chunks": []})["chunks"]
             chunks.append([at, list(box.offsets), list(box.tensor.shape)])
-        done = torch.cuda.current_stream().record_event() if device is not None else None
-        return Image(image, tensors), done
+        save.image, save.tensors = image, tensors
+        if device is not None:
+            save.copied = torch.cuda.current_stream().record_event()
 
 
 def layout(slices: Sequence[Slice], rank: int) -> tuple[bytes, list[tuple[Slice, int]], int]:
@@ -180,7 +166,7 @@ class Saver:
         self._started = self._reported = 0  # saves
         self._buffer = HostBuffer()
         self._known: dict[Path, Committed] = {}  # rank 0's writer reads each manifest once
-        self._outcomes: deque[SaveOutcome] = deque()
+        self._ended: deque[Save] = deque()
         self._reserving = threading.Thread()  # makes room for the first save
         # One thread per save, one at a time. A daemon, so that a process with a stuck disk can end.
         self._thread: threading.Thread | None = None
@@ -188,7 +174,7 @@ class Saver:
     @property
     def busy(self) -> bool:
         """Whether a save is being written."""
-        return self._started > self._reported + len(self._outcomes)
+        return self._started > self._reported + len(self._ended)
 
     def expected_seconds(self, step: int) -> float:
         """Seconds until a save of `step` would end if it took as long as the last; 0 if saved."""
@@ -221,7 +207,7 @@ class Saver:
         scores: Scores | None = None,
         while_waiting: Callable[[], None] | None = None,
     ) -> None:
-        """Copy the state, which may then change; its outcome says when it is durable.
+        """Copy the state, which may then change; `poll` returns the save when it has ended.
 
         Args:
             step: Names the checkpoint; replaces a committed one of the same step.
@@ -236,25 +222,18 @@ class Saver:
         if self._reserving.ident is not None:
             self._reserving.join()
         begin = time.perf_counter()
-        image, copied, counters_json, failed = Image(), None, b"{}", ""
+        name = f"{step:08d}-{self.attempt}-{self._started + 1}"
+        facts = {"reason": PERIODIC} | {k: _finite(v) for k, v in (meta or {}).items()}
+        save = Save(self, step, name, state.aliases, state.total_bytes, facts)
         try:
-            counters_json = to_json(dict(counters))
-            image, copied = self._buffer.fill(state.slices, self.rank)
+            save.counters = to_json(dict(counters))
+            self._buffer.fill(save, state.slices)
         except (MemoryError, OSError, RuntimeError, ValueError) as error:
             # The save fails on all ranks, but not the run.
-            failed = f"the state could not be copied to the host: {explain(error)}"
-        commit = Commit(
-            self,
-            step,
-            save_id=f"{step:08d}-{self.attempt}-{self._started + 1}",
-            image=image,
-            aliases=state.aliases,
-            counters=counters_json,
-            meta={"reason": PERIODIC} | {k: _finite(v) for k, v in (meta or {}).items()},
-            total_bytes=state.total_bytes,
-            failed=failed,
-        )
-        job = (commit, copied, time.perf_counter() - begin, begin - called, scores or Scores())
+            save.error = f"the state could not be copied to the host: {explain(error)}"
+        save.warning, self._buffer.warning = self._buffer.warning, ""
+        save.waited_s, save.staged_s = begin - called, time.perf_counter() - begin
+        job = save, scores or Scores()
         self._started, self._began, self.newest = self._started + 1, time.monotonic(), step
         if not self.background:
             self._write(*job)
@@ -264,22 +243,22 @@ class Saver:
         )
         self._thread.start()
 
-    def poll(self) -> list[SaveOutcome]:
-        """The outcomes since the last call, without waiting."""
-        outcomes = [self._outcomes.popleft() for _ in range(len(self._outcomes))]
-        self._reported += len(outcomes)
-        for outcome in outcomes:
-            if not outcome.error:
-                self.committed, self.failures = outcome.step, 0
+    def poll(self) -> list[Save]:
+        """The saves that have ended since the last call, without waiting."""
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        self._reported += len(ended)
+        for save in ended:
+            if not save.error:
+                self.committed, self.failures = save.step, 0
                 continue
             self.failures += 1
-            if outcome.step == self.newest:
+            if save.step == self.newest:
                 self.newest = -1
-        return outcomes
+        return ended
 
     def wait(
         self, timeout: float | None = None, while_waiting: Callable[[], None] | None = None
-    ) -> list[SaveOutcome]:
+    ) -> list[Save]:
         """`poll` once nothing is being written, or after `timeout` seconds."""
         self._until_idle(timeout, while_waiting)
         return self.poll()
@@ -293,33 +272,28 @@ class Saver:
             if while_waiting is not None:
                 while_waiting()
 
-    def _write(
-        self, commit: Commit, copied: Any, staged_s: float, waited_s: float, scores: Scores
-    ) -> None:
-        """Write and commit. Any error becomes the outcome. `copied` is the event of `fill`."""
-        began, error = time.perf_counter(), ""
-        warning, self._buffer.warning = self._buffer.warning, ""
+    def _write(self, save: Save, scores: Scores) -> None:
+        """Write, commit and clean up; any error becomes the save's."""
+        began = time.perf_counter()
         try:
             if self.device is not None and self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # a new thread would make a context on device 0
-            if copied is not None:
-                copied.synchronize()
-            commit.run(serial := self._next_serial())
-        except Exception as problem:
-            error = explain(problem)
-        else:
-            warning = commit.warning or warning
+            if save.copied is not None:
+                save.copied.synchronize()
+            save.run(serial := self._next_serial())
             if self.rank == 0:
-                reason = str(commit.meta["reason"])
-                self._known[commit.target] = Committed(serial, commit.step, reason)
+                self._known[save.path] = Committed(serial, save.step, str(save.meta["reason"]))
                 try:
                     self._clean_up(scores)
                 except Exception as problem:
-                    warning = f"old checkpoints could not be removed: {explain(problem)}"
-            self.last_seconds = time.perf_counter() - began + staged_s
-        times = staged_s, waited_s, time.perf_counter() - began
-        where = commit.step, commit.target
-        self._outcomes.append(SaveOutcome(*where, error, commit.total_bytes, *times, warning))
+                    save.warning = f"old checkpoints could not be removed: {explain(problem)}"
+        except Exception as problem:
+            save.error = explain(problem)
+        save.image, save.copied = b"", None  # the next save reuses the memory
+        save.write_s = time.perf_counter() - began
+        if not save.error:
+            self.last_seconds = save.write_s + save.staged_s
+        self._ended.append(save)
 
     def _next_serial(self) -> int:
         """The number of the next commit; only rank 0's counts."""

@@ -18,8 +18,8 @@ import psutil
 import torch
 from torch import nn
 
+from windlass.checkpoint.commit import Save
 from windlass.checkpoint.retention import LOSS, Scores, scores_by_step, without_improvement
-from windlass.checkpoint.save import SaveOutcome
 from windlass.data.facts import Facts, lines, warnings
 from windlass.data.loader import StepBatch
 from windlass.data.order import describe_order, step_samples
@@ -224,25 +224,25 @@ class Recorder:
             problem = "later evaluations have other items"
             self.console.warning(f"{problem}, so the best checkpoint is chosen from them alone")
 
-    def saved(self, outcome: SaveOutcome) -> None:
+    def saved(self, save: Save) -> None:
         """Report the end of a save."""
-        step = outcome.step
-        if outcome.error:
-            text = f"the checkpoint of step {step} was not saved: {outcome.error}"
-            self.emit("save_failed", text, step=step, warning=True, reason=outcome.error)
+        step = save.step
+        if save.error:
+            text = f"the checkpoint of step {step} was not saved: {save.error}"
+            self.emit("save_failed", text, step=step, warning=True, reason=save.error)
         elif self.ranks.main:
             self.ledger.sync()  # as durable as the checkpoint, up to its step
             self.emit(
                 "checkpoint",
                 step=step,
-                path=f"checkpoints/{outcome.path.name}",
-                bytes=outcome.bytes,
-                write_s=round(outcome.write_s, 4),
-                blocked_s=round(outcome.staged_s + outcome.waited_s, 4),
+                path=f"checkpoints/{save.path.name}",
+                bytes=save.total_bytes,
+                write_s=round(save.write_s, 4),
+                blocked_s=round(save.staged_s + save.waited_s, 4),
             )
-            self.console.saved(outcome.path, outcome.write_s, step)
-            if outcome.warning:
-                self.console.warning(outcome.warning)
+            self.console.saved(save.path, save.write_s, step)
+            if save.warning:
+                self.console.warning(save.warning)
 
     def read_measured(self, step: int) -> set[str]:
         """Read the effective evaluations; returns which of `eval` and `sample` exist at `step`."""

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from windlass import processes
+from windlass.checkpoint.commit import Save
 from windlass.checkpoint.load import candidates, open_checkpoint, rename_damaged
 from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, PERIODIC
-from windlass.checkpoint.save import SaveOutcome
 from windlass.checkpoint.state_dict import State, gather_state, named_state, restore, state_bytes
 from windlass.data.facts import describe
 from windlass.data.loader import Loader, StepBatch
@@ -440,13 +440,13 @@ class Trainer:
             self.save(reason)
         return self.wait_for_saves() and self.saver.newest == step
 
-    def report(self, outcomes: list[SaveOutcome]) -> bool:
+    def report(self, saves: list[Save]) -> bool:
         """Report the saves that have ended; whether all of them were committed."""
-        for outcome in outcomes:
-            self.recorder.saved(outcome)
-            if not outcome.error and self.ranks.main:
-                self.callbacks.saved(outcome.step, outcome.path)
-        return not any(outcome.error for outcome in outcomes)
+        for save in saves:
+            self.recorder.saved(save)
+            if not save.error and self.ranks.main:
+                self.callbacks.saved(save.step, save.path)
+        return not any(save.error for save in saves)
 
     def stop_run(self) -> bool:
         """Save within the grace; raise Stopped after a signal, else return False.
