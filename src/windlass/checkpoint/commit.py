@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.checkpoint.format import (
     DIGEST,
@@ -35,10 +35,7 @@ from windlass.checkpoint.format import (
 )
 from windlass.checkpoint.load import discard
 from windlass.errors import first_line
-from windlass.fileio import PAGE, to_json
-
-if TYPE_CHECKING:
-    from windlass.checkpoint.save import Saver
+from windlass.fileio import PAGE, PIECE_BYTES, Files, to_json
 
 PART, FILE, REASON = "part-{:05d}.json", "rank-{:05d}.safetensors", "reason"
 SLOWEST_POLL_SECONDS = 0.25
@@ -51,13 +48,25 @@ class GivenUp(OSError):
 
 
 @dataclass
+class SavingRank:
+    """A rank that saves: where, one of how many, and with which limits."""
+
+    directory: Path  # the run's `checkpoints`, on a file system that all ranks share
+    rank: int = 0
+    world: int = 1
+    files: Files = field(default_factory=Files)
+    deadline: float = 600.0  # seconds; how long rank 0 waits for the other ranks after its own part
+    piece_bytes: int = PIECE_BYTES  # per write
+
+
+@dataclass
 class Save:
     """One save, on one rank: first what to write, and after `run` the outcome.
 
     Without an `error` the checkpoint at `path` is then durable and visible.
     """
 
-    saver: Saver
+    saver: SavingRank
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
     aliases: Mapping[str, str]

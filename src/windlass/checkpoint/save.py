@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from windlass.checkpoint.commit import Save, explain
+from windlass.checkpoint.commit import Save, SavingRank, explain
 from windlass.checkpoint.format import DTYPES, names_in
 from windlass.checkpoint.load import discard
 from windlass.checkpoint.retention import (
@@ -41,7 +41,7 @@ from windlass.checkpoint.retention import (
 )
 from windlass.checkpoint.state_dict import Slice, State
 from windlass.errors import UserError
-from windlass.fileio import PAGE, PIECE_BYTES, Files, to_json
+from windlass.fileio import PAGE, to_json
 
 POLL_SECONDS = 0.1
 TEMPORARY = re.compile(r"^\.(?:saving|failed)-\d+-(\w+)-(\d+)$")
@@ -143,19 +143,13 @@ def register(address: int, size: int, device: torch.device, fail: Callable[[str]
 
 
 @dataclass
-class Saver:
+class Saver(SavingRank):
     """Saves the state of one rank. Every rank makes the same saves in the same order."""
 
-    directory: Path  # the run's `checkpoints`, on a file system that all ranks share
-    rank: int = 0
-    world: int = 1
     attempt: str = "0"  # letters and digits: the same on all ranks, different at every start
     policy: Policy = field(default_factory=Policy)
     device: torch.device | None = None  # of the state
-    files: Files = field(default_factory=Files)
-    deadline: float = 600.0  # seconds; how long rank 0 waits for the other ranks after its own part
     background: bool = True  # False: `save` returns after the commit
-    piece_bytes: int = PIECE_BYTES  # per write
 
     def __post_init__(self) -> None:
         self.newest = -1  # the step of the newest save, also in progress; -1: none, or it failed

@@ -254,8 +254,8 @@ def open_saver(plan: StartPlan, ranks: Ranks, horizon: Horizon, attempt: str) ->
         plan.run.checkpoints_dir,
         ranks.rank,
         ranks.world,
-        attempt,
-        policy_of(settings, horizons, read_lineage(plan.run.path)),
+        attempt=attempt,
+        policy=policy_of(settings, horizons, read_lineage(plan.run.path)),
         device=ranks.device,
         background=settings.background,
     )
