@@ -51,7 +51,6 @@ def run_with_secrets(path: Path, *overrides: str):
     notes = f"with {' '.join(VARIABLES.values())} and s3://key:{PASSWORD}@bucket/x"
     settings = [
         f"data.source={json.dumps(SOURCES)}",
-        f"data.eval_source={SOURCES[0]}",
         f"run.notes={notes}",
         DIGEST,
     ]
