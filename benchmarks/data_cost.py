@@ -1,10 +1,12 @@
-"""What data cost: the time to prepare a corpus with each tokenizer, and the time that the loader takes for a step.
+"""What data cost: the time to prepare a corpus with each tokenizer, and the time that the loader
+takes for a step.
 
     python benchmarks/data_cost.py TEXT... [--src SRC ...] [--rounds 5] [--copies 10]
 
-The texts are repeated `copies` times, as one JSON-lines corpus of paragraphs and as one text. With several `--src` (the `src`
-directories of checkouts) they are measured interleaved, in an order that changes from round to round, each in a process of
-its own, and the ratio to the first is shown: two runs of the same command differ by more than most changes cost.
+The texts are repeated `copies` times, as one JSON-lines corpus of paragraphs and as one text. With
+several `--src` (the `src` directories of checkouts) they are measured interleaved, in an order that
+changes from round to round, each in a process of its own, and the ratio to the first is shown: two
+runs of the same command differ by more than most changes cost.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What writing past the page cache (O_DIRECT) saves: seconds and processor seconds to hash, write and sync one rank's
-file.
+"""What writing past the page cache (O_DIRECT) saves: seconds and processor seconds to hash, write
+and sync one rank's file.
 
     python benchmarks/direct_write.py [--mb 128] [--rounds 30] [--dir DIR]
 
-Both ways are measured in turn, in an order that changes from round to round; medians, and the fastest round beside
-them.
+Both ways are measured in turn, in an order that changes from round to round; medians, and the
+fastest round beside them.
 """
 
 from __future__ import annotations

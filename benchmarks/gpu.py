@@ -1,4 +1,6 @@
-"""The parts of `benchmarks/gpu.sh`, which says how to call it. Each command runs in a process of its own, under a time limit."""
+"""The parts of `benchmarks/gpu.sh`, which says how to call it. Each command runs in a process of
+its own, under a time limit.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ DEVICE, SMALL = os.environ.get("DEVICE", "cuda"), bool(os.environ.get("SMALL"))
 CUDA = DEVICE == "cuda"
 NANOGPT = os.environ.get("NANOGPT", "")
 DEADLINE = time.monotonic() + 60 * float(os.environ.get("MINUTES", "28"))
-# Sequences in a micro-batch; layers, heads, width, context of GPT-2 small without biases, as nanoGPT's train.py has it.
+# Sequences in a micro-batch; layers, heads, width, context of GPT-2 small without biases, as
+# nanoGPT's train.py has it.
 MICRO_BATCHES = (2, 4) if SMALL else (16, 64)
 LAYERS, HEADS, WIDTH, CONTEXT = (2, 2, 64, 64) if SMALL else (12, 12, 768, 1024)
 STEPS, WARM = (12, 4) if SMALL else (40, 10)
@@ -54,7 +57,9 @@ class Table:
 def run(
     folder: Path, name: str, command: Sequence[str | Path], limit: float, cwd: Path | None = None
 ) -> tuple[str, str]:
-    """Run a command; returns what it printed, also in `logs/NAME.txt`, and why it failed: empty if it did not."""
+    """Run a command; returns what it printed, also in `logs/NAME.txt`, and why it failed: empty if
+    it did not.
+    """
     left = DEADLINE - time.monotonic()
     if left < 20:
         return "", "not run: no time was left"
@@ -97,7 +102,9 @@ def tokens(folder: Path) -> Path:
 
 
 def gpt2(folder: Path, name: str, micro_batch: int, *settings: str) -> list[str]:
-    """The words of `train`: GPT-2 small as nanoGPT's train.py has it, on random tokens, one micro-batch a step."""
+    """The words of `train`: GPT-2 small as nanoGPT's train.py has it, on random tokens, one
+    micro-batch a step.
+    """
     data = tokens(folder)
     return [
         "gpt2-124m",
@@ -328,7 +335,8 @@ def profile_training(report: Path, words: list[str]) -> None:
     )
     report.write_text(events.table(sort_by=key, row_limit=60))
     wall = 1e6 * (times[WARM + 3] - times[WARM])
-    # On CUDA a kernel has a row of its own; the rows of the operations that start it would count it twice.
+    # On CUDA a kernel has a row of its own; the rows of the operations that start it would count it
+    # twice.
     on_device = [e for e in events if not CUDA or str(e.device_type).endswith("CUDA")]
     kernels = [e for e in on_device if not getattr(e, "is_user_annotation", False)]
     totals = sorted(((getattr(e, key), e.key) for e in kernels), reverse=True)

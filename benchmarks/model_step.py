@@ -1,11 +1,13 @@
-"""A step of our GPT beside the same model of others, and the loss over a large vocabulary in three ways.
+"""A step of our GPT beside the same model of others, and the loss over a large vocabulary in three
+ways.
 
     python benchmarks/model_step.py step [small|large] [NANOGPT_DIR]
     python benchmarks/model_step.py loss [full|chunked|library] [WIDTH]
 
-The steps are made in turns, and CPU time of one thread is given, so that a busy machine does not decide; the last column is
-the median of the ratios to the first row. With a clone of karpathy/nanoGPT its own model is measured too. `loss` measures
-one way in a process, because its peak of memory is the process's.
+The steps are made in turns, and CPU time of one thread is given, so that a busy machine does not
+decide; the last column is the median of the ratios to the first row. With a clone of
+karpathy/nanoGPT its own model is measured too. `loss` measures one way in a process, because its
+peak of memory is the process's.
 """
 
 from __future__ import annotations

@@ -3,12 +3,14 @@
     PYTHONPATH=<checkout>/src python benchmarks/pins.py record OUT.json [--only name,name]
     PYTHONPATH=<checkout>/src python benchmarks/pins.py compare OLD.json [--only name,name]
 
-`record` trains small recipes on the CPU with the windlass of PYTHONPATH, one thread a rank, and writes losses, gradient
-norms, learning rates, evaluation scores, samples, the SHA-256 of every tensor, predictions, batch indices and plans.
-`compare` does the same again and exits with 1 on any difference. All inputs are made here from a seed, except the SQuAD
-questions, which are read from $WINDLASS_TEST_DATA or ../shared/data. Both sides need the same versions of the libraries.
+`record` trains small recipes on the CPU with the windlass of PYTHONPATH, one thread a rank, and
+writes losses, gradient norms, learning rates, evaluation scores, samples, the SHA-256 of every
+tensor, predictions, batch indices and plans. `compare` does the same again and exits with 1 on any
+difference. All inputs are made here from a seed, except the SQuAD questions, which are read from
+$WINDLASS_TEST_DATA or ../shared/data. Both sides need the same versions of the libraries.
 
-Only the command line and the files of a run are used; what is imported from windlass is in `batch_indices`.
+Only the command line and the files of a run are used; what is imported from windlass is in
+`batch_indices`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ LATER = {
     "items_hash",
     "label_tokens",
 }
-"""Fields of `eval` lines that 9e460e2, with whose record the present code is compared, does not have."""
+"""Fields of `eval` lines that 9e460e2, with whose record the present code is compared, does not
+have.
+"""
 
 BASE = """
 model.layers=2 model.heads=4 model.width=32 model.context=32 data.source=corpus.txt data.workers=1 optim.lr=3e-3
@@ -71,7 +75,8 @@ train.steps=100 eval.every=50 optim.weight_decay=0"""
 LORA = 'model.lora.rank=4 model.lora.dropout=0.1 model.lora.targets=["q_proj","v_proj","down_proj"] optim.lr=1e-2'
 
 # name: (settings that differ from BASE, ranks, what else is pinned)
-# export: the exported tensors; eval, squad, sample: what these verbs print; resume, reshard: stop at step 20 and go on.
+# export: the exported tensors; eval, squad, sample: what these verbs print; resume, reshard: stop
+# at step 20 and go on.
 RECIPES: dict[str, tuple[str, int, str]] = {
     "single": ("", 1, "export eval sample"),
     "ddp": ("parallel.strategy=ddp", 2, ""),
@@ -172,7 +177,9 @@ def text(seed: int, words: int) -> str:
 
 
 def make_inputs(work: Path) -> bool:
-    """Corpora, tiny models of `transformers` and their tokenizer; False where there is no SQuAD file."""
+    """Corpora, tiny models of `transformers` and their tokenizer; False where there is no SQuAD
+    file.
+    """
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -290,7 +297,9 @@ def windlass(
 
 
 def tensors(folder: Path) -> dict[str, str]:
-    """SHA-256 of type, shape and bytes of each tensor in a directory's safetensors files, by file and name."""
+    """SHA-256 of type, shape and bytes of each tensor in a directory's safetensors files, by file
+    and name.
+    """
     import torch
     from safetensors import safe_open
 
@@ -434,7 +443,9 @@ def presets(work: Path, name: str) -> dict[str, Any]:
 
 
 def batch_indices(work: Path, name: str) -> dict[str, Any]:
-    """The samples of each step and their places in the corpus. The one function that imports windlass: adapt it here."""
+    """The samples of each step and their places in the corpus. The one function that imports
+    windlass: adapt it here.
+    """
     import numpy as np
 
     from windlass.data.order import Order, step_samples

@@ -1,10 +1,11 @@
-"""What `windlass plan` says of memory beside what real steps take, on CPU ranks: a table in Markdown.
+"""What `windlass plan` says of memory beside what real steps take, on CPU ranks: a table in
+Markdown.
 
     python benchmarks/plan_memory.py
 
-Measured is the most that tensors took in the third step, on the fullest rank, seen by watching every operation (what a
-kernel takes and gives back within one operation is not in it). Resident memory would also hold Python, PyTorch and what
-the allocator keeps.
+Measured is the most that tensors took in the third step, on the fullest rank, seen by watching
+every operation (what a kernel takes and gives back within one operation is not in it). Resident
+memory would also hold Python, PyTorch and what the allocator keeps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the device sampler costs: CPU time of its thread as a share of one core, with a core kept busy beside it.
+"""What the device sampler costs: CPU time of its thread as a share of one core, with a core kept
+busy beside it.
 
     python benchmarks/sampler_cost.py [--seconds 60] [--every 1.0] [--device cpu|cuda:0]
 

@@ -1,11 +1,13 @@
-"""What a save costs: tokens/s with saves in the background beside tokens/s without, and beside saves that are waited for.
+"""What a save costs: tokens/s with saves in the background beside tokens/s without, and beside
+saves that are waited for.
 
     python benchmarks/save_overhead.py [RECIPE] [KEY=VALUE ...] [--rounds 8] [--steps 6] [--dir DIR] [--json FILE]
 
-The three are measured interleaved, in an order that changes from round to round, because two runs of the same command differ
-by more than a save costs. A segment is `steps` training steps with one save after the first; it ends when the save is
-committed, hashing, fsync and rename included, so that nothing of its cost can fall outside. The time lost to a save is the
-median, over the rounds, of a segment's time less that of the same round's segment without a save; beside it stands the
+The three are measured interleaved, in an order that changes from round to round, because two runs
+of the same command differ by more than a save costs. A segment is `steps` training steps with one
+save after the first; it ends when the save is committed, hashing, fsync and rename included, so
+that nothing of its cost can fall outside. The time lost to a save is the median, over the rounds,
+of a segment's time less that of the same round's segment without a save; beside it stands the
 difference of the fastest segments, because what else runs on a machine only ever adds time.
 """
 

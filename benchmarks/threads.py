@@ -1,10 +1,12 @@
-"""Tokens a second on a CPU by number of threads and waiting policy, alone and beside a process that keeps a core busy.
+"""Tokens a second on a CPU by number of threads and waiting policy, alone and beside a process that
+keeps a core busy.
 
     python benchmarks/threads.py [--rounds 2] [--seconds 4]
 
-Trains quickstart and a tiny model through `windlass train`, in turns: libgomp's own waiting with a thread a core (`before`),
-passive waiting, one thread, and what windlass chooses. Shown is the median over the rounds, of each run the median of its
-logged steps. The machine must be otherwise idle.
+Trains quickstart and a tiny model through `windlass train`, in turns: libgomp's own waiting with a
+thread a core (`before`), passive waiting, one thread, and what windlass chooses. Shown is the
+median over the rounds, of each run the median of its logged steps. The machine must be otherwise
+idle.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""What trackers cost a training, healthy or sabotaged: time of a step beside them, in turns with none.
+"""What trackers cost a training, healthy or sabotaged: time of a step beside them, in turns with
+none.
 
     python benchmarks/tracker_cost.py [--rounds 3] [--steps 150]
 
-A step is a matrix product of about 10 ms on one thread and a line in the ledger, after which the trackers are looked
-after, as the loop does at every log. Each round runs every case once, so that a machine that slows down slows all. The
-first seconds, in which a healthy tracker's libraries are imported beside the training, are in the figures.
+A step is a matrix product of about 10 ms on one thread and a line in the ledger, after which the
+trackers are looked after, as the loop does at every log. Each round runs every case once, so that a
+machine that slows down slows all. The first seconds, in which a healthy tracker's libraries are
+imported beside the training, are in the figures.
 """
 
 from __future__ import annotations

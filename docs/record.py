@@ -1,7 +1,9 @@
-"""Records the README's terminal picture, docs/images/killed-and-resumed.svg: a run is killed, and the same command resumes it.
+"""Records the README's terminal picture, docs/images/killed-and-resumed.svg: a run is killed, and
+the same command resumes it.
 
-`.venv/bin/python docs/record.py`, on an idle machine with tmux: it types the commands below into a real terminal, looks at
-the screen four times a second, and writes each different screen once into an SVG that plays them by CSS, without a script.
+`.venv/bin/python docs/record.py`, on an idle machine with tmux: it types the commands below into a
+real terminal, looks at the screen four times a second, and writes each different screen once into
+an SVG that plays them by CSS, without a script.
 """
 
 from __future__ import annotations
@@ -86,7 +88,9 @@ def spans(line: Text) -> str:
 
 
 def draw(screens: list[tuple[float, str]]) -> str:
-    """The SVG: every different line stands once in `defs`, a screen is a group of references, shown for its time."""
+    """The SVG: every different line stands once in `defs`, a screen is a group of references, shown
+    for its time.
+    """
     width, height = COLUMNS * CHARACTER + 2 * MARGIN, ROWS * LINE + 2 * MARGIN
     ends = [at for at, _ in screens[1:]] + [screens[-1][0] + 4]
     times = [min((end - at) / SPEED, LONGEST) for (at, _), end in zip(screens, ends, strict=True)]

@@ -39,7 +39,8 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 FOLDERS = ["cluster", "faults", "e2e", "dist", "parity", "gpu", "unit"]
-"""The order of the folders: the longest files first, so that no worker ends with a long one alone."""
+"""The order of the folders: the longest files first, so that no worker ends with a long one alone.
+"""
 
 
 @pytest.hookimpl(trylast=True)
@@ -49,7 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give a worker a whole file, whose fixtures are then set up once, and one worker all of `cluster`."""
+    """Give a worker a whole file, whose fixtures are then set up once, and one worker all of
+    `cluster`.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):

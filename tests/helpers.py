@@ -42,7 +42,9 @@ def windlass(
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `windlass ARGUMENTS` in a process of its own; fails where it exits with another code (None: any will do)."""
+    """Run `windlass ARGUMENTS` in a process of its own; fails where it exits with another code
+    (None: any will do).
+    """
     done = subprocess.run(
         command(*arguments),
         cwd=cwd,
@@ -112,7 +114,9 @@ def best_step(run: Run | Path) -> int | None:
 
 
 def curve(run: Run | Path, *fields: str) -> list[tuple[Any, ...]]:
-    """Step and fields (loss, gradient norm and learning rate by default) of each `train` line of the effective ledger."""
+    """Step and fields (loss, gradient norm and learning rate by default) of each `train` line of
+    the effective ledger.
+    """
     run = run if isinstance(run, Run) else Run(run)
     return [
         tuple(line[f] for f in ("step", *(fields or ("loss", "grad_norm", "lr"))))
@@ -121,7 +125,9 @@ def curve(run: Run | Path, *fields: str) -> list[tuple[Any, ...]]:
 
 
 def write_ledger(run: Run, *lines: Mapping[str, Any]) -> None:
-    """Append lines to the ledger of a run that has no trainer, a second apart where they have no time."""
+    """Append lines to the ledger of a run that has no trainer, a second apart where they have no
+    time.
+    """
     run.path.mkdir(parents=True, exist_ok=True)
     with run.metrics_path.open("a") as file:
         for second, line in enumerate(lines):
@@ -138,7 +144,9 @@ def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for a process: `T` is suspended, `Z` ended but not yet collected; empty where it is gone."""
+    """The kernel's letter for a process: `T` is suspended, `Z` ended but not yet collected; empty
+    where it is gone.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -1,4 +1,6 @@
-"""Tiny models of `transformers` with random weights, and a tokenizer trained here, as directories: nothing is downloaded."""
+"""Tiny models of `transformers` with random weights, and a tokenizer trained here, as directories:
+nothing is downloaded.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,10 @@ VOCAB = 512
 
 
 def config(kind: str, vocab: int = VOCAB, **changes: Any) -> Any:
-    """The configuration of a tiny model: `bloom`, `gpt2`, `llama`, `gemma2` (with capped logits), `mistral` (a sliding window),
-    `mamba` and `rwkv` (recurrent), `jamba` (both kinds), `glm4_moe` (a router with a saved buffer), `qwen3` (normalised queries)."""
+    """The configuration of a tiny model: `bloom`, `gpt2`, `llama`, `gemma2` (with capped logits),
+    `mistral` (a sliding window), `mamba` and `rwkv` (recurrent), `jamba` (both kinds), `glm4_moe`
+    (a router with a saved buffer), `qwen3` (normalised queries).
+    """
     from transformers import AutoConfig
 
     special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}

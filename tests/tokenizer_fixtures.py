@@ -1,4 +1,6 @@
-"""Small real tokenizers of the kinds that language models have, trained here and saved as `transformers` reads them."""
+"""Small real tokenizers of the kinds that language models have, trained here and saved as
+`transformers` reads them.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""`make lint`: files of at most 500 lines, functions of at most 60, and no import circle, imports in functions counted."""
+"""`make lint`: files of at most 500 lines, functions of at most 60, and no import circle, imports
+in functions counted.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ LONGER = {
     "training/trainer.py:__init__": 90,
     "training/api.py:train": 70,
 }
-"""The training loop and the set-up before it stay in one piece each; `train` documents its arguments."""
+"""The training loop and the set-up before it stay in one piece each; `train` documents its
+arguments.
+"""
 
 
 def main() -> int:

@@ -1,4 +1,6 @@
-"""The cluster, a tiny corpus, and what two local ranks make of it: the reference for every other launcher."""
+"""The cluster, a tiny corpus, and what two local ranks make of it: the reference for every other
+launcher.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""A rank of a training whose rank 1 kills itself after step 8 of the first start: `python killed_once.py [KEY=VALUE...]`."""
+"""A rank of a training whose rank 1 kills itself after step 8 of the first start: `python
+killed_once.py [KEY=VALUE...]`.
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""Commands that train, started as a user starts them, and what two local ranks make of the same recipe."""
+"""Commands that train, started as a user starts them, and what two local ranks make of the same
+recipe.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,6 @@
-"""A real SLURM cluster of two nodes or more on this machine: munged, slurmctld and the slurmd, all below one temporary directory."""
+"""A real SLURM cluster of two nodes or more on this machine: munged, slurmctld and the slurmd, all
+below one temporary directory.
+"""
 
 import contextlib
 import getpass
@@ -17,7 +19,9 @@ from helpers import wait_for
 from windlass.processes import kill_with_parent
 
 NODES = ("127.0.0.1", "127.0.0.2")
-"""The nodes' names. Loopback addresses: names that every machine resolves, as a cluster resolves its hosts' names."""
+"""The nodes' names. Loopback addresses: names that every machine resolves, as a cluster resolves
+its hosts' names.
+"""
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 SYSTEM = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 CONFIGURATION = """\
@@ -69,7 +73,9 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of a login node: SLURM's programs find this cluster, and nothing says that we are in a job already."""
+        """Of a login node: SLURM's programs find this cluster, and nothing says that we are in a
+        job already.
+        """
         outside = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
         return outside | {"SLURM_CONF": str(self.root / "slurm.conf"), "PATH": SYSTEM}
 
@@ -95,7 +101,9 @@ class Cluster:
         return done.stdout.split()[-1]
 
     def wait(self, job: str, seconds: float = 200) -> dict[str, str]:
-        """The job's state (JobState, ExitCode, Restarts) once all of it is over, an array's tasks too."""
+        """The job's state (JobState, ExitCode, Restarts) once all of it is over, an array's tasks
+        too.
+        """
         wait_for(lambda: not self.call("squeue", "--noheader", "-j", job).stdout.split(), seconds)
         text = self.call("scontrol", "show", "job", "--oneliner", job).stdout
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
@@ -160,7 +168,9 @@ class Cluster:
             )
 
     def kill_node(self, node: str) -> None:
-        """As a host that loses its power: its slurmd, its steps and their processes are gone at once."""
+        """As a host that loses its power: its slurmd, its steps and their processes are gone at
+        once.
+        """
         number = 2 + self.nodes.index(node)  # munged, slurmctld, one slurmd for each node
         self.daemons[number].kill()
         for process in psutil.process_iter():
@@ -175,7 +185,9 @@ class Cluster:
                         one.kill()
 
     def stop(self) -> None:
-        """Cancel what runs, end the daemons, and kill what was started with this cluster's configuration."""
+        """Cancel what runs, end the daemons, and kill what was started with this cluster's
+        configuration.
+        """
         with contextlib.suppress(AssertionError):  # it took too long
             self.call("scancel", "--full", "--user", getpass.getuser(), seconds=10)
             wait_for(lambda: not self.call("squeue", "--noheader", seconds=5).stdout.split(), 15)

@@ -26,7 +26,9 @@ def test_mpiexec(settings, tmp_path, two_local_ranks):
 
 @pytest.fixture(params=["mpich", "openmpi"])
 def pbs_job(request, tmp_path, monkeypatch) -> str:
-    """The shell of a PBS job on one host with two ranks, whose `mpiexec` is the real one of this implementation."""
+    """The shell of a PBS job on one host with two ranks, whose `mpiexec` is the real one of this
+    implementation.
+    """
     program = shutil.which(f"mpiexec.{request.param}")
     if program is None:
         pytest.skip(

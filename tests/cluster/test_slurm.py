@@ -66,7 +66,9 @@ def test_who_is_a_rank(cluster: Cluster, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["signal", "cancel", "requeue"])
 def test_a_stopped_batch_job_resumes(cluster: Cluster, settings, tmp_path, how):
-    """Told to stop it saves; the same script, submitted again or requeued by itself, goes on to the end."""
+    """Told to stop it saves; the same script, submitted again or requeued by itself, goes on to the
+    end.
+    """
     run = Run(tmp_path / "run")
     again = "[ $code = 75 ] && scontrol requeue $SLURM_JOB_ID" if how == "requeue" else ""
     line = f"srun {shlex.join([*TRAIN, *settings(run.path, **LONG)])}"

@@ -1,4 +1,6 @@
-"""`windlass submit` through a real SLURM of two nodes: a training over both, its end by the limit, a lost node, a cancel."""
+"""`windlass submit` through a real SLURM of two nodes: a training over both, its end by the limit,
+a lost node, a cancel.
+"""
 
 import contextlib
 import shlex
@@ -108,7 +110,9 @@ SAVES = "trap 'sleep 5; touch saved$SLURM_ARRAY_TASK_ID; exit 75' TERM; touch up
 def test_cancel_leaves_more_time_for_a_save_than_killwait(
     cluster: Cluster, tmp_path, monkeypatch, array
 ):
-    """SLURM kills 2 s after its SIGTERM here, 30 s by default; the save takes 5 s. A task that waits does not start."""
+    """SLURM kills 2 s after its SIGTERM here, 30 s by default; the save takes 5 s. A task that
+    waits does not start.
+    """
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     logs = tmp_path / "logs"
@@ -162,7 +166,9 @@ def test_an_ordinary_failure_is_not_started_again(cluster: Cluster, settings, tm
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_node_that_is_killed_restarts_the_run_on_the_other(cluster: Cluster, settings, tmp_path):
-    """slurmd, batch shell and ranks die at once; the controller notices, requeues, and the run resumes on what is left."""
+    """slurmd, batch shell and ranks die at once; the controller notices, requeues, and the run
+    resumes on what is left.
+    """
     run, one = Run(tmp_path / "run"), LONG | {"checkpoint.every": 20, "train.steps": 200}
     job = submitted(cluster, run.path, settings(run.path, **one), "--nodes", "1", "--per-host", "2")
     wait_for(lambda: list(run.checkpoints_dir.glob("step-*")), 150)
@@ -240,8 +246,9 @@ def three_nodes() -> Iterator[Cluster]:
 def test_a_rank_that_is_lost_starts_the_job_again_once(
     request, nodes, cluster: Cluster, settings, tmp_path, undisturbed
 ):
-    """The job's script does it, by exit code 69: SLURM, whose node is well, sees only a task that was killed. The next start
-    leaves its node out where there is another one."""
+    """The job's script does it, by exit code 69: SLURM, whose node is well, sees only a task that
+    was killed. The next start leaves its node out where there is another one.
+    """
     run, cluster = Run(tmp_path / "run"), request.getfixturevalue(nodes)
     job = submitted(cluster, run.path, settings(run.path, **(LONG | {"checkpoint.every": 20})))
     wait_for(lambda: list(run.checkpoints_dir.glob("step-*")), 150)
@@ -277,7 +284,9 @@ def is_rank_1(process: psutil.Process, run: Path) -> bool:
 
 @pytest.mark.full
 def test_torchrun_as_the_launcher_of_the_site(cluster: Cluster, settings, tmp_path, undisturbed):
-    """It turns each exit code into 1; the job knows from the ranks that they have saved, and requeues itself."""
+    """It turns each exit code into 1; the job knows from the ranks that they have saved, and
+    requeues itself.
+    """
     run, site = Run(tmp_path / "run"), tmp_path / "site.toml"
     site.write_text('launcher = "torchrun"\n')
     job = submitted(cluster, run.path, settings(run.path, **LONG), "--site", str(site))

@@ -1,4 +1,6 @@
-"""Two hosts with addresses of their own, as network namespaces joined by a cable: torchrun over both, and the cable is cut."""
+"""Two hosts with addresses of their own, as network namespaces joined by a cable: torchrun over
+both, and the cable is cut.
+"""
 
 import itertools
 import os
@@ -29,7 +31,9 @@ def ip(*words: str) -> None:
 
 @dataclass
 class TwoHosts:
-    """`names[i]` is a namespace whose only way out is one end of a cable, with the address `10.77.0.{i + 1}`."""
+    """`names[i]` is a namespace whose only way out is one end of a cable, with the address
+    `10.77.0.{i + 1}`.
+    """
 
     names: list[str]
     started: list[subprocess.Popen] = field(default_factory=list)
@@ -37,7 +41,9 @@ class TwoHosts:
     def train(
         self, settings: list[str], log: Path, hidden: Path | None = None
     ) -> list[subprocess.Popen]:
-        """`torchrun` on both hosts, one rank each; the second host has a disk of its own at `hidden`."""
+        """`torchrun` on both hosts, one rank each; the second host has a disk of its own at
+        `hidden`.
+        """
         port = str(next(PORTS))
         processes = []
         for number, name in enumerate(self.names):
@@ -159,7 +165,9 @@ def test_a_directory_that_one_host_does_not_see(hosts, settings, tmp_path, key):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_cut_cable_ends_both_sides_and_a_restart_resumes(hosts, settings, tmp_path):
-    """Nothing closes a connection: each side notices by itself, within the time for a collective or six heartbeats."""
+    """Nothing closes a connection: each side notices by itself, within the time for a collective or
+    six heartbeats.
+    """
     run, log = Run(tmp_path / "run"), tmp_path / "log"
     seconds = {
         "parallel.heartbeat_seconds": 1,

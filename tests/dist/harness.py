@@ -1,4 +1,6 @@
-"""Real ranks for tests: forked processes over gloo, whose results or first traceback come back to pytest."""
+"""Real ranks for tests: forked processes over gloo, whose results or first traceback come back to
+pytest.
+"""
 
 import contextlib
 import dataclasses
@@ -24,7 +26,9 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Join:
-    """What a test's function gets: its rank, and `join(recipe)`, which starts the ranks (as often as one likes in turn)."""
+    """What a test's function gets: its rank, and `join(recipe)`, which starts the ranks (as often
+    as one likes in turn).
+    """
 
     def __init__(self, env: DistEnv, store: dist.Store | None):
         self.env, self.store, self.rank, self.world = env, store, env.rank, env.world
@@ -38,20 +42,29 @@ class Join:
 
 def recipe(**overrides: Any) -> Recipe:
     """A recipe for tests, quick to give up; dotted keys as `parallel__strategy="ddp"`."""
-    quick = {"parallel__timeout_seconds": 30, "parallel__startup_timeout_seconds": 30, "parallel__device": "cpu"}
-    return Recipe().replace(**{key.replace("__", "."): value for key, value in (quick | overrides).items()})
+    quick = {
+        "parallel__timeout_seconds": 30,
+        "parallel__startup_timeout_seconds": 30,
+        "parallel__device": "cpu",
+    }
+    return Recipe().replace(
+        **{key.replace("__", "."): value for key, value in (quick | overrides).items()}
+    )
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
     """`fn(join, *args)` on `world` forked ranks; the results in order of the ranks.
 
-    The first rank to fail fails the test with its traceback, and takes the others with it; so does the time limit.
+    The first rank to fail fails the test with its traceback, and takes the others with it; so does
+    the time limit.
     """
     listening = socket.create_server(("127.0.0.1", 0), backlog=64)
     os.set_inheritable(listening.fileno(), True)
     receivers, senders = zip(*(FORK.Pipe(duplex=False) for _ in range(world)), strict=True)
     ranks = [
-        FORK.Process(target=_rank, args=(fn, rank, world, listening, senders[rank], args), daemon=True)
+        FORK.Process(
+            target=_rank, args=(fn, rank, world, listening, senders[rank], args), daemon=True
+        )
         for rank in range(world)
     ]
     for rank in ranks:
@@ -61,7 +74,9 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     try:
-        while missing := {receiver: rank for rank, receiver in enumerate(receivers) if rank not in results}:
+        while missing := {
+            receiver: rank for rank, receiver in enumerate(receivers) if rank not in results
+        }:
             ready = wait(list(missing), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise TimeoutError(f"ranks {list(missing.values())} gave no result in time")
@@ -71,7 +86,9 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
                     good, value = pickle.loads(receiver.recv_bytes())
                 except EOFError:
                     ranks[rank].join(5)
-                    raise AssertionError(f"rank {rank} ended with exit code {ranks[rank].exitcode}") from None
+                    raise AssertionError(
+                        f"rank {rank} ended with exit code {ranks[rank].exitcode}"
+                    ) from None
                 assert good, f"rank {rank} failed:\n{value}"
                 results[rank] = value
         return [results[rank] for rank in range(world)]
@@ -82,7 +99,12 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
 
 
 def _rank(
-    fn: Callable[..., Any], rank: int, world: int, listening: socket.socket, sender: Connection, args: tuple[Any, ...]
+    fn: Callable[..., Any],
+    rank: int,
+    world: int,
+    listening: socket.socket,
+    sender: Connection,
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     code, store = 1, None
@@ -91,7 +113,9 @@ def _rank(
         env = DistEnv(rank, world, rank, world, launcher="none", addr=host, port=port)
         if world > 1:
             fd = listening.detach() if rank == 0 else None
-            store = dist.TCPStore(host, port, world, rank == 0, wait_for_workers=False, master_listen_fd=fd)
+            store = dist.TCPStore(
+                host, port, world, rank == 0, wait_for_workers=False, master_listen_fd=fd
+            )
         sender.send_bytes(pickle.dumps((True, fn(Join(env, store), *args))))  # tensors by value
         code = 0
     except BaseException:
@@ -99,9 +123,13 @@ def _rank(
     finally:
         sender.close()
         if code and world > 1:
-            time.sleep(0.5)  # the first traceback is the cause: it arrives before those of the others
+            time.sleep(
+                0.5
+            )  # the first traceback is the cause: it arrives before those of the others
         elif store is not None:
-            with contextlib.suppress(Exception):  # the store lives in rank 0, which therefore leaves last
+            with contextlib.suppress(
+                Exception
+            ):  # the store lives in rank 0, which therefore leaves last
                 store.set(f"left/{rank}", "1")
                 if rank == 0:
                     store.wait([f"left/{other}" for other in range(world)])

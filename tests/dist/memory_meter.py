@@ -1,4 +1,6 @@
-"""How much memory tensors take in real training steps: every operation's results, until the last reference is gone."""
+"""How much memory tensors take in real training steps: every operation's results, until the last
+reference is gone.
+"""
 
 import gc
 import threading
@@ -20,8 +22,8 @@ from windlass.recipe import Recipe
 class MemoryMeter(TorchDispatchMode):
     """Counts the live bytes of all storages made inside of it, and the most of them.
 
-    What a kernel allocates and frees again within one operation is not seen. FSDP2 frees parameters by resizing their
-    storage, which is no operation: that is watched by itself.
+    What a kernel allocates and frees again within one operation is not seen. FSDP2 frees parameters
+    by resizing their storage, which is not an operation and is watched by itself.
     """
 
     def __init__(self) -> None:
@@ -72,15 +74,18 @@ class MemoryMeter(TorchDispatchMode):
 
 
 def measured(join: Any, r: Recipe, vocab: int, micro: int, accumulation: int) -> tuple[int, int]:
-    """On one rank, for `harness.run_ranks`: bytes at rest after two steps, and at the peak of the three after them.
+    """On one rank, for `harness.run_ranks`: bytes at rest after two steps, and at the peak of the
+    three after them.
 
-    The lowest peak of the three: gloo's threads let go of a buffer some time after the collective has ended, and later
-    where the machine is busy, so a peak can only be too high.
+    The lowest peak of the three: gloo's threads let go of a buffer some time after the collective
+    has ended, and later where the machine is busy, so a peak can only be too high.
     """
     with join(r) as ranks, MemoryMeter() as meter:
         model = parallelize(build_model(r, vocab), ranks, r)
         initialise(unwrap(model), 0)
-        optimizer = build_optimizer(unwrap(model), r.optim, "cpu", ranks.mesh.replicas, ranks.strategy.shards_optimizer)
+        optimizer = build_optimizer(
+            unwrap(model), r.optim, "cpu", ranks.mesh.replicas, ranks.strategy.shards_optimizer
+        )
         parameters = list(model.parameters())
         tokens = torch.arange(micro * r.model.context).remainder(vocab).view(micro, -1)
         rest, peaks = 0, list[int]()
@@ -97,4 +102,6 @@ def measured(join: Any, r: Recipe, vocab: int, micro: int, accumulation: int) ->
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             peaks.append(meter.peak)
-        return rest, min(peaks[2:])  # the first two make the optimizer's state, and what is kept from step to step
+        return rest, min(
+            peaks[2:]
+        )  # the first two make the optimizer's state, and what is kept from step to step

@@ -1,4 +1,6 @@
-"""Tensors cut in one or two dimensions: saved in one layout, read in every other, equal bit for bit."""
+"""Tensors cut in one or two dimensions: saved in one layout, read in every other, equal bit for
+bit.
+"""
 
 import datetime
 import itertools
@@ -63,7 +65,9 @@ def tensors(layout: str) -> dict[str, Tensor]:
     """Every tensor cut by torch; dimensions that a tensor lacks leave it whole."""
     sizes, placements = LAYOUTS[layout]
     cut: dict[str, Tensor] = {}
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)]) if sizes else None
+    mesh = (
+        init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)]) if sizes else None
+    )
     for number, name in enumerate(SHAPES):
         whole = numbers(name)
         if mesh is None:
@@ -88,7 +92,9 @@ def opened(folder: str | Path) -> Checkpoint:
 def in_group(join: Join) -> None:
     store = join.store or dist.HashStore()
     limit = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=join.rank, world_size=join.world, timeout=limit)
+    dist.init_process_group(
+        "gloo", store=store, rank=join.rank, world_size=join.world, timeout=limit
+    )
 
 
 def save(folder: str | Path, state: State, rank: int, world: int) -> int:
@@ -157,7 +163,8 @@ def test_every_layout_to_every_other(tmp_path: Path) -> None:
         assert compared == [len(folders) * len(layouts) * len(SHAPES)] * world
 
 
-# -- FSDP2 over tensor parallelism --------------------------------------------------------------------------------------
+# -- FSDP2 over tensor parallelism
+# --------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):

@@ -1,4 +1,6 @@
-"""A checkpoint of any world and strategy, loaded on any other: parameters and moments equal bit for bit."""
+"""A checkpoint of any world and strategy, loaded on any other: parameters and moments equal bit for
+bit.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -17,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from toy import micro_batch, toy
 
 from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
-from windlass.checkpoint.state_dict import gather_state, named_state, restore
 from windlass.checkpoint.save import Saver
+from windlass.checkpoint.state_dict import gather_state, named_state, restore
 from windlass.optim.muon import Muon
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
 
@@ -26,7 +28,9 @@ HYBRID_MESH = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}
 
 
 def build(variant: str, strategy: str, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model with rows of 29, 6 and 2, uneven over 3 and 4 ranks, of which some have none; a buffer, an unused parameter."""
+    """A model with rows of 29, 6 and 2, uneven over 3 and 4 ranks, of which some have none; a
+    buffer, an unused parameter.
+    """
     model: nn.Module = toy(3, torch.float32, width=2, tied=variant == "tied")
     if variant == "frozen":
         model.layers[1].requires_grad_(False)
@@ -36,18 +40,28 @@ def build(variant: str, strategy: str, world: int) -> tuple[nn.Module, torch.opt
     else:
         mesh = init_device_mesh("cpu", (world,))
         if strategy == "hybrid_shard":
-            mesh = init_device_mesh("cpu", HYBRID_MESH[world], mesh_dim_names=("replicate", "shard"))
+            mesh = init_device_mesh(
+                "cpu", HYBRID_MESH[world], mesh_dim_names=("replicate", "shard")
+            )
         for block in model.layers:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     trained, rows = [p for p in model.parameters() if p.requires_grad], {}
     if strategy == "shard_optim":
         mesh = init_device_mesh("cpu", (world,))
-        rows = {p: nn.Parameter(own_rows(p, mesh, placement(p, mesh, any_row=p.dim() == 2))) for p in trained}
+        rows = {
+            p: nn.Parameter(own_rows(p, mesh, placement(p, mesh, any_row=p.dim() == 2)))
+            for p in trained
+        }
         trained = list(rows.values())
     if variant == "muon":
-        split = {matrices: [p for p in trained if (p.ndim == 2) is matrices] for matrices in (True, False)}
-        optimizer: Any = Muon({"params": p, "muon": m, "lr": 1e-2, "weight_decay": 0.1} for m, p in split.items())
+        split = {
+            matrices: [p for p in trained if (p.ndim == 2) is matrices]
+            for matrices in (True, False)
+        }
+        optimizer: Any = Muon(
+            {"params": p, "muon": m, "lr": 1e-2, "weight_decay": 0.1} for m, p in split.items()
+        )
     else:
         optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=strategy != "ddp")
     return model, ShardedOptimizer(rows, optimizer, mesh) if rows else optimizer
@@ -56,7 +70,9 @@ def build(variant: str, strategy: str, world: int) -> tuple[nn.Module, torch.opt
 def whole(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Every tensor of the state, gathered by torch itself."""
     tensors, _ = named_state(model, optimizer)
-    return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in tensors.items()}
+    return {
+        n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in tensors.items()
+    }
 
 
 def write(rank: int, world: int, folder: str, variant: str, strategy: str) -> None:
@@ -91,7 +107,9 @@ def read(rank: int, world: int, folders: list[str], variant: str, strategy: str)
             restored = whole(model, optimizer)
             assert restored.keys() == expected.keys(), (folder, restored.keys() ^ expected.keys())
             for name, tensor in expected.items():
-                assert tensor.dtype == restored[name].dtype and torch.equal(tensor, restored[name]), (folder, name)
+                assert tensor.dtype == restored[name].dtype and torch.equal(
+                    tensor, restored[name]
+                ), (folder, name)
                 assert torch.equal(tensor, checkpoint.tensor(name)), (folder, name)
         equal += len(expected)
         model(*micro_batch(0)).backward()  # and the optimizer steps from there
@@ -103,31 +121,54 @@ def in_group(join: Join, fn: Callable[..., Any], *args: Any) -> Any:
     """Run `fn(rank, world, *args)` in a process group, also in a world of 1, which FSDP2 needs."""
     store = join.store or dist.HashStore()
     store.set_timeout(timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=join.rank, world_size=join.world, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=join.rank, world_size=join.world, timeout=timedelta(seconds=60)
+    )
     result = fn(join.rank, join.world, *args)
     dist.barrier()
     return result
 
 
-def check_matrix(folder: Path, variant: str, saved: list[tuple[str, int]], loaded: list[tuple[str, int]]) -> None:
-    """Every layout saved, and read by every other; each rank of each reader compares the same number of tensors."""
+def check_matrix(
+    folder: Path, variant: str, saved: list[tuple[str, int]], loaded: list[tuple[str, int]]
+) -> None:
+    """Every layout saved, and read by every other; each rank of each reader compares the same
+    number of tensors.
+    """
     folders: list[str] = []
     for strategy, world in saved:
         (folder / f"{strategy}-{world}").mkdir()
         folders.append(str(folder / f"{strategy}-{world}"))
         run_ranks(in_group, world, write, folders[-1], variant, strategy, timeout=120)
-    equal = [n for s, w in loaded for n in run_ranks(in_group, w, read, folders, variant, s, timeout=120)]
-    assert len(equal) == sum(world for _, world in loaded) and min(equal) == max(equal) >= 5 * len(saved)
+    equal = [
+        n for s, w in loaded for n in run_ranks(in_group, w, read, folders, variant, s, timeout=120)
+    ]
+    assert len(equal) == sum(world for _, world in loaded) and min(equal) == max(equal) >= 5 * len(
+        saved
+    )
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("variant", "saved", "loaded"), [
-    ("untied", [("full_shard", 4), ("hybrid_shard", 4), ("shard_optim", 2)], [("ddp", 1), ("full_shard", 4)]),
-    ("tied", [("ddp", 2), ("full_shard", 3)], [("hybrid_shard", 4), ("shard_optim", 3)]),
-    ("frozen", [("full_shard", 2)], [("ddp", 1), ("full_shard", 4)]),
-    ("muon", [("hybrid_shard", 4), ("shard_optim", 3)], [("ddp", 1), ("full_shard", 4), ("shard_optim", 2)]),
-])
-def test_sample(tmp_path: Path, variant: str, saved: list[tuple[str, int]], loaded: list[tuple[str, int]]) -> None:
+@pytest.mark.parametrize(
+    ("variant", "saved", "loaded"),
+    [
+        (
+            "untied",
+            [("full_shard", 4), ("hybrid_shard", 4), ("shard_optim", 2)],
+            [("ddp", 1), ("full_shard", 4)],
+        ),
+        ("tied", [("ddp", 2), ("full_shard", 3)], [("hybrid_shard", 4), ("shard_optim", 3)]),
+        ("frozen", [("full_shard", 2)], [("ddp", 1), ("full_shard", 4)]),
+        (
+            "muon",
+            [("hybrid_shard", 4), ("shard_optim", 3)],
+            [("ddp", 1), ("full_shard", 4), ("shard_optim", 2)],
+        ),
+    ],
+)
+def test_sample(
+    tmp_path: Path, variant: str, saved: list[tuple[str, int]], loaded: list[tuple[str, int]]
+) -> None:
     check_matrix(tmp_path, variant, saved, loaded)
 
 
@@ -135,5 +176,7 @@ def test_sample(tmp_path: Path, variant: str, saved: list[tuple[str, int]], load
 @pytest.mark.full
 @pytest.mark.parametrize("variant", ["untied", "tied", "frozen", "muon"])
 def test_every_world_and_strategy_to_every_other(tmp_path: Path, variant: str) -> None:
-    cells = list(itertools.product(("ddp", "shard_optim", "full_shard", "hybrid_shard"), (1, 2, 3, 4)))
+    cells = list(
+        itertools.product(("ddp", "shard_optim", "full_shard", "hybrid_shard"), (1, 2, 3, 4))
+    )
     check_matrix(tmp_path, variant, cells, cells)

@@ -14,14 +14,42 @@ from windlass.model.build import read_sizes
 SHAPES = {  # what takes most of the memory: settings, vocabulary, micro-batch
     "logits": ({"layers": 4, "heads": 4, "width": 64, "context": 128}, 1000, 2),
     "weights": ({"layers": 4, "heads": 4, "width": 256, "context": 32}, 100, 1),
-    "activations": ({"layers": 10, "heads": 4, "width": 128, "context": 64, "tie_head": False, "activation": "relu2"}, 50, 4),
+    "activations": (
+        {
+            "layers": 10,
+            "heads": 4,
+            "width": 128,
+            "context": 64,
+            "tie_head": False,
+            "activation": "relu2",
+        },
+        50,
+        4,
+    ),
     "modern": (
-        {"layers": 6, "heads": 4, "kv_heads": 2, "width": 128, "context": 64, "activation": "swiglu", "norm": "rmsnorm",
-         "position": "rope", "qk_norm": True, "attn_bias": False, "ff_bias": False}, 300, 2,
+        {
+            "layers": 6,
+            "heads": 4,
+            "kv_heads": 2,
+            "width": 128,
+            "context": 64,
+            "activation": "swiglu",
+            "norm": "rmsnorm",
+            "position": "rope",
+            "qk_norm": True,
+            "attn_bias": False,
+            "ff_bias": False,
+        },
+        300,
+        2,
     ),
 }
 
-TABLES = ({"layers": 3, "heads": 4, "width": 128, "context": 32, "tie_head": False}, 3000, 1)  # a large embedding and head
+TABLES = (
+    {"layers": 3, "heads": 4, "width": 128, "context": 32, "tie_head": False},
+    3000,
+    1,
+)  # a large embedding and head
 
 
 def compare(shape, world=1, accumulation=1, **overrides):
@@ -29,12 +57,17 @@ def compare(shape, world=1, accumulation=1, **overrides):
     model = {f"model__{key}": value for key, value in settings.items()}
     batch = {"train__micro_batch": micro, "train__global_batch": micro * world * accumulation}
     r = recipe(**model, **batch, **overrides)
-    rest, peak = max(run_ranks(measured, world, r, vocab, micro, accumulation), key=lambda rank: rank[1])
+    rest, peak = max(
+        run_ranks(measured, world, r, vocab, micro, accumulation), key=lambda rank: rank[1]
+    )
     return memory(r.model, vocab, layout_of(r, world), r.optim.kind), rest, peak
 
 
 ONE_RANK = [
-    {}, {"accumulation": 2}, {"train__precision": "bf16"}, {"optim__kind": "muon"},
+    {},
+    {"accumulation": 2},
+    {"train__precision": "bf16"},
+    {"optim__kind": "muon"},
     {"parallel__activation_checkpointing": "full"},
     {"parallel__activation_checkpointing": "selective", "train__precision": "bf16"},
 ]
@@ -49,7 +82,9 @@ def slow_but(name):
 
 
 @pytest.mark.parametrize("shape", slow_but("modern"))
-@pytest.mark.parametrize("settings", ONE_RANK, ids=lambda s: "-".join(str(v) for v in s.values()) or "plain")
+@pytest.mark.parametrize(
+    "settings", ONE_RANK, ids=lambda s: "-".join(str(v) for v in s.values()) or "plain"
+)
 def test_one_rank(shape, settings):
     predicted, rest, peak = compare(shape, **settings)
     assert predicted.parameters + predicted.optimizer == pytest.approx(rest, rel=0.002)
@@ -57,13 +92,28 @@ def test_one_rank(shape, settings):
 
 
 SEVERAL_RANKS = [
-    *({"parallel__strategy": strategy} for strategy in ("ddp", "shard_optim", "full_shard", "shard_grad_op")),
+    *(
+        {"parallel__strategy": strategy}
+        for strategy in ("ddp", "shard_optim", "full_shard", "shard_grad_op")
+    ),
     slow({"parallel__strategy": "shard_optim", "accumulation": 2}),
     slow({"parallel__strategy": "shard_optim", "optim__kind": "muon"}),
     slow({"parallel__strategy": "ddp", "accumulation": 2}),
     slow({"parallel__strategy": "full_shard", "accumulation": 2}),
-    slow({"parallel__strategy": "full_shard", "accumulation": 2, "parallel__reduce_each_micro_batch": False}),
-    slow({"parallel__strategy": "shard_grad_op", "accumulation": 2, "parallel__reduce_each_micro_batch": True}),
+    slow(
+        {
+            "parallel__strategy": "full_shard",
+            "accumulation": 2,
+            "parallel__reduce_each_micro_batch": False,
+        }
+    ),
+    slow(
+        {
+            "parallel__strategy": "shard_grad_op",
+            "accumulation": 2,
+            "parallel__reduce_each_micro_batch": True,
+        }
+    ),
     slow({"parallel__strategy": "full_shard", "parallel__activation_checkpointing": "full"}),
     slow({"parallel__strategy": "shard_grad_op", "accumulation": 2}),
 ]
@@ -71,14 +121,18 @@ SEVERAL_RANKS = [
 
 @pytest.mark.dist
 @pytest.mark.parametrize("shape", slow_but("weights"))
-@pytest.mark.parametrize("settings", SEVERAL_RANKS, ids=lambda s: "-".join(str(v) for v in s.values()))
+@pytest.mark.parametrize(
+    "settings", SEVERAL_RANKS, ids=lambda s: "-".join(str(v) for v in s.values())
+)
 def test_two_ranks(shape, settings):
     predicted, _, peak = compare(shape, world=2, **settings)
     assert predicted.total == pytest.approx(peak, rel=0.04), predicted
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("settings", [{}, slow({"train__precision": "bf16"}), slow({"accumulation": 2})])
+@pytest.mark.parametrize(
+    "settings", [{}, slow({"train__precision": "bf16"}), slow({"accumulation": 2})]
+)
 def test_embedding_and_head_are_gathered_one_after_the_other(settings):
     predicted, _, peak = compare("tables", world=2, parallel__strategy="full_shard", **settings)
     assert predicted.total == pytest.approx(peak, rel=0.04), predicted
@@ -104,5 +158,10 @@ def test_the_states_of_a_model_of_transformers(lora, tmp_path):
     predicted = memory(sizes, sizes.vocab, layout_of(r, 1), r.optim.kind)
     assert predicted.parameters + predicted.optimizer == pytest.approx(rest, rel=0.01)
     assert predicted.total < peak
-    whole = memory(replace(sizes, peaks=measure_peaks(r, 2000, "fp32", 2)), sizes.vocab, layout_of(r, 1), r.optim.kind)
+    whole = memory(
+        replace(sizes, peaks=measure_peaks(r, 2000, "fp32", 2)),
+        sizes.vocab,
+        layout_of(r, 1),
+        r.optim.kind,
+    )
     assert whole.total == pytest.approx(peak, rel=0.04), whole

@@ -1,4 +1,6 @@
-"""Evaluation and generation on several ranks, sharded and not: the numbers of one process, and never a hang."""
+"""Evaluation and generation on several ranks, sharded and not: the numbers of one process, and
+never a hang.
+"""
 
 import math
 from datetime import timedelta
@@ -28,7 +30,13 @@ from windlass.recipe.strategies import STRATEGIES, Sizes
 
 pytestmark = pytest.mark.dist
 
-SHAPE = {"model__layers": 2, "model__heads": 2, "model__width": 32, "model__context": 64, "model__init_std": 0.3}
+SHAPE = {
+    "model__layers": 2,
+    "model__heads": 2,
+    "model__width": 32,
+    "model__context": 64,
+    "model__init_std": 0.3,
+}
 TOKENIZER = byte_tokenizer()
 
 
@@ -36,7 +44,9 @@ def rows(count: int) -> Rows:
     """Rows of unequal length; the validation set of one of them has nothing that counts at all."""
     generator = np.random.default_rng(1)
     lengths = generator.integers(2, 40, count)
-    return Rows([(generator.integers(0, 256, n), generator.random(n) < 0.5) for n in lengths], pad=256)
+    return Rows(
+        [(generator.integers(0, 256, n), generator.random(n) < 0.5) for n in lengths], pad=256
+    )
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -45,13 +55,19 @@ def prompts(count: int) -> list[list[int]]:
 
 
 ITEMS = [
-    Item(f"The cat number {i}", ("sat", "ran away from it", "ate", "slept " * (i % 3 + 1)), i % 4) for i in range(7)
+    Item(f"The cat number {i}", ("sat", "ran away from it", "ate", "slept " * (i % 3 + 1)), i % 4)
+    for i in range(7)
 ]
-QUESTIONS = [Question(f"q{i}", f"Who is {i}?", "A cat. " * (i % 4 + 1), ("cat",), 2) for i in range(7)]
+QUESTIONS = [
+    Question(f"q{i}", f"Who is {i}?", "A cat. " * (i % 4 + 1), ("cat",), 2) for i in range(7)
+]
 REQUESTS = [
-    ("cat " * (i % 3), {"max_gen_toks": 6 + i % 2, "until": ["e"], "do_sample": i == 4, "top_k": 5}) for i in range(5)
+    ("cat " * (i % 3), {"max_gen_toks": 6 + i % 2, "until": ["e"], "do_sample": i == 4, "top_k": 5})
+    for i in range(5)
 ]
-SAMPLING = Sampling(max_tokens=24, seed=3, stop=frozenset(range(40)))  # stops soon, and each text elsewhere
+SAMPLING = Sampling(
+    max_tokens=24, seed=3, stop=frozenset(range(40))
+)  # stops soon, and each text elsewhere
 
 
 def sharded(join: Join, strategy: str) -> tuple[Any, Ranks]:
@@ -72,16 +88,25 @@ def measure(join: Join, strategy: str) -> dict[str, Any]:
 def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     """All that is measured, with counts that no world divides; rank 3 of 4 gets no prompt at all."""
     texts = prompts(7)
-    mine = [i for i in range(7) if i % ranks.world == ranks.rank and not (ranks.world == 4 and ranks.rank == 3)]
+    mine = [
+        i
+        for i in range(7)
+        if i % ranks.world == ranks.rank and not (ranks.world == 4 and ranks.rank == 3)
+    ]
     continued = generate(model, [texts[i] for i in mine], SAMPLING, ranks, indices=mine, batch=2)
     scored = log_likelihoods(model, [Continuation(texts[i], texts[i + 1]) for i in range(6)], ranks)
     assert continued is not None and scored is not None
-    # One text that ends at its first token, while the other ranks go on for long; and of three ranks of four no text at all.
-    brief = Sampling(max_tokens=24, temperature=0, stop=frozenset(range(257)) if ranks.rank == 0 else frozenset())
+    # One text that ends at its first token, while the other ranks go on for long; and of three
+    # ranks of four no text at all.
+    brief = Sampling(
+        max_tokens=24, temperature=0, stop=frozenset(range(257)) if ranks.rank == 0 else frozenset()
+    )
     uneven = generate(model, [texts[0]], brief, ranks)
     assert uneven is not None and len(uneven[0]) == (0 if ranks.rank == 0 else 24)
     lone = generate(model, texts[:1] if ranks.rank == ranks.world - 1 else [], SAMPLING, ranks)
-    hellaswag = likelihood.evaluate_hellaswag(model, ITEMS, likelihood.continuations(ITEMS, TOKENIZER), ranks)
+    hellaswag = likelihood.evaluate_hellaswag(
+        model, ITEMS, likelihood.continuations(ITEMS, TOKENIZER), ranks
+    )
     squad = evaluate_squad(model, TOKENIZER, QUESTIONS, ranks, max_tokens=8, batch=2)
     assert hellaswag is not None and squad is not None
     return {
@@ -99,10 +124,19 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
 
 def few(model: Any, ranks: Ranks, count: int) -> tuple[Any, ...]:
     """Fewer items than ranks, and an odd number of them."""
-    scored, items = log_likelihoods(model, [Continuation([1], [2, i]) for i in range(count)], ranks), ITEMS[:count]
-    chosen = likelihood.evaluate_hellaswag(model, items, likelihood.continuations(items, TOKENIZER), ranks)
+    scored, items = (
+        log_likelihoods(model, [Continuation([1], [2, i]) for i in range(count)], ranks),
+        ITEMS[:count],
+    )
+    chosen = likelihood.evaluate_hellaswag(
+        model, items, likelihood.continuations(items, TOKENIZER), ranks
+    )
     assert scored is not None and chosen is not None
-    return scored[0].tokens, chosen["acc"], evaluate_squad(model, TOKENIZER, QUESTIONS[:count], ranks, max_tokens=8)[1]  # type: ignore[index]
+    return (
+        scored[0].tokens,
+        chosen["acc"],
+        evaluate_squad(model, TOKENIZER, QUESTIONS[:count], ranks, max_tokens=8)[1],
+    )  # type: ignore[index]
 
 
 def scores_of(ranks: Ranks) -> tuple[Any, Any]:
@@ -139,7 +173,9 @@ def test_all_that_is_measured_is_that_of_one_process(strategy: str, world: int) 
             assert mine["loss"] == pytest.approx(whole["loss"], rel=1e-6)
             assert mine["perplexity"] == pytest.approx(math.exp(mine["loss"]))
         both = one["both"]
-        assert both["loss"] == one["loss"][2]["loss"] and both["full_samples"] == 11, "the bits of the bounded pass"
+        assert both["loss"] == one["loss"][2]["loss"] and both["full_samples"] == 11, (
+            "the bits of the bounded pass"
+        )
         assert both["full_loss"] == pytest.approx(expected["loss"][0]["loss"], rel=1e-6)
         assert one["sums"] == pytest.approx(expected["sums"], rel=1e-5)
         assert all(one[name] == expected[name] for name in ("hellaswag", "squad", "few", "written"))
@@ -182,13 +218,19 @@ def test_a_stop_signal_on_one_rank_stops_all_after_the_same_pass() -> None:
         ("fp16", ("train.precision",), False, "fp16"),
     ],
 )
-def test_a_saved_model_is_measured_on_a_gpu_in_the_precision_of_its_run(trained, changes, gpu, used):
+def test_a_saved_model_is_measured_on_a_gpu_in_the_precision_of_its_run(
+    trained, changes, gpu, used
+):
     assert precision_of(recipe(train__precision=trained), changes, gpu) == used
 
 
 @pytest.mark.parametrize(
     ("suite", "settings", "planned"),
-    [("loss", {}, True), ("loss", {"data__format": "chat", "data__source": "x.jsonl"}, False), ("own:x", {}, False)],
+    [
+        ("loss", {}, True),
+        ("loss", {"data__format": "chat", "data__source": "x.jsonl"}, False),
+        ("own:x", {}, False),
+    ],
 )
 def test_attention_of_cudnn_is_for_passes_of_one_shape(suite, settings, planned):
     """It makes a plan for each shape, which takes longer than the pass."""

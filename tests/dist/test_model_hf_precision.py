@@ -31,12 +31,19 @@ def loss_and_norm(model, settings, ranks) -> tuple[float, float]:
 
 
 def hf_step(join, strategy: str, directory: Path, **train):
-    """The loss and gradient norm of one step of a model of `transformers`, the types that its norms gave, a text, and what
-    was compiled while that was settings."""
-    warnings.simplefilter("ignore")  # the compiler looks at gradients of inner tensors, and warns itself
+    """The loss and gradient norm of one step of a model of `transformers`, the types that its norms
+    gave, a text, and what was compiled while that was settings.
+    """
+    warnings.simplefilter(
+        "ignore"
+    )  # the compiler looks at gradients of inner tensors, and warns itself
     settings = recipe(
-        model__kind="hf", model__name=str(directory), model__context=32, parallel__strategy=strategy,
-        parallel__activation_checkpointing="selective", **train,
+        model__kind="hf",
+        model__name=str(directory),
+        model__context=32,
+        parallel__strategy=strategy,
+        parallel__activation_checkpointing="selective",
+        **train,
     )
     with join(settings) as ranks:
         model = parallelize(build_model(settings, 64), ranks, settings)
@@ -56,18 +63,27 @@ def hf_step(join, strategy: str, directory: Path, **train):
 def test_norms_of_transformers_give_the_same_types_sharded_or_not(tmp_path):
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-    directory = hf_fixtures.save("qwen3", tmp_path, num_hidden_layers=2)  # what its queries' norm gets is low already
+    directory = hf_fixtures.save(
+        "qwen3", tmp_path, num_hidden_layers=2
+    )  # what its queries' norm gets is low already
     (plain,) = run_ranks(hf_step, 1, "single", directory)
     for strategy in ("ddp", "full_shard"):
-        for loss, size, kinds, _, _ in run_ranks(partial(hf_step, train__precision="bf16"), 2, strategy, directory):
-            assert kinds == {torch.float32}, strategy  # as autocast leaves it: gains in float32 times what came in
-            assert loss == pytest.approx(plain[0], rel=5e-3) and size == pytest.approx(plain[1], rel=3e-2), strategy
+        for loss, size, kinds, _, _ in run_ranks(
+            partial(hf_step, train__precision="bf16"), 2, strategy, directory
+        ):
+            assert kinds == {torch.float32}, (
+                strategy
+            )  # as autocast leaves it: gains in float32 times what came in
+            assert loss == pytest.approx(plain[0], rel=5e-3) and size == pytest.approx(
+                plain[1], rel=3e-2
+            ), strategy
 
 
 @pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("kind", "strategy", "world", "precision"), [("bloom", "single", 1, "fp32"), ("llama", "full_shard", 2, "bf16")]
+    ("kind", "strategy", "world", "precision"),
+    [("bloom", "single", 1, "fp32"), ("llama", "full_shard", 2, "bf16")],
 )
 def test_compiled_models_of_transformers_compute_the_same_and_generation_compiles_nothing(
     kind, strategy, world, precision, tmp_path
@@ -77,7 +93,9 @@ def test_compiled_models_of_transformers_compute_the_same_and_generation_compile
     (plain,) = run_ranks(hf_step, 1, "single", directory)
     how = {"train__compile": True, "train__precision": precision}
     exact = precision == "fp32"
-    for loss, size, _, text, compiled in run_ranks(partial(hf_step, **how), world, strategy, directory, timeout=280):
+    for loss, size, _, text, compiled in run_ranks(
+        partial(hf_step, **how), world, strategy, directory, timeout=280
+    ):
         assert loss == pytest.approx(plain[0], rel=1e-5 if exact else 5e-3)
         assert size == pytest.approx(plain[1], rel=1e-4 if exact else 3e-2)
         assert compiled == 0 and (text == plain[3] or not exact)

@@ -1,4 +1,6 @@
-"""Muon on several ranks: a matrix is orthogonalised whole, wherever its rows lie, so every strategy makes the same update."""
+"""Muon on several ranks: a matrix is orthogonalised whole, wherever its rows lie, so every strategy
+makes the same update.
+"""
 
 import pytest
 import torch
@@ -12,8 +14,13 @@ from windlass.parallel.parallelize import parallelize, unwrap
 
 # Rows that 2, 3 and 4 ranks share unevenly, and 12 matrices.
 MODEL = {
-    "model__layers": 3, "model__heads": 2, "model__width": 10, "model__context": 4, "model__ff_width": 14,
-    "optim__kind": "muon", "optim__weight_decay": 0.1,
+    "model__layers": 3,
+    "model__heads": 2,
+    "model__width": 10,
+    "model__context": 4,
+    "model__ff_width": 14,
+    "optim__kind": "muon",
+    "optim__weight_decay": 0.1,
 }
 
 
@@ -39,10 +46,17 @@ def updated(join, r, shared, steps=3):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("strategy", "world", "shared"), [
-    ("ddp", 2, True), ("full_shard", 2, False), ("full_shard", 3, False), ("hybrid_shard", 4, False),
-    pytest.param("ddp", 3, False, marks=pytest.mark.full), pytest.param("shard_grad_op", 4, False, marks=pytest.mark.full),
-])
+@pytest.mark.parametrize(
+    ("strategy", "world", "shared"),
+    [
+        ("ddp", 2, True),
+        ("full_shard", 2, False),
+        ("full_shard", 3, False),
+        ("hybrid_shard", 4, False),
+        pytest.param("ddp", 3, False, marks=pytest.mark.full),
+        pytest.param("shard_grad_op", 4, False, marks=pytest.mark.full),
+    ],
+)
 def test_every_strategy_makes_the_update_of_one_process(strategy, world, shared):
     [alone] = run_ranks(updated, 1, recipe(**MODEL), False)
     for matrices in run_ranks(updated, world, recipe(**MODEL, parallel__strategy=strategy), shared):

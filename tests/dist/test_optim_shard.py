@@ -1,4 +1,6 @@
-"""ZeRO-1 (`shard_optim`): the updates of `ddp` bit for bit, with a share of the optimizer's state on each rank."""
+"""ZeRO-1 (`shard_optim`): the updates of `ddp` bit for bit, with a share of the optimizer's state
+on each rank.
+"""
 
 from typing import Any
 
@@ -20,32 +22,46 @@ from windlass.parallel.parallelize import parallelize, unwrap
 pytestmark = pytest.mark.dist
 
 KINDS: dict[str, dict[str, Any]] = {
-    "adamw": {}, "muon": {"optim__kind": "muon"}, "nadam": {"optim__kind": "torch.optim.NAdam"},
+    "adamw": {},
+    "muon": {"optim__kind": "muon"},
+    "nadam": {"optim__kind": "torch.optim.NAdam"},
     "sgd": {"optim__kind": "torch.optim.SGD", "optim__options": {"momentum": 0.9}},
 }
 
 
 def with_a_scalar() -> nn.Module:
-    """Rows that no world divides, vectors that are cut at a multiple of 64 bytes or not, tied and frozen weights, and a scalar in the place of a buffer."""
+    """Rows that no world divides, vectors that are cut at a multiple of 64 bytes or not, tied and
+    frozen weights, and a scalar in the place of a buffer.
+    """
     model = toy(3, torch.float32, width=16, layers=2)
     del model.shift
     model.shift = nn.Parameter(torch.tensor(-1.0))
     return model
 
 
-def updates(join: Join, how: dict[str, Any]) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Parameters and optimizer state after clipped steps, one of which the device leaves out; all gathered by torch."""
+def updates(
+    join: Join, how: dict[str, Any]
+) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Parameters and optimizer state after clipped steps, one of which the device leaves out; all
+    gathered by torch.
+    """
     shard.GATHER_BYTES = 4000  # several messages
     results = {}
     for strategy in ("ddp", "shard_optim"):
         settings = recipe(parallel__strategy=strategy, optim__weight_decay=0.1, **how)
         with join(settings) as ranks:
             model = with_a_scalar()
-            if strategy == "shard_optim":  # a matrix that lies in columns, whose rows are not consecutive numbers
+            if (
+                strategy == "shard_optim"
+            ):  # a matrix that lies in columns, whose rows are not consecutive numbers
                 model.layers[0].up.weight.data = model.layers[0].up.weight.data.T.contiguous().T
             model = parallelize(model, ranks, settings)
             optimizer = build_optimizer(
-                unwrap(model), settings.optim, "cpu", ranks.mesh.replicas, ranks.strategy.shards_optimizer
+                unwrap(model),
+                settings.optim,
+                "cpu",
+                ranks.mesh.replicas,
+                ranks.strategy.shards_optimizer,
             )
             parameters = [p for p in model.parameters() if p.requires_grad]
             if strategy == "shard_optim":
@@ -57,28 +73,46 @@ def updates(join: Join, how: dict[str, Any]) -> dict[str, tuple[dict[str, Tensor
                 scale_gradients(parameters, (0.5 / norm).clamp(max=1.0))
                 set_lr(optimizer, 1.0 - 0.1 * number)
                 if getattr(optimizer, "_step_supports_amp_scaling", False):
-                    optimizer.found_inf = torch.tensor(float(number == 2))  # as on CUDA after a bad loss
+                    optimizer.found_inf = torch.tensor(
+                        float(number == 2)
+                    )  # as on CUDA after a bad loss
                 optimizer.step()
                 optimizer.zero_grad()
                 assert all(p.grad is None for p in parameters)
             state = named_state(model, optimizer)[0]
-            whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in state.items()}
+            whole = {
+                n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
+                for n, t in state.items()
+            }
             results[strategy] = {n: t for n, t in whole.items() if n.startswith("model/")}, whole
     return results
 
 
-@pytest.mark.parametrize(("kind", "world"), [
-    ("adamw", 2), ("muon", 3), *(pytest.param(kind, world, marks=pytest.mark.full) for kind in KINDS for world in (1, 4)),
-    pytest.param("nadam", 3, marks=pytest.mark.full), pytest.param("sgd", 2, marks=pytest.mark.full),
-])
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        ("adamw", 2),
+        ("muon", 3),
+        *(pytest.param(kind, world, marks=pytest.mark.full) for kind in KINDS for world in (1, 4)),
+        pytest.param("nadam", 3, marks=pytest.mark.full),
+        pytest.param("sgd", 2, marks=pytest.mark.full),
+    ],
+)
 def test_the_update_is_that_of_ddp_bit_for_bit(kind: str, world: int) -> None:
     everyone = run_ranks(updates, world, KINDS[kind])
     reference, wanted = everyone[0]["ddp"]
     before = with_a_scalar().state_dict()
-    assert not any(torch.equal(reference[f"model/{name}"], before[name]) for name in ("shift", "layers.0.up.weight"))
+    assert not any(
+        torch.equal(reference[f"model/{name}"], before[name])
+        for name in ("shift", "layers.0.up.weight")
+    )
     for results in everyone:
         parameters, state = results["shard_optim"]
-        assert parameters.keys() == reference.keys() and state.keys() == wanted.keys() and len(state) > len(parameters)
+        assert (
+            parameters.keys() == reference.keys()
+            and state.keys() == wanted.keys()
+            and len(state) > len(parameters)
+        )
         for name, tensor in wanted.items():
             assert torch.equal(state[name], tensor), name
 
@@ -92,13 +126,19 @@ def state_bytes(join: Join, how: dict[str, Any]) -> dict[str, int]:
             model = parallelize(build_model(settings, 301), ranks, settings)
             initialise(unwrap(model), 0)
             optimizer = build_optimizer(
-                unwrap(model), settings.optim, "cpu", ranks.mesh.replicas, ranks.strategy.shards_optimizer
+                unwrap(model),
+                settings.optim,
+                "cpu",
+                ranks.mesh.replicas,
+                ranks.strategy.shards_optimizer,
             )
             tokens = torch.arange(16).view(1, 16)
             model(tokens, tokens).backward()
             optimizer.step()
             values = [value for state in optimizer.state.values() for value in state.values()]
-            held[strategy] = sum((v.to_local() if hasattr(v, "to_local") else v).nbytes for v in values)
+            held[strategy] = sum(
+                (v.to_local() if hasattr(v, "to_local") else v).nbytes for v in values
+            )
     return held
 
 
@@ -120,8 +160,12 @@ def refusals(join: Join, strategy: str) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("strategy", ["shard_optim", pytest.param("hybrid_shard", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "strategy", ["shard_optim", pytest.param("hybrid_shard", marks=pytest.mark.full)]
+)
 def test_optimizers_that_need_whole_parameters_are_refused(strategy: str) -> None:
     for messages in run_ranks(refusals, 4 if strategy == "hybrid_shard" else 2, strategy):
         for name, message in zip(("Adafactor", "Rprop"), messages, strict=True):
-            assert all(word in message for word in ("optim.kind", name, 'parallel.strategy = "ddp"'))
+            assert all(
+                word in message for word in ("optim.kind", name, 'parallel.strategy = "ddp"')
+            )

@@ -1,6 +1,7 @@
-"""Sums, agreement and exchanges between ranks; the device, its settings, and the size of a sharding group."""
+"""Sums, agreement and exchanges between ranks; the device, its settings, and the size of a sharding
+group.
+"""
 
-import os
 from typing import Any
 
 import pytest
@@ -20,7 +21,10 @@ pytestmark = pytest.mark.dist
 
 def exchange(join: Join) -> dict[str, Any]:
     with join(recipe()) as ranks:
-        first, second = sum_async([2**53 + ranks.rank, 1], ranks), sum_async([0.1 * (ranks.rank + 1)], ranks)
+        first, second = (
+            sum_async([2**53 + ranks.rank, 1], ranks),
+            sum_async([0.1 * (ranks.rank + 1)], ranks),
+        )
         flags = max_async([ranks.rank == 1, ranks.rank], ranks)
         return {
             "ints": first.wait(),
@@ -28,19 +32,30 @@ def exchange(join: Join) -> dict[str, Any]:
             "floats": second.wait(),
             "tensor": sum_over_ranks(torch.full((2,), 1.5, dtype=torch.float64), ranks),
             "flags": flags.wait(),
-            "gathered": [ranks.all_gather_object("x", value) for value in ({"rank": ranks.rank}, ranks.rank * 10)],
-            "broadcast": [ranks.broadcast_object("y", ranks.rank), ranks.broadcast_object("y", f"from {ranks.rank}")],
+            "gathered": [
+                ranks.all_gather_object("x", value)
+                for value in ({"rank": ranks.rank}, ranks.rank * 10)
+            ],
+            "broadcast": [
+                ranks.broadcast_object("y", ranks.rank),
+                ranks.broadcast_object("y", f"from {ranks.rank}"),
+            ],
         }
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_what_ranks_tell_each_other(world: int):
     for seen in run_ranks(exchange, world):
-        assert seen["ints"] == seen["again"] == [world * 2**53 + sum(range(world)), world]  # exact beyond float64
+        assert (
+            seen["ints"] == seen["again"] == [world * 2**53 + sum(range(world)), world]
+        )  # exact beyond float64
         assert seen["floats"] == pytest.approx([0.1 * sum(range(1, world + 1))])
         assert seen["tensor"].tolist() == [1.5 * world] * 2
         assert seen["flags"] == [world > 1, world - 1]  # the largest, on every rank
-        assert seen["gathered"] == [[{"rank": r} for r in range(world)], [10 * r for r in range(world)]]
+        assert seen["gathered"] == [
+            [{"rank": r} for r in range(world)],
+            [10 * r for r in range(world)],
+        ]
         assert seen["broadcast"] == [0, "from 0"]
 
 
@@ -51,21 +66,21 @@ def test_the_norm_is_as_exact_as_float64_sums_of_float32_gradients():
     for parameter, grad in zip(parameters, (big, small), strict=True):
         parameter.grad = grad
     with init_ranks(DistEnv(), recipe()) as ranks:
-        norm = global_grad_norm([*parameters, torch.nn.Parameter(torch.zeros(3)), parameters[0]], ranks)
+        norm = global_grad_norm(
+            [*parameters, torch.nn.Parameter(torch.zeros(3)), parameters[0]], ranks
+        )
     exact = (big.double().square().sum() + small.double().square().sum()).sqrt()
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(exact.item(), rel=2e-7)
 
 
-
-
 def test_what_does_not_go_together_is_refused():
-    with pytest.raises(UserError, match="parallel.strategy"):
+    with pytest.raises(UserError, match=r"parallel.strategy"):
         init_ranks(DistEnv(world=2, local_world=2), recipe(parallel__strategy="single"))
-    with pytest.raises(UserError, match="parallel.shard_size = 3"):
+    with pytest.raises(UserError, match=r"parallel.shard_size = 3"):
         STRATEGIES["hybrid_shard"].sizes(4, 3)
     if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="parallel.device"):
+        with pytest.raises(UserError, match=r"parallel.device"):
             init_ranks(DistEnv(), recipe(parallel__device="cuda"))
         assert choose_device("auto", DistEnv()) == torch.device("cpu")
 

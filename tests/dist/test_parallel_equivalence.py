@@ -1,7 +1,7 @@
 """Every strategy, world and accumulation is one process with the whole batch, in float64, to 1e-9.
 
-The reference shares nothing with the trained path but the network itself: one batch, one backward pass, torch's own AdamW
-and clipping.
+The reference shares nothing with the trained path but the network itself: one batch, one backward
+pass, torch's own AdamW and clipping.
 """
 
 import math
@@ -13,9 +13,9 @@ from harness import recipe as make_recipe
 from harness import run_ranks
 
 from bare_trainer import bare_trainer
-from windlass.errors import UserError
 from windlass.data.loader import Loader
 from windlass.data.samples import Rows
+from windlass.errors import UserError
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim.schedule import lr_multiplier
@@ -25,11 +25,16 @@ from windlass.recipe import Horizon
 
 STEPS, BATCH, CONTEXT, VOCAB = 5, 16, 12, 37
 ACCUMULATIONS = (1, 2, 4)
-CELLS = {2: ("ddp", "shard_optim", "full_shard", "shard_grad_op"), 4: ("ddp", "shard_optim", "full_shard", "shard_grad_op", "hybrid_shard")}
+CELLS = {
+    2: ("ddp", "shard_optim", "full_shard", "shard_grad_op"),
+    4: ("ddp", "shard_optim", "full_shard", "shard_grad_op", "hybrid_shard"),
+}
 
 
 def rows() -> Rows:
-    """Rows of 2 to 12 tokens with ragged marks; of each 16, four in a row count nothing at all (one rank's whole share)."""
+    """Rows of 2 to 12 tokens with ragged marks; of each 16, four in a row count nothing at all (one
+    rank's whole share).
+    """
     draw = np.random.default_rng(0)
     examples = []
     for number in range(STEPS * BATCH):
@@ -41,13 +46,30 @@ def rows() -> Rows:
     return Rows(examples, pad=0)
 
 
-def settings(precision: str = "fp64", strategy: str = "auto", world: int = 1, accumulation: int = 1, **more):
+def settings(
+    precision: str = "fp64", strategy: str = "auto", world: int = 1, accumulation: int = 1, **more
+):
     return make_recipe(
-        model__layers=2, model__heads=2, model__width=16, model__context=CONTEXT, model__vocab=VOCAB, data__source="none",
-        data__order="sequential", data__tokenizer="char", train__steps=STEPS, train__global_batch=BATCH,
-        train__micro_batch=BATCH // world // accumulation, train__precision=precision, train__grad_clip=0.5,
-        optim__lr=3e-3, optim__weight_decay=0.1, optim__schedule__kind="wsd", optim__schedule__warmup=2,
-        optim__schedule__decay=2, parallel__strategy=strategy, **more,
+        model__layers=2,
+        model__heads=2,
+        model__width=16,
+        model__context=CONTEXT,
+        model__vocab=VOCAB,
+        data__source="none",
+        data__order="sequential",
+        data__tokenizer="char",
+        train__steps=STEPS,
+        train__global_batch=BATCH,
+        train__micro_batch=BATCH // world // accumulation,
+        train__precision=precision,
+        train__grad_clip=0.5,
+        optim__lr=3e-3,
+        optim__weight_decay=0.1,
+        optim__schedule__kind="wsd",
+        optim__schedule__warmup=2,
+        optim__schedule__decay=2,
+        parallel__strategy=strategy,
+        **more,
     )
 
 
@@ -56,7 +78,11 @@ def reference(dtype=torch.float64, frozen=()):
     recipe = settings()
     model = build_model(recipe, VOCAB, device="cpu", dtype=dtype)
     initialise(model, recipe.run.seed)
-    trained = [p for name, p in model.named_parameters() if not name.startswith(frozen)] if frozen else [*model.parameters()]
+    trained = (
+        [p for name, p in model.named_parameters() if not name.startswith(frozen)]
+        if frozen
+        else [*model.parameters()]
+    )
     decayed, others = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, fused=False)
@@ -64,7 +90,9 @@ def reference(dtype=torch.float64, frozen=()):
     for step, rate in enumerate([0.5, 1.0, 1.0, 1.0, 0.5]):
         tokens, labels, *_ = data.read(np.arange(step * BATCH, (step + 1) * BATCH))
         logits = model(torch.from_numpy(tokens))
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(labels).flatten())
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), torch.from_numpy(labels).flatten()
+        )
         model.zero_grad()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 0.5)))
@@ -76,7 +104,9 @@ def reference(dtype=torch.float64, frozen=()):
 
 
 def trained(join, recipe, divisor: float = 1.0):
-    """The same by way of everything that `windlass train` uses; `divisor` falsifies the count of valid tokens."""
+    """The same by way of everything that `windlass train` uses; `divisor` falsifies the count of
+    valid tokens.
+    """
     with join(recipe) as ranks:
         model = build_model(recipe, VOCAB, device="meta")
         if recipe.train.precision == "fp64":
@@ -85,17 +115,24 @@ def trained(join, recipe, divisor: float = 1.0):
         initialise(unwrap(model), recipe.run.seed)
         step = bare_trainer(model, recipe, ranks).step
         batch, data = recipe.batch(ranks.world), rows()
-        loader = Loader(data, batch, ranks.rank, seed=1, kind="sequential", device=ranks.device, prefetch=1)
+        loader = Loader(
+            data, batch, ranks.rank, seed=1, kind="sequential", device=ranks.device, prefetch=1
+        )
         horizon = Horizon(STEPS, len(data), BATCH)
         losses, norms = [], []
         for number, micro_batches in zip(range(STEPS), loader, strict=False):
             if divisor != 1.0:
-                object.__setattr__(micro_batches, "valid_tokens", int(micro_batches.valid_tokens * divisor))
+                object.__setattr__(
+                    micro_batches, "valid_tokens", int(micro_batches.valid_tokens * divisor)
+                )
             result = step(micro_batches, lr_multiplier(recipe.optim.schedule, horizon, number))
             losses.append(float(collectives.sum_over_ranks(result.loss, ranks)))
             norms.append(float(result.grad_norm))
         loader.close()
-        whole = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in unwrap(model).named_parameters()}
+        whole = {
+            n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
+            for n, p in unwrap(model).named_parameters()
+        }
         return losses, norms, {n: p.clone() for n, p in whole.items()}
 
 
@@ -108,11 +145,17 @@ def every_cell(join, world: int, precision: str):
 
 
 def distance(outcome, wanted) -> tuple[float, float, float]:
-    """The largest relative difference of losses and norms, and the largest absolute one of parameters."""
+    """The largest relative difference of losses and norms, and the largest absolute one of
+    parameters.
+    """
     losses = max(abs(a - b) / abs(b) for a, b in zip(outcome[0], wanted[0], strict=True))
     norms = max(abs(a - b) / abs(b) for a, b in zip(outcome[1], wanted[1], strict=True))
     assert set(outcome[2]) == set(wanted[2])
-    return losses, norms, max(float((outcome[2][n].double() - wanted[2][n].double()).abs().max()) for n in wanted[2])
+    return (
+        losses,
+        norms,
+        max(float((outcome[2][n].double() - wanted[2][n].double()).abs().max()) for n in wanted[2]),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +186,9 @@ def frozen_cells(join):
 def test_frozen_parts_stay_and_the_rest_trains_as_in_one_process():
     wanted = reference(frozen=("blocks.0.", "norm."))
     for per_rank in run_ranks(frozen_cells, 2):
-        assert [max(distance(outcome, wanted)) < 1e-9 for outcome in per_rank] == [True] * len(CELLS[2])
+        assert [max(distance(outcome, wanted)) < 1e-9 for outcome in per_rank] == [True] * len(
+            CELLS[2]
+        )
 
 
 def torch_cells(join):
@@ -157,7 +202,9 @@ def torch_cells(join):
 @pytest.mark.dist
 def test_an_optimizer_of_torch_by_its_name_on_every_strategy_and_one_that_cannot_be_sharded(plain):
     for per_rank in run_ranks(torch_cells, 2):
-        assert [max(distance(outcome, plain)) < 1e-9 for outcome in per_rank] == [True] * len(CELLS[2])
+        assert [max(distance(outcome, plain)) < 1e-9 for outcome in per_rank] == [True] * len(
+            CELLS[2]
+        )
 
 
 @pytest.mark.dist
@@ -172,7 +219,9 @@ def test_every_strategy_in_float32(plain, world):
         assert parameters < 1.4e-5, cell
         for other in results[1:]:
             assert other[cell][0] == outcome[0], "ranks disagree on the loss"
-            assert all(torch.equal(other[cell][2][n], outcome[2][n]) for n in outcome[2]), "ranks disagree on parameters"
+            assert all(torch.equal(other[cell][2][n], outcome[2][n]) for n in outcome[2]), (
+                "ranks disagree on parameters"
+            )
 
 
 @pytest.mark.dist

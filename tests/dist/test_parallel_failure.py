@@ -1,4 +1,6 @@
-"""A rank that raises, dies, is suspended, loops or never comes: the others end, soon, and say who, where and why."""
+"""A rank that raises, dies, is suspended, loops or never comes: the others end, soon, and say who,
+where and why.
+"""
 
 import os
 import signal
@@ -17,7 +19,6 @@ from harness import FORK, recipe
 
 from helpers import process_state
 from windlass.errors import RunFailed, Stopped
-from windlass.launch.local import launch
 from windlass.parallel.collectives import sum_async
 from windlass.parallel.dist import Ranks, init_process_group, init_store
 from windlass.parallel.env import DistEnv
@@ -32,8 +33,17 @@ class Ended(NamedTuple):
     text: str
 
 
-def end(fn: Callable[[Ranks], None], world: int, folder: Path, missing=-1, joined=True, **settings: float) -> list[Ended]:
-    """Run `fn` on forked ranks, `joined` in a process group or before, and see how each ends; `missing` never comes."""
+def end(
+    fn: Callable[[Ranks], None],
+    world: int,
+    folder: Path,
+    missing=-1,
+    joined=True,
+    **settings: float,
+) -> list[Ended]:
+    """Run `fn` on forked ranks, `joined` in a process group or before, and see how each ends;
+    `missing` never comes.
+    """
     listening = socket.create_server(("127.0.0.1", 0), backlog=16)
     port = listening.getsockname()[1]
 
@@ -42,12 +52,16 @@ def end(fn: Callable[[Ranks], None], world: int, folder: Path, missing=-1, joine
         os.dup2(os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
         sys.stderr = os.fdopen(2, "w")
         fd = listening.detach() if rank == 0 else None
-        store = dist.TCPStore("127.0.0.1", port, world, rank == 0, wait_for_workers=False, master_listen_fd=fd)
+        store = dist.TCPStore(
+            "127.0.0.1", port, world, rank == 0, wait_for_workers=False, master_listen_fd=fd
+        )
         code, quick = 0, recipe(**settings)
         try:
             if rank == missing:
                 time.sleep(60)
-            with init_store(DistEnv(rank, world, rank, world, addr="127.0.0.1", port=port), quick, store) as ranks:
+            with init_store(
+                DistEnv(rank, world, rank, world, addr="127.0.0.1", port=port), quick, store
+            ) as ranks:
                 if joined:
                     init_process_group(ranks, quick)
                 fn(ranks)
@@ -65,7 +79,8 @@ def end(fn: Callable[[Ranks], None], world: int, folder: Path, missing=-1, joine
     listening.close()
     until, ended = time.monotonic() + 30, []
     while time.monotonic() < until and not all(
-        p.exitcode is not None or rank == missing or process_state(p.pid) == "T" for rank, p in enumerate(processes)
+        p.exitcode is not None or rank == missing or process_state(p.pid) == "T"
+        for rank, p in enumerate(processes)
     ):
         time.sleep(0.02)
     for rank, process in enumerate(processes):
@@ -85,7 +100,9 @@ def stopped(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("fn", "code"), [(collective, 0), (stopped, 75)])
-def test_ending_or_stopping_together_is_no_failure(tmp_path: Path, fn: Callable[[Ranks], None], code: int):
+def test_ending_or_stopping_together_is_no_failure(
+    tmp_path: Path, fn: Callable[[Ranks], None], code: int
+):
     assert [(e.code, e.text) for e in end(fn, 2, tmp_path)] == [(code, "")] * 2
 
 
@@ -104,8 +121,14 @@ def test_an_exception_ends_the_others_with_its_rank_step_and_phase(tmp_path: Pat
         if rank == culprit:
             assert "ValueError: a shape is wrong" in one.text and "RunFailed" not in one.text
         else:
-            assert f"RunFailed: rank {rank} on {HOST} at step 12, phase backward: it lost the others" in one.text
-            assert f"rank {culprit} on {HOST} at step 12, phase backward: ValueError: a shape is wrong" in one.text
+            assert (
+                f"RunFailed: rank {rank} on {HOST} at step 12, phase backward: it lost the others"
+                in one.text
+            )
+            assert (
+                f"rank {culprit} on {HOST} at step 12, phase backward: ValueError: a shape is wrong"
+                in one.text
+            )
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -125,7 +148,10 @@ def test_a_failure_before_the_groups_are_joined_ends_the_others(tmp_path: Path, 
     ended = end(fn, 3, tmp_path, joined=False, **patient)
     assert [e.code for e in ended] == [1, 1, 1] and time.monotonic() - began < 15
     for one in (e for rank, e in enumerate(ended) if rank != culprit):
-        assert f"rank {culprit} on {HOST} at step 0, phase load: FileNotFoundError: no such corpus" in one.text
+        assert (
+            f"rank {culprit} on {HOST} at step 0, phase load: FileNotFoundError: no such corpus"
+            in one.text
+        )
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path):
@@ -147,11 +173,19 @@ def test_a_suspended_rank_is_named_by_the_others(tmp_path: Path, culprit: int):
     others = [one for rank, one in enumerate(ended) if rank != culprit]
     assert ended[culprit].code is None
     for one in others:
-        assert one.code == 1 and f"the run lost rank {culprit} on {HOST} at step 7, phase save: " in one.text, one.text
-    assert any(("no heartbeat for" if culprit else "its store did not answer") in one.text for one in others)
+        assert (
+            one.code == 1
+            and f"the run lost rank {culprit} on {HOST} at step 7, phase save: " in one.text
+        ), one.text
+    assert any(
+        ("no heartbeat for" if culprit else "its store did not answer") in one.text
+        for one in others
+    )
 
 
-def test_a_rank_that_does_not_come_to_the_collective_ends_the_run_after_the_time_limit(tmp_path: Path):
+def test_a_rank_that_does_not_come_to_the_collective_ends_the_run_after_the_time_limit(
+    tmp_path: Path,
+):
     def fn(ranks: Ranks) -> None:
         collective(ranks)
         ranks.set_timeout(1.0)
@@ -179,25 +213,40 @@ def test_ranks_that_hang_in_a_kernel_are_ended_and_the_one_behind_is_named(tmp_p
     ended = end(fn, 3, tmp_path, parallel__heartbeat_seconds=0.1)
     assert [e.code for e in ended] == [1, 1, 1]
     for one in ended:
-        assert f"lost rank 1 on {HOST} at step 12, phase backward: no progress for 1 s" in one.text, one.text
+        assert (
+            f"lost rank 1 on {HOST} at step 12, phase backward: no progress for 1 s" in one.text
+        ), one.text
         assert "parallel.timeout_seconds" in one.text
 
 
-@pytest.mark.parametrize(("places", "still", "named"), [
-    ([(5, "step"), (5, "step"), (5, "step")], [90, 99, 95], 1),  # the first to stand still
-    ([(6, "forward"), (5, "step"), (6, "forward")], [99, 95, 99], 1),  # the one that is a step behind
-    ([(6, "forward"), (6, "data"), (6, "backward")], [99, 1, 99], 1),  # it looks for data again and again
-    ([(5, "evaluation"), (5, "step")], [99, 95], 1),
-    ([(6, "data"), (6, "data")], [999, 999], None),  # nobody waits in a collective
-    ([(5, "callback"), (5, "callback")], [999, 999], None),
-    ([(0, "load"), (0, "start")], [999, 999], None),
-    ([(6, "forward"), (6, "backward")], [80, 10], None),
-])
+@pytest.mark.parametrize(
+    ("places", "still", "named"),
+    [
+        ([(5, "step"), (5, "step"), (5, "step")], [90, 99, 95], 1),  # the first to stand still
+        (
+            [(6, "forward"), (5, "step"), (6, "forward")],
+            [99, 95, 99],
+            1,
+        ),  # the one that is a step behind
+        (
+            [(6, "forward"), (6, "data"), (6, "backward")],
+            [99, 1, 99],
+            1,
+        ),  # it looks for data again and again
+        ([(5, "evaluation"), (5, "step")], [99, 95], 1),
+        ([(6, "data"), (6, "data")], [999, 999], None),  # nobody waits in a collective
+        ([(5, "callback"), (5, "callback")], [999, 999], None),
+        ([(0, "load"), (0, "start")], [999, 999], None),
+        ([(6, "forward"), (6, "backward")], [80, 10], None),
+    ],
+)
 def test_the_rank_that_is_behind_is_found_once_a_rank_has_waited_long(places, still, named):
     assert behind([{"step": step, "phase": phase} for step, phase in places], still, 90) == named
 
 
-def test_a_failed_rank_ends_even_if_something_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_rank_ends_even_if_something_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("windlass.parallel.dist.EXIT_SECONDS", 0.3)
 
     def fn(ranks: Ranks) -> None:
@@ -205,5 +254,3 @@ def test_a_failed_rank_ends_even_if_something_holds_it(tmp_path: Path, monkeypat
         time.sleep(60)
 
     assert [e.code for e in end(fn, 2, tmp_path)] == [1, 1]
-
-

@@ -1,4 +1,6 @@
-"""Data ranks, groups and the gradient norm, on meshes that also divide matrices, sequences and stages."""
+"""Data ranks, groups and the gradient norm, on meshes that also divide matrices, sequences and
+stages.
+"""
 
 from datetime import timedelta
 
@@ -10,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from windlass.model.loss import cross_entropy_sum, head_logits
-from windlass.parallel.collectives import global_grad_norm, max_async, sum_async, sum_over_ranks
 from windlass.optim.muon import Muon
+from windlass.parallel.collectives import global_grad_norm, max_async, sum_async, sum_over_ranks
 from windlass.parallel.mesh import Mesh
 from windlass.recipe.strategies import STRATEGIES, Sizes
 
@@ -53,11 +55,14 @@ def sums(join: Join, sizes: Sizes):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("sizes", "expected"), [
-    (Sizes(dp_shard=2, tp=2), [2, 4, 2, 4]),
-    (Sizes(dp_shard=2, cp=2), [6, 6, 6, 6]),
-    (Sizes(pp=2, dp_replicate=2), [1, 1, 5, 5]),
-])
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (Sizes(dp_shard=2, tp=2), [2, 4, 2, 4]),
+        (Sizes(dp_shard=2, cp=2), [6, 6, 6, 6]),
+        (Sizes(pp=2, dp_replicate=2), [1, 1, 5, 5]),
+    ],
+)
 def test_losses_and_counts_add_up_over_ranks_with_other_tokens_and_flags_over_all(sizes, expected):
     for (numbers, flags, loss), total in zip(run_ranks(sums, 4, sizes), expected, strict=True):
         count = sizes.data_world * sizes.cp
@@ -69,8 +74,11 @@ def norm_of_cut_gradients(join: Join):
     torch.manual_seed(0)
     whole = [torch.randn(5, 7) for _ in range(6)]
     placements = [
-        (Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Shard(0)),
-        (Shard(0), Replicate()), (Replicate(), Shard(1)),
+        (Shard(0), Shard(1)),
+        (Shard(1), Shard(0)),
+        (Shard(0), Shard(0)),
+        (Shard(0), Replicate()),
+        (Replicate(), Shard(1)),
     ]
     with joined(join, WIDE) as ranks:
         mesh = ranks.mesh.part("dp_shard", "tp")
@@ -91,7 +99,9 @@ def test_norm_counts_every_piece_once_whatever_the_placements():
 
 def two_layers() -> torch.nn.Sequential:
     torch.manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 6), torch.nn.Tanh())
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 6), torch.nn.Tanh()
+    )
     return layers.double()
 
 
@@ -143,7 +153,8 @@ def loss_of_a_divided_head(join: Join, cap: float):
     with joined(join, Sizes(tp=3), "ddp") as ranks:
         mesh = ranks.mesh.part("tp")
         pieces = [
-            torch.nn.Parameter(distribute_tensor(t.detach(), mesh, [Shard(0)])) for t in (weight, bias)
+            torch.nn.Parameter(distribute_tensor(t.detach(), mesh, [Shard(0)]))
+            for t in (weight, bias)
         ]
         logits = head_logits(x, *pieces)
         torch.testing.assert_close(logits, head_logits(x, weight, bias))
@@ -164,7 +175,10 @@ def test_loss_of_a_head_whose_rows_are_divided(cap):
 def muon_of_cut_matrices(join: Join, sizes: Sizes, cut_by_fsdp2: bool):
     """Updates of matrices that are cut by columns and rows over `tp`, and those of one process."""
     torch.manual_seed(3)
-    names, grads = ("0.weight", "2.weight"), (torch.randn(8, 6).double(), torch.randn(6, 8).double())
+    names, grads = (
+        ("0.weight", "2.weight"),
+        (torch.randn(8, 6).double(), torch.randn(6, 8).double()),
+    )
     alone, model = two_layers(), two_layers()
     with joined(join, sizes) as ranks:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}

@@ -1,9 +1,10 @@
-"""Wrapped models against one process: the gradient is the sum over ranks, whatever the strategy, the world and the masks."""
+"""Wrapped models against one process: the gradient is the sum over ranks, whatever the strategy,
+the world and the masks.
+"""
 
 import collections
 import json
 import os
-import warnings
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ import torch
 from harness import Join, recipe, run_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import CheckpointPolicy
 from toy import Toy, fill, micro_batch, toy
 
-from windlass.parallel.collectives import global_grad_norm, scale_gradients, sum_async, sum_over_ranks
+from windlass.parallel.collectives import (
+    global_grad_norm,
+    scale_gradients,
+    sum_async,
+    sum_over_ranks,
+)
 from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import LOW, autocast, parallelize, sync_gradients, unwrap
@@ -23,22 +28,38 @@ pytestmark = pytest.mark.dist
 
 FULL = {"parallel__strategy": "full_shard"}
 CASES: dict[str, dict[str, Any]] = {
-    strategy: {"parallel__strategy": strategy} for strategy in ("ddp", "full_shard", "shard_grad_op", "hybrid_shard")
+    strategy: {"parallel__strategy": strategy}
+    for strategy in ("ddp", "full_shard", "shard_grad_op", "hybrid_shard")
 } | {
     "auto": {},
     "offload": {"parallel__strategy": "full_shard", "parallel__offload": True},
-    "ddp, full recompute": {"parallel__strategy": "ddp", "parallel__activation_checkpointing": "full"},
-    "full_shard, full recompute": {"parallel__strategy": "full_shard", "parallel__activation_checkpointing": "full"},
+    "ddp, full recompute": {
+        "parallel__strategy": "ddp",
+        "parallel__activation_checkpointing": "full",
+    },
+    "full_shard, full recompute": {
+        "parallel__strategy": "full_shard",
+        "parallel__activation_checkpointing": "full",
+    },
     "full_shard, selective recompute": FULL | {"parallel__activation_checkpointing": "selective"},
     "full_shard, reduced once": FULL | {"parallel__reduce_each_micro_batch": False},
-    "shard_grad_op, reduced each time": {"parallel__strategy": "shard_grad_op", "parallel__reduce_each_micro_batch": True},
-    "prefetch": {"parallel__strategy": "full_shard", "parallel__forward_prefetch": 2, "parallel__backward_prefetch": 2},
+    "shard_grad_op, reduced each time": {
+        "parallel__strategy": "shard_grad_op",
+        "parallel__reduce_each_micro_batch": True,
+    },
+    "prefetch": {
+        "parallel__strategy": "full_shard",
+        "parallel__forward_prefetch": 2,
+        "parallel__backward_prefetch": 2,
+    },
     "hybrid_shard of everything": {"parallel__strategy": "hybrid_shard", "parallel__shard_size": 2},
 }
 BARREN = 1  # the rank whose micro-batches hold no valid token
 
 
-def batches(world: int, accumulation: int, rank: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    world: int, accumulation: int, rank: int | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The micro-batches of all ranks, or of one, in order; micro-batch k is rank k % world's."""
     numbers = [k for k in range(world * accumulation) if rank is None or k % world == rank]
     return [micro_batch(k, valid=k % world != BARREN) for k in numbers]
@@ -59,13 +80,20 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def step(model: nn.Module, join: Join, ranks: Any, settings: Any, accumulation: int) -> torch.Tensor:
-    """Forward and backward of one step as the training does it; returns this rank's share of the loss."""
+def step(
+    model: nn.Module, join: Join, ranks: Any, settings: Any, accumulation: int
+) -> torch.Tensor:
+    """Forward and backward of one step as the training does it; returns this rank's share of the
+    loss.
+    """
     mine = batches(join.world, accumulation, join.rank)
     valid = sum_async([int(sum((labels != -100).sum() for _, labels in mine))], ranks).wait()[0]
     total = torch.zeros((), dtype=torch.float64)
     for k, (tokens, labels) in enumerate(mine):
-        with sync_gradients(model, ranks.strategy, k == len(mine) - 1), autocast(settings, ranks.device):
+        with (
+            sync_gradients(model, ranks.strategy, k == len(mine) - 1),
+            autocast(settings, ranks.device),
+        ):
             loss = model(tokens, labels) / valid
         loss.backward()
         total += loss.detach()
@@ -90,13 +118,21 @@ def every_case(join: Join, accumulation: int) -> dict[str, Any]:
                 loss = step(model, join, ranks, settings, accumulation)
             norm = global_grad_norm(model.parameters(), ranks)
             scale_gradients(model.parameters(), torch.tensor(0.5, dtype=torch.float64))
-            grads = {n: whole(p.grad).clone() for n, p in unwrap(model).named_parameters() if p.grad is not None}
+            grads = {
+                n: whole(p.grad).clone()
+                for n, p in unwrap(model).named_parameters()
+                if p.grad is not None
+            }
             loss = sum_over_ranks(loss, ranks)
             results[name] = {"loss": loss.item(), "norm": norm, "grads": grads, "tied": tied}
     return results
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (2, 3), (4, 3), (3, 1)], ids=lambda p: f"world {p[0]}, {p[1]} micro")
+@pytest.fixture(
+    scope="module",
+    params=[(2, 1), (2, 3), (4, 3), (3, 1)],
+    ids=lambda p: f"world {p[0]}, {p[1]} micro",
+)
 def measured(request: pytest.FixtureRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     world, accumulation = request.param
     return run_ranks(every_case, world, accumulation, timeout=120), reference(world, accumulation)
@@ -146,9 +182,12 @@ def test_gradients_are_exchanged_once_a_step_or_after_each_micro_batch():
         reduced = [sum(n for name, n in c.items() if "reduce" in name) for c in counts]
         gathered = [sum(n for name, n in c.items() if "gather" in name) for c in counts]
         assert reduced[0] > 1, case  # one is that of the valid tokens
-        # `hybrid_shard` of 2 ranks has shards of one rank each: what is left is the reduction between the shards' replicas.
+        # `hybrid_shard` of 2 ranks has shards of one rank each: what is left is the reduction
+        # between the shards' replicas.
         assert reduced[1] - 1 == (4 if case == "full_shard" else 1) * (reduced[0] - 1), case
-        if case.startswith(("full_shard", "shard_grad_op")):  # ZeRO-2 gathers once for the whole step
+        if case.startswith(
+            ("full_shard", "shard_grad_op")
+        ):  # ZeRO-2 gathers once for the whole step
             assert gathered[1] == (1 if case == "shard_grad_op" else 4) * gathered[0] > 0, case
 
 
@@ -182,10 +221,15 @@ def differing(join: Join) -> dict[str, bool]:
         with join(settings) as ranks:
             mine = toy(seed=join.rank, dtype=torch.float32)
             mine.shift += join.rank
-            values = {name: whole(p) for name, p in unwrap(parallelize(mine, ranks, settings)).named_parameters()}
+            values = {
+                name: whole(p)
+                for name, p in unwrap(parallelize(mine, ranks, settings)).named_parameters()
+            }
             equal = [torch.equal(values.pop(name), p) for name, p in wanted.named_parameters()]
             tied = mine.head.weight is mine.embedding.weight
-            same[strategy] = all(equal) and not values and torch.equal(mine.shift, wanted.shift) and tied
+            same[strategy] = (
+                all(equal) and not values and torch.equal(mine.shift, wanted.shift) and tied
+            )
     return same
 
 
@@ -196,9 +240,14 @@ def test_a_model_made_differently_on_each_rank_becomes_rank_0s():
 def low_precision(join: Join) -> dict[tuple[str, str], Any]:
     results = {}
     for precision in ("fp32", "bf16", "fp16"):
-        for strategy in ("ddp", "full_shard", "shard_grad_op", "hybrid_shard") if join.world > 1 else ("single", "rounded"):
+        for strategy in (
+            ("ddp", "full_shard", "shard_grad_op", "hybrid_shard")
+            if join.world > 1
+            else ("single", "rounded")
+        ):
             settings = recipe(
-                train__precision=precision, parallel__strategy="single" if strategy == "rounded" else strategy
+                train__precision=precision,
+                parallel__strategy="single" if strategy == "rounded" else strategy,
             )
             with join(settings) as ranks:
                 bare = toy(dtype=torch.float32)
@@ -209,7 +258,10 @@ def low_precision(join: Join) -> dict[tuple[str, str], Any]:
                 numbers = range(join.rank, 4, join.world)
                 for k in numbers:
                     tokens, labels = micro_batch(k)
-                    with sync_gradients(model, ranks.strategy, k == numbers[-1]), autocast(settings, ranks.device):
+                    with (
+                        sync_gradients(model, ranks.strategy, k == numbers[-1]),
+                        autocast(settings, ranks.device),
+                    ):
                         part = model(tokens, labels) / 20
                     part.backward()
                     loss += part.detach()
@@ -224,13 +276,23 @@ def test_strategies_agree_in_low_precision_and_keep_master_weights():
     one, two = run_ranks(low_precision, 1)[0], run_ranks(low_precision, 2)[0]
     exact_loss, exact_grads, _ = one["fp32", "single"]
     for (precision, strategy), (loss, grads, kinds) in two.items():
-        # FSDP2 gathers in low precision what autocast does not round: embeddings, gains and biases of norms.
+        # FSDP2 gathers in low precision what autocast does not round: embeddings, gains and biases
+        # of norms.
         wanted_loss, wanted_grads, _ = one[precision, "single" if strategy == "ddp" else "rounded"]
         assert kinds == {torch.float32}
         assert loss == pytest.approx(wanted_loss, rel=1e-6), (precision, strategy)
         # and it rounds their gradients once
-        tolerance = 1e-6 if precision == "fp32" or strategy == "ddp" else 2**-9 if precision == "bf16" else 2**-11
-        assert (grads - wanted_grads).norm() <= tolerance * wanted_grads.norm(), (precision, strategy)
+        tolerance = (
+            1e-6
+            if precision == "fp32" or strategy == "ddp"
+            else 2**-9
+            if precision == "bf16"
+            else 2**-11
+        )
+        assert (grads - wanted_grads).norm() <= tolerance * wanted_grads.norm(), (
+            precision,
+            strategy,
+        )
         if precision != "fp32":
             assert not torch.equal(grads, exact_grads)  # it does compute in low precision
             assert loss == pytest.approx(exact_loss, rel=2e-2)
@@ -251,7 +313,9 @@ def embeddings_gradient(join: Join, world_strategy: str) -> torch.Tensor:
 def test_gradients_of_a_frequent_token_are_added_in_float32():
     (wanted,) = run_ranks(embeddings_gradient, 1, "single")
     for grad in run_ranks(embeddings_gradient, 2, "full_shard"):
-        assert (grad - wanted).norm() <= 2**-6 * wanted.norm()  # of sums in bf16 nothing would be left
+        assert (
+            grad - wanted
+        ).norm() <= 2**-6 * wanted.norm()  # of sums in bf16 nothing would be left
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
@@ -266,7 +330,8 @@ def test_recomputing_changes_no_bit_also_with_dropout(how: str, dropout: float):
             model(*micro_batch(2)).backward()
             model(*micro_batch(3)).backward()
             # And the generator stands where it stood.
-            grads[way] = [*(p.grad for p in model.parameters() if p.grad is not None), torch.rand(1)]
+            grads[way] = [
+                *(p.grad for p in model.parameters() if p.grad is not None),
+                torch.rand(1),
+            ]
     assert all(torch.equal(a, b) for a, b in zip(grads["none"], grads[how], strict=True))
-
-

@@ -1,4 +1,6 @@
-"""The start-up checks one by one; tests/e2e/test_training_startup_checks.py sees all of them from outside."""
+"""The start-up checks one by one; tests/e2e/test_training_startup_checks.py sees all of them from
+outside.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ class Largest(TorchDispatchMode):
 
 
 def test_hashing_a_large_tensor_takes_little_memory():
-    """Start-up must not need more memory than the training: 8 bytes for each word of a chunk, whatever the size."""
+    """Start-up must not need more memory than the training: 8 bytes for each word of a chunk,
+    whatever the size.
+    """
     tensor = torch.arange(6 * checks.HASH_WORDS + 5, dtype=torch.float32)
     with Largest() as largest:
         largest.known = tensor.untyped_storage().data_ptr()
@@ -49,8 +53,13 @@ def check(join, strategy: str, spoil: bool):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("full_shard", 2), ("hybrid_shard", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("ddp", 2), ("full_shard", 2), ("hybrid_shard", 4)]
+)
 def test_replicas_that_differ(strategy, world):
     assert run_ranks(check, world, strategy, False) == [""] * world
     if strategy != "full_shard":  # there no two ranks hold the same part
-        assert all(f"and {world - 1} hold different values" in text for text in run_ranks(check, world, strategy, True))
+        assert all(
+            f"and {world - 1} hold different values" in text
+            for text in run_ranks(check, world, strategy, True)
+        )

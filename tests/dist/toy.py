@@ -1,4 +1,6 @@
-"""A small model with the protocol of the package's own, and one with everything that makes wrapping hard in it."""
+"""A small model with the protocol of the package's own, and one with everything that makes wrapping
+hard in it.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,11 @@ VOCAB = 29
 class Attention(nn.Module):
     def __init__(self, width: int, dropout: float):
         super().__init__()
-        self.qkv, self.out, self.dropout = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False), dropout
+        self.qkv, self.out, self.dropout = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width, bias=False),
+            dropout,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, D = x.shape
@@ -25,7 +31,11 @@ class Block(nn.Module):
     def __init__(self, width: int, dropout: float):
         super().__init__()
         self.norm1, self.attn = nn.LayerNorm(width), Attention(width, dropout)
-        self.norm2, self.up, self.down = nn.RMSNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.norm2, self.up, self.down = (
+            nn.RMSNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(3 * width, width),
+        )
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,7 +44,9 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Tied head, biases, sizes that no world divides, a buffer, a frozen parameter. `forward` gives the sum of the losses."""
+    """Tied head, biases, sizes that no world divides, a buffer, a frozen parameter. `forward` gives
+    the sum of the losses.
+    """
 
     def __init__(self, width: int = 10, layers: int = 3, dropout: float = 0.0, tied: bool = True):
         super().__init__()
@@ -75,11 +87,15 @@ def fill(model: nn.Module, like: nn.Module) -> None:
         for name, tensor in [*unwrap(model).named_parameters(), *unwrap(model).named_buffers()]:
             value = values[name].detach()
             if isinstance(tensor, DTensor):
-                value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+                value = distribute_tensor(
+                    value, tensor.device_mesh, tensor.placements, src_data_rank=None
+                )
             tensor.copy_(value)
 
 
-def micro_batch(number: int, valid: bool = True, rows: int = 2, length: int = 7) -> tuple[Tensor, Tensor]:
+def micro_batch(
+    number: int, valid: bool = True, rows: int = 2, length: int = 7
+) -> tuple[Tensor, Tensor]:
     """Tokens and ragged labels of micro-batch `number`; not `valid`: no label counts."""
     draw = torch.Generator().manual_seed(1000 + number)
     tokens, labels = torch.randint(0, VOCAB, (2, rows, length), generator=draw)

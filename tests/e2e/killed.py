@@ -1,6 +1,7 @@
 """A rank of a training that is killed: `python killed.py RECIPE KILL_AFTER [KEY=VALUE...]`.
 
-After the step KILL_AFTER, once a checkpoint of an earlier step is committed, every rank kills itself with SIGKILL (0: none).
+After the step KILL_AFTER, once a checkpoint of an earlier step is committed, every rank kills
+itself with SIGKILL (0: none).
 """
 
 import os

@@ -1,4 +1,6 @@
-"""Small trainings for tests: a corpus whose epochs end between steps, settings with dropout, runs that stop and fail."""
+"""Small trainings for tests: a corpus whose epochs end between steps, settings with dropout, runs
+that stop and fail.
+"""
 
 import random
 import sys
@@ -27,7 +29,9 @@ WSD = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text of made-up words: 44 samples of 16 characters for training, so that 12 steps of 8 cross two epochs' edges."""
+    """A text of made-up words: 44 samples of 16 characters for training, so that 12 steps of 8
+    cross two epochs' edges.
+    """
     folder, draw = tmp_path_factory.mktemp("corpus"), random.Random(0)
     words = [
         "".join(draw.choice("abcdefgh") for _ in range(draw.randint(2, 6))) for _ in range(400)

@@ -1,6 +1,7 @@
 """The pages of docs/tutorials: every `windlass` command on them runs, in order, on small data.
 
-The commands are those of the page but for what `instead` replaces: fewer steps, a model that was made here, fewer ranks.
+The commands are those of the page but for what `instead` replaces: fewer steps, a model that was
+made here, fewer ranks.
 """
 
 import glob
@@ -33,7 +34,9 @@ SMALL = (
 
 @dataclass
 class Page:
-    """What a page needs, what is run instead of what it says, and the files that there are afterwards."""
+    """What a page needs, what is run instead of what it says, and the files that there are
+    afterwards.
+    """
 
     prepare: Callable[[Path, Path], None]
     instead: dict[str, str]
@@ -118,7 +121,9 @@ TUTORIALS = {
 
 
 def commands(page: str) -> Iterator[tuple[str, str]]:
-    """The language and text of each block that begins with a file's name, `("run", command)` for each command, in order."""
+    """The language and text of each block that begins with a file's name, `("run", command)` for
+    each command, in order.
+    """
     for info, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.M | re.S):
         if info in ("toml", "json", "python"):
             if re.match(r"# [\w.-]+\n", block):
@@ -179,7 +184,9 @@ def test_every_command_of_a_tutorial_runs(name, tmp_path, data_files, monkeypatc
 
 
 def test_stitched_run_of_exercises_is_beginning_of_long_one(tmp_path, monkeypatch, capsys):
-    """Saved at 50 and continued to 100 of 4,400 steps, by the commands of the page, of a small model on one rank."""
+    """Saved at 50 and continued to 100 of 4,400 steps, by the commands of the page, of a small
+    model on one rank.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WINDLASS_QUIET_END", "1")
     write_corpus(tmp_path / "web.txt", 4000)
@@ -224,7 +231,9 @@ def test_stitched_run_of_exercises_is_beginning_of_long_one(tmp_path, monkeypatc
 
 
 def test_the_notebook_runs(tmp_path):
-    """Its cells, in order, in one interpreter, with fewer steps: stopped, resumed, tabulated, measured in a module of its own."""
+    """Its cells, in order, in one interpreter, with fewer steps: stopped, resumed, tabulated,
+    measured in a module of its own.
+    """
     cells = json.loads((PAGES / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     shorter = {

@@ -1,4 +1,6 @@
-"""The verbs that ask a trained model: eval, sample and export, as they are typed; and a book learned, exported and told alike."""
+"""The verbs that ask a trained model: eval, sample and export, as they are typed; and a book
+learned, exported and told alike.
+"""
 
 import hashlib
 import io

@@ -1,4 +1,6 @@
-"""The wheel in an environment of its own: what `pip install windlass-lm` brings, and what it answers without the extras."""
+"""The wheel in an environment of its own: what `pip install windlass-lm` brings, and what it
+answers without the extras.
+"""
 
 import os
 import shutil
@@ -38,7 +40,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel and links to the packages that it needs, taken from this environment, and no others."""
+    """An environment with the wheel and links to the packages that it needs, taken from this
+    environment, and no others.
+    """
     venv = tmp_path_factory.mktemp("base")
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     run(

@@ -1,4 +1,6 @@
-"""A fine-tuning run stands alone: once it has a checkpoint, it needs nothing of the model that it began with."""
+"""A fine-tuning run stands alone: once it has a checkpoint, it needs nothing of the model that it
+began with.
+"""
 
 import hashlib
 import json

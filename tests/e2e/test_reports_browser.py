@@ -1,4 +1,6 @@
-"""The report's page in a real headless browser: from disk, without a network, no error, charts drawn, controls at work."""
+"""The report's page in a real headless browser: from disk, without a network, no error, charts
+drawn, controls at work.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Scaling studies of real trainings on this machine: killed and given again, probes, the machine's rates, the Python API."""
+"""Scaling studies of real trainings on this machine: killed and given again, probes, the machine's
+rates, the Python API.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Sweeps of real trainings: killed and given again, one cell failing, diverging and pruned cells, strategies as an axis."""
+"""Sweeps of real trainings: killed and given again, one cell failing, diverging and pruned cells,
+strategies as an axis.
+"""
 
 import json
 

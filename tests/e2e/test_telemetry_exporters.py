@@ -1,4 +1,6 @@
-"""Live exporters beside a stand-in for training: what the trackers' own readers find is what the ledger says."""
+"""Live exporters beside a stand-in for training: what the trackers' own readers find is what the
+ledger says.
+"""
 
 import json
 import math
@@ -26,7 +28,8 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 PASSWORD, TOKEN = "correct-horse-battery", "9f8e7d6c5b4a"
 PROJECT = "proofs"
 NAMES = ["tensorboard", "mlflow", "wandb"]
-# What a run's `summary` line has, and the names of its numbers in the trackers where they are others.
+# What a run's `summary` line has, and the names of its numbers in the trackers where they are
+# others.
 SUMMARY = {
     "steps": 12,
     "epochs": 4 / 3,
@@ -77,7 +80,9 @@ FACTS = {"parameters": 28_952_064, "device": "NVIDIA A100-SXM4-40GB", "precision
 
 
 def train(run: Path, attempt: int, first: int, last: int, end: str = "") -> None:
-    """What training writes: losses of which no two are equal, an evaluation and a sample every 4 steps."""
+    """What training writes: losses of which no two are equal, an evaluation and a sample every 4
+    steps.
+    """
     ledger = Ledger(run / "metrics.jsonl", attempt, stamp=lambda: {"seconds": {"train": 1.5}})
     ledger.write(
         "event", first, event="resumed" if attempt else "started", world=2, steps=12, **FACTS
@@ -117,7 +122,9 @@ def train(run: Path, attempt: int, first: int, last: int, end: str = "") -> None
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run that was killed after step 8, resumed from step 5, and finished at 12, with all trackers live."""
+    """A run that was killed after step 8, resumed from step 5, and finished at 12, with all
+    trackers live.
+    """
     top = tmp_path_factory.mktemp("trackers")
     run = top / "runs" / "the-run"
     about = {"dir": str(run), "notes": f"from https://me:{PASSWORD}@example.org/data"}
@@ -160,7 +167,9 @@ def finished(tmp_path_factory):
 
 
 def shown_so_far(top, run):
-    """What MLflow and W&B have of a run that goes on: hyper-parameters, and the last loss; None before there is one."""
+    """What MLflow and W&B have of a run that goes on: hyper-parameters, and the last loss; None
+    before there is one.
+    """
     try:
         with closing(sqlite3.connect(f"file:{top}/runs/mlflow.db?mode=ro", uri=True)) as store:
             if not store.execute("select count(*) from metrics").fetchone()[0]:
@@ -193,7 +202,9 @@ def config_of(run):
 
 
 def curves_of(lines):
-    """Every number of some lines of the ledger under the name that it has in a tracker, as (step, value)."""
+    """Every number of some lines of the ledger under the name that it has in a tracker, as (step,
+    value).
+    """
     curves = defaultdict(list)
     for line in lines:
         for name, value in point(line).scalars.items() if line["kind"] in ("train", "eval") else ():
@@ -231,8 +242,9 @@ def from_mlflow(top):
 def from_wandb(run):
     """The records of the one offline run, and the rows of its history.
 
-    A `.wandb` file is a LevelDB log: after a header of 7 bytes, blocks of 32 KiB; in them chunks of checksum (4 bytes),
-    length (2), kind (1: whole, 2: first, 3: middle, 4: last), data; a block's last bytes are void where no header fits.
+    A `.wandb` file is a LevelDB log: after a header of 7 bytes, blocks of 32 KiB; in them chunks of
+    checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle, 4: last), data; a block's
+    last bytes are void where no header fits.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 

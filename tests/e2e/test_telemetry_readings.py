@@ -1,4 +1,6 @@
-"""What is read off a run while it trains and from its ledger: the loss of training data, counts, speeds, epochs."""
+"""What is read off a run while it trains and from its ledger: the loss of training data, counts,
+speeds, epochs.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +81,9 @@ def lines_of(run: Run, word: str) -> list[str]:
 
 
 def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path: Path) -> None:
-    """transformers' `train_loss` is the mean over all steps; 14 steps of 8 of 48 samples are 2 epochs and a third."""
+    """transformers' `train_loss` is the mean over all steps; 14 steps of 8 of 48 samples are 2
+    epochs and a third.
+    """
     more = {
         "train.steps": 14,
         "telemetry.every": 5,
@@ -147,7 +151,8 @@ def test_what_a_start_says_of_the_optimizer_and_of_its_time(corpus: Path, tmp_pa
     }
     recipe = recipe_of(corpus, tmp_path / "run", **model)
     run = stopped(recipe, 2)
-    # nanoGPT's own: the two tables and four matrices a block decay, two norms a block and the last one do not
+    # nanoGPT's own: the two tables and four matrices a block decay, two norms a block and the last
+    # one do not
     matrices, norms = (9 + 16) * 16 + 2 * 12 * 16 * 16, 5 * 16
     log = (run.path / "log.txt").read_text()
     assert (

@@ -23,7 +23,9 @@ MEASURE = "hellaswag.acc_per_token"
 
 @pytest.fixture(scope="module")
 def by_accuracy(corpus, tmp_path_factory):
-    """Makes a recipe with HellaSwag items of made-up words: the accuracy goes up and down while the loss falls."""
+    """Makes a recipe with HellaSwag items of made-up words: the accuracy goes up and down while the
+    loss falls.
+    """
     draw, words = random.Random(3), (corpus / "text.txt").read_text().split()
     items = [
         {

@@ -1,4 +1,6 @@
-"""`train` as a function: a model, samples and a callback of the user's own, as the page on training shows them."""
+"""`train` as a function: a model, samples and a callback of the user's own, as the page on training
+shows them.
+"""
 
 import re
 import sys
@@ -131,7 +133,9 @@ def llama(**changes):
 
 
 def test_a_model_of_transformers_is_trained_as_it_is(tmp_path, page):
-    """As the same weights train by name; it is evaluated, sampled and exported, and has its new weights in place."""
+    """As the same weights train by name; it is evaluated, sampled and exported, and has its new
+    weights in place.
+    """
     model = llama()
     model.save_pretrained(tmp_path / "base")
     before = model.lm_head.weight.detach().clone()

@@ -1,4 +1,6 @@
-"""A tiny BLOOM with random weights learns real SQuAD questions: on 1, 2 and 4 ranks alike, and by heart."""
+"""A tiny BLOOM with random weights learns real SQuAD questions: on 1, 2 and 4 ranks alike, and by
+heart.
+"""
 
 import json
 import os
@@ -30,7 +32,9 @@ PEOPLE = ["Ann Hale", "Otto Roth", "Ines Vidal", "Paul Crane", "Mia Lund", "Jan 
 
 @pytest.fixture(scope="module")
 def lesson(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two questions each on six paragraphs, as a file; a BLOOM of two blocks and a tokenizer trained on them."""
+    """Two questions each on six paragraphs, as a file; a BLOOM of two blocks and a tokenizer
+    trained on them.
+    """
     folder, paragraphs, texts = tmp_path_factory.mktemp("lesson"), [], []
     for i, (place, person) in enumerate(zip(PLACES, PEOPLE, strict=True)):
         year = str(1801 + 17 * i)

@@ -60,7 +60,9 @@ def test_a_nonfinite_step_stops_the_run_with_step_and_rank(corpus, tmp_path, spo
 
 
 def test_bad_step_that_is_only_seen_later_is_in_no_checkpoint(corpus, tmp_path, spoil, monkeypatch):
-    """As on CUDA, forced here: between logs the update is called off on the device, and a save looks before it saves."""
+    """As on CUDA, forced here: between logs the update is called off on the device, and a save
+    looks before it saves.
+    """
     monkeypatch.setattr(trainer, "check_is_deferred", lambda *_: True)
     with refused("step 5:", "loss not finite", error=RunFailed):
         train(
@@ -104,7 +106,7 @@ def test_rewind_before_first_save_of_lineage_goes_back_to_its_start(corpus, tmp_
 
 
 def test_skips_are_counted_and_many_in_a_row_stop(corpus, tmp_path, spoil):
-    """What is not finite is no measure of spikes, and hinders no save."""
+    """A value that is not finite does not measure spikes and does not prevent a save."""
     more = {
         "train.on_spike": "skip",
         "train.on_nonfinite": "skip",
@@ -135,7 +137,9 @@ def test_a_loss_spike_stops_the_run_or_rewinds_it(corpus, tmp_path, spoil):
 
 
 def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, spoil):
-    """A skipped spike leaves the weights as they are and is no measure for the next one: it would be skipped for ever."""
+    """A skipped spike leaves the weights and does not measure the next one, or all would be
+    skipped.
+    """
     more = SPIKES | {"train.on_spike": "skip", "train.max_skips": 4}
     with refused("4 updates in a row", "train.spike_sigmas", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run", **more), callbacks=[spoil(31, JUMP)])

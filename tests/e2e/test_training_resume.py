@@ -1,4 +1,6 @@
-"""Killed and resumed is as if nothing had happened: bit for bit with equal ranks, to rounding with others."""
+"""Killed and resumed is as if nothing had happened: bit for bit with equal ranks, to rounding with
+others.
+"""
 
 import shutil
 import sys
@@ -83,7 +85,9 @@ def test_the_memory_of_saves_is_reserved_after_the_first_step(corpus, tmp_path, 
     ],
 )
 def test_a_checkpoint_is_resumed_by_other_ranks_and_under_other_strategies(corpus, tmp_path, moves):
-    """The same samples and, to rounding, the same losses: with equal micro-batches, also the same dropout masks."""
+    """The same samples and, to rounding, the same losses: with equal micro-batches, also the same
+    dropout masks.
+    """
     reference, run = tmp_path / "one", tmp_path / "moving"
     assert start(1, settings(corpus, reference, micro=1)) == 0
     for world, strategy, stop in moves:

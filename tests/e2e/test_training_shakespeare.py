@@ -1,4 +1,6 @@
-"""Tiny Shakespeare, the real file: what the presets reach. Minutes each, so only in `make test-full`."""
+"""Tiny Shakespeare, the real file: what the presets reach. Minutes each, so only in `make
+test-full`.
+"""
 
 import math
 import sys
@@ -23,7 +25,9 @@ def overrides(data_files, tmp_path) -> list[str]:
     ("preset", "reaches"), [("shakespeare-char-cpu", 1.93), ("shakespeare-char-fast", 1.72)]
 )
 def test_the_validation_loss_of_2000_steps(data_files, tmp_path, preset, reaches):
-    """Over the whole validation split. nanoGPT's own train.py at these settings, over 400 random batches: 1.912."""
+    """Over the whole validation split. nanoGPT's own train.py at these settings, over 400 random
+    batches: 1.912.
+    """
     recipe = Recipe.load(preset, overrides(data_files, tmp_path))
     train_, steps = recipe.train, 2000
     assert train_.steps == steps
@@ -38,10 +42,12 @@ def test_the_validation_loss_of_2000_steps(data_files, tmp_path, preset, reaches
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_the_10m_model_learns_alike_on_one_and_on_two_ranks(data_files, tmp_path):
-    """100 steps at batch 64 without dropout; the first loss is that of knowing nothing, ln 65 = 4.17, and a little more.
+    """100 steps at batch 64 without dropout; the first loss is that of knowing nothing, ln 65 =
+    4.17, and a little more.
 
-    The head is tied to an embedding of standard deviation 0.02, so logits have one of 0.02 sqrt(384) = 0.39, which costs half
-    its square: 4.25 in the mean, and 4.26, 4.22, 4.29, 4.36 with the seeds 1, 2, 3, 1337.
+    The head is tied to an embedding of standard deviation 0.02, so logits have one of 0.02
+    sqrt(384) = 0.39, which costs half its square: 4.25 in the mean, and 4.26, 4.22, 4.29, 4.36 with
+    the seeds 1, 2, 3, 1337.
     """
     short = (
         "train.steps=100 model.dropout=0 eval.every=0 eval.sample_every=0 telemetry.every=1".split()

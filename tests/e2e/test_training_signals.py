@@ -1,4 +1,6 @@
-"""Stop signals: before the first step the process ends at once; from then on all ranks save the same step. Exit code 75."""
+"""Stop signals: before the first step the process ends at once; from then on all ranks save the
+same step. Exit code 75.
+"""
 
 import fcntl
 import os
@@ -61,7 +63,9 @@ def output_of(
     alone: int | None = None,
     **env: str,
 ) -> str:
-    """What a command prints that is signalled when it is ready; `alone`: that rank of its children gets the signal."""
+    """What a command prints that is signalled when it is ready; `alone`: that rank of its children
+    gets the signal.
+    """
     process = subprocess.Popen(
         command,
         env={**os.environ, **env},
@@ -186,7 +190,9 @@ def test_a_signal_saves_the_same_step_on_every_rank_and_exits_75(corpus, tmp_pat
 
 @pytest.mark.parametrize("verb", ["train", "sweep", pytest.param("scale", marks=full)])
 def test_a_dropped_connection_stops_with_everything_saved(corpus, tmp_path, verb):
-    """The other end of the terminal goes away, as when ssh is cut: the kernel sends SIGHUP, and every write fails."""
+    """The other end of the terminal goes away, as when ssh is cut: the kernel sends SIGHUP, and
+    every write fails.
+    """
     more = {"train.steps": 100_000, "checkpoint.every": 100_000, "eval.every": 0}
     values = [
         value
@@ -257,7 +263,9 @@ def test_a_second_interrupt_of_one_process_ends_it_at_once():
 def test_a_late_second_rank_of_data_ends_after_the_grace(
     corpus, tmp_path, monkeypatch, trainers, every, lost
 ):
-    """Ranks that wait for each other cannot stop while one has no data: after the grace the run ends, its last save committed."""
+    """Ranks that wait for each other cannot stop while one has no data: after the grace the run
+    ends, its last save committed.
+    """
     poll = Loader.poll
 
     def late(self: Loader, timeout: float | None = 0.0) -> object:
@@ -312,7 +320,9 @@ def test_save_is_begun_only_where_grace_allows_it(corpus, tmp_path, monkeypatch,
 @pytest.mark.parametrize("at", [4, 12])
 @pytest.mark.parametrize("what", ["evaluation", "sample"])
 def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, what):
-    """An evaluation or a sample of a step, the last one too: ledger and best checkpoint are those of an untouched run."""
+    """An evaluation or a sample of a step, the last one too: ledger and best checkpoint are those
+    of an untouched run.
+    """
     own = {"data.val_fraction": 0.3, "data.dir": f"'{tmp_path / 'data'}'"}
     recipe = recipe_of(
         corpus, tmp_path / "run", **{"eval.sample_every": 4, "eval.sample_tokens": 3, **own}
@@ -394,7 +404,9 @@ def test_a_run_whose_saves_fail_again_and_again_ends(corpus, tmp_path, monkeypat
 
 
 def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypatch):
-    """The save of the last step fails, which is reported before the run ends: it is tried once more."""
+    """The save of the last step fails, which is reported before the run ends: it is tried once
+    more.
+    """
     original, waited = commit.shutil.disk_usage, []
     monkeypatch.setattr(
         commit.shutil,

@@ -1,4 +1,6 @@
-"""What a start does in its run directory: extend, branch, restart, set aside. Wrong weights would be silent."""
+"""What a start does in its run directory: extend, branch, restart, set aside. Wrong weights would
+be silent.
+"""
 
 import errno
 import json
@@ -38,7 +40,8 @@ __all__ = ["corpus"]
 KEEP_ALL = {"checkpoint.keep_last": 10}
 KEEP_ONE = {"checkpoint.keep_last": 1, "checkpoint.keep_best": False}
 FLAT = {"optim.schedule.kind": "constant"}
-# A rank that is killed after step 8 of its first attempt, and a training that waits after step 2 for a file.
+# A rank that is killed after step 8 of its first attempt, and a training that waits after step 2
+# for a file.
 AGAIN = """
 import json, os, signal, sys
 from windlass import Callback, Recipe, train
@@ -149,7 +152,9 @@ def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path):
 
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])
 def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_path, kind):
-    """So the extension resumes from the newest checkpoint, and is bit for bit the run that was as long from the start."""
+    """So the extension resumes from the newest checkpoint, and is bit for bit the run that was as
+    long from the start.
+    """
     own = {"optim.schedule.steps": 16, "optim.schedule.kind": kind, "checkpoint.keep_last": 20}
     recipe = recipe_of(corpus, tmp_path / "run", **WSD | own)
     train(recipe)
@@ -241,7 +246,9 @@ def test_a_decay_branches_from_the_plateau(corpus, tmp_path):
 def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(
     corpus, tmp_path, monkeypatch
 ):
-    """It would else begin from the seed's weights, without a word. Given again as a branch, or as a plain command."""
+    """It would else begin from the seed's weights, without a word. Given again as a branch, or as a
+    plain command.
+    """
     origin = train(recipe_of(corpus, tmp_path / "origin", **FLAT))
     recipe = recipe_of(corpus, tmp_path / "branch", **{"train.steps": 9, "checkpoint.every": 0})
     whole = untouched(recipe, branch_from=f"{origin.path}@6")
@@ -351,7 +358,9 @@ def test_a_restart_by_torchrun_is_one_of_the_same_job(tmp_path):
 
 
 def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):
-    """Its process would continue in a directory of another name, where nobody looks for its checkpoints."""
+    """Its process would continue in a directory of another name, where nobody looks for its
+    checkpoints.
+    """
     overrides, go = settings(corpus, tmp_path / "run", **{"train.steps": 4}), tmp_path / "go"
     living = subprocess.Popen([sys.executable, "-c", HOLD, str(go), *overrides])
     try:
@@ -415,7 +424,9 @@ def test_a_new_run_cannot_resume_from_what_it_will_not_have(tmp_path, fresh, res
 
 
 def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tmp_path):
-    """Evaluations of 8 and of all samples are on one curve: the best is one of those that compare with the last."""
+    """Evaluations of 8 and of all samples are on one curve: the best is one of those that compare
+    with the last.
+    """
     values = {
         "eval.every": 2,
         "eval.batches": 1,

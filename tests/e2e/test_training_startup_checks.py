@@ -1,4 +1,6 @@
-"""What the start-up checks are for, seen from outside: a run that is wrong from the start makes no step."""
+"""What the start-up checks are for, seen from outside: a run that is wrong from the start makes no
+step.
+"""
 
 import math
 import shutil
@@ -99,7 +101,9 @@ def test_a_disk_too_small_for_what_is_kept_is_warned_of_and_one_with_room_is_not
 
 
 def test_the_first_loss_is_held_against_guessing():
-    """No module of 512 tokens starts at 25.9 with its own tokenizer; a trained one starts below ln 512 = 6.24."""
+    """No module of 512 tokens starts at 25.9 with its own tokenizer; a trained one starts below ln
+    512 = 6.24.
+    """
     assert all(
         word in check_first_loss(25.9, 512, fresh=False)
         for word in ("25.9", "6.238", "data.tokenizer")

@@ -1,4 +1,6 @@
-"""Shared by the fault tests: a tiny state whose every number tells its step, saves of it, and file layers that fail."""
+"""Shared by the fault tests: a tiny state whose every number tells its step, saves of it, and file
+layers that fail.
+"""
 
 import errno
 import json
@@ -24,12 +26,15 @@ from windlass.fileio import Files
 
 SHAPES = {"model/a": (6, 4), "model/b": (3,), "optim/a/step": (), "optim/a/exp_avg": (6, 4)}
 KILLED = -signal.SIGKILL
-# By name: the steps that are there already, and the step whose save is cut off (`again`: a save in place of another).
+# By name: the steps that are there already, and the step whose save is cut off (`again`: a save in
+# place of another).
 SCENES = {"first": ([], 3), "next": ([1, 2], 3), "again": ([1, 3], 3)}
 
 
 def numbers(step: int) -> dict[str, torch.Tensor]:
-    """All numbers are functions of step, tensor and place, so that a mixture of two saves cannot go unnoticed."""
+    """All numbers are functions of step, tensor and place, so that a mixture of two saves cannot go
+    unnoticed.
+    """
     return {
         name: (
             torch.arange(math.prod(shape), dtype=torch.float32) + 1000 * step + 100 * index
@@ -68,7 +73,9 @@ def save(
 
 
 def step_seen(run: Path) -> int:
-    """What a reader finds: the step of the newest checkpoint, every number of it compared; 0 for none."""
+    """What a reader finds: the step of the newest checkpoint, every number of it compared; 0 for
+    none.
+    """
     choice = load.choose_checkpoint(run)
     if choice is None:
         return 0
@@ -102,7 +109,9 @@ class Recorder(Files):
 
 
 class Failer(Files):
-    """Fails at operation number `at`, at every operation from there on, or at all of one kind; a write is half done."""
+    """Fails at operation number `at`, at every operation from there on, or at all of one kind; a
+    write is half done.
+    """
 
     def __init__(
         self, at: int, code: int = errno.ENOSPC, lasting: bool = False, only: tuple[str, ...] = ()
@@ -132,7 +141,9 @@ class Killer(Failer):
 
 
 def tally(what: str, tried: int, **more: float) -> None:
-    """Count faults that were tried and survived, for docs/reliability.md (WINDLASS_FAULTS names the file)."""
+    """Count faults that were tried and survived, for docs/reliability.md (WINDLASS_FAULTS names the
+    file).
+    """
     if name := os.environ.get("WINDLASS_FAULTS"):
         with open(name, "a", encoding="utf-8") as file:
             file.write(json.dumps({"what": what, "tried": tried, **more}) + "\n")
@@ -159,7 +170,9 @@ def ended(child: int) -> int:
 def two_ranks(
     directory: Path, step: int, files: Callable[[int], Files], **options: Any
 ) -> list[int]:
-    """Process ids of two ranks that save; the outcome's error of each goes to `error-RANK` beside the directory."""
+    """Process ids of two ranks that save; the outcome's error of each goes to `error-RANK` beside
+    the directory.
+    """
 
     def rank(number: int) -> None:
         outcome = save(directory, step, files(number), number, 2, **options)
@@ -169,7 +182,9 @@ def two_ranks(
 
 
 def count_of_two(folder: Path) -> list[int]:
-    """The operations of each rank of two, at most: rank 0's depend on nothing but the save, nor do rank 1's."""
+    """The operations of each rank of two, at most: rank 0's depend on nothing but the save, nor do
+    rank 1's.
+    """
     run = prepared(folder / "count", 1)
 
     class Counter(Files):

@@ -1,8 +1,10 @@
-"""A rank of a real training that something happens to: `python struck.py WHAT PHASE RANK train RECIPE [KEY=VALUE...]`.
+"""A rank of a real training that something happens to: `python struck.py WHAT PHASE RANK train
+RECIPE [KEY=VALUE...]`.
 
-In PHASE (see PLACES; `PHASE@2`: when it comes for the second time) of the first attempt the rank RANK (-1: every one) does
-WHAT: `raise` an exception, `kill` itself, `stop` itself (SIGSTOP), or `wait`: be slow from then on. It leaves the file
-$STRUCK_HERE when it begins. Everything else is the command line's own doing.
+In PHASE (see PLACES; `PHASE@2`: when it comes for the second time) of the first attempt the rank
+RANK (-1: every one) does WHAT: `raise` an exception, `kill` itself, `stop` itself (SIGSTOP), or
+`wait`: be slow from then on. It leaves the file $STRUCK_HERE when it begins. Everything else is the
+command line's own doing.
 """
 
 import importlib

@@ -1,4 +1,6 @@
-"""Each file of a checkpoint flipped, cut off, deleted, or swapped: detected, and an older one is chosen."""
+"""Each file of a checkpoint flipped, cut off, deleted, or swapped: detected, and an older one is
+chosen.
+"""
 
 import json
 import os

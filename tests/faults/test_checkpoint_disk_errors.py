@@ -1,4 +1,6 @@
-"""A full disk and an I/O error at every operation of a save: an outcome that says so, nothing lost, nothing left."""
+"""A full disk and an I/O error at every operation of a save: an outcome that says so, nothing lost,
+nothing left.
+"""
 
 import errno
 from pathlib import Path
@@ -40,7 +42,9 @@ def test_one_operation_fails(scratch: Path, there: tuple[int, ...], code: str) -
 
 @pytest.mark.parametrize("code", CODES)
 def test_the_disk_stays_broken(scratch: Path, code: str) -> None:
-    """From some operation on every write, create and sync fails; removing still works, as on a full disk."""
+    """From some operation on every write, create and sync fails; removing still works, as on a full
+    disk.
+    """
     only = (
         ("write", "create", "mkdir", "fsync", "fsync_dir")
         if code == "EIO"

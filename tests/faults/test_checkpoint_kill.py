@@ -1,4 +1,6 @@
-"""SIGKILL at every operation of a save, and at random moments: a reader sees the previous checkpoint or the new one."""
+"""SIGKILL at every operation of a save, and at random moments: a reader sees the previous
+checkpoint or the new one.
+"""
 
 import os
 import random
@@ -45,7 +47,9 @@ def killed(run: Path, scene: str, at: int) -> None:
 
 
 def recovers(run: Path, there: list[int], step: int) -> int:
-    """After a kill: what a reader sees before and after the tidying up; then the same step is saved again."""
+    """After a kill: what a reader sees before and after the tidying up; then the same step is saved
+    again.
+    """
     directory = run / "checkpoints"
     before = step_seen(run)
     assert before in (max(there, default=0), step)
@@ -76,7 +80,9 @@ def test_at_every_operation(scratch: Path, scene: str, every: int) -> None:
 
 @pytest.mark.full
 def test_the_tidying_up_may_be_killed_too(scratch: Path) -> None:
-    """A save is killed at its renames and removals, and then the recovery at each of its own operations."""
+    """A save is killed at its renames and removals, and then the recovery at each of its own
+    operations.
+    """
     _, step = SCENES["again"]
     log, tried = operations(scratch, "again"), 0
     for k in [
@@ -122,7 +128,9 @@ def test_two_ranks(scratch: Path, victim: int, every: int) -> None:
 
 @pytest.mark.parametrize("kills", [25, pytest.param(220, marks=pytest.mark.full)])
 def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
-    """Saves one after another in the background, of growing steps and of the same ones again, killed somewhere."""
+    """Saves one after another in the background, of growing steps and of the same ones again,
+    killed somewhere.
+    """
     run, dice = prepared(scratch / "run"), random.Random(7)
     committed, begun = scratch / "committed", scratch / "begun"
 

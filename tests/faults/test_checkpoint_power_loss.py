@@ -1,8 +1,10 @@
-"""The power goes at every operation of a save, on a disk that keeps only what was synced, or any part of the rest.
+"""The power goes at every operation of a save, on a disk that keeps only what was synced, or any
+part of the rest.
 
-A kill leaves everything that was written; a power cut leaves what had reached the disk. The model of a disk is strict:
-a file's bytes are safe after its own fsync, a name (a new file, a rename, a removal) after the fsync of its directory.
-What was not synced may be there or not, each change by itself and in any order.
+A kill leaves everything that was written; a power cut leaves what had reached the disk. The model
+of a disk is strict: a file's bytes are safe after its own fsync, a name (a new file, a rename, a
+removal) after the fsync of its directory. What was not synced may be there or not, each change by
+itself and in any order.
 """
 
 import copy
@@ -49,7 +51,9 @@ class Folder:
 
 
 class Disk(Files):
-    """Does what it is told, and keeps a model of what of it a power cut would leave, copied before each operation."""
+    """Does what it is told, and keeps a model of what of it a power cut would leave, copied before
+    each operation.
+    """
 
     def __init__(self, root: Path):
         self.base, self.root = root, Folder()
@@ -105,7 +109,9 @@ class Disk(Files):
 
 
 def image(folder: Folder, place: Path, dice: random.Random | None, everything: bool) -> None:
-    """Write what a power cut may leave: only what is safe, all names with the safe bytes, or a part as the dice fall."""
+    """Write what a power cut may leave: only what is safe, all names with the safe bytes, or a part
+    as the dice fall.
+    """
     place.mkdir(exist_ok=True)
     entries: dict[str, File | Folder | None] = dict(folder.safe)
     for name, thing in folder.pending:
@@ -124,7 +130,9 @@ def image(folder: Folder, place: Path, dice: random.Random | None, everything: b
 
 
 def images_of(disk: Disk, place: Path, images: int) -> Iterator[str]:
-    """What each power cut may leave, written to `place` in turn; yields the name of the operation it came before."""
+    """What each power cut may leave, written to `place` in turn; yields the name of the operation
+    it came before.
+    """
     for moment, (name, state) in enumerate([*disk.moments, ("the end", disk.root)]):
         for number in range(images):
             dice = random.Random(1000 * moment + number) if number > 1 else None
@@ -164,9 +172,11 @@ def test_power_cut_at_every_operation(scratch: Path, scene: str, images: int) ->
 
 
 def beginnings(scratch: Path, scene: str, images: int, disk: Disk) -> int:
-    """The power goes at each moment in which a run is begun, branched or extended; the number of images.
+    """The power goes at each moment in which a run is begun, branched or extended; the number of
+    images.
 
-    A directory without a whole recipe is no run, and in nobody's way; with one it tells where it begins.
+    A directory without a whole recipe is not a run and blocks nobody; with one it tells where it
+    begins.
     """
     recipe = Recipe.load(
         "quickstart", [f"run.dir='{scratch / 'home' / 'runs' / 'run'}'", "train.steps=12"]
@@ -202,7 +212,9 @@ def beginnings(scratch: Path, scene: str, images: int, disk: Disk) -> int:
 
 
 def begun(path: Path) -> tuple[int, int | None] | None:
-    """The steps of the run that is there and the step that it begins at; None: no run, and a new one may begin."""
+    """The steps of the run that is there and the step that it begins at; None: no run, and a new
+    one may begin.
+    """
     run = Run(path)
     if not run.recipe_path.is_file():
         names = [p.name for p in path.iterdir()] if path.is_dir() else []
@@ -215,7 +227,9 @@ def begun(path: Path) -> tuple[int, int | None] | None:
 @pytest.mark.parametrize("scene", ["new", "branch", "extension"])
 @pytest.mark.parametrize("images", [3, pytest.param(30, marks=pytest.mark.full)])
 def test_power_cut_while_a_run_begins(scratch: Path, scene: str, images: int) -> None:
-    """New: no recipe, or all of it. A branch: never without its origin; an extension: never without its checkpoint."""
+    """New: no recipe, or all of it. A branch: never without its origin; an extension: never without
+    its checkpoint.
+    """
     tried = beginnings(scratch, scene, images, Disk(scratch))
     tally("power cut while a run begins, is branched or extended, model of a strict disk", tried)
 
@@ -260,7 +274,9 @@ COMMIT = [
     ],
 )
 def test_no_sync_can_be_left_out(scratch: Path, scene: str, operation: str, name: str) -> None:
-    """The proof of the proof: without any one of the syncs of a commit or a beginning, some power cut loses something."""
+    """The proof of the proof: without any one of the syncs of a commit or a beginning, some power
+    cut loses something.
+    """
     disk = Forgetful(scratch, operation, name)
     with pytest.raises((AssertionError, UserError)):
         (cuts if scene in SCENES else beginnings)(scratch, scene, 12, disk)

@@ -1,4 +1,6 @@
-"""`windlass prepare` under kill -9, and many at once: one works, none is lost, the bytes are the same."""
+"""`windlass prepare` under kill -9, and many at once: one works, none is lost, the bytes are the
+same.
+"""
 
 import json
 import signal
@@ -83,7 +85,9 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(whole, tmp_path):
 
 
 def works(process, directory) -> bool:
-    """Whether a process holds the directory's lock: one that waits has the file open for a moment only."""
+    """Whether a process holds the directory's lock: one that waits has the file open for a moment
+    only.
+    """
     for _ in range(20):
         try:
             if not any(

@@ -1,4 +1,6 @@
-"""Trackers that hang, refuse, swallow, answer nonsense or run out of disk: the run beside them does not notice."""
+"""Trackers that hang, refuse, swallow, answer nonsense or run out of disk: the run beside them does
+not notice.
+"""
 
 import http.server
 import os
@@ -79,7 +81,9 @@ def shown_by_tensorboard(run: Path) -> list[int]:
 
 
 def put_first(monkeypatch, folder: Path, code: str, *names: str) -> None:
-    """Libraries of these names, with this code, before the real ones for every process that is started from now on."""
+    """Libraries of these names, with this code, before the real ones for every process that is
+    started from now on.
+    """
     for name in names:
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").write_text(code)
@@ -214,7 +218,8 @@ def test_a_full_disk_under_the_other_trackers(run, name):
     assert unharmed(run) and sum(note.warning for note in notes) == 1
 
 
-# -- kills and hangs ----------------------------------------------------------------------------------------------------
+# -- kills and hangs
+# ------------------------------------------------------------------------------
 
 PARENT = """
 import sys, time

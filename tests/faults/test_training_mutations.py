@@ -1,4 +1,6 @@
-"""The proof of resume can fail: with any one component of the state dropped, the resumed run is another one."""
+"""The proof of resume can fail: with any one component of the state dropped, the resumed run is
+another one.
+"""
 
 import json
 import random
@@ -19,7 +21,9 @@ NOT_FROM_HERE = {"skips_in_a_row"}  # 0 again after the next good step, and ever
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Run:
-    """Twelve steps in fp16 with dropout, saved at step 6; some samples of step 8 left out, as a rewind does."""
+    """Twelve steps in fp16 with dropout, saved at step 6; some samples of step 8 left out, as a
+    rewind does.
+    """
     folder = tmp_path_factory.mktemp("whole")
     draw = random.Random(1)
     (folder / "text.txt").write_text("".join(draw.choice("abcdefgh ") for _ in range(787)))

@@ -1,5 +1,6 @@
-"""A rank of a real training raises, is killed or is suspended, in each phase: the run ends within the stated time, says who and
-where, and loses nothing."""
+"""A rank of a real training raises, is killed or is suspended, in each phase: the run ends within
+the stated time, says who and where, and loses nothing.
+"""
 
 import itertools
 import os
@@ -26,7 +27,8 @@ from windlass.run import Run
 pytestmark = pytest.mark.dist
 STRUCK = Path(__file__).parent / "struck.py"
 PHASES = ("load", "forward@14", "backward@14", "evaluation@9", "save@3")
-"""Where a rank is struck (the message names the phase), late enough for a checkpoint to be there."""
+"""Where a rank is struck (the message names the phase), late enough for a checkpoint to be there.
+"""
 HOW = {"raise": "failed", "kill": "was killed by SIGKILL", "stop": "was suspended"}
 SUSPENDED_SECONDS = 1.0
 """Instead of the launcher's STOPPED_SECONDS."""
@@ -72,7 +74,9 @@ def settings(text: Path, run: Path, **more: object) -> list[str]:
 def strike(
     overrides: list[str], folder: Path, how: str, phase: str, victim: int
 ) -> tuple[int, str, float]:
-    """The exit code, what the launcher logged, and how many seconds after the strike it had ended: at most those stated."""
+    """The exit code, what the launcher logged, and how many seconds after the strike it had ended:
+    at most those stated.
+    """
     rank = [sys.executable, str(STRUCK), how, phase, str(victim), "train", "quickstart", *overrides]
     here, output = folder / "here", folder / "output"
     with output.open("w") as out:
@@ -125,7 +129,9 @@ def test_run_ends_and_resumes_from_last_checkpoint(text, tmp_path, how, phase, v
 
 @pytest.mark.parametrize("world", ["1..2", pytest.param("2", marks=pytest.mark.full)])
 def test_a_killed_rank_and_the_run_restarts_by_itself(text, tmp_path, world):
-    """`--max-restarts 1`: from the last committed checkpoint, with as many ranks as are left where that is allowed."""
+    """`--max-restarts 1`: from the last committed checkpoint, with as many ranks as are left where
+    that is allowed.
+    """
     run = Run(tmp_path / "run")
     more = {"train.steps": 300, "checkpoint.every": 5, "eval.every": 0, "parallel.strategy": "ddp"}
     arguments = [

@@ -1,4 +1,6 @@
-"""The device of the tests in this folder: CUDA, or with WINDLASS_TEST_DEVICE=cpu the CPU (to check the tests themselves)."""
+"""The device of the tests in this folder: CUDA, or with WINDLASS_TEST_DEVICE=cpu the CPU (to check
+the tests themselves).
+"""
 
 import gc
 import os
@@ -36,7 +38,9 @@ SETTINGS = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Warnings of a driver or of another torch do not fail a test here; pytest lists them at the end."""
+    """Warnings of a driver or of another torch do not fail a test here; pytest lists them at the
+    end.
+    """
     for item in items:
         if item.path.parent == HERE:
             item.add_marker(pytest.mark.filterwarnings("default"))

@@ -1,4 +1,6 @@
-"""`python over_gloo.py VERB ...`: the command `windlass` with gloo for CUDA tensors, because NCCL needs a GPU for each rank."""
+"""`python over_gloo.py VERB ...`: the command `windlass` with gloo for CUDA tensors, because NCCL
+needs a GPU for each rank.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""`train.compile` on CUDA: one graph for all blocks and no breaks, in bf16, whatever the strategy; rows of varying length."""
+"""`train.compile` on CUDA: one graph for all blocks and no breaks, in bf16, whatever the strategy;
+rows of varying length.
+"""
 
 import json
 import random

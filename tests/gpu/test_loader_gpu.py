@@ -1,4 +1,6 @@
-"""The loader on CUDA: batches come from pinned memory onto the right device, and no other device is touched."""
+"""The loader on CUDA: batches come from pinned memory onto the right device, and no other device is
+touched.
+"""
 
 import numpy as np
 import pytest

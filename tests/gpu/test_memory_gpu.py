@@ -52,7 +52,9 @@ def test_a_second_run_in_a_process_has_a_peak_of_its_own(recipe: Callable[..., A
 
 @pytest.fixture
 def limit(device: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`limit(recipe, fits, too_large)`: from now on memory is enough for micro-batches of `fits` sequences only."""
+    """`limit(recipe, fits, too_large)`: from now on memory is enough for micro-batches of `fits`
+    sequences only.
+    """
     import torch
 
     from windlass import train

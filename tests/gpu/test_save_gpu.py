@@ -1,4 +1,6 @@
-"""Saves on CUDA: a checkpoint holds the bytes of its step though training goes on; a killed run continues bit for bit."""
+"""Saves on CUDA: a checkpoint holds the bytes of its step though training goes on; a killed run
+continues bit for bit.
+"""
 
 import signal
 import subprocess
@@ -27,7 +29,9 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
     precision: str,
     strategy: str,
 ) -> None:
-    """The writer of step 4 waits until step 6 is done; weights and optimizer state have changed twice by then."""
+    """The writer of step 4 waits until step 6 is done; weights and optimizer state have changed
+    twice by then.
+    """
     from windlass import Callback, train
     from windlass.checkpoint.commit import Save
     from windlass.checkpoint.load import open_checkpoint

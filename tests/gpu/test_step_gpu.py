@@ -1,4 +1,6 @@
-"""The step on CUDA: the host does not wait for the device between two logs; times, tokens/s and MFU are right."""
+"""The step on CUDA: the host does not wait for the device between two logs; times, tokens/s and MFU
+are right.
+"""
 
 import time
 from typing import Any
@@ -23,7 +25,9 @@ pytestmark = pytest.mark.gpu
     ],
 )
 def test_the_host_never_waits_between_two_logs(recipe, device, settings):
-    """Steps 4 to 8 of 10, of which 1 and 10 are logged: torch raises an error at whatever waits for the device."""
+    """Steps 4 to 8 of 10, of which 1 and 10 are logged: torch raises an error at whatever waits for
+    the device.
+    """
     import torch
 
     from windlass import Callback, train

@@ -1,4 +1,6 @@
-"""Every strategy on CUDA: FSDP2, ZeRO-1 and offload on one rank over NCCL, and two ranks that share a GPU over gloo."""
+"""Every strategy on CUDA: FSDP2, ZeRO-1 and offload on one rank over NCCL, and two ranks that share
+a GPU over gloo.
+"""
 
 import os
 import sys

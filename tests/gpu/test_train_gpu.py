@@ -23,7 +23,9 @@ def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(recipe, precision):
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_sharded_optimizer_state_changes_no_bit(recipe, words, kind):
-    """`shard_optim` against `ddp`: on one rank in this process, and on two ranks if there are two devices."""
+    """`shard_optim` against `ddp`: on one rank in this process, and on two ranks if there are two
+    devices.
+    """
     import torch
 
     from windlass import train

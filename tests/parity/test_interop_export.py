@@ -1,4 +1,6 @@
-"""A run as a directory of `transformers`, and back: equal logits, equal tokens, the same greedy text."""
+"""A run as a directory of `transformers`, and back: equal logits, equal tokens, the same greedy
+text.
+"""
 
 import json
 import os
@@ -108,7 +110,8 @@ def logits(model: Any, batch: Tensor) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
-# -- tokenizers and files ---------------------------------------------------------------------------------------------
+# -- tokenizers and files
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe", "gpt2"])
@@ -144,7 +147,8 @@ def test_large_weights_are_split_into_files_with_an_index(tmp_path: Path) -> Non
     )
 
 
-# -- runs -------------------------------------------------------------------------------------------------------------
+# -- runs
+# ------------------------------------------------------------------------------
 
 
 def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_text(tmp_path):
@@ -247,7 +251,9 @@ NO_ARCHITECTURE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", NO_ARCHITECTURE)
 def test_a_network_without_an_architecture_is_exported_with_its_code(kind, tmp_path, monkeypatch):
-    """Equal logits, equal text with a cache and in a batch with padding, and it reads what it saves."""
+    """Equal logits, equal text with a cache and in a batch with padding, and it reads what it
+    saves.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     preset = Recipe.load(kind if kind in presets() else "c4-30m").model.model_dump(
@@ -359,7 +365,8 @@ def test_adapters_are_merged_or_exported_alone(tmp_path: Path) -> None:
             open_model(find_source(str(adapter)), alone("cpu"))
 
 
-# -- init_from --------------------------------------------------------------------------------------------------------
+# -- init_from
+# ------------------------------------------------------------------------------
 
 
 def test_a_run_begins_from_another_run_and_from_an_export(tmp_path: Path) -> None:
@@ -396,7 +403,8 @@ def test_weights_of_another_network_are_refused_with_what_differs(tmp_path: Path
     assert "dropout" not in str(error.value) and "vocab" not in str(error.value)
 
 
-# -- chat, card, files, the Hub ---------------------------------------------------------------------------------------
+# -- chat, card, files, the Hub
+# ---------------------------------------------------------------------------------------
 
 TALK = [
     {"role": "system", "content": "the mat"},
@@ -501,7 +509,7 @@ def test_an_export_that_fails_leaves_no_directory_but_the_users_own(tmp_path, mo
     assert {path.name for path in tmp_path.iterdir()} == before | {"made"}
 
 
-def test_an_export_is_pushed_where_a_token_is_set_and_refused_before_anything_is_written_where_none_is(
+def test_an_export_is_pushed_with_a_token_and_rejected_without_one_before_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a stand-in for the Hub's client: nothing here reaches the Hub."""

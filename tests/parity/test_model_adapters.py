@@ -1,4 +1,6 @@
-"""How a Hugging Face model computes: attention by the name that `transformers` has for it, base weights in 4 bits."""
+"""How a Hugging Face model computes: attention by the name that `transformers` has for it, base
+weights in 4 bits.
+"""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Our GPT beside the GPT-2 and LLaMA of `transformers`, with the same weights: logits, loss and gradients."""
+"""Our GPT beside the GPT-2 and LLaMA of `transformers`, with the same weights: logits, loss and
+gradients.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Models of `transformers` through our protocol: the same logits, loss and greedy text as `transformers` gives by itself."""
+"""Models of `transformers` through our protocol: the same logits, loss and greedy text as
+`transformers` gives by itself.
+"""
 
 import json
 from pathlib import Path
@@ -100,7 +102,9 @@ def test_greedy_text_is_that_of_transformers(kind: str, directories: dict[str, P
 
 
 def test_an_empty_prompt_begins_with_the_bos_of_the_models_configuration(tmp_path: Path) -> None:
-    """The tokenizer of many a Llama writes no BOS, though the model has learned one; EOS is not the same."""
+    """The tokenizer of many a Llama writes no BOS, though the model has learned one; EOS is not the
+    same.
+    """
     directory = hf_fixtures.save_tokenizer(["the cat and the dog " * 20], tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     hf_fixtures.save("llama", directory, bos_token_id=5, eos_token_id=0, vocab_size=len(tokenizer))
@@ -125,7 +129,9 @@ def test_an_empty_prompt_begins_with_the_bos_of_the_models_configuration(tmp_pat
 
 
 def by_cache(ours: HfModel, tokens: Tensor) -> tuple[Tensor, Any]:
-    """The logits of tokens [B, 20] from the fourth on, the first four read at once and the others one by one; and the cache."""
+    """The logits of tokens [B, 20] from the fourth on, the first four read at once and the others
+    one by one; and the cache.
+    """
     cache = ours.new_cache(3, 20)
     parts = [
         ours(tokens[:, :4], cache=cache),

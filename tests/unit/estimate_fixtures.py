@@ -17,7 +17,9 @@ def write_run(
     until: int = 100,
     **first_eval: Any,
 ) -> Run:
-    """A run of 100 steps on quickstart's data, evaluated at 0, 25, 50, 75 and 100, logged every 2 steps; 1 s of start-up."""
+    """A run of 100 steps on quickstart's data, evaluated at 0, 25, 50, 75 and 100, logged every 2
+    steps; 1 s of start-up.
+    """
     recipe = Recipe.load(
         "quickstart",
         ["train.steps=100", "train.global_batch=16", "eval.every=25", "eval.sample_every=0"],

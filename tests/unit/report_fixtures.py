@@ -1,4 +1,6 @@
-"""Run directories as a training leaves them, made up without training: for the tests of what reads runs."""
+"""Run directories as a training leaves them, made up without training: for the tests of what reads
+runs.
+"""
 
 import copy
 import json
@@ -34,7 +36,9 @@ def loss_at(step: int, seed: int, lr: float = 1e-3) -> float:
 
 
 def add_lines(run: Run, *lines: dict[str, Any]) -> None:
-    """Append lines to a ledger, at its end's time and of its first attempt unless they say otherwise."""
+    """Append lines to a ledger, at its end's time and of its first attempt unless they say
+    otherwise.
+    """
     with run.metrics_path.open("a") as file:
         file.writelines(
             json.dumps({"time": stamp(99), "attempt": 0, **line}) + "\n" for line in lines
@@ -144,7 +148,9 @@ def build_run(
     finished: bool = True,
     device: str = "cuda",
 ) -> Run:
-    """A run directory; with `killed_at` the first attempt dies there with a torn line, and the second resumes."""
+    """A run directory; with `killed_at` the first attempt dies there with a torn line, and the
+    second resumes.
+    """
     recipe = Recipe.load(
         "quickstart", [f"train.steps={steps}", f"optim.lr={lr}", f"run.seed={seed}", *overrides]
     )
@@ -181,7 +187,9 @@ def build_study(
     seeds: tuple[int, ...] = (1, 2),
     overrides: tuple[str, ...] = (),
 ) -> Path:
-    """A study of learning rates, schedules and seeds: one cell failed, one waits, the others finished."""
+    """A study of learning rates, schedules and seeds: one cell failed, one waits, the others
+    finished.
+    """
     axes = {"optim.lr": rates, "optim.schedule.kind": ("cosine", "wsd"), "run.seed": seeds}
     study = Study.create(Recipe.load("quickstart", ["train.steps=200", *overrides]), axes, path)
     for number, cell in enumerate(study.cells[:-1]):  # the last one still waits

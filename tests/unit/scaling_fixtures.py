@@ -1,4 +1,6 @@
-"""Scaling studies as `windlass scale` leaves them, made up without training: steps of times that a test chooses."""
+"""Scaling studies as `windlass scale` leaves them, made up without training: steps of times that a
+test chooses.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +36,9 @@ def write_run(
     peak_mb: float = 500.0,
     slow_start: float = 10.0,
 ) -> None:
-    """A run whose steps take `phases` (`step_ms`, `data_ms`, ...) but for the first five, which take `slow_start` times that."""
+    """A run whose steps take `phases` (`step_ms`, `data_ms`, ...) but for the first five, which
+    take `slow_start` times that.
+    """
     path.mkdir(parents=True)
     (path / "recipe.toml").write_text(recipe.toml())
     placed = [{"rank": r, "host": f"node-{r * hosts // world}", "threads": 2} for r in range(world)]
@@ -90,7 +94,9 @@ def build_scaling(
     failed: Sequence[int] = (),
     **rest: Any,
 ) -> Study:
-    """A study whose cells take the times that `step` gives for what they set; by number some wait, some failed."""
+    """A study whose cells take the times that `step` gives for what they set; by number some wait,
+    some failed.
+    """
     base = Recipe.load("quickstart", [*SETTINGS, *settings])
     base, listed = base.replace(**base.flat()), []
     for cell in cells_of(base, list(cells)):

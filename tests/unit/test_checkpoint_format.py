@@ -1,4 +1,6 @@
-"""A manifest is read as what a stranger may have written: all of it is checked, nothing outside is opened or run."""
+"""A manifest is read as what a stranger may have written: all of it is checked, nothing outside is
+opened or run.
+"""
 
 import hashlib
 import io
@@ -33,7 +35,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def seal(path: Path, manifest: bytes) -> None:
-    """Put a manifest in place of another one, digest and all: what a stranger can do, and a bad disk can not."""
+    """Put a manifest in place of another one, digest and all: what a stranger can do, and a bad
+    disk can not.
+    """
     (path / "manifest.json").write_bytes(manifest)
     (path / "manifest.sha256").write_bytes(format_.digest_line(manifest))
 

@@ -1,4 +1,6 @@
-"""Which checkpoint a reader or a restart takes, the current lineage of a run, and `windlass checkpoints`."""
+"""Which checkpoint a reader or a restart takes, the current lineage of a run, and `windlass
+checkpoints`.
+"""
 
 import json
 import shutil
@@ -88,7 +90,8 @@ def test_what_resume_means(tmp_path: Path) -> None:
             find_checkpoint(missing)
 
 
-# -- lineage ----------------------------------------------------------------------------------------------------------
+# -- lineage
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("deleted", [(), (6, 9)], ids=["", "newer ones deleted by hand"])
@@ -132,7 +135,8 @@ def test_a_lineage_that_cannot_be_read_is_not_guessed(tmp_path: Path, text: str)
         read_lineage(tmp_path)
 
 
-# -- `windlass checkpoints` -------------------------------------------------------------------------------------------
+# -- `windlass checkpoints`
+# ------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Saving and reading in one process: exact, in the background, in the layout that the safetensors library reads."""
+"""Saving and reading in one process: exact, in the background, in the layout that the safetensors
+library reads.
+"""
 
 import errno
 import fcntl
@@ -65,7 +67,8 @@ def save(run: Path, model: nn.Module, optimizer: Any = None) -> Checkpoint:
     return open_checkpoint(commit(Saver(run / "checkpoints"), 3, gather_state(model, optimizer)))
 
 
-# -- what is written and read -----------------------------------------------------------------------------------------
+# -- what is written and read
+# -----------------------------------------------------------------------------------------
 
 
 def test_the_files_are_safetensors_and_tied_weights_are_written_once(tmp_path: Path) -> None:
@@ -134,7 +137,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path
             restore(checkpoint, other, optim)
 
 
-# -- the saver --------------------------------------------------------------------------------------------------------
+# -- the saver
+# ------------------------------------------------------------------------------
 
 
 class Gate(Files):
@@ -167,7 +171,9 @@ def test_step_does_not_wait_for_disk_and_may_change_state_but_next_save_waits(tm
 
 
 class Cudart:
-    """CUDA's runtime as its manual says: it registers what it is given, or answers with an error code."""
+    """CUDA's runtime as its manual says: it registers what it is given, or answers with an error
+    code.
+    """
 
     def __init__(self, code: int = 0):
         self.code, self.registered, self.threads = code, dict[int, int](), list[str]()
@@ -265,7 +271,7 @@ def test_an_error_in_the_writer_or_the_copy_is_an_outcome(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 70_001])
 def test_written_past_the_page_cache(tmp_path, monkeypatch, size):
-    """With an end that is no whole page."""
+    """With an end that does not fill a page."""
     monkeypatch.setattr("windlass.checkpoint.commit.DIRECT_BYTES", 0)
     numbers = torch.randint(0, 255, (size + 3,), dtype=torch.uint8)
     path = commit(Saver(tmp_path / "checkpoints", piece_bytes=8192), 1, state_of({"x": numbers}))

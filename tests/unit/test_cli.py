@@ -48,7 +48,9 @@ def test_a_finished_run_stays_finished_where_its_report_fails(tmp_path: Path, co
 
 
 def test_the_command_line_leaves_what_the_user_wrote(tmp_path: Path) -> None:
-    """`path=` is also the name of an argument; and a command in a message can be pasted, whatever the file's name."""
+    """`path=` is also the name of an argument; and a command in a message can be pasted, whatever
+    the file's name.
+    """
     error = windlass("recipe", "path=a", code=2).stderr
     assert "path=a is a setting" in error and "--dir" not in error
     file = tmp_path / "only=3, a book.txt"
@@ -150,7 +152,9 @@ def test_help_and_version_import_no_torch() -> None:
 
 
 def complete(*words: str, cwd: Path, shell: str = "bash") -> list[str]:
-    """What the shell offers for the last of the words, in a process that prints the heavy modules it imported."""
+    """What the shell offers for the last of the words, in a process that prints the heavy modules
+    it imported.
+    """
     code = "import sys; from windlass.cli import main\ntry: main()\nexcept SystemExit: print({'torch', 'numpy'} & {*sys.modules})"
     env = {
         "_WINDLASS_COMPLETE": f"complete_{shell}",
@@ -276,7 +280,7 @@ def test_a_presets_prompt_is_for_its_own_texts(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_written_is_one_message(tmp_path: Path, corpus: Path) -> None:
     run = train(tiny_recipe(corpus, tmp_path / "run", train__steps=1, **NANOGPT))
-    under = corpus / "below"  # a file is no directory, for root neither
+    under = corpus / "below"  # a file is not a directory, even for root
     with refused(str(under), "another run.dir"):
         train(run.recipe.replace(f"run.dir={under}"))
     with refused(str(under), "another data.dir"):

@@ -127,7 +127,9 @@ def test_a_study_is_one_row(top):
 
 
 def test_hours_of_runs_and_studies_and_their_sum_in_one_line(tmp_path, monkeypatch):
-    """Wall time times ranks, from the last stamp of each start; of the GPUs' those alone that ran on some."""
+    """Wall time times ranks, from the last stamp of each start; of the GPUs' those alone that ran
+    on some.
+    """
     monkeypatch.chdir(tmp_path)
     build_run(Path("runs/killed"), ranks=2, killed_at=150)
     build_run(Path("runs/plain"), ranks=1, steps=100, finished=False)

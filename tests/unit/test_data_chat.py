@@ -1,4 +1,6 @@
-"""Conversations as rows: the tokens of `transformers`, which of them count, bad lines, changed files; streamed text."""
+"""Conversations as rows: the tokens of `transformers`, which of them count, bad lines, changed
+files; streamed text.
+"""
 
 import json
 from pathlib import Path
@@ -60,9 +62,7 @@ def opened(kind: str, directory: Path) -> tuple[Tokenizer, Template, Any]:
     )
 
 
-def test_only_the_answers_and_their_ends_count_and_a_row_is_cut_at_the_context_and_left_out_without_any() -> (
-    None
-):
+def test_only_answers_count_and_a_row_is_cut_at_the_context_or_left_out() -> None:
     ids, _, counted = row(TALK, Template(), BYTES)
     assert BYTES.decode(ids).startswith(
         "System: Be kind.\n\nUser: Who are you?  é 中\n\nAssistant: I am a cat.<|endo"

@@ -1,4 +1,6 @@
-"""The shapes in which conversations are written down elsewhere: what becomes of them, and what is said about a bad item."""
+"""The shapes in which conversations are written down elsewhere: what becomes of them, and what is
+said about a bad item.
+"""
 
 import gzip
 import json
@@ -93,7 +95,7 @@ def test_every_shape_gives_the_same_messages(shape: str, ending: str, tmp_path: 
     assert "3 conversations" in said[0]
 
 
-def test_alpaca_input_follows_its_instruction_and_prompt_and_its_completion_are_no_turns(tmp_path):
+def test_alpaca_input_follows_its_instruction_and_a_completion_is_not_a_turn(tmp_path):
     (tmp_path / "a.json").write_text(
         json.dumps([{"instruction": "Add.", "input": "1 2", "output": "3"}])
     )

@@ -1,4 +1,6 @@
-"""What a data set holds, in numbers and in words; and the split of few documents, which those numbers would give away."""
+"""What a data set holds, in numbers and in words; and the split of few documents, which those
+numbers would give away.
+"""
 
 import json
 import random
@@ -116,7 +118,8 @@ def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
     data = open_data(recipe)
     train = describe(data)["train"]
     assert train["label_tokens"] == int((data.train.read(np.arange(5))[1] != -100).sum())
-    # "User: qqqqqqqqqq\n\nAssistant: aaaaa", the token that ends it, and two lines; the last is predicted and not read
+    # "User: qqqqqqqqqq\n\nAssistant: aaaaa", the token that ends it, and two lines; the last is
+    # predicted and not read
     assert train["tokens"] == 4 * 36 + 60
     assert train["lengths"]["50"] == 37
     assert train["items"] == 5
@@ -134,7 +137,9 @@ def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
 
 
 def test_a_character_tokenizer_names_its_symbols(data_files, tmp_path) -> None:
-    """As nanoGPT's data/shakespeare_char/prepare.py prints them; with documents the token between them is not counted."""
+    """As nanoGPT's data/shakespeare_char/prepare.py prints them; with documents the token between
+    them is not counted.
+    """
     text = (data_files / "tinyshakespeare" / "input.txt").read_text()
     (tmp_path / "x.txt").write_text(text[:30_000])
     shown = lines(

@@ -1,4 +1,6 @@
-"""The loader: the same samples for every world, micro-batch and read-ahead; it waits for nobody, hides no error, and ends."""
+"""The loader: the same samples for every world, micro-batch and read-ahead; it waits for nobody,
+hides no error, and ends.
+"""
 
 import threading
 import time
@@ -134,7 +136,9 @@ def alive():
 
 
 def test_it_reads_ahead_while_the_step_computes_and_ends_when_it_is_closed():
-    """With the loop held up, the thread fills its queue and then stops; nothing is read in the loop's own time."""
+    """With the loop held up, the thread fills its queue and then stops; nothing is read in the
+    loop's own time.
+    """
     samples = Numbers(100)
     loader = Loader(samples, plan_batch(4, 4, 1, 512), 0, 5, prefetch=3)
     wait_for(lambda: samples.reads >= 4)  # three in the queue and one in the hand

@@ -1,4 +1,6 @@
-"""The order of the samples: a bijection in every epoch, the same for every world, and never changed in silence."""
+"""The order of the samples: a bijection in every epoch, the same for every world, and never changed
+in silence.
+"""
 
 from itertools import pairwise
 
@@ -48,7 +50,9 @@ def test_shards_are_shuffled_whole(shards, seed, epoch):
 
 
 def test_golden_values():
-    """What these are does not matter; that they never change does: a run that is resumed must see the same samples."""
+    """What these are does not matter; that they never change does: a run that is resumed must see
+    the same samples.
+    """
     assert whole(Order("shuffled", 1337, 0, 10)).tolist() == [0, 4, 2, 3, 5, 6, 8, 7, 1, 9]
     far = Order("shuffled", 2**62 + 11, 41, 10**12 + 7)
     assert [far[i] for i in (0, 1, 2, 10**12)] == [
@@ -74,7 +78,9 @@ def test_golden_values():
 
 @pytest.mark.parametrize("n", [2, 3, 5, 16])
 def test_every_sample_comes_at_every_place_equally_often(n):
-    """Chi-squared over 500 seeds, of each (place, sample) pair; the bound is six standard deviations."""
+    """Chi-squared over 500 seeds, of each (place, sample) pair; the bound is six standard
+    deviations.
+    """
     trials = 500
     counts = np.zeros((n, n))
     for seed in range(trials):

@@ -1,4 +1,6 @@
-"""Preparation: the right tokens, byte for byte the same however many workers and however often it was interrupted."""
+"""Preparation: the right tokens, byte for byte the same however many workers and however often it
+was interrupted.
+"""
 
 import contextlib
 import errno
@@ -124,7 +126,9 @@ class Killed(BaseException):
 
 
 def killed_until_done(recipe, monkeypatch):
-    """Prepare, dying before or after a rename, now an early one, now a later one; the index, and how often it died."""
+    """Prepare, dying before or after a rename, now an early one, now a later one; the index, and
+    how often it died.
+    """
     real, calls, die_at, after = Files.rename, 0, 0, False
 
     def deadly(files, source, target):
@@ -148,7 +152,9 @@ def killed_until_done(recipe, monkeypatch):
 @pytest.mark.parametrize("tokenizer", ["byte", "char"])
 @pytest.mark.parametrize("kind", ["documents", "single"])
 def test_interrupted_anywhere_it_resumes_to_the_same_bytes(tmp_path, kind, tokenizer, monkeypatch):
-    """Many documents, some over several shards, with a validation corpus; one text in many stretches over many shards."""
+    """Many documents, some over several shards, with a validation corpus; one text in many
+    stretches over many shards.
+    """
     texts = [*documents(20), "a very long one " * 300, *documents(20, seed=1)]
     if kind == "documents":
         source = jsonl(tmp_path / "x.jsonl", texts)

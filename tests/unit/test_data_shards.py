@@ -1,4 +1,6 @@
-"""Samples against a plain reference; every damaged, foreign or mistaken shard refused by name before the first step."""
+"""Samples against a plain reference; every damaged, foreign or mistaken shard refused by name
+before the first step.
+"""
 
 import os
 import threading

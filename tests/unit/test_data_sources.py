@@ -1,4 +1,6 @@
-"""Sources: each kind of file, whole and from the middle; and what is wrong with a file is said with its name and place."""
+"""Sources: each kind of file, whole and from the middle; and what is wrong with a file is said with
+its name and place.
+"""
 
 import gzip
 import hashlib

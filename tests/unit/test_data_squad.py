@@ -1,4 +1,6 @@
-"""SQuAD as rows: layout, labels, cutting around the answer, splits, bad files; rows of unequal length."""
+"""SQuAD as rows: layout, labels, cutting around the answer, splits, bad files; rows of unequal
+length.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Tokenizers: round trips, published ids, what is saved is what is loaded, and nothing is taken for what it is not."""
+"""Tokenizers: round trips, published ids, what is saved is what is loaded, and nothing is taken for
+what it is not.
+"""
 
 import json
 
@@ -51,7 +53,9 @@ def test_bytes_and_characters_round_trip(text):
 
 
 def test_an_empty_prompt_of_characters_is_in_the_vocabulary():
-    """A line feed if the corpus has one, else its first character; the end-of-text token comes before both."""
+    """A line feed if the corpus has one, else its first character; the end-of-text token comes
+    before both.
+    """
     prompts = [
         char_tokenizer(text, with_eot=False).encode_prompt("") for text in ("ba\nna", "banana")
     ]

@@ -1,4 +1,6 @@
-"""Memory: what a forward pass saves against what autograd saves, sums by hand, and which layout is recommended."""
+"""Memory: what a forward pass saves against what autograd saves, sums by hand, and which layout is
+recommended.
+"""
 
 import gc
 from dataclasses import replace
@@ -31,7 +33,9 @@ VOCAB, BATCH = 1000, 2
 
 
 def saved_bytes(settings: ModelSettings, precision: str) -> int:
-    """Bytes of the storages that autograd saves in a forward pass; parameters, tokens and labels not among them."""
+    """Bytes of the storages that autograd saves in a forward pass; parameters, tokens and labels
+    not among them.
+    """
     model = GPT(settings, VOCAB).to(torch.float64 if precision == "fp64" else torch.float32)
     initialise(model, 0)
     tokens = torch.zeros(BATCH, settings.context, dtype=torch.int64)
@@ -66,7 +70,9 @@ def predicted_bytes(settings: ModelSettings, precision: str, checkpointing: str 
 
 
 def allocations(call) -> list[int]:
-    """The allocator's bytes in use after each allocation and release of a call, on top of those before it."""
+    """The allocator's bytes in use after each allocation and release of a call, on top of those
+    before it.
+    """
     gc.collect()  # or what earlier tests left is freed, and counted, in the middle of it
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -105,7 +111,9 @@ def test_what_autograd_saves(over, precision):
     "over", [{}, {"activation": "swiglu", **{k: MODERN[k] for k in ("norm", "position")}}]
 )
 def test_checkpointed_blocks_save_less(how, over):
-    """The memory that a checkpointed block releases comes back at the latest with its graph: count what stays."""
+    """The memory that a checkpointed block releases comes back at the latest with its graph: count
+    what stays.
+    """
     settings = ModelSettings(**{**BASE, **over})
     model = GPT(settings, VOCAB)
     initialise(model, 0)
@@ -117,7 +125,9 @@ def test_checkpointed_blocks_save_less(how, over):
 
 @pytest.mark.parametrize("over", [{}, {"logit_cap": 15.0}])
 def test_the_peak_of_a_chunked_loss(over):
-    """All that the allocator gave out while the loss was computed in chunks, on top of weights and hidden states."""
+    """All that the allocator gave out while the loss was computed in chunks, on top of weights and
+    hidden states.
+    """
     assert CHUNK_BYTES == loss.CHUNK_BYTES and GATHER_BYTES == shard.GATHER_BYTES
     settings, vocab = ModelSettings(**{**BASE, "layers": 1, **over}), 120_000
     step = Step(settings, vocab, Layout("single", micro_batch=4))
@@ -137,7 +147,9 @@ LARGE = GPT2.model.model_copy(update={"layers": 36, "width": 1280, "heads": 20})
 
 
 def test_static_memory_by_hand():
-    """12 bytes a parameter at rest for AdamW in fp32 master weights, divided by the ranks that shard them."""
+    """12 bytes a parameter at rest for AdamW in fp32 master weights, divided by the ranks that
+    shard them.
+    """
 
     def gpt2_memory(**layout):
         return memory(GPT2.model, ROWS, replace(Layout("single"), **layout))

@@ -1,4 +1,6 @@
-"""The plan: optimal tokens and steps, devices, every preset, data that is not prepared, and a run that is under way."""
+"""The plan: optimal tokens and steps, devices, every preset, data that is not prepared, and a run
+that is under way.
+"""
 
 import json
 from pathlib import Path

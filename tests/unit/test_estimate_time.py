@@ -1,4 +1,6 @@
-"""How long a run takes: milestones, measured and assumed speeds, and the prediction after 5 % beside the real time."""
+"""How long a run takes: milestones, measured and assumed speeds, and the prediction after 5 %
+beside the real time.
+"""
 
 from dataclasses import replace
 
@@ -189,7 +191,9 @@ def test_a_slow_first_evaluation_does_not_count_for_the_later_ones(tmp_path, fir
 
 
 def interrupted(run, killed_at=61, resumed_at=50):
-    """Killed after step `killed_at`, resumed from `resumed_at` with 3 s of start-up; steps take 100 ms throughout."""
+    """Killed after step `killed_at`, resumed from `resumed_at` with 3 s of start-up; steps take 100
+    ms throughout.
+    """
     lines = list(read_lines(run.metrics_path))
     resumed = {"kind": "event", "event": "resumed", "step": resumed_at, "attempt": 1, "world": 1}
     second = [resumed | {"seconds": {"startup": 3.0}}]

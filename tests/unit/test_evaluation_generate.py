@@ -1,4 +1,6 @@
-"""Generation: which token is chosen, the same text in any batch, the sliding window, streaming, stopping."""
+"""Generation: which token is chosen, the same text in any batch, the sliding window, streaming,
+stopping.
+"""
 
 import pytest
 import torch
@@ -107,9 +109,7 @@ def test_progress_counts_complete_texts() -> None:
     assert seen == [(done, 5) for done in range(1, 6)]
 
 
-def test_a_padded_vocabulary_is_never_chosen_from_modules_are_as_before_and_a_poll_cuts_it_short() -> (
-    None
-):
+def test_padding_of_the_vocabulary_is_never_chosen_modes_stay_and_a_poll_ends_it() -> None:
     model, answers = Toy(), iter([False, False, False, True])
     assert generate(model, [[1]], Sampling(max_tokens=50), poll=lambda: next(answers)) is None
     assert model.passes == 3

@@ -1,4 +1,6 @@
-"""Log-likelihoods of endings, and HellaSwag from them, against a plain reference that takes one row at a time."""
+"""Log-likelihoods of endings, and HellaSwag from them, against a plain reference that takes one row
+at a time.
+"""
 
 import gc
 import json
@@ -76,7 +78,9 @@ def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass, monkeypa
 
 
 class Reads(TorchDispatchMode):
-    """Counts the numbers that the host reads from tensors, for each of which it would wait for a GPU."""
+    """Counts the numbers that the host reads from tensors, for each of which it would wait for a
+    GPU.
+    """
 
     count = 0
 

@@ -1,4 +1,6 @@
-"""The hand-over to EleutherAI's harness: without it a message says what to install; with it, a task of our own is scored through it."""
+"""The hand-over to EleutherAI's harness: without it a message says what to install; with it, a task
+of our own is scored through it.
+"""
 
 import importlib.util
 import json
@@ -108,7 +110,9 @@ def test_a_task_has_the_same_scores_on_one_rank_and_on_two_of_a_sharded_model(tm
 
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A stand-in for the harness: it seeds the generators and makes the calls in the list on the adapter."""
+    """A stand-in for the harness: it seeds the generators and makes the calls in the list on the
+    adapter.
+    """
     calls: list[Any] = []
 
     def simple_evaluate(model: Any, tasks: list[str], **_: Any) -> dict[str, Any]:

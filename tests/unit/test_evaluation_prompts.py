@@ -1,4 +1,6 @@
-"""Where texts begin and end for tokenizers of every kind: first tokens, spaces after a prompt, endings, stops."""
+"""Where texts begin and end for tokenizers of every kind: first tokens, spaces after a prompt,
+endings, stops.
+"""
 
 import json
 from pathlib import Path

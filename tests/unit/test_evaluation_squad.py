@@ -1,4 +1,6 @@
-"""Exact Match and F1 against the official definition: worked by hand, a second reading of it, published predictions."""
+"""Exact Match and F1 against the official definition: worked by hand, a second reading of it,
+published predictions.
+"""
 
 import json
 import lzma

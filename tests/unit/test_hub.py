@@ -1,4 +1,6 @@
-"""What the Hub gives and refuses, through its own client, against a small server that answers as the Hub does."""
+"""What the Hub gives and refuses, through its own client, against a small server that answers as
+the Hub does.
+"""
 
 import json
 import os
@@ -29,7 +31,9 @@ FILES = {
 
 
 class Answers(BaseHTTPRequestHandler):
-    """The few paths of the Hub that a download asks for: `some/open`, `some/gated`, and nothing else."""
+    """The few paths of the Hub that a download asks for: `some/open`, `some/gated`, and nothing
+    else.
+    """
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)  # type: ignore[attr-defined]

@@ -134,7 +134,9 @@ def test_another_launcher():
 
 
 def test_how_the_ranks_ended(tmp_path):
-    """torchrun turns each code into 1; where all failures are lost contacts, or ranks that fell silent, a host was lost."""
+    """torchrun turns each code into 1; where all failures are lost contacts, or ranks that fell
+    silent, a host was lost.
+    """
     silent, late = ({"secondary": x, "lost": not x} for x in (False, True))
     assert outcome(1, tmp_path) == 1
     for rank, failure in enumerate((silent, late)):
@@ -178,7 +180,9 @@ def test_print_needs_no_mpiexec(pbs, tmp_path):
 
 
 def test_a_second_shell_gets_the_jobs_variables(pbs, tmp_path):
-    """By allow-list: nothing of one task, no secret, and the host file also where its own is on another host's disk."""
+    """By allow-list: nothing of one task, no secret, and the host file also where its own is on
+    another host's disk.
+    """
     others = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "1", "SLURM_JWT": "x", "PBS_JOBCOOKIE": "x"}
     environ = {**pbs, **SLURM, **others, "HF_TOKEN": "x", "PATH": "/bin"}
     assert job_variables(environ).keys() == {*pbs, *SLURM}

@@ -1,4 +1,6 @@
-"""Batch scripts run by a real shell, with tools that write down how they were called; and what a job asks for."""
+"""Batch scripts run by a real shell, with tools that write down how they were called; and what a
+job asks for.
+"""
 
 import json
 import math
@@ -128,7 +130,9 @@ def test_the_launcher_of_the_site_and_the_limit_of_an_array(tmp_path):
 
 
 def test_cores_and_memory_that_a_site_leaves_open(tmp_path):
-    """Four cores for a rank with a GPU, one without; and a site's own way of asking for memory replaces ours."""
+    """Four cores for a rank with a GPU, one without; and a site's own way of asking for memory
+    replaces ours.
+    """
     gpu = job_of(tmp_path, "x", ranks_per_node=2, gpus_per_node=2, memory_gb=20)
     cpu = header(render(job_of(tmp_path, "x", ranks_per_node=2), Site(), "slurm"))
     assert {"#SBATCH --cpus-per-task=4", "#SBATCH --mem=20G"} <= set(
@@ -230,7 +234,9 @@ def test_a_cancel_on_pbs_reaches_every_process_and_kills_none(run_script, tmp_pa
 
 
 def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
-    """PBS refuses what depends on a subjob: the new job starts by the clock, and --cancel finds it by the task's record."""
+    """PBS refuses what depends on a subjob: the new job starts by the clock, and --cancel finds it
+    by the task's record.
+    """
     process = run_script(SAVES, array=[0, 3])
     wait_for((tmp_path / "up").exists, 20)
     process.send_signal(signal.SIGUSR1)
@@ -289,7 +295,9 @@ def test_a_lost_host_starts_the_job_again_so_often(run_script, tmp_path, operato
 
 @pytest.fixture
 def slurm_script(tmp_path):
-    """Starts the SLURM script of one task of an array; tools that write down how they were called, and leave `out` out."""
+    """Starts the SLURM script of one task of an array; tools that write down how they were called,
+    and leave `out` out.
+    """
 
     def start(body: str, requeues: bool, out: str = "", others: bool = True) -> subprocess.Popen:
         tools, job = tmp_path / "tools", job_of(tmp_path, "bash", "-c", body, array=[4])
@@ -423,7 +431,9 @@ def test_what_a_job_asks_for(tmp_path, monkeypatch):
 
 
 def test_the_memory_of_a_host(tmp_path, monkeypatch):
-    """A base for each rank, and twice the host's part of a checkpoint; on a CPU what trains as well. A site may say it."""
+    """A base for each rank, and twice the host's part of a checkpoint; on a CPU what trains as
+    well. A site may say it.
+    """
     from windlass.estimate.layouts import host_memory_gb
 
     recipe = Recipe.load("c4-30m", ["model.vocab=50304"])
@@ -503,7 +513,9 @@ def test_a_directory_with_a_presets_name_is_no_recipe_in_a_job_either(tmp_path, 
 
 
 def test_files_are_found_from_the_sites_scratch_directory(tmp_path, monkeypatch):
-    """What is there gets its whole path; names that are no files stay, and so does what the job will write."""
+    """An existing file gets its whole path; names that are not files stay, and so do files that the
+    job will write.
+    """
     scratch, site = tmp_path / "scratch", tmp_path / "site.toml"
     scratch.mkdir()
     site.write_text(f'scratch = "{scratch}"\n')
@@ -538,7 +550,9 @@ def test_files_are_found_from_the_sites_scratch_directory(tmp_path, monkeypatch)
 
 
 def test_ranks_of_a_host_are_as_asked_inside_the_job_too(tmp_path, monkeypatch):
-    """`--per-host 1` on hosts with 8 GPUs: the allocation alone would be read as one rank for each GPU."""
+    """`--per-host 1` on hosts with 8 GPUs: the allocation alone would be read as one rank for each
+    GPU.
+    """
     monkeypatch.chdir(tmp_path)
     how = {
         "scheduler": "slurm",
@@ -634,7 +648,9 @@ def test_the_site_file(tmp_path, monkeypatch):
     ],
 )
 def test_cancel_on_pbs_leaves_time_for_a_save(tmp_path, monkeypatch, state, called):
-    """`qdel` of a running job kills it after some seconds: its script gets a signal instead, which it passes on."""
+    """`qdel` of a running job kills it after some seconds: its script gets a signal instead, which
+    it passes on.
+    """
     job = f"Job id\n---\n7.server run me 0 {state} gpu"
     answer = f"echo '{job}'" if state else "echo qstat: 7.server Job has finished >&2; exit 35"
     tools = {tool: record_calls(tool, tmp_path / "called") for tool in STRICT}
@@ -683,7 +699,9 @@ esac
 
 
 def test_cancel_of_an_array_on_pbs_and_of_the_jobs_that_follow(tmp_path, monkeypatch):
-    """State B: `qdel` of the array would kill what runs. First what waits is deleted, so that it does not start."""
+    """State B: `qdel` of the array would kill what runs. First what waits is deleted, so that it
+    does not start.
+    """
     tools = tmp_path / "tools"
     tools.mkdir()
     for tool, text in (
@@ -734,7 +752,7 @@ def test_a_second_submission_does_not_lose_the_first_job(tmp_path, monkeypatch, 
     ],
 )
 def test_the_state_of_a_job(tmp_path, monkeypatch, slurm, state):
-    """Why it waits; and a scheduler that does not answer is no job that is over."""
+    """Why it waits; a job whose scheduler does not answer is not over."""
     for tool, body in (("sbatch", ""), ("squeue", slurm)):
         (tmp_path / tool).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / tool).chmod(0o755)
@@ -756,7 +774,9 @@ def test_dry_run_and_cancel_in_the_terminal(tmp_path):
 
 
 def test_the_open_cells_of_a_study(tmp_path, monkeypatch):
-    """Cells that are done, failed or running are left out; `parallel.world` as an axis gives each cell one host."""
+    """Cells that are done, failed or running are left out; `parallel.world` as an axis gives each
+    cell one host.
+    """
     monkeypatch.chdir(tmp_path)
     study = Study.create(
         Recipe.load("quickstart"), ["optim.lr=1e-2,1e-3", "run.seed=1,2"], tmp_path / "study"

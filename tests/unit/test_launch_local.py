@@ -43,7 +43,9 @@ def wait():
 def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, dict[str, dict]]]:
-    """Launch workers with a body; the exit code, what was logged, and what they left. The waits are shorter than a user's."""
+    """Launch workers with a body; the exit code, what was logged, and what they left. The waits are
+    shorter than a user's.
+    """
     monkeypatch.setattr(local, "SETTLE_SECONDS", 0.3)
     monkeypatch.setattr(local, "TERM_SECONDS", 0.5)
     monkeypatch.setattr(local, "STOPPED_SECONDS", 0.3)
@@ -135,7 +137,8 @@ def test_bad_input_is_logged_once(run, capfd: pytest.CaptureFixture[str]):
             "time.sleep(0.15 * rank); sys.exit(1)",
             ["failed with exit code 1", "last error: ValueError: it was me"],
         ),
-        # Rank 1 reported, rank 0 ended by that, and rank 1 was still busy when the launcher ended it.
+        # Rank 1 reported, rank 0 ended by that, and rank 1 was still busy when the launcher ended
+        # it.
         (
             "if rank == 1: failed('ValueError: mine'); wait()\n"
             "while not (other := read_json(Path(watch, 'failure-1.json'))): time.sleep(0.01)\n"

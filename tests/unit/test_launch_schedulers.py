@@ -38,7 +38,9 @@ def test_no_other_file_names_a_schedulers_variables_or_commands():
 
 @pytest.fixture
 def lsf(tmp_path, monkeypatch) -> Path:
-    """bsub, bjobs and bkill on PATH, which reject options that the manual lacks; returns their state."""
+    """bsub, bjobs and bkill on PATH, which reject options that the manual lacks; returns their
+    state.
+    """
     state = tmp_path / "lsf"
     state.mkdir()
     monkeypatch.setenv("PATH", f"{FAKES}:{os.environ['PATH']}")

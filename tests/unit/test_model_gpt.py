@@ -195,9 +195,7 @@ def weights(seed: int, dtype: torch.dtype = torch.float32, layers: int = 3) -> d
     )
 
 
-def test_initial_weights_are_a_function_of_seed_and_name_and_not_of_device_or_other_layers() -> (
-    None
-):
+def test_initial_weights_depend_on_seed_and_name_not_on_device_or_other_layers() -> None:
     torch.manual_seed(0)
     one = weights(1)
     same = weights(1)

@@ -1,4 +1,6 @@
-"""Optimizer and schedule: groups, AdamW and Muon against numpy and torch, the learning rate by hand."""
+"""Optimizer and schedule: groups, AdamW and Muon against numpy and torch, the learning rate by
+hand.
+"""
 
 import math
 
@@ -209,7 +211,8 @@ def test_matrices_that_lie_in_one_are_taken_apart():
         Muon(
             [{"params": parameters, "lr": 0.1, "weight_decay": 0.1, "muon": True, "parts": parts}]
         ).step()
-    # The step of the taller part of 6 x 4 is larger, and one tensor has one step: that of its tallest part.
+    # The step of the taller part of 6 x 4 is larger, and one tensor has one step: that of its
+    # tallest part.
     first = whole[:3] * (1 - 0.01) - 0.1 * update_scale((6, 4)) * orthogonalise(
         grad[:3], torch.float32
     )
@@ -253,7 +256,8 @@ def curve(updates, **settings):
             [0.5, 1, 1, 0.1 + 0.45 * (1 + 0.5**0.5), 0.55, 0.1 + 0.45 * (1 - 0.5**0.5)],
         ),
         (5, {"kind": "constant", "warmup": 2}, [0.5, 1, 1, 1, 1]),
-        # Of a length of its own: the run ends on the way, or stays at the schedule's end; fractions are of the schedule.
+        # Of a length of its own: the run ends on the way, or stays at the schedule's end; fractions
+        # are of the schedule.
         (3, {"kind": "linear", "warmup": 0.5, "steps": 4}, [0.5, 1, 1]),
         (
             6,
@@ -269,7 +273,9 @@ def test_schedules_by_hand(steps, settings, expected):
 
 
 def test_gpt2_124m():
-    """The schedule of the GPT-2 reproductions: 715 steps of warm-up, cosine from 6e-4 to 6e-5 over 19,073 steps."""
+    """The schedule of the GPT-2 reproductions: 715 steps of warm-up, cosine from 6e-4 to 6e-5 over
+    19,073 steps.
+    """
     s, h, lr = ScheduleSettings(kind="cosine", warmup=715, final=0.1), horizon(19073), 6e-4
     for it in [0, 1, 100, 713, 714, 715, 716, 5000, 9894, 19071, 19072]:
         ratio = (it - 715) / (19073 - 715)  # as build-nanogpt computes it
@@ -283,7 +289,9 @@ def test_gpt2_124m():
 
 
 def test_nanogpt_decays_over_more_steps_than_it_runs():
-    """`get_lr` of nanoGPT's train.py with lr_decay_iters = 5000, in the first steps of it; its warm-up divides by w + 1."""
+    """`get_lr` of nanoGPT's train.py with lr_decay_iters = 5000, in the first steps of it; its
+    warm-up divides by w + 1.
+    """
     s, h = ScheduleSettings(kind="cosine", warmup=100, final=0.1, steps=5000), horizon(300)
     for it in range(100, 300):
         coefficient = 0.5 * (1.0 + math.cos(math.pi * (it - 100) / (5000 - 100)))
@@ -320,6 +328,7 @@ def test_against_torch_schedulers():
     assert curve(40, kind="cosine", warmup=0, final=0.1) == pytest.approx(cosine, rel=1e-12)
     linear = torch_values(40, "LinearLR", start_factor=1.0, end_factor=0.3, total_iters=40)
     assert curve(40, kind="linear", warmup=0, final=0.3) == pytest.approx(linear, rel=1e-9)
-    # torch's warm-up is one update behind: its update 0 is at start_factor itself, ours one update up the line
+    # torch's warm-up is one update behind: its update 0 is at start_factor itself, ours one update
+    # up the line
     rise = torch_values(9, "LinearLR", start_factor=0.2, end_factor=1.0, total_iters=8)
     assert curve(20, kind="constant", warmup=8, start=0.2)[:8] == pytest.approx(rise[1:], rel=1e-9)

@@ -1,4 +1,6 @@
-"""Optimizers of `torch.optim` by name: resumed bit for bit, their groups, and what is refused before anything is written."""
+"""Optimizers of `torch.optim` by name: resumed bit for bit, their groups, and what is refused
+before anything is written.
+"""
 
 from pathlib import Path
 

@@ -183,7 +183,9 @@ def test_tasks_per_node_are_used_where_they_add_up(tasks: str, local_world: int)
 
 
 def test_numbers_by_hosts_with_unequal_numbers_of_ranks():
-    """MPI's variables do not say which host is which: with 2, 1 and 1 ranks `rank // local_world` would be wrong."""
+    """MPI's variables do not say which host is which: with 2, 1 and 1 ranks `rank // local_world`
+    would be wrong.
+    """
     hosts = ["n1", "n1", "n2.site.org", "n3"]
     envs = [by_hosts(DistEnv(rank, 4, 0, 1, 0, 4, "mpi"), hosts) for rank in range(4)]
     assert [(e.node, e.nodes, e.local_rank, e.local_world) for e in envs] == [

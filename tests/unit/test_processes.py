@@ -1,4 +1,6 @@
-"""What every process of a launch does: reuse its memory, end with its parent, and leave its status readable."""
+"""What every process of a launch does: reuse its memory, end with its parent, and leave its status
+readable.
+"""
 
 import subprocess
 import sys
@@ -69,7 +71,9 @@ def test_ranks_of_a_job_show_the_same_message_once(tmp_path, monkeypatch) -> Non
 
 
 def nvml(gpus, instances=()):
-    """NVML as far as it is used: GPUs by number with their UUIDs, of which the first is divided into these instances."""
+    """NVML as far as it is used: GPUs by number with their UUIDs, of which the first is divided
+    into these instances.
+    """
 
     def instance(gpu, number):
         if number >= len(instances):
@@ -116,7 +120,9 @@ FOUR = ["GPU-aaaa", "GPU-bbbb", "GPU-bcbc", "GPU-dddd"]
     ],
 )
 def test_the_gpus_that_cuda_gives_a_process(monkeypatch, variable, seen) -> None:
-    """As CUDA reads its variable: what is no device ends the list; of MIG instances a process gets one."""
+    """As CUDA reads its variable: an entry that is not a device ends the list; a process gets one
+    MIG instance.
+    """
     monkeypatch.setitem(sys.modules, "pynvml", nvml(FOUR))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable is not None:

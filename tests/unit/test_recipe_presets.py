@@ -62,7 +62,9 @@ def test_steps_parameters_and_tokens(
     ],
 )
 def test_fine_tuning_is_evaluated_and_saved_at_each_epoch(preset, batch, steps, epoch_ends):
-    """Of 93.75 steps transformers makes 93: it leaves out the rest of each epoch, which here is trained on."""
+    """Of 93.75 steps transformers makes 93: it leaves out the rest of each epoch, which here is
+    trained on.
+    """
     recipe = Recipe.load(preset)
     horizon = Horizon(0, EPOCHS, recipe.train.global_batch)
     horizon = Horizon(horizon.steps_in(recipe.train.steps), EPOCHS, recipe.train.global_batch)
@@ -79,7 +81,9 @@ def test_fine_tuning_is_evaluated_and_saved_at_each_epoch(preset, batch, steps, 
 
 
 def test_a_short_run_of_shakespeare_keeps_the_schedule_of_the_long_one():
-    """The published run stops at step 100 of 5,000, where the warm-up has just ended; alone it would end at a tenth."""
+    """The published run stops at step 100 of 5,000, where the warm-up has just ended; alone it
+    would end at a tenth.
+    """
     recipe = Recipe.load(
         "shakespeare-char",
         ["train.global_batch=512", "train.steps=100", "optim.schedule.steps=5000"],
@@ -95,7 +99,9 @@ def test_a_short_run_of_shakespeare_keeps_the_schedule_of_the_long_one():
 
 
 def test_quotas_of_gpt2_124m():
-    """The last ten, the best, one an epoch and two of stops, which alone come at no multiple of 250."""
+    """The last ten, the best, one an epoch and two of stops, which alone come at no multiple of
+    250.
+    """
     recipe = Recipe.load("gpt2-124m")
     horizon = Horizon(recipe.train.steps, 9_900_000_000 // 1024, 512)  # 99 shards
     policy = policy_of(recipe.checkpoint, [horizon])

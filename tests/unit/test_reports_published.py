@@ -1,4 +1,6 @@
-"""Published tables: their columns in their order, values by hand, and a reason in words where there is none."""
+"""Published tables: their columns in their order, values by hand, and a reason in words where there
+is none.
+"""
 
 import csv
 import json
@@ -70,7 +72,9 @@ def rows(table):
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory):
-    """Two runs of the preset: one that finished on GPUs, and one on a CPU that was killed before its first step."""
+    """Two runs of the preset: one that finished on GPUs, and one on a CPU that was killed before
+    its first step.
+    """
     top = tmp_path_factory.mktemp("baseline")
     on_gpus = build_run(
         top / "gpus", "preset=bloom-squad-baseline", "eval.every=1 epoch", steps=500

@@ -72,7 +72,8 @@ def test_the_results_of_a_run_by_hand(one):
 def test_speed_is_work_divided_by_time(tmp_path):
     run = build_run(tmp_path / "uneven", steps=20, ranks=1, finished=False)
     edit(run, lambda line: line if line.get("event") == "started" else None)
-    # 10 steps of 100 ms with 1000 tokens each, then 10 of 900 ms with 1000: 20,000 tokens in 10 s, after a first line
+    # 10 steps of 100 ms with 1000 tokens each, then 10 of 900 ms with 1000: 20,000 tokens in 10 s,
+    # after a first line
     for step, ms in ((10, 500), (20, 100), (30, 900)):
         rates = {"tokens_per_s": 1e6 / ms, "samples_per_s": 1e4 / ms, "step_ms": ms}
         add_lines(run, {"kind": "train", "step": step, "loss": 1.0, "tokens": 1000 * step, **rates})

@@ -176,7 +176,9 @@ def test_a_strategy_that_is_the_recipes_own_is_the_cell_that_is_there(study):
     ],
 )
 def test_the_best_is_named_where_a_lower_loss_decides(tmp_path, axes, best, word):
-    """Of sizes and of numbers of ranks there is none; with a learning rate beside them each has its own."""
+    """Of sizes and of numbers of ranks there is none; with a learning rate beside them each has its
+    own.
+    """
     study = Study.create(Recipe.load("quickstart"), axes, tmp_path / "study")
     finish(study, 4.0, 2.5, 3.0, 3.5)
     winners, remark = study.winners()
@@ -313,7 +315,9 @@ def test_winner_and_halving_go_by_the_measure_of_checkpoint_best(tmp_path, lower
 
 
 def test_speed_is_work_divided_by_time(study):
-    """Windows of 1 step at 1,000 and of 9 at 100 tokens/s, 100 ms a step: 190 in all, not the mean of the rates."""
+    """Windows of 1 step at 1,000 and of 9 at 100 tokens/s, 100 ms a step: 190 in all, not the mean
+    of the rates.
+    """
     lines = [
         {"kind": "train", "loss": 4.0, "step_ms": 100.0, "step": s, "tokens_per_s": v}
         for s, v in ((1, 5.0), (2, 1000.0), (11, 100.0))

@@ -1,4 +1,6 @@
-"""From modes and numbers of ranks to the cells of a scaling study, and the probes beside them; nothing is trained."""
+"""From modes and numbers of ranks to the cells of a scaling study, and the probes beside them;
+nothing is trained.
+"""
 
 import shutil
 import tomllib

@@ -157,7 +157,8 @@ def test_the_parts_of_a_step_sum_to_it_and_a_negative_difference_is_said_to_be_n
         )
     one, two, four = read_setups(study)
     assert one.missing["exposed_ms"] == "no communication on one rank"
-    # the probe: 50 ms, of them 1 data, 45 forward to optimizer, 4 the rest; the step: 60 ms, of them 3 data
+    # the probe: 50 ms, of them 1 data, 45 forward to optimizer, 4 the rest; the step: 60 ms, of
+    # them 3 data
     got = [two.values[name] for name in ("compute_ms", "exposed_ms", "data_ms", "host_ms")]
     assert got == pytest.approx([45, 57 - 49, 3, 4])
     assert four.values["exposed_ms"] == 0 and any("noise" in text for text in four.remarks)
@@ -233,7 +234,8 @@ def test_ring_formulas_of_the_collectives():
             for name in ("all_gather", "reduce_scatter", "all_reduce")
         }
 
-    # 900 parameters in blocks, gathered in bf16 forward and backward; 100 beside them, gathered once
+    # 900 parameters in blocks, gathered in bf16 forward and backward; 100 beside them, gathered
+    # once
     assert sent("full_shard") == pytest.approx(
         {"all_gather": 3 / 4 * (2 * 2 * 900 + 200), "reduce_scatter": 3 / 4 * 4000, "all_reduce": 0}
     )
@@ -302,7 +304,9 @@ def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(bu
 
 
 def test_a_projection_updates_the_parameters_that_a_rank_would_have(build):
-    """A quarter of them among four times the ranks, if the optimizer state is sharded; more, if layers grow."""
+    """A quarter of them among four times the ranks, if the optimizer state is sharded; more, if
+    layers grow.
+    """
     grown = worlds(1, 2, model__layers=lambda n: 2 * n)
     sharded = ["parallel.strategy=shard_optim"]
     measured = {"probe": lambda a: phases(41.0), "rates": rates("1x1", "1x2")}
@@ -326,7 +330,9 @@ def test_a_projection_updates_the_parameters_that_a_rank_would_have(build):
 
 
 def test_the_ideal_line_and_the_efficiency_have_one_baseline(build):
-    """The smallest number of ranks, though more hosts have it; without its numbers nothing is compared with another."""
+    """The smallest number of ranks, though more hosts have it; without its numbers nothing is
+    compared with another.
+    """
     cells = [{WORLD: 4, NODES: 1}, {WORLD: 2, NODES: 2}, {WORLD: 8, NODES: 2}]
     took = {2: 100.0, 4: 60.0, 8: 50.0}
     study = build(Scaling("strong"), cells, took)
@@ -396,7 +402,9 @@ def test_from_one_rank_nothing_is_projected(build):
 
 
 def test_a_probe_with_more_padding_counts_by_the_tokens_of_the_step(build):
-    """A rank's step has 4 x 32 tokens, its probe's 160: forward and backward take 128/160 of the probe's, nothing else does."""
+    """A rank's step has 4 x 32 tokens, its probe's 160: forward and backward take 128/160 of the
+    probe's, nothing else does.
+    """
     probe = phases(40.0) | {"padded_tokens_per_s": 160 / 40e-3}
     study = build(Scaling("strong"), worlds(1, 2), 50.0, probe=lambda a: probe)
     values = read_setups(study)[1].values

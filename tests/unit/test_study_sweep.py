@@ -1,4 +1,6 @@
-"""A sweep's queue with a stand-in for the training: a process that writes a ledger, takes signals and ends as planned."""
+"""A sweep's queue with a stand-in for the training: a process that writes a ledger, takes signals
+and ends as planned.
+"""
 
 import io
 import json
@@ -78,7 +80,9 @@ TRAINING = textwrap.dedent(
 
 @pytest.fixture
 def play(tmp_path, monkeypatch):
-    """Sweep over seeds, each cell's training as planned: gives the exit code, the study and the messages."""
+    """Sweep over seeds, each cell's training as planned: gives the exit code, the study and the
+    messages.
+    """
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
@@ -158,7 +162,9 @@ def test_failed_cells_are_left_alone_until_asked_for(play):
 
 
 def test_data_are_prepared_before_the_first_cell_and_once_for_all(tmp_path, monkeypatch):
-    """Else every cell would fail for the same reason. A cell whose data alone cannot be used fails alone."""
+    """Else every cell would fail for the same reason. A cell whose data alone cannot be used fails
+    alone.
+    """
     corpus, begun, prepared = write_corpus(tmp_path / "text.txt", 4000), [], []
     real = sweeps.prepare
     monkeypatch.setattr(
@@ -208,7 +214,9 @@ def test_a_diverged_cell_is_stopped_only_when_asked(play):
 
 
 def test_halving_leaves_the_worse_half_behind(play):
-    """One after the other: the first is alone at each rung, the better one passes it, the worst does not get far."""
+    """One after the other: the first is alone at each rung, the better one passes it, the worst
+    does not get far.
+    """
     pytest.importorskip("optuna")
     plans = [{"losses": [2.0]}, {"losses": [1.0]}, {"losses": [3.0], "pause": 0.5}]
     code, study, _ = play(plans, halving=True)

@@ -107,7 +107,7 @@ def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
     write_environment(
         tmp_path, [describe_rank(0), describe_rank(1)], origin="there", sources=source
     )
-    write_environment(tmp_path / "missing", [])  # no place to write is no reason to stop
+    write_environment(tmp_path / "missing", [])  # a missing place to write does not stop the run
     text = (tmp_path / "environment.json").read_text()
     about = json.loads(text)
     assert KEY not in text

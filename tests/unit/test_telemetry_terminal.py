@@ -1,4 +1,6 @@
-"""Tables and text for terminals: no line wider than the terminal, no number cut, and every stream takes every character."""
+"""Tables and text for terminals: no line wider than the terminal, no number cut, and every stream
+takes every character.
+"""
 
 import io
 import os

@@ -1,4 +1,6 @@
-"""Time of a step by phase, wall time of a run, throughput, device hours, MFU: against numbers by hand."""
+"""Time of a step by phase, wall time of a run, throughput, device hours, MFU: against numbers by
+hand.
+"""
 
 import time
 
@@ -146,7 +148,9 @@ def train(step, step_ms, tokens, attempt=0, **more):
 
 
 def test_throughput_is_work_divided_by_time():
-    """Short samples make fast steps of few tokens: the mean of the rates would be 76 % too high on such a run."""
+    """Short samples make fast steps of few tokens: the mean of the rates would be 76 % too high on
+    such a run.
+    """
     ledger = [
         {"kind": "event", "event": "started", "step": 0},
         train(1, 9000, 10),  # caches, compilation
@@ -165,7 +169,9 @@ def test_throughput_is_work_divided_by_time():
 
 
 def test_throughput_after_a_resume_counts_each_step_that_was_made():
-    """The first line after a resume from step 15 is of five steps, not of ten, and is left out: it waits for caches too."""
+    """The first line after a resume from step 15 is of five steps, not of ten, and is left out: it
+    waits for caches too.
+    """
     ledger = [
         {"kind": "event", "event": "started", "step": 0},
         train(1, 1000, 100, mfu=0.1),

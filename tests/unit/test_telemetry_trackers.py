@@ -248,7 +248,9 @@ def sample(rank, second, **fields):
 
 
 def write_samples(run, ranks=2):
-    """Allocated memory of rank r in second s: 100 r + s; utilisation 90 + r, and 5 in the evaluation of the third second."""
+    """Allocated memory of rank r in second s: 100 r + s; utilisation 90 + r, and 5 in the
+    evaluation of the third second.
+    """
     run.devices_dir.mkdir()
     for rank in range(ranks):
         start = {"time": TIME, "kind": "start", "rank": rank, "attempt": 0, "memory_mb": 80_000}

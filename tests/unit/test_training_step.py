@@ -1,4 +1,6 @@
-"""One step: what a non-finite gradient does, in each precision and policy, seen at once and seen later."""
+"""One step: what a non-finite gradient does, in each precision and policy, seen at once and seen
+later.
+"""
 
 import math
 from contextlib import nullcontext
@@ -22,7 +24,9 @@ from windlass.training.trainer import step_seed
 
 
 class Line(nn.Module):
-    """loss_sum = sum over tokens of (w * token - label)^2, times a factor that a test may make infinite."""
+    """loss_sum = sum over tokens of (w * token - label)^2, times a factor that a test may make
+    infinite.
+    """
 
     def __init__(self, dropout: float = 0.0):
         super().__init__()
@@ -106,7 +110,9 @@ def test_an_infinite_loss_with_a_finite_gradient_is_a_bad_step(deferred):
     ("pattern", "ends"), [("bgbgbgbgbgbg", False), ("gbbgbbgbbgbb", False), ("gggbbbgggggg", True)]
 )
 def test_skips_in_a_row_are_counted_by_step_and_not_by_look(deferred, pattern, ends):
-    """Twelve steps, looked at after every fourth: three bad ones in a row end the run, as many apart do not."""
+    """Twelve steps, looked at after every fourth: three bad ones in a row end the run, as many
+    apart do not.
+    """
     model, trainer = make(deferred, on_nonfinite="skip", max_skips=3)
 
     def run() -> None:
@@ -129,7 +135,9 @@ def test_skips_in_a_row_are_counted_by_step_and_not_by_look(deferred, pattern, e
 
 
 def test_the_device_decides_about_an_update_only_where_the_optimizer_is_on_it():
-    """With offload the optimizer is on the CPU, to which torch would copy the flag without waiting for it."""
+    """With offload the optimizer is on the CPU, to which torch would copy the flag without waiting
+    for it.
+    """
     optimizer = build_optimizer(nn.Linear(2, 2), Recipe.model_validate({}).optim, "cpu")
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert check_is_deferred(cuda, optimizer, offload=False)
@@ -217,7 +225,9 @@ def test_a_spike_needs_a_history():
     ],
 )
 def test_what_a_nonfinite_step_means(policy, ranks, fp16, action):
-    """With fp16 an overflow of the gradient alone is an ordinary event; a loss that is not finite never is."""
+    """With fp16 an overflow of the gradient alone is an ordinary event; a loss that is not finite
+    never is.
+    """
     settings = Recipe.model_validate({"train": {"on_nonfinite": policy}}).train
     decided, reason = decide_nonfinite(
         Counts(1, 1, 1, bool(ranks)), ranks, 7, math.inf, settings, fp16

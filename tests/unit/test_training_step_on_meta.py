@@ -1,7 +1,7 @@
 """The step on torch's meta device, where no tensor has a value: whatever reads one raises an error.
 
-On a GPU a read (`item`, a boolean index, a copy to the host) makes the host wait, which only a log may do. The tests in
-`tests/gpu` ask CUDA itself.
+On a GPU a read (`item`, a boolean index, a copy to the host) makes the host wait, which only a log
+may do. The tests in `tests/gpu` ask CUDA itself.
 """
 
 from contextlib import nullcontext
