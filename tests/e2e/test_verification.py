@@ -22,6 +22,9 @@ from windlass.verification import (
     world_changes_nothing,
 )
 
+# Two threads wait for each other if the cores have other work.
+ONE_THREAD = ["train.threads=1"]
+
 
 class Wrong(Bench):
     """The run named comes out a little wrong: one gradient norm by a millionth."""
@@ -42,7 +45,7 @@ class Wrong(Bench):
 
 
 def test_one_process_proves_resume_and_kills(tmp_path):
-    bench = Bench(tmp_path, kills=2, worlds=(1,))
+    bench = Bench(tmp_path, overrides=ONE_THREAD, kills=2, worlds=(1,))
     for proof in (resume_exact, kills_lose_nothing):
         passed, measured = proof(bench)
         assert passed, measured
@@ -75,7 +78,7 @@ def test_worlds_are_equal_with_dropout_on(tmp_path):
     ],
 )
 def test_a_run_that_is_not_exact_fails_the_proof(tmp_path, proof, wrong, worlds):
-    bench = Wrong(tmp_path, worlds=worlds)
+    bench = Wrong(tmp_path, overrides=ONE_THREAD, worlds=worlds)
     bench.wrong = wrong
     passed, measured = proof(bench)
     assert passed is False
