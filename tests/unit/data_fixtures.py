@@ -22,6 +22,13 @@ def jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def recipe_for(source, directory="", *, context: int = 16, **data) -> Recipe:
-    model = {"layers": 1, "heads": 1, "width": 8, "context": context, **data.pop("model", {})}
-    values = {"source": str(source), "dir": str(directory), "shard_tokens": 1024, **data}
+    """The data of a path or of a list of names, with a tiny model."""
+    source = source if isinstance(source, list) else str(source)
+    model = {"layers": 1, "heads": 1, "width": 8, "context": context}
+    values = {"source": source, "dir": str(directory), "shard_tokens": 1024, **data}
     return Recipe.model_validate({"model": model, "data": values})
+
+
+def counted(tokenizer, tokens, marks) -> str:
+    """The text of the tokens that count in the loss."""
+    return tokenizer.decode(token for token, mark in zip(tokens, marks, strict=True) if mark)

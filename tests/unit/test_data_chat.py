@@ -35,18 +35,11 @@ JINJA = (
 )
 WITH_EOS = Template(JINJA, {"eos_token": "<|endoftext|>"})
 KINDS = list(tokenizer_fixtures.KINDS)
-ENDS = {
-    "llama3": "<|eot_id|>",
-    "gemma": "<end_of_turn>",
-    "mistral": "</s>",
-    "llama2": "</s>",
-    "phi3": "<|end|>",
-}
+ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}
+ENDS |= dict.fromkeys(("mistral", "llama2"), "</s>")
 
 
-def row(
-    talk: list[dict[str, str]], template: Template, tokenizer: Tokenizer, context: int = 500
-) -> Any:
+def row(talk: list[Any], template: Template, tokenizer: Tokenizer, context: int = 500) -> Any:
     ids, marks, _ = chat.row(Conversation(talk), template, tokenizer, context)  # type: ignore[misc]
     return ids, marks, [i for i, mark in zip(ids, marks, strict=True) if mark]
 
@@ -55,23 +48,18 @@ def opened(kind: str, directory: Path) -> tuple[Tokenizer, Template, Any]:
     from transformers import AutoTokenizer
 
     place = tokenizer_fixtures.save(kind, directory)
-    return (
-        hf_tokenizer(str(place)),
-        Template.of_directory(place),
-        AutoTokenizer.from_pretrained(place),
-    )
+    theirs = AutoTokenizer.from_pretrained(place)
+    return hf_tokenizer(str(place)), Template.of_directory(place), theirs
 
 
 def test_only_answers_count_and_a_row_is_cut_at_the_context_or_left_out() -> None:
     ids, _, counted = row(TALK, Template(), BYTES)
-    assert BYTES.decode(ids).startswith(
-        "System: Be kind.\n\nUser: Who are you?  é 中\n\nAssistant: I am a cat.<|endo"
-    )
+    start = "System: Be kind.\n\nUser: Who are you?  é 中\n\nAssistant: I am a cat.<|endo"
+    assert BYTES.decode(ids).startswith(start)
     assert BYTES.decode(counted) == " I am a cat.<|endoftext|> Good morning to you<|endoftext|>"
     ids, _, counted = row(TALK, WITH_EOS, BYTES)
-    assert BYTES.decode(ids).startswith(
-        "<system>Be kind.<|endoftext|><user>Who are you?  é 中<|endoftext|><assista"
-    )
+    start = "<system>Be kind.<|endoftext|><user>Who are you?  é 中<|endoftext|><assista"
+    assert BYTES.decode(ids).startswith(start)
     assert BYTES.decode(counted) == "I am a cat.<|endoftext|>Good morning to you<|endoftext|>"
     ids, marks, _ = row(TALK, Template(), BYTES, 70)
     assert len(ids) == 71 and any(marks)
@@ -86,14 +74,12 @@ def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_their_end(kin
     with_system = [TALK] if kind in ("chatml", "marked", "llama3") else []
     for talk in (*with_system, TALK[1:3], TALK[1:]):
         ids, marks, counted = row(talk, template, ours)
-        whole = theirs.apply_chat_template(
-            talk, return_dict=True, return_assistant_tokens_mask=kind == "marked"
-        )
+        has_marks = kind == "marked"
+        whole = theirs.apply_chat_template(talk, return_assistant_tokens_mask=has_marks)
         assert ids == whole["input_ids"]
-        assert [*map(int, marks)] == whole.get("assistant_masks", [*map(int, marks)])
-        prompt = theirs.apply_chat_template(
-            talk[:-1], tokenize=True, add_generation_prompt=True, return_dict=False
-        )
+        assert not has_marks or marks == [*map(bool, whole["assistant_masks"])]
+        asked = theirs.apply_chat_template(talk[:-1], add_generation_prompt=True)
+        prompt = asked["input_ids"]
         assert chat.prompt_tokens(talk[:-1], template, ours) == prompt == ids[: len(prompt)]
         answers = [message["content"] for message in talk if message["role"] == "assistant"]
         assert all(marks[len(prompt) :][:3]) and any(marks[: len(prompt)]) == (len(answers) > 1)
@@ -123,12 +109,10 @@ def test_templates_that_cannot_be_used_are_refused() -> None:
     talk = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{% if not add_generation_prompt %}THE END{% endif %}"
     pieces = [(TALK[1]["content"] + "\n", False), ("I am a cat.\nTHE END", True)]
     assert Template(talk).pieces(TALK[1:3], BYTES) == pieces
+    changing = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     for source, words in [
         (talk, "one answer"),  # nothing closes the earlier answer
-        (
-            "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
-            "one answer",
-        ),
+        (changing, "one answer"),
         ("{{ raise_exception('no system here') }}", "no system here"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),  # out of the sandbox
     ]:
@@ -137,25 +121,16 @@ def test_templates_that_cannot_be_used_are_refused() -> None:
 
 
 def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_path: Path) -> None:
-    config: dict[str, Any] = {
-        "chat_template": "X",
-        "eos_token": {"content": "</s>"},
-        "bos_token": "<s>",
-    }
+    config = {"chat_template": "X", "eos_token": {"content": "</s>"}, "bos_token": "<s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     template = Template.of_directory(tmp_path)
-    assert template.source == "X" and dict(template.tokens) == {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-    }
+    assert template == Template("X", {"bos_token": "<s>", "eos_token": "</s>"})
     template.save(tmp_path)
     assert Template.of_directory(tmp_path) == template
     (tmp_path / "chat_template.jinja").write_text("Y")
     assert Template.of_directory(tmp_path).source == "Y"
     assert Template.of_directory(tmp_path / "none") == Template()
-    dated = Template(
-        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    )
+    dated = Template("{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}")
     assert dated.render(TALK[:1], BYTES, ask=True) == "26 Jul 2024Be kind."  # on every day
 
 
@@ -163,10 +138,8 @@ def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_
 
 
 def talks(path: Path, answers: list[str]) -> Path:
-    lines = [
-        {"messages": [TALK[1], {"role": "assistant", "content": answer}]} for answer in answers
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    replies = [{"role": "assistant", "content": answer} for answer in answers]
+    path.write_text("".join(json.dumps({"messages": [TALK[1], x]}) + "\n" for x in replies))
     return path
 
 
@@ -184,12 +157,9 @@ def test_files_and_data_sets_become_training_and_validation_rows(tmp_path: Path)
     assert tokens.shape[0] == 1
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     table = datasets.Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
-    datasets.DatasetDict({"train": table, "validation": table.select(range(3))}).save_to_disk(
-        tmp_path / "set"
-    )
-    data = open_data(
-        recipe(f"hf:{tmp_path / 'set'}", eval_split="validation", dir=str(tmp_path / "e"))
-    )
+    splits = datasets.DatasetDict({"train": table, "validation": table.select(range(3))})
+    splits.save_to_disk(place := tmp_path / "set")
+    data = open_data(recipe(f"hf:{place}", eval_split="validation", dir=str(tmp_path / "e")))
     assert (len(data.train), len(data.val or ())) == (10, 3)
     datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(tmp_path / "other")
     with refused("has 'text'", "messages"):
@@ -214,9 +184,7 @@ def test_rows_of_another_template_are_not_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     template = tokenizer_fixtures.save("chatml", tmp_path / "tok") / "chat_template.jinja"
     talks(tmp_path / "talk.jsonl", ["I am a cat."])
-    first, second = (
-        recipe("talk.jsonl", tokenizer="hf:tok", dir=directory) for directory in ("first", "second")
-    )
+    first, second = (recipe("talk.jsonl", tokenizer="hf:tok", dir=name) for name in ("a", "b"))
     before = open_data(first).fingerprint
     template.write_text(tokenizer_fixtures.CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'"))
     with refused("tokenizer_files", "tok/chat_template.jinja", "data.dir"):
@@ -246,23 +214,10 @@ def test_bad_lines_are_named(line: str, words: str, tmp_path: Path) -> None:
 def test_texts_are_shown_one_after_the_other_as_soon_as_their_characters_are_whole() -> None:
     events = [(0, token) for token in [*BYTES.encode("aé🙂b").tolist(), 0xC3, None]]
     assert [piece for _, piece in in_order(events, BYTES, 1)] == ["a", "é", "🙂", "b", "\ufffd"]
-    events = [
-        (0, 97),
-        (1, 98),
-        (2, 99),
-        (1, None),
-        (0, 100),
-        (2, 101),
-        (0, None),
-        (3, None),
-        (2, None),
-    ]
+    events = [(0, 97), (1, 98), (2, 99), (1, None), (0, 100)]
+    events += [(2, 101), (0, None), (3, None), (2, None)]
     shown = list(in_order(iter(events), BYTES, 4))
     assert [index for index, _ in shown] == sorted(index for index, _ in shown)
-    assert ["".join(piece for i, piece in shown if i == text) for text in range(4)] == [
-        "ad",
-        "b",
-        "ce",
-        "",
-    ]
+    texts = ["".join(piece for i, piece in shown if i == text) for text in range(4)]
+    assert texts == ["ad", "b", "ce", ""]
     assert shown[-1] == (3, "")  # a text without a token is told too

@@ -2,10 +2,10 @@
 before the first step.
 """
 
+import itertools
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -37,7 +37,6 @@ def stream_of(folder, pieces, shard_tokens):
     return Stream(folder, writer.finish()), [t for piece in pieces for t in piece]
 
 
-TOKENIZER = Description(kind="byte", fingerprint="", vocab=257, eot=256)
 PIECES = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 
 
@@ -52,7 +51,7 @@ def test_packed_rows(tmp_path_factory, lengths, shard_tokens, context, ragged, d
     part = Stream(stream._directory, cut_shards(stream.shards, start, stop))
     samples = PackedSamples(part, context, ragged=ragged)
     inside = tokens[start:stop]
-    pairs = list(pairwise(inside))
+    pairs = list(itertools.pairwise(inside))
     rows = [pairs[i : i + context] for i in range(0, len(pairs), context)]
     rows = [row for row in rows if ragged or len(row) == context]
     assert len(samples) == len(rows)
@@ -76,16 +75,11 @@ def test_one_document_a_row(tmp_path_factory, lengths, shard_tokens, context):
     folder = tmp_path_factory.mktemp("x")
     stream, _ = stream_of(folder, pieces, shard_tokens)
     first = len(pieces) // 3
-    split = Split(
-        ranges=[Range(stream="shard", start=sum(map(len, pieces[:first])), stop=len(stream))]
-    )
-    index = Index(
-        settings={},
-        source={},
-        tokenizer=TOKENIZER,
-        streams={"shard": stream.shards},
-        splits={"train": split},
-    )
+    start = sum(map(len, pieces[:first]))
+    split = Split(ranges=[Range(stream="shard", start=start, stop=len(stream))])
+    tokenizer = Description(kind="byte", fingerprint="", vocab=257, eot=256)
+    streams = {"shard": stream.shards}
+    index = Index(settings={}, source={}, tokenizer=tokenizer, streams=streams)
     part, starts = split_stream(folder, index, split), split_documents(folder, index, split)
     samples = DocumentSamples(part, starts, context, eot)
     assert len(samples) == sum(samples.shard_samples) == len(pieces) - first
@@ -117,33 +111,31 @@ def test_a_damaged_shard_is_refused_by_name(prepared):
             open_data(recipe)
 
 
-def test_checksums_are_read_once_for_each_state_of_a_file(prepared, monkeypatch):
+@pytest.fixture
+def hashed(monkeypatch):
+    """The names of the files that are hashed."""
+    names, real = [], shards.sha256_of
+    monkeypatch.setattr(shards, "sha256_of", lambda path: names.append(path.name) or real(path))
+    return names
+
+
+def test_checksums_are_read_once_for_each_state_of_a_file(prepared, hashed):
     recipe, data = prepared
-    read, real = [], shards.sha256_of
-    monkeypatch.setattr(shards, "sha256_of", lambda path: read.append(path.name) or real(path))
     open_data(recipe)
-    assert read == []  # what was just written was hashed on its way
+    assert hashed == []  # what was just written was hashed on its way
     (data.directory / "verified.json").write_text("[1, 2")
     for _ in range(2):
         open_data(recipe)
-    files = [
-        file
-        for shard in Index.load(data.directory).shards
-        for file in (shard.file, shard.table_file)
-    ]
-    assert sorted(read) == sorted(files)
+    files = [(shard.file, shard.table_file) for shard in Index.load(data.directory).shards]
+    assert sorted(hashed) == sorted(itertools.chain(*files))
     os.utime(data.directory / "shard-00001.bin")
     open_data(recipe)
-    assert read[-1] == "shard-00001.bin"
+    assert hashed[-1] == "shard-00001.bin"
 
 
 class Pair:
     def __init__(self, rank, exchanged, barrier):
-        self.rank, self.world, self.env = (
-            rank,
-            2,
-            DistEnv(rank=rank, world=2, local_rank=rank, local_world=2),
-        )
+        self.rank, self.world, self.env = rank, 2, DistEnv(rank, 2, rank, 2)
         self.exchanged, self.barrier = exchanged, barrier
 
     def all_gather_object(self, name, value):
@@ -165,32 +157,24 @@ def open_on_two_ranks(recipe):
         return list(pool.map(one, range(2)))
 
 
-def test_ranks_of_host_divide_files_of_directory_that_cannot_be_written(prepared, monkeypatch):
+def test_ranks_of_host_divide_files_of_directory_that_cannot_be_written(
+    prepared, hashed, monkeypatch
+):
     recipe, data = prepared
-    read, real = [], shards.sha256_of
     (data.directory / "verified.json").unlink()
     monkeypatch.setattr(shards, "remember", lambda directory, states: None)
-    monkeypatch.setattr(shards, "sha256_of", lambda path: read.append(path.name) or real(path))
     assert [one.fingerprint for one in open_on_two_ranks(recipe)] == [data.fingerprint] * 2
-    files = [
-        path.name for pattern in ("*.bin", "*.documents") for path in data.directory.glob(pattern)
-    ]
-    assert len(files) > 4 and sorted(read) == sorted(files)
+    files = [path.name for path in data.directory.glob("shard-*")]
+    assert len(files) > 4 and sorted(hashed) == sorted(files)
     path = data.directory / "shard-00001.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    assert ["shard-00001.bin is damaged" in str(error) for error in open_on_two_ranks(recipe)] == [
-        True
-    ] * 2
+    assert all("shard-00001.bin is damaged" in str(e) for e in open_on_two_ranks(recipe))
 
 
 def test_rows_of_documents_are_opened_without_reading_a_shard(prepared, monkeypatch):
     recipe, _ = prepared
     opened, real = [], np.fromfile
-    monkeypatch.setattr(
-        np,
-        "fromfile",
-        lambda path, *how, **more: opened.append(path.suffix) or real(path, *how, **more),
-    )
+    monkeypatch.setattr(np, "fromfile", lambda path, t: opened.append(path.suffix) or real(path, t))
     monkeypatch.setattr("windlass.data.shards.os.pread", None)
     rows = open_data(recipe.replace("data.packing=documents"))
     assert len(rows.train) > 10 and set(opened) == {".documents"}
@@ -225,9 +209,8 @@ def test_a_source_that_changed_is_noted(prepared, tmp_path, capsys):
 
 
 def test_too_small_a_vocabulary_and_too_few_tokens_are_refused(tmp_path):
-    recipe = recipe_for(
-        jsonl(tmp_path / "x.jsonl", documents(30)), tmp_path / "data", tokenizer="char"
-    )
+    source = jsonl(tmp_path / "x.jsonl", documents(30))
+    recipe = recipe_for(source, tmp_path / "data", tokenizer="char")
     with refused("model.vocab = 5", "write that"):
         open_data(recipe.replace("model.vocab=5"))
     source = jsonl(tmp_path / "short.jsonl", ["short", "texts", "only"])
@@ -240,9 +223,8 @@ def test_documents_as_rows(tmp_path):
     source = jsonl(tmp_path / "x.jsonl", texts)
     data = open_data(recipe_for(source, tmp_path / "data", packing="documents", context=32))
     assert len(data.train) + len(data.val) == len(texts)
-    assert data.tokenizer.decode(data.train.read(np.array([2]))[0][0]).startswith(
-        "<|endoftext|>" + texts[2][:10]
-    )
+    third = data.tokenizer.decode(data.train.read(np.array([2])).tokens[0])
+    assert third.startswith("<|endoftext|>" + texts[2][:10])
     (tmp_path / "one.txt").write_text("one text " * 99)
     with refused("data.packing", '"packed"'):
         open_data(recipe_for(tmp_path / "one.txt", tmp_path / "one", packing="documents"))
@@ -276,9 +258,8 @@ def test_shards_of_others_are_read_as_they_are(tmp_path, kind):
     for name, part in zip(("train_000000", "train_000001", "val_000000"), parts, strict=True):
         WRITERS[kind](tmp_path / f"x_{name}.{ending}", part)
     before = {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
-    data = open_data(
-        recipe_for(f"shards:{tmp_path}/*.{ending}", tmp_path / "data", order="shards-shuffled")
-    )
+    source = f"shards:{tmp_path}/*.{ending}"
+    data = open_data(recipe_for(source, tmp_path / "data", order="shards-shuffled"))
     train, val = parts[0] + parts[1], parts[2]
     x, y, *_ = data.train.read(np.arange(len(data.train)))
     assert x.reshape(-1).tolist() == train[: x.size]
@@ -311,16 +292,13 @@ def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
     for name, writer in WRITERS.items():
         writer(tmp_path / name, list(range(200)))
         whole[name] = (tmp_path / name).read_bytes()
+    foreign = whole["nanogpt.bin"] + np.array([257, 5], np.uint16).tobytes()
     cases = [
         ("a.bin", whole["nanogpt.bin"][:-1], "truncated"),
         ("c.bin", whole["llmc.bin"][:-2], "200 tokens"),
         ("d.npy", whole["build.npy"][:-2], "not a whole .npy file"),
         ("f.txt", whole["nanogpt.bin"], "neither .npy nor .bin"),
-        (
-            "h.bin",
-            whole["nanogpt.bin"] + np.array([257, 5], np.uint16).tobytes(),
-            "token id 257 at place 200",
-        ),
+        ("h.bin", foreign, "token id 257 at place 200"),
     ]
     # a pickle, which could run code, is not opened
     for array, words in (

@@ -27,9 +27,8 @@ def lines(texts, key="text"):
 
 def zst(raw, frames=3):
     size = max(1, -(-len(raw) // frames))
-    return b"".join(
-        pa.compress(raw[i : i + size], "zstd", asbytes=True) for i in range(0, len(raw) or 1, size)
-    )
+    parts = [raw[i : i + size] for i in range(0, len(raw) or 1, size)]
+    return b"".join(pa.compress(part, "zstd", asbytes=True) for part in parts)
 
 
 def parquet(path, texts, key="text"):
@@ -54,10 +53,8 @@ def write_all(folder):
     parquet(half / "b.parquet", TEXTS[9:12])
     (half / "c.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS[12:])))
     (half / "notes.md").write_text("not a part of it")
-    names = (
-        "*.txt *.txt.gz *.md.zst all.jsonl all.jsonl.gz all.jsonl.zst all.parquet halves".split()
-    )
-    return [str(folder / name) for name in names]
+    names = "*.txt *.txt.gz *.md.zst all.jsonl all.jsonl.gz all.jsonl.zst all.parquet halves"
+    return [str(folder / name) for name in names.split()]
 
 
 def read(source, start=0, **settings):
@@ -81,15 +78,12 @@ def test_every_form_gives_the_same_documents_from_any_place_on(tmp_path):
 
 def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
     raw, table = lines(TEXTS), parquet(tmp_path / "whole.parquet", TEXTS)
+    other_key = b'{"text": "a"}\n{"content": "b"}\n'
     cases = [
         ("a.txt", b"abc\xff\xfe", ["0xff", "position 3", "UTF-8"]),
         ("b.jsonl", raw[:60] + b"\n{oops\n", ["line 2"]),
         ("talk.jsonl", b'{"messages": []}\n', ["'messages'", 'data.format="chat"']),
-        (
-            "c.jsonl",
-            b'{"text": "a"}\n{"content": "b"}\n',
-            ["line 2", "'text'", "'content'", "data.text_key"],
-        ),
+        ("c.jsonl", other_key, ["line 2", "'text'", "'content'", "data.text_key"]),
         ("d.jsonl", b'{"text": 3}\n', ["line 1", "'text' holds int"]),
         ("f.jsonl", b'{"text": "\xff"}\n', ["line 1", "0xff"]),
         ("g.jsonl.gz", gzip.compress(raw)[:-20], ["cut short"]),
@@ -165,19 +159,18 @@ def web():
 def test_a_download_is_made_once_and_checked(web, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     good, notes = hashlib.sha256(Handler.content).hexdigest(), []
-    for _ in range(2):
-        corpus = open_corpus(
-            DataSettings(), f"{web}/a/input.txt?x=1", sha256=good, notify=notes.append
-        )
+
+    def fetch(times):
+        url = f"{web}/a/input.txt?x=1"
+        corpus = open_corpus(DataSettings(), url, sha256=good, notify=notes.append)
         assert corpus.single_text and next(corpus.documents()) == Handler.content.decode()
-    assert Handler.asked == 1 and len(notes) == 1
+        assert Handler.asked == len(notes) == times
+
+    fetch(1)
+    fetch(1)
     (target,) = (tmp_path / "data" / "downloads").iterdir()
     target.write_bytes(b"damaged")
-    assert (
-        next(open_corpus(DataSettings(), f"{web}/a/input.txt", sha256=good).documents())
-        == Handler.content.decode()
-    )
-    assert Handler.asked == 2
+    fetch(2)
 
 
 def test_downloads_that_fail(web, tmp_path):
@@ -197,9 +190,8 @@ def test_datasets(streaming, tmp_path):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     table = datasets.Dataset.from_dict({"id": list(range(len(TEXTS))), "text": TEXTS})
     table.save_to_disk(tmp_path / "table")
-    datasets.DatasetDict({"train": table, "validation": table.select(range(3))}).save_to_disk(
-        tmp_path / "splits"
-    )
+    splits = datasets.DatasetDict({"train": table, "validation": table.select(range(3))})
+    splits.save_to_disk(tmp_path / "splits")
     for place in ("files", "bad"):
         (tmp_path / place).mkdir()
     parquet(tmp_path / "files" / "train.parquet", TEXTS)
