@@ -28,10 +28,8 @@ def books(folder: Path, *sizes: int) -> Path:
     ("sizes", "inside"), [((500, 700, 600, 4000), True), ((4000, 3000, 2200, 1000), False)]
 )
 def test_few_documents_are_split_by_their_tokens(sizes, inside, packing, tmp_path, capsys) -> None:
-    recipe = recipe_for(
-        books(tmp_path / "books", *sizes), tmp_path / "data", packing=packing, val_fraction=0.1
-    )
-    data = open_data(recipe)
+    source = books(tmp_path / "books", *sizes)
+    data = open_data(recipe_for(source, tmp_path / "data", packing=packing))
     assert data.index is not None
     train, val = data.index.splits["train"], data.index.splits["val"]
     (first,), (second,) = train.ranges, val.ranges
@@ -53,12 +51,11 @@ def test_few_documents_are_split_by_their_tokens(sizes, inside, packing, tmp_pat
 
 def test_a_split_far_from_what_was_asked_is_said(tmp_path, capsys) -> None:
     texts = ["short"] * 110 + ["a long document " * 20] * 10
-    recipe = recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data", val_fraction=0.1)
+    recipe = recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data")
     open_data(recipe)
     err = capsys.readouterr().err
-    assert "data.val_fraction = 0.1" in err
-    assert "% of the text is held out" in err
-    assert "data.eval_source" in err
+    words = "data.val_fraction = 0.1", "% of the text is held out", "data.eval_source"
+    assert all(word in err for word in words)
     open_data(recipe.replace("data.max_tokens=500", f"data.dir={tmp_path / 'less'}"))
     assert "data.max_tokens = 500" not in capsys.readouterr().err
     whole = recipe_for(books(tmp_path / "books", 3000, 3000), tmp_path / "long", max_tokens=1000)
@@ -73,21 +70,12 @@ def test_facts_of_texts(tmp_path) -> None:
     total = len("".join(texts).encode()) + len(texts)
     assert facts["train"]["tokens"] + facts["val"]["tokens"] == total
     assert facts["train"]["items"] + facts["val"]["items"] == len(texts)
-    assert {k: facts[k] for k in ("source", "files", "items", "tokenizer", "vocab")} == {
-        "source": str(source),
-        "files": 1,
-        "items": "documents",
-        "tokenizer": "byte",
-        "vocab": 257,
-    }
+    expected = {"source": str(source), "files": 1, "items": "documents", "tokenizer": "byte"}
+    assert facts == facts | expected | {"vocab": 257}
     assert json.loads(json.dumps(facts)) == facts
-    rows = describe(
-        open_data(
-            recipe_for(source, tmp_path / "data", val_fraction=0.2, packing="documents", context=64)
-        )
-    )
+    options = {"val_fraction": 0.2, "packing": "documents", "context": 64}
+    train = describe(open_data(recipe_for(source, tmp_path / "data", **options)))["train"]
     sizes = [len(text.encode()) + 1 for text in texts[: facts["train"]["items"]]]
-    train = rows["train"]
     assert train["cut"] == sum(size > 64 for size in sizes)
     assert train["cut_tokens"] == sum(max(0, size - 64) for size in sizes)
     assert train["tokens"] == sum(min(size, 64) for size in sizes)
@@ -96,24 +84,12 @@ def test_facts_of_texts(tmp_path) -> None:
 
 
 def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
-    talks = [
-        {
-            "messages": [
-                {"role": "user", "content": "q" * 10},
-                {"role": "assistant", "content": "a" * size},
-            ]
-        }
-        for size in (5, 5, 5, 100, 5)
-    ] + [
-        {
-            "messages": [
-                {"role": "user", "content": "q" * 90},
-                {"role": "assistant", "content": "never read"},
-            ]
-        }
-    ]
     source = tmp_path / "talk.jsonl"
-    source.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    with source.open("w") as file:
+        for asked, answered in [*((10, n) for n in (5, 5, 5, 100, 5)), (90, 10)]:
+            user = {"role": "user", "content": "q" * asked}
+            talk = [user, {"role": "assistant", "content": "a" * answered}]
+            file.write(json.dumps({"messages": talk}) + "\n")
     recipe = recipe_for(source, tmp_path / "data", format="chat", val_fraction=0, context=60)
     data = open_data(recipe)
     train = describe(data)["train"]
@@ -121,15 +97,11 @@ def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
     # "User: qqqqqqqqqq\n\nAssistant: aaaaa", the token that ends it, and two lines; the last is
     # predicted and not read
     assert train["tokens"] == 4 * 36 + 60
-    assert train["lengths"]["50"] == 37
-    assert train["items"] == 5
-    assert train["left_out"] == 1
+    assert (train["items"], train["left_out"], train["lengths"]["50"]) == (5, 1, 37)
     assert (train["cut"], train["cut_tokens"]) == (1, 132 - 61)
-    settings = [
-        f"data.source={source}",
-        *"data.format=chat data.val_fraction=0 model.context=60 data.max_tokens=0".split(),
-    ]
-    printed = windlass("prepare", "quickstart", *settings, f"data.dir={tmp_path / 'data'}").stdout
+    places = [f"data.source={source}", f"data.dir={tmp_path / 'data'}"]
+    settings = "data.format=chat data.val_fraction=0 model.context=60 data.max_tokens=0".split()
+    printed = windlass("prepare", "quickstart", *settings, *places).stdout
     for text in lines(describe(data), 60).values():
         assert text in printed
     assert "1 of 5 conversations cut, 71 tokens lost" in printed
@@ -140,22 +112,22 @@ def test_a_character_tokenizer_names_its_symbols(data_files, tmp_path) -> None:
     """As nanoGPT's data/shakespeare_char/prepare.py prints them; with documents the token between
     them is not counted.
     """
-    text = (data_files / "tinyshakespeare" / "input.txt").read_text()
-    (tmp_path / "x.txt").write_text(text[:30_000])
-    shown = lines(
-        describe(open_data(recipe_for(tmp_path / "x.txt", tmp_path / "a", tokenizer="char"))), 16
-    )
-    assert shown["characters"] == "30,000"
-    assert shown["symbols"] == repr("".join(sorted(set(text[:30_000]))))
+    text = (data_files / "tinyshakespeare" / "input.txt").read_text()[:30_000]
+    (tmp_path / "x.txt").write_text(text)
     texts = [text for text in documents(40) if text]
-    data = open_data(
-        recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "b", tokenizer="char")
-    )
-    assert lines(describe(data), 16)["characters"] == f"{len(''.join(texts)):,}"
-    assert describe(data)["symbols"] == "".join(sorted(set("".join(texts))))
-    assert "symbols" not in lines(
-        describe(open_data(recipe_for(tmp_path / "x.txt", tmp_path / "c"))), 16
-    )
+    jsonl(tmp_path / "x.jsonl", texts)
+
+    def shown(source: str, tokenizer: str) -> dict[str, str]:
+        recipe = recipe_for(
+            tmp_path / source, tmp_path / source[2:] / tokenizer, tokenizer=tokenizer
+        )
+        return lines(describe(open_data(recipe)), 16)
+
+    for source, whole in (("x.txt", text), ("x.jsonl", "".join(texts))):
+        printed = shown(source, "char")
+        assert printed["characters"] == f"{len(whole):,}"
+        assert printed["symbols"] == repr("".join(sorted(set(whole))))
+    assert "symbols" not in shown("x.txt", "byte")
 
 
 def test_facts_of_data_of_ones_own() -> None:
@@ -176,8 +148,5 @@ def test_facts_of_data_of_ones_own() -> None:
     assert facts == {"vocab": 100, "train": {"samples": 7, "tokens_per_sample": 4.0}}
     longer = describe(Data(WithLengths(), None, None, "x", 100))  # type: ignore[arg-type]
     assert longer["train"]["tokens_per_sample"] == 5.0
-    assert lines(facts, 8) == {
-        "training": "7 samples",
-        "validation": "none",
-        "tokenizer": "100 ids",
-    }
+    expected = {"training": "7 samples", "validation": "none", "tokenizer": "100 ids"}
+    assert lines(facts, 8) == expected
