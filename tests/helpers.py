@@ -143,6 +143,15 @@ def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+def programs(folder: Path, patch: pytest.MonkeyPatch, **scripts: str) -> None:
+    """Shell scripts by name, which every process started from now on finds first on its PATH."""
+    folder.mkdir(exist_ok=True)
+    for name, script in scripts.items():
+        (folder / name).write_text(script if script[:2] == "#!" else f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
 def process_state(pid: int) -> str:
     """The kernel's letter for a process: `T` is suspended, `Z` ended but not yet collected; empty
     where it is gone.

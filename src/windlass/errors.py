@@ -113,7 +113,7 @@ def interrupted_twice(step: int) -> str:
     return f"interrupted twice: {lost}; the same command resumes from the last one"
 
 
-def first_line(error: BaseException, limit: int = 300) -> str:
-    """The first line of an error's message, at most `limit` characters; its type if it is empty."""
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, at most 300 characters; its type if it is empty."""
     lines = (line.strip() for line in str(error).splitlines())
-    return next((line for line in lines if line), type(error).__name__)[:limit]
+    return next((line for line in lines if line), type(error).__name__)[:300]

@@ -5,6 +5,7 @@ job asks for.
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -13,8 +14,9 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from launch_fixtures import SAVES, header, job_of, run_job
 
-from helpers import refused, wait_for, windlass, write_ledger
+from helpers import programs, refused, wait_for, windlass, write_ledger
 from windlass.errors import RunFailed
 from windlass.fileio import read_json
 from windlass.launch.batch import render
@@ -23,7 +25,6 @@ from windlass.launch.submit import (
     Resources,
     cancel,
     find_scheduler,
-    make_job,
     queued,
     read_site,
     submit_run,
@@ -48,45 +49,31 @@ SITE = Site(
 )
 
 
-def job_of(folder: Path, *command: str, **more) -> Job:
-    return Job("run", list(command), folder, folder / "logs", **more)
-
-
-def header(script: str) -> list[str]:
-    return [line for line in script.splitlines() if line.startswith(("#SBATCH", "#PBS"))]
-
-
 def test_the_header_for_slurm(tmp_path):
-    job = job_of(
-        tmp_path, "train", nodes=2, ranks_per_node=4, gpus_per_node=4, memory_gb=40, array=[0, 2]
-    )
-    script = render(job, SITE, "slurm")
+    asked = {"nodes": 2, "ranks_per_node": 4, "gpus_per_node": 4, "memory_gb": 40}
+    script = render(job_of(tmp_path, "train", **asked, array=[0, 2]), SITE, "slurm")
     assert header(script) == [
-        f"#SBATCH {x}"
-        for x in (
-            "--nodes=2",
-            "--ntasks-per-node=4",
-            "--cpus-per-task=8",
-            "--array=0,2",
-            "--gpus-per-node=4",
-            "--mem=40G",
-            "--time=01:00:00",
-            "--partition=gpu",
-            "--account=lab",
-            "--constraint=a100",
-            "--mail-user=me@site.org",
-            "--mail-type=END,FAIL",
-            f"--output={tmp_path}/logs/%x_%A_%a.out",
-            "--open-mode=append",
-            "--requeue",
-            "--signal=B:USR1@120",
-            "--exclusive",
-            "--job-name=mine",
-        )
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--cpus-per-task=8",
+        "--array=0,2",
+        "--gpus-per-node=4",
+        "--mem=40G",
+        "--time=01:00:00",
+        "--partition=gpu",
+        "--account=lab",
+        "--constraint=a100",
+        "--mail-user=me@site.org",
+        "--mail-type=END,FAIL",
+        f"--output={tmp_path}/logs/%x_%A_%a.out",
+        "--open-mode=append",
+        "--requeue",
+        "--signal=B:USR1@120",
+        "--exclusive",
+        "--job-name=mine",
     ]
-    assert {"module load cuda/12.6 || exit 1", "export NCCL_IB_HCA='mlx5 0'"} <= set(
-        script.splitlines()
-    )
+    shell = {"module load cuda/12.6 || exit 1", "export NCCL_IB_HCA='mlx5 0'"}
+    assert shell <= set(script.splitlines())
 
 
 def test_the_header_for_pbs(tmp_path):
@@ -97,23 +84,21 @@ def test_the_header_for_pbs(tmp_path):
         render(job_of(tmp_path, "train", INDEX, **asked, array=array), site, "pbs")
         for array in ([0, 2, 3], [3], [])
     )
-    assert header(none) == [
-        f"#PBS {x}"
-        for x in (
-            "-N run",
-            "-l select=2:ncpus=32:ngpus=4:mem=40gb:mpiprocs=4:system=polaris",
-            "-l place=scatter",
-            "-l walltime=01:00:00",
-            "-q gpu",
-            "-A lab",
-            "-M me@site.org",
-            "-m ae",
-            "-r y",
-            "-j oe",
-            f"-o {tmp_path}/logs/",
-        )
+    options = [
+        "-N run",
+        "-l select=2:ncpus=32:ngpus=4:mem=40gb:mpiprocs=4:system=polaris",
+        "-l place=scatter",
+        "-l walltime=01:00:00",
+        "-q gpu",
+        "-A lab",
+        "-M me@site.org",
+        "-m ae",
+        "-r y",
+        "-j oe",
+        f"-o {tmp_path}/logs/",
     ]
-    assert set(header(many)) - set(header(none)) == {"#PBS -J 0-3"} and header(one) == header(none)
+    assert header(none) == header(one) == options
+    assert set(header(many)) - set(options) == {"-J 0-3"}
     assert 'case "$task" in 1) exit 0' in many
     assert "task=${WINDLASS_TASK:-${PBS_ARRAY_INDEX:-3}}" in one.splitlines()
 
@@ -122,11 +107,11 @@ def test_the_launcher_of_the_site_and_the_limit_of_an_array(tmp_path):
     site = Site(launcher="torchrun", cells_at_once=2)
     job = job_of(tmp_path, "train", INDEX, array=[0, 2])
     assert "export WINDLASS_LAUNCHER=torchrun" in render(job, site, "slurm").splitlines()
-    assert "#SBATCH --array=0,2%2" in header(render(job, site, "slurm"))
-    assert "#PBS -J 0-2%2" in header(render(job, site, "pbs"))
+    assert "--array=0,2%2" in header(render(job, site, "slurm"))
+    assert "-J 0-2%2" in header(render(job, site, "pbs"))
     spaced = Job("a run", ["train"], tmp_path, tmp_path / "a run")
-    assert f'#SBATCH --output="{tmp_path}/a run/%x_%j.out"' in header(render(spaced, site, "slurm"))
-    assert "#PBS -N a_run" in header(render(spaced, site, "pbs"))
+    assert f'--output="{tmp_path}/a run/%x_%j.out"' in header(render(spaced, site, "slurm"))
+    assert "-N a_run" in header(render(spaced, site, "pbs"))
 
 
 def test_cores_and_memory_that_a_site_leaves_open(tmp_path):
@@ -135,15 +120,11 @@ def test_cores_and_memory_that_a_site_leaves_open(tmp_path):
     """
     gpu = job_of(tmp_path, "x", ranks_per_node=2, gpus_per_node=2, memory_gb=20)
     cpu = header(render(job_of(tmp_path, "x", ranks_per_node=2), Site(), "slurm"))
-    assert {"#SBATCH --cpus-per-task=4", "#SBATCH --mem=20G"} <= set(
-        header(render(gpu, Site(), "slurm"))
-    )
-    assert "#PBS -l select=1:ncpus=8:ngpus=2:mem=20gb:mpiprocs=2" in header(
-        render(gpu, Site(), "pbs")
-    )
-    assert "#SBATCH --cpus-per-task=1" in cpu and not any("--mem" in line for line in cpu)
+    assert {"--cpus-per-task=4", "--mem=20G"} <= set(header(render(gpu, Site(), "slurm")))
+    assert "-l select=1:ncpus=8:ngpus=2:mem=20gb:mpiprocs=2" in header(render(gpu, Site(), "pbs"))
+    assert "--cpus-per-task=1" in cpu and not any("--mem" in line for line in cpu)
     own = header(render(gpu, Site(directives=["--mem-per-cpu=3G"]), "slurm"))
-    assert [line for line in own if "--mem" in line] == ["#SBATCH --mem-per-cpu=3G"]
+    assert [line for line in own if "--mem" in line] == ["--mem-per-cpu=3G"]
 
 
 QSUB = r"""#!/bin/bash
@@ -181,56 +162,39 @@ echo "8[].server"
 
 @pytest.fixture
 def run_script(tmp_path, monkeypatch):
-    """Starts a PBS script as bash; `qsub` writes its arguments and the script into `queued`."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    (tools / "qsub").write_text(QSUB.replace("QUEUED", f"{tmp_path}/queued"))
-    (tools / "qrerun").write_text(
-        f'#!/bin/sh\n[ -e {tmp_path}/operator ] && echo "rerun $@" >>{tmp_path}/queued\n'
-    )
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
-    (tmp_path / "logs").mkdir()
+    """Starts a PBS script; `qsub` writes its arguments and the script into `queued`."""
+    rerun = f'[ -e {tmp_path}/operator ] && echo "rerun $@" >>{tmp_path}/queued'
+    qsub = QSUB.replace("QUEUED", f"{tmp_path}/queued")
+    programs(tmp_path / "tools", monkeypatch, qsub=qsub, qrerun=rerun)
 
     def start(body: str, **more) -> subprocess.Popen:
         job = job_of(tmp_path, "bash", "-c", body, **more)
-        job.script.write_text(render(job, Site(), "pbs"))
-        environ = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "PBS_JOBID": "7.server"}
-        if len(job.array) > 1:
-            environ |= {
-                "PBS_JOBID": f"7[{job.array[-1]}].server",
-                "PBS_ARRAY_INDEX": str(job.array[-1]),
-            }
-        return subprocess.Popen(["bash", str(job.script)], env=environ, start_new_session=True)
+        if not job.array:
+            return run_job(job, "pbs", PBS_JOBID="7.server")
+        task = str(job.array[-1])
+        return run_job(job, "pbs", PBS_JOBID=f"7[{task}].server", PBS_ARRAY_INDEX=task)
 
     return start
 
 
-SAVES = "trap 'sleep 0.3; exit 75' TERM; touch up; while :; do sleep 0.05; done"
-
-
 @pytest.mark.parametrize(
-    ("number", "queued"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0), (signal.SIGUSR2, 0)]
+    ("number", "send", "queued"),
+    [
+        (signal.SIGUSR1, os.kill, 1),
+        (signal.SIGTERM, os.kill, 0),
+        # qsig(1B): "sends a signal to all the processes"; mpiexec and a sweep have no handler
+        (signal.SIGUSR2, os.killpg, 0),
+    ],
 )
-def test_only_the_time_limit_puts_a_stopped_job_back(run_script, tmp_path, number, queued):
+def test_only_the_time_limit_puts_a_stopped_job_back(run_script, tmp_path, number, send, queued):
     process = run_script(SAVES)
-    wait_for((tmp_path / "up").exists, 20)
-    process.send_signal(number)
-    process.send_signal(number)  # a scheduler may say it twice
-    assert process.wait(20) == 75
-    text = (tmp_path / "queued").read_text() if (tmp_path / "queued").exists() else ""
+    send(process.pid, number)
+    send(process.pid, number)  # a scheduler may say it twice
+    assert process.wait(20) == 75 and (tmp_path / "saved").exists()
+    text = (tmp_path / "queued").read_text() if queued else ""
+    assert (tmp_path / "queued").exists() == bool(queued)
     assert text.count("depend=afterany:7.server") == queued and "\n#PBS -J" not in text
     assert not list((tmp_path / "logs").glob(".open*"))
-
-
-def test_a_cancel_on_pbs_reaches_every_process_and_kills_none(run_script, tmp_path):
-    """qsig(1B): "sends a signal to all the processes". mpiexec and a sweep have no handler for it."""
-    process = run_script(SAVES.replace("exit 75", "touch saved; exit 75"))
-    wait_for((tmp_path / "up").exists, 20)
-    os.killpg(process.pid, signal.SIGUSR2)
-    assert process.wait(20) == 75
-    assert (tmp_path / "saved").exists()
-    assert not (tmp_path / "queued").exists()
 
 
 def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
@@ -238,7 +202,6 @@ def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
     by the task's record.
     """
     process = run_script(SAVES, array=[0, 3])
-    wait_for((tmp_path / "up").exists, 20)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(20) == 75
     call, *script = (tmp_path / "queued").read_text().splitlines()
@@ -258,10 +221,12 @@ def test_the_limit_is_seen_by_the_script_itself(run_script, tmp_path):
     assert time.monotonic() - began < 20 and "depend" in (tmp_path / "queued").read_text()
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 75])
-def test_any_other_end_is_an_end(run_script, tmp_path, code):
-    assert run_script(f"exit {code}").wait(20) == code
-    assert not (tmp_path / "queued").exists()
+@pytest.mark.parametrize(("code", "ended"), [(0, True), (1, True), (2, True), (75, False)])
+def test_any_other_end_is_an_end(run_script, tmp_path, code, ended):
+    """Commands at the end of the run, whose failures change nothing, come after its last job."""
+    after = [["bash", "-c", "touch after; exit 3"]]
+    assert run_script(f"exit {code}", after=after).wait(20) == code
+    assert not (tmp_path / "queued").exists() and (tmp_path / "after").exists() == ended
     assert (tmp_path / "logs" / ".exit").read_text().strip() == str(code)
 
 
@@ -270,56 +235,39 @@ def test_a_lost_host_starts_the_job_again_so_often(run_script, tmp_path, operato
     """By `qrerun` where PBS allows that, else by a job that follows; the count goes on in that job."""
     if operator:
         (tmp_path / "operator").touch()
+    lost = {"max_restarts": 2, "after": [["touch", str(tmp_path / "after")]]}
     for times in (1, 2, 2):
-        assert run_script("exit 69", max_restarts=2).wait(20) == 69
+        assert run_script("exit 69", **lost).wait(20) == 69
         text = (tmp_path / "queued").read_text()
-        assert (text.count("rerun 7.server"), text.count("afterany:7.server")) == (
-            (times, 0) if operator else (0, times)
-        )
+        counts = text.count("rerun 7.server"), text.count("afterany:7.server")
+        assert counts == ((times, 0) if operator else (0, times))
+        # --watch and --cancel find the job that follows
         followed = {} if operator else {"scheduler": "pbs", "job": "8.server"}
-        assert read_json(tmp_path / "logs" / "job.json") == followed, (
-            "--watch and --cancel find the job that follows"
-        )
-    assert run_script("exit 69", max_restarts=2).wait(20) == 69, (
-        "the count began anew after the job had ended"
-    )
-    process = run_script(
-        "trap 'exit 69' TERM; touch up; while :; do sleep 0.05; done", max_restarts=9
-    )
-    wait_for((tmp_path / "up").exists, 20)
-    process.terminate()
-    assert process.wait(20) == 69 and (tmp_path / "queued").read_text().count("7.server") == 3, (
-        "ended by a person"
-    )
+        assert read_json(tmp_path / "logs" / "job.json") == followed
+    # after the job had ended, the count begins anew
+    assert run_script("exit 69", **lost).wait(20) == 69
+    process = run_script("trap 'exit 69' TERM; touch up; while :; do sleep 0.05; done")
+    process.terminate()  # by a person
+    assert process.wait(20) == 69 and (tmp_path / "queued").read_text().count("7.server") == 3
+    assert not (tmp_path / "after").exists()
 
 
 @pytest.fixture
-def slurm_script(tmp_path):
+def slurm_script(tmp_path, monkeypatch):
     """Starts the SLURM script of one task of an array; tools that write down how they were called,
     and leave `out` out.
     """
 
     def start(body: str, requeues: bool, out: str = "", others: bool = True) -> subprocess.Popen:
-        tools, job = tmp_path / "tools", job_of(tmp_path, "bash", "-c", body, array=[4])
         ends = {
             "scontrol": f"exit {0 if requeues else 1}",
             "squeue": f"echo {out}",
             "sbatch": f'[ "$1" != --test-only ] || exit {0 if others else 1}',
         }
-        for name, end in ends.items():
-            tools.mkdir(exist_ok=True)
-            (tools / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{tmp_path}/queued\n{end}\n')
-            (tools / name).chmod(0o755)
-        job.logs.mkdir()
-        job.script.write_text(render(job, Site(), "slurm"))
-        environ = {
-            "PATH": f"{tools}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "9",
-            "SLURM_ARRAY_TASK_ID": "4",
-        }
-        return subprocess.Popen(
-            ["bash", str(job.script)], env=os.environ | environ, start_new_session=True
-        )
+        called = {name: f'echo {name} "$@" >>{tmp_path}/queued\n{ends[name]}' for name in ends}
+        programs(tmp_path / "tools", monkeypatch, **called)
+        job = job_of(tmp_path, "bash", "-c", body, array=[4])
+        return run_job(job, "slurm", SLURM_JOB_ID="9", SLURM_ARRAY_TASK_ID="4")
 
     return start
 
@@ -329,43 +277,39 @@ def asked_of_slurm(folder: Path) -> list[str]:
     return [line for line in lines if not line.startswith("squeue") and "--test-only" not in line]
 
 
+FOLLOWS = "sbatch --parsable --dependency=afterany:9"
+
+
 @pytest.mark.parametrize("requeues", [True, False])
 def test_slurm_without_requeueing_gets_a_dependent_job(slurm_script, tmp_path, requeues):
     process = slurm_script(SAVES, requeues)
-    wait_for((tmp_path / "up").exists, 20)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(20) == 75
-    follows = "sbatch --parsable --dependency=afterany:9 --array=4"
-    assert asked_of_slurm(tmp_path) == ["scontrol requeue 9"] + [follows] * (not requeues)
+    follows = [] if requeues else [f"{FOLLOWS} --array=4"]
+    assert asked_of_slurm(tmp_path) == ["scontrol requeue 9", *follows]
 
 
 @pytest.mark.parametrize("requeues", [True, False])
 @pytest.mark.parametrize(("others", "left_out"), [(True, "x1,x7"), (False, "x1")])
-def test_a_lost_host_is_left_out_where_others_are_left(
+def test_a_lost_host_is_left_out_if_others_are_left(
     slurm_script, tmp_path, requeues, others, left_out
 ):
     """Beside those that were left out before; `windlass launch` names it in a file."""
-    assert (
-        slurm_script('printf x7 >"$WINDLASS_LOST_HOSTS"; exit 69', requeues, "x1", others).wait(20)
-        == 69
-    )
-    how = f"scontrol update JobId=9 ExcNodeList={left_out}"
-    how = (
-        how
-        if requeues
-        else f"sbatch --parsable --dependency=afterany:9 --exclude={left_out} --array=4"
-    )
+    lose = 'printf x7 >"$WINDLASS_LOST_HOSTS"; exit 69'
+    assert slurm_script(lose, requeues, "x1", others).wait(20) == 69
+    update = f"scontrol update JobId=9 ExcNodeList={left_out}"
+    how = update if requeues else f"{FOLLOWS} --exclude={left_out} --array=4"
     assert asked_of_slurm(tmp_path) == ["scontrol requeue 9", how]
     assert "--test-only --exclude=x1,x7 --array=4" in (tmp_path / "queued").read_text()
     assert [path.name for path in (tmp_path / "logs").glob(".open*")] == [".open-4"]
 
 
-@pytest.mark.parametrize(("code", "done"), [(0, True), (1, True), (69, False), (75, False)])
-def test_commands_at_the_end_change_nothing(run_script, tmp_path, code, done):
-    assert (
-        run_script(f"exit {code}", after=[["bash", "-c", "touch after; exit 3"]]).wait(20) == code
-    )
-    assert (tmp_path / "after").exists() == done
+def script_of(recipe: Recipe, site: Site, scheduler: str = "slurm", **asked) -> str:
+    """The batch script of a recipe's training; nothing is written, nothing submitted."""
+    resources = Resources(**asked)
+    done = submit_run(recipe, scheduler=scheduler, site=site, asked=resources, dry_run=True)
+    assert not done.job
+    return done.script
 
 
 def test_offline_trackers_are_synchronised(tmp_path, monkeypatch):
@@ -376,10 +320,9 @@ def test_offline_trackers_are_synchronised(tmp_path, monkeypatch):
     for mode, uri in (("offline", "sqlite:///x.db"), ("online", "http://127.0.0.1:5000")):
         site = Site(gpus_per_node=1, environment={"WANDB_MODE": mode, "MLFLOW_TRACKING_URI": uri})
         how = {"scheduler": "slurm", "site": site, "asked": Resources(), "dry_run": True}
-        _, script, _ = submit_run(recipe, scheduler="slurm", site=site, dry_run=True)
         arrays = [*submit_study(study, **how), *submit_study(grown, **how)]
         assert len(arrays) == 3
-        for text in (script, *(one.script for one in arrays)):
+        for text in (script_of(recipe, site), *(one.script for one in arrays)):
             assert ("WANDB_MODE=online" in text and "--to wandb" in text) == (mode == "offline")
             assert ("--to mlflow" in text) == (mode == "online") and "--to tensorboard" not in text
             assert ('--only "$task" --to' in text) == ("#SBATCH --array" in text)
@@ -390,43 +333,39 @@ def test_a_check_that_fails_ends_the_job(run_script, tmp_path):
     assert run_script("touch trained", before=check).wait(20) == 46
     assert not (tmp_path / "trained").exists()
     log, rates = (tmp_path / "logs" / "run_7.out").read_text(), tmp_path / "logs" / "check_7.out"
-    assert "rates" in rates.read_text()
-    assert "rates" not in log
-    assert "TOO SLOW" in log
-    assert str(rates) in log
+    assert "rates" in rates.read_text() and "rates" not in log
+    assert "TOO SLOW" in log and str(rates) in log
 
 
 def test_lost_hosts_restart_a_job_so_often(run_script, tmp_path):
     for attempt in range(4):
-        process = run_script("touch up; sleep 60", max_restarts=2)
+        process = run_script("touch begun; sleep 60", max_restarts=2)
         if attempt == 3:  # the fourth start would be the third restart
             assert process.wait(20) == 1
             assert "--max-restarts is 2" in (tmp_path / "logs" / "run_7.out").read_text()
             break
-        wait_for((tmp_path / "up").exists, 20)
+        wait_for((tmp_path / "begun").exists, 20)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        (tmp_path / "up").unlink()
+        (tmp_path / "begun").unlink()
     assert not list((tmp_path / "logs").glob(".open*"))
 
 
 def test_what_a_job_asks_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    gpu, site = Recipe.load("quickstart"), Site(gpus_per_node=4)
-    _, script, job = submit_run(gpu, scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
-    assert {"#SBATCH --gpus-per-node=4", "#SBATCH --ntasks-per-node=4"} <= set(script.splitlines())
-    assert not job
+    site = Site(gpus_per_node=4)
+    options = header(script_of(Recipe.load("quickstart"), site, nodes=2))
+    assert {"--gpus-per-node=4", "--ntasks-per-node=4"} <= set(options)
     cpu = Recipe.load("quickstart", ["parallel.device=cpu"])
-    _, script, _ = submit_run(cpu, scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
-    assert "gpu" not in script and "#SBATCH --ntasks-per-node=1" in script
-    checked = Resources(2, min_busbw=5, max_size="64M")
-    _, script, _ = submit_run(cpu, scheduler="slurm", site=site, asked=checked, dry_run=True)
+    script = script_of(cpu, site, nodes=2)
+    assert "gpu" not in script and "--ntasks-per-node=1" in header(script)
+    script = script_of(cpu, site, nodes=2, min_busbw=5, max_size="64M")
     check, train = (
-        next(line for line in script.splitlines() if f" {verb} " in line)
+        next(line.partition(f" {verb} ")[2] for line in script.splitlines() if f" {verb} " in line)
         for verb in ("check", "train")
     )
-    recipe = train.partition(" train ")[2].removesuffix(" &")
-    assert check.partition(" check ")[2].startswith(f"{recipe} --min-busbw 5 --max-size 64M >>")
+    recipe = train.removesuffix(" &")
+    assert check.startswith(f"{recipe} --min-busbw 5 --max-size 64M >>")
     assert recipe.endswith("/submit.toml") and list(tmp_path.iterdir()) == []
 
 
@@ -444,75 +383,73 @@ def test_the_memory_of_a_host(tmp_path, monkeypatch):
     assert host_memory_gb(sharded, 8, 4, on_cpu=False) == math.ceil(4 * 8 + large)
     assert host_memory_gb(recipe, 1, 1, on_cpu=True) > 3 + 2 * disk
     monkeypatch.chdir(tmp_path)
-    for asked, line in ((5, "#SBATCH --mem=20G"), (0, "")):
-        site = Site(gpus_per_node=4, memory_per_rank=asked)
-        _, script, _ = submit_run(recipe, scheduler="slurm", site=site, dry_run=True)
-        assert [text for text in header(script) if "--mem" in text] == [line] * bool(line)
+    for asked, line in ((5, "--mem=20G"), (0, "")):
+        options = header(script_of(recipe, Site(gpus_per_node=4, memory_per_rank=asked)))
+        assert [text for text in options if "--mem" in text] == [line] * bool(line)
 
 
-def submitted(tmp_path, *words, code=0):
-    """`windlass submit WORDS` with a `qsub` of a PBS on which nothing runs."""
-    (tmp_path / "bin").mkdir(exist_ok=True)
-    for tool, text in (
-        ("qsub", "#!/bin/sh\necho 7.server\n"),
-        ("qstat", "#!/bin/sh\necho Unknown Job Id >&2; exit 153\n"),
-    ):
-        (tmp_path / "bin" / tool).write_text(text)
-        (tmp_path / "bin" / tool).chmod(0o755)
-    env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    cpu = ["parallel.device=cpu", "--scheduler", "pbs"]
-    return windlass("submit", *words, *cpu, cwd=tmp_path, env=env, code=code)
+@pytest.fixture
+def submitted(monkeypatch):
+    """`windlass submit WORDS` in a folder, with a `qsub` of a PBS on which nothing runs."""
+
+    def submit(folder: Path, *words: str | Path, code: int = 0) -> subprocess.CompletedProcess:
+        over = "echo Unknown Job Id >&2; exit 153"
+        programs(folder / "bin", monkeypatch, qsub="echo 7.server", qstat=over)
+        cpu = ["parallel.device=cpu", "--scheduler", "pbs"]
+        return windlass("submit", *words, *cpu, cwd=folder, code=code)
+
+    return submit
 
 
-def test_the_largest_message_of_a_check_is_given_with_the_bandwidth(tmp_path):
+def test_the_largest_message_of_a_check_is_given_with_the_bandwidth(submitted, tmp_path):
     """4 GiB are too much for some machines: `submit` and `scale` take the size and hand it on."""
-    assert "--min-busbw" in submitted(tmp_path, "quickstart", "--max-size", "4M", code=2).stderr
-    assert (
-        "64M or 4G"
-        in submitted(tmp_path, "quickstart", "--max-size", "4X", "--min-busbw", "1", code=2).stderr
-    )
-    done = submitted(tmp_path, "quickstart", "--max-size", "4M", "--min-busbw", "1", "--dry-run")
+    asked = ["quickstart", "--min-busbw", "1", "--max-size"]
+    lacking = submitted(tmp_path, "quickstart", "--max-size", "4M", code=2).stderr
+    assert "--min-busbw" in lacking
+    assert "64M or 4G" in submitted(tmp_path, *asked, "4X", code=2).stderr
+    done = submitted(tmp_path, *asked, "4M", "--dry-run")
     assert "--min-busbw 1 --max-size 4M" in done.stdout
-    words = "quickstart parallel.device=cpu --nodes 2 --min-busbw 1 --max-size 4M --dry-run".split()
-    assert (
-        "--min-busbw 1 --max-size 4M"
-        in windlass("scale", *words, "--scheduler", "slurm", cwd=tmp_path).stdout
-    )
+    words = [*asked, "4M", *"parallel.device=cpu --nodes 2 --scheduler slurm --dry-run".split()]
+    assert "--min-busbw 1 --max-size 4M" in windlass("scale", *words, cwd=tmp_path).stdout
 
 
-def trained_recipe(script: str) -> Recipe:
-    line = next(line for line in script.splitlines() if " train " in line)
+def trained_recipe(script: Path) -> Recipe:
+    line = next(line for line in script.read_text().splitlines() if " train " in line)
     words = shlex.split(line.removesuffix(" &"))
     return Recipe.load(words[words.index("train") + 1], words[words.index("train") + 2 :])
 
 
-def test_a_job_trains_the_recipe_as_it_was_when_it_was_submitted(tmp_path, monkeypatch):
+def test_a_job_trains_the_recipe_as_it_was_when_it_was_submitted(submitted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    mine = tmp_path / "mine.toml"
+    mine, script = tmp_path / "mine.toml", tmp_path / "run" / "submit.sh"
     mine.write_text('extends = "quickstart"\n[optim]\nlr = 0.002\n')
     submitted(tmp_path, "mine.toml", "train.steps=7", "run.dir=run")
     mine.write_text('extends = "quickstart"\n[optim]\nlr = 0.9\n')
-    recipe = trained_recipe((tmp_path / "run" / "submit.sh").read_text())
+    recipe = trained_recipe(script)
     assert (recipe.optim.lr, recipe.train.steps, recipe.preset) == (0.002, 7, "mine")
     assert recipe.run_dir == tmp_path / "run" and recipe.checkpoint.grace_seconds == 110
+    # what a job writes beside it does not keep a run from beginning
     for name in (".exit", ".open-run", "mine_7.out", "check_7.out", "7.server.OU", "job-0.json"):
         (tmp_path / "run" / name).touch()
-    assert not resolve_start(recipe).resuming, (
-        "what a job writes beside it does not keep a run from beginning"
-    )
+    assert not resolve_start(recipe).resuming
     submitted(tmp_path, "mine.toml", "run.dir=run", "checkpoint.grace_seconds=60")
-    recipe = trained_recipe((tmp_path / "run" / "submit.sh").read_text())
+    recipe = trained_recipe(script)
     assert (recipe.optim.lr, recipe.checkpoint.grace_seconds) == (0.9, 60)
 
 
-def test_a_directory_with_a_presets_name_is_no_recipe_in_a_job_either(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "quickstart").mkdir()
-    submitted(tmp_path, "quickstart", "run.dir=run")
-    assert trained_recipe((tmp_path / "run" / "submit.sh").read_text()).preset == "quickstart"
+def test_a_directory_with_a_presets_name_is_not_a_recipe_in_a_job_either(
+    submitted, tmp_path, monkeypatch
+):
+    """Here the name of the run directory needs quotes in shell."""
+    place = tmp_path / "it's"
+    (place / "quickstart").mkdir(parents=True)
+    monkeypatch.chdir(place)
+    submitted(place, "quickstart", "run.dir=here")
+    recipe = trained_recipe(place / "here" / "submit.sh")
+    assert (recipe.preset, recipe.run_dir) == ("quickstart", place / "here")
 
 
-def test_files_are_found_from_the_sites_scratch_directory(tmp_path, monkeypatch):
+def test_files_are_found_from_the_sites_scratch_directory(submitted, tmp_path, monkeypatch):
     """An existing file gets its whole path; names that are not files stay, and so do files that the
     job will write.
     """
@@ -522,31 +459,21 @@ def test_files_are_found_from_the_sites_scratch_directory(tmp_path, monkeypatch)
     (tmp_path / "book.txt").write_text("text")
     (tmp_path / "toks").mkdir()
     sources = 'data.source=["book.txt", "hf:name/set", "b*.txt"]'
-    words = [
-        "quickstart",
-        sources,
-        *"data.tokenizer=hf:toks data.dir=data run.dir=run --site".split(),
-        str(site),
-    ]
-    submitted(tmp_path, *words)
-    script = (scratch / "run" / "submit.sh").read_text()
-    assert f"cd {scratch} || exit 1" in script
+    words = "data.tokenizer=hf:toks data.dir=data run.dir=run --site".split()
+    submitted(tmp_path, "quickstart", sources, *words, site)
+    script = scratch / "run" / "submit.sh"
+    assert f"cd {scratch} || exit 1" in script.read_text()
     monkeypatch.chdir(scratch)
     data = trained_recipe(script).data
     assert data.source == [f"{tmp_path}/book.txt", "hf:name/set", f"{tmp_path}/b*.txt"]
     assert (data.tokenizer, data.dir) == (f"hf:{tmp_path}/toks", "data")
     monkeypatch.chdir(tmp_path)
-    study = Study.create(
-        Recipe.load("quickstart", ["data.source=book.txt"]), ["run.seed=1,2"], tmp_path / "study"
-    )
-    how = {
-        "scheduler": "slurm",
-        "site": Site(scratch=str(scratch), gpus_per_node=1),
-        "dry_run": True,
-    }
-    assert f"cd {tmp_path} || exit 1" in submit_study(study, **how)[0].script, (
-        "its directory is where it is"
-    )
+    recipe = Recipe.load("quickstart", ["data.source=book.txt"])
+    study = Study.create(recipe, ["run.seed=1,2"], tmp_path / "study")
+    gpu = Site(scratch=str(scratch), gpus_per_node=1)
+    # a study's directory is where it is
+    [job] = submit_study(study, scheduler="slurm", site=gpu, dry_run=True)
+    assert f"cd {tmp_path} || exit 1" in job.script
 
 
 def test_ranks_of_a_host_are_as_asked_inside_the_job_too(tmp_path, monkeypatch):
@@ -554,58 +481,28 @@ def test_ranks_of_a_host_are_as_asked_inside_the_job_too(tmp_path, monkeypatch):
     GPU.
     """
     monkeypatch.chdir(tmp_path)
-    how = {
-        "scheduler": "slurm",
-        "site": Site(),
-        "asked": Resources(2, per_host=1, gpus_per_node=8),
-        "dry_run": True,
-    }
-    _, script, _ = submit_run(Recipe.load("quickstart"), **how)
-    exported = dict(
-        line.removeprefix("export ").split("=", 1)
-        for line in script.splitlines()
-        if line.startswith("export ")
-    )
-    job = {
-        "SLURM_JOB_ID": "9",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_NTASKS": "2",
-        "SLURM_TASKS_PER_NODE": "1(x2)",
-    }
-    job |= {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"} | exported
+    asked = {"nodes": 2, "per_host": 1, "gpus_per_node": 8}
+    script = script_of(Recipe.load("quickstart"), Site(), **asked)
+    exported = dict(re.findall("^export (.*?)=(.*)$", script, re.MULTILINE))
+    job = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
+    job |= {"SLURM_TASKS_PER_NODE": "1(x2)", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"} | exported
     printed = windlass("launch", "--print", "--", "train.py", cwd=tmp_path, env=job).stdout
     assert "--ntasks=2 --ntasks-per-node=1 " in printed
 
 
-def test_a_job_trains_into_its_run_directory_whatever_the_path(tmp_path):
-    (place := tmp_path / "it's").mkdir()
-    submitted(place, "quickstart", "run.dir=here")
-    assert trained_recipe((place / "here" / "submit.sh").read_text()).run_dir == place / "here"
-
-
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("asked", "gpus", "words"),
     [
-        (Resources(), ["--gpus-per-node", "parallel.device=cpu"]),
-        (Resources(time="4h", gpus_per_node=1), ["--time", "04:00:00"]),
-        (Resources(gpus_per_node=3), ["global_batch"]),
+        ({}, 0, ["--gpus-per-node", "parallel.device=cpu"]),
+        ({"time": "4h", "gpus_per_node": 1}, 0, ["--time", "04:00:00"]),
+        ({"gpus_per_node": 3}, 0, ["global_batch"]),
+        ({"gpus_per_node": 8}, 4, ["8", "4", "gpus_per_node"]),
     ],
 )
-def test_what_is_refused(tmp_path, monkeypatch, asked, words):
+def test_what_is_refused(tmp_path, monkeypatch, asked, gpus, words):
     monkeypatch.chdir(tmp_path)
     with refused(*words):
-        submit_run(
-            Recipe.load("quickstart"), scheduler="pbs", site=Site(), asked=asked, dry_run=True
-        )
-    with refused("8", "4", "gpus_per_node"):
-        make_job(
-            "run",
-            [],
-            [Recipe.load("quickstart")],
-            tmp_path,
-            Site(gpus_per_node=4),
-            Resources(gpus_per_node=8),
-        )
+        script_of(Recipe.load("quickstart"), Site(gpus_per_node=gpus), "pbs", **asked)
 
 
 def test_the_site_file(tmp_path, monkeypatch):
@@ -653,12 +550,7 @@ def test_cancel_on_pbs_leaves_time_for_a_save(tmp_path, monkeypatch, state, call
     """
     job = f"Job id\n---\n7.server run me 0 {state} gpu"
     answer = f"echo '{job}'" if state else "echo qstat: 7.server Job has finished >&2; exit 35"
-    tools = {tool: record_calls(tool, tmp_path / "called") for tool in STRICT}
-    tools |= {"qsub": "", "qstat": f'#!/bin/sh\n[ "$*" = 7.server ] || exit 2\n{answer}\n'}
-    for tool, text in tools.items():
-        (tmp_path / tool).write_text(text)
-        (tmp_path / tool).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    strict_pbs(tmp_path, monkeypatch, f'[ "$*" = 7.server ] || exit 2\n{answer}')
     (tmp_path / "job.json").write_text('{"scheduler": "pbs", "job": "7.server"}')
     if not state:
         with refused("7.server", "is over"):
@@ -671,13 +563,19 @@ IDS = r"([0-9]+(\[[0-9]*\])?\.server ?)+"
 STRICT = {"qdel": rf"^{IDS}$", "qsig": rf"^-s SIGUSR2 {IDS}$"}
 
 
-def record_calls(tool: str, path: Path) -> str:
-    """A qdel or qsig that writes down how it was called, and rejects what the manual does not have."""
-    return f"""#!/bin/bash
-pattern='{STRICT[tool]}'
+def strict_pbs(folder: Path, patch: pytest.MonkeyPatch, qstat: str) -> None:
+    """A PBS whose qdel and qsig write into `called` how they were called, and reject what the
+    manual does not have.
+    """
+    tools = {
+        tool: f"""#!/bin/bash
+pattern='{pattern}'
 [[ "$*" =~ $pattern ]] || {{ echo "{tool}: usage" >&2; exit 2; }}
-echo {tool} "$@" >>{path}
+echo {tool} "$@" >>{folder}/called
 """
+        for tool, pattern in STRICT.items()
+    }
+    programs(folder / "tools", patch, qsub="", qstat=qstat, **tools)
 
 
 QSTAT = r"""#!/bin/bash
@@ -702,16 +600,7 @@ def test_cancel_of_an_array_on_pbs_and_of_the_jobs_that_follow(tmp_path, monkeyp
     """State B: `qdel` of the array would kill what runs. First what waits is deleted, so that it
     does not start.
     """
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for tool, text in (
-        ("qsub", ""),
-        ("qstat", QSTAT),
-        *((tool, record_calls(tool, tmp_path / "called")) for tool in STRICT),
-    ):
-        (tools / tool).write_text(text)
-        (tools / tool).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    strict_pbs(tmp_path, monkeypatch, QSTAT)
     for name, job in (("job", "7[].server"), ("job-0", "9.server"), ("job-4", "8.server")):
         (tmp_path / f"{name}.json").write_text(json.dumps({"scheduler": "pbs", "job": job}))
     assert queued(tmp_path) == ("7[].server", "begun")
@@ -726,13 +615,9 @@ def test_cancel_of_an_array_on_pbs_and_of_the_jobs_that_follow(tmp_path, monkeyp
 @pytest.mark.parametrize("state", ["begun", "over"])
 def test_a_second_submission_does_not_lose_the_first_job(tmp_path, monkeypatch, state):
     monkeypatch.chdir(tmp_path)
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    first = QSTAT if state == "begun" else "#!/bin/sh\necho Unknown Job Id >&2; exit 153\n"
-    for tool, text in (("qstat", first), ("qsub", QSUB.replace("QUEUED", f"{tmp_path}/queued"))):
-        (tools / tool).write_text(text)
-        (tools / tool).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    first = QSTAT if state == "begun" else "echo Unknown Job Id >&2; exit 153"
+    qsub = QSUB.replace("QUEUED", f"{tmp_path}/queued")
+    programs(tmp_path / "tools", monkeypatch, qstat=first, qsub=qsub)
     study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
     (study.path / "job.json").write_text('{"scheduler": "pbs", "job": "7[].server"}')
     [submitted] = submit_study(study, scheduler="pbs", site=Site(gpus_per_node=1))
@@ -753,10 +638,7 @@ def test_a_second_submission_does_not_lose_the_first_job(tmp_path, monkeypatch, 
 )
 def test_the_state_of_a_job(tmp_path, monkeypatch, slurm, state):
     """Why it waits; a job whose scheduler does not answer is not over."""
-    for tool, body in (("sbatch", ""), ("squeue", slurm)):
-        (tmp_path / tool).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / tool).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    programs(tmp_path / "tools", monkeypatch, sbatch="", squeue=slurm)
     (tmp_path / "job.json").write_text('{"scheduler": "slurm", "job": "7"}')
     assert queued(tmp_path) == ("7", state)
     if state.startswith("unknown"):
@@ -764,52 +646,33 @@ def test_the_state_of_a_job(tmp_path, monkeypatch, slurm, state):
             cancel(tmp_path)
 
 
-def test_dry_run_and_cancel_in_the_terminal(tmp_path):
-    done = windlass(
-        *"submit quickstart parallel.device=cpu --scheduler pbs --dry-run".split(), cwd=tmp_path
-    )
-    assert done.stdout.startswith("#!/bin/bash") and list(tmp_path.iterdir()) == []
-    checked = subprocess.run(["bash", "-n"], input=done.stdout, text=True, capture_output=True)
-    assert checked.returncode == 0, checked.stderr
-
-
 def test_the_open_cells_of_a_study(tmp_path, monkeypatch):
     """Cells that are done, failed or running are left out; `parallel.world` as an axis gives each
     cell one host.
     """
     monkeypatch.chdir(tmp_path)
-    study = Study.create(
-        Recipe.load("quickstart"), ["optim.lr=1e-2,1e-3", "run.seed=1,2"], tmp_path / "study"
-    )
+    grid = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]
+    study = Study.create(Recipe.load("quickstart"), grid, tmp_path / "study")
     study.set_status(study.cells[1], "failed", "bad input")
     running = study.run_of(study.cells[2])
     write_ledger(running, {"kind": "event", "event": "started"})
     running.heartbeat_path.touch()
-    messages, asked = list[str](), Resources(2, gpus_per_node=4)
-    how = {
-        "scheduler": "slurm",
-        "site": Site(),
-        "asked": asked,
-        "dry_run": True,
-        "notify": messages.append,
-    }
+    messages = list[str]()
+    how = {"scheduler": "slurm", "asked": Resources(2, gpus_per_node=4), "notify": messages.append}
+    how |= {"site": Site(), "dry_run": True}
     [(_, script, _)] = submit_study(study, **how)
-    assert {"#SBATCH --array=0,3", "#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4"} <= set(
-        header(script)
-    )
+    assert {"--array=0,3", "--nodes=2", "--gpus-per-node=4"} <= set(header(script))
     assert f'sweep {study.path} --only "$task" --launch &' in script
     assert "cell 1 " in messages[0] and "--retry-failed" in messages[0] and "cell 2" in messages[1]
     [(_, script, _)] = submit_study(study, **how, retry_failed=True)
-    assert "#SBATCH --array=0,1,3" in header(script)
+    assert "--array=0,1,3" in header(script)
     assert '"$task" --launch --retry-failed &' in script
-    cpu = Study.create(
-        Recipe.load("quickstart", ["parallel.device=cpu"]), ["parallel.world=1,2"], tmp_path / "cpu"
-    )
+    recipe = Recipe.load("quickstart", ["parallel.device=cpu"])
+    cpu = Study.create(recipe, ["parallel.world=1,2"], tmp_path / "cpu")
     pbs = {"scheduler": "pbs", "site": Site(), "dry_run": True}
     [(_, script, _)] = submit_study(cpu, **pbs, asked=Resources(2))
-    assert any(line.startswith("#PBS -l select=1:ncpus=2:") for line in header(script))
-    assert "--launch" not in script
-    assert "mpiprocs=2" in script
+    assert any(line.startswith("-l select=1:ncpus=2:") for line in header(script))
+    assert "--launch" not in script and "mpiprocs=2" in script
     for cell in cpu.cells:
         cpu.set_status(cell, "failed")
     assert submit_study(cpu, **pbs) == []

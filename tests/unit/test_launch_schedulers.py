@@ -7,14 +7,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from launch_fixtures import SAVES, header, job_of, run_job
 
 import windlass
-from helpers import refused, wait_for
+from helpers import refused
 from helpers import windlass as run_windlass
 from windlass.fileio import read_json
 from windlass.launch.allocation import job_variables, launch_command, read_allocation
 from windlass.launch.batch import render
-from windlass.launch.job import INDEX, Job, Site
+from windlass.launch.job import INDEX, Site
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.launch.submit import Resources, cancel, queued, submit_run
 from windlass.recipe import Recipe
@@ -48,32 +49,25 @@ def lsf(tmp_path, monkeypatch) -> Path:
     return state
 
 
-def job_of(folder: Path, *command: str, **more) -> Job:
-    return Job("run", list(command), folder, folder / "logs", **more)
-
-
 def test_the_header_for_lsf(tmp_path):
     site = Site(partition="gpu", account="lab", mail="me@x.org", time="01:30:00", cells_at_once=2)
     more = {"nodes": 2, "ranks_per_node": 4, "gpus_per_node": 4, "memory_gb": 40, "array": [0, 2]}
     script = render(job_of(tmp_path, "train", INDEX, **more), site, "lsf")
-    assert [line for line in script.splitlines() if line.startswith("#BSUB")] == [
-        f"#BSUB {line}"
-        for line in (
-            '-J "run[1,3]%2"',
-            "-n 8",
-            '-R "span[ptile=4]"',
-            '-R "affinity[core(4)]"',
-            '-gpu "num=4"',
-            '-R "rusage[mem=40GB]"',
-            '-W "01:30"',
-            '-q "gpu"',
-            '-P "lab"',
-            '-u "me@x.org"',
-            "-N",
-            "-r",
-            '-Q "120"',
-            f"-o {tmp_path}/logs/%J_%I.OU",
-        )
+    assert header(script) == [
+        '-J "run[1,3]%2"',
+        "-n 8",
+        '-R "span[ptile=4]"',
+        '-R "affinity[core(4)]"',
+        '-gpu "num=4"',
+        '-R "rusage[mem=40GB]"',
+        '-W "01:30"',
+        '-q "gpu"',
+        '-P "lab"',
+        '-u "me@x.org"',
+        "-N",
+        "-r",
+        '-Q "120"',
+        f"-o {tmp_path}/logs/%J_%I.OU",
     ]
     assert "task=$((LSB_JOBINDEX - 1))" in script.splitlines()
     own = Site(directives=['-R "rusage[mem=9GB]"', "-W 2:00"], time="01:00:00")
@@ -87,20 +81,13 @@ def test_lsf_rejects_what_its_manual_does_not_have(lsf):
     assert done.returncode == 255 and "--nodes=2" in done.stderr
 
 
-SAVES = "trap 'exit 75' TERM; touch up; while :; do sleep 0.05; done"
-
-
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGUSR1, 120), (signal.SIGTERM, 75), (signal.SIGUSR2, 75)]
 )
 def test_only_the_time_limit_puts_a_job_back(lsf, tmp_path, number, code):
     """LSF requeues a job whose script ends with the code of `-Q`."""
     job = job_of(tmp_path, "bash", "-c", SAVES, array=[0, 2])
-    job.logs.mkdir()
-    job.script.write_text(render(job, Site(), "lsf"))
-    environ = os.environ | {"LSB_JOBID": "7", "LSB_JOBINDEX": "3"}
-    process = subprocess.Popen(["bash", str(job.script)], env=environ, start_new_session=True)
-    wait_for((tmp_path / "up").exists, 30)
+    process = run_job(job, "lsf", LSB_JOBID="7", LSB_JOBINDEX="3")
     process.send_signal(number)
     assert process.wait(30) == code
     assert '#BSUB -Q "120"' in job.script.read_text() and (job.logs / "run_7_3.out").exists()
@@ -140,8 +127,11 @@ def test_the_allocation_of_an_lsf_job(tmp_path):
         launch_command(found, ["x"], launcher="srun")
 
 
-def test_a_dry_run_for_lsf_is_shell(tmp_path):
-    words = ("submit", "quickstart", "parallel.device=cpu", "--scheduler", "lsf", "--dry-run")
+@pytest.mark.parametrize(
+    ("name", "mark"), [("lsf", "#BSUB"), ("pbs", "#PBS"), ("slurm", "#SBATCH")]
+)
+def test_a_dry_run_is_shell_and_writes_nothing(tmp_path, name, mark):
+    words = ("submit", "quickstart", "parallel.device=cpu", "--scheduler", name, "--dry-run")
     script = run_windlass(*words, cwd=tmp_path).stdout
-    assert "#BSUB" in script
+    assert script.startswith("#!/bin/bash") and mark in script and not list(tmp_path.iterdir())
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)

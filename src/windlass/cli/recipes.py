@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from typer import Argument, Option
@@ -164,12 +164,10 @@ def plan(
     past = list[Run]()
     for path in from_:
         past += Study.open(path).runs() if Study.is_study(path) else [Run.open(path)]
-    options: dict[str, Any] = {
-        "world": world,
-        "device": device,
-        "memory_bytes": int(memory * 1e9) or None,
-    }
-    result = make_plan(recipe, overrides, past=past, mfu=mfu, **options)
+    memory_bytes = int(memory * 1e9) or None
+    result = make_plan(
+        recipe, overrides, world=world, device=device, memory_bytes=memory_bytes, past=past, mfu=mfu
+    )
     if json_:
         print_json(result.as_dict())
     else:

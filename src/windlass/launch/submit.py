@@ -316,7 +316,7 @@ def cancel(directory: Path) -> str:
     return ", ".join(job for _, job, _ in alive)
 
 
-def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_SECONDS) -> None:
+def watch(directory: Path, show: Callable[[str], None]) -> None:
     """Show state and logs of a directory's job until it is over."""
     shown, last, since = dict[Path, int](), "", (directory / SCRIPT).stat().st_mtime
     while True:
@@ -333,4 +333,4 @@ def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_S
         if not state:
             break
         last = state
-        time.sleep(seconds)
+        time.sleep(WATCH_SECONDS)

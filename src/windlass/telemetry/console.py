@@ -26,15 +26,13 @@ DRAW_SECONDS, LINE_SECONDS = 0.25, 10.0  # between two live lines; between two l
 
 
 class Console:
-    """Shows a run of `steps` steps on `stream` (standard output) and writes `log.txt`.
+    """Shows a run of `steps` steps on `stream` (standard output), and after `open_log` in a file.
 
     A terminal has a live line, with evaluations and saves as lines above it; other outputs get a
     line for each logged step. Ranks other than 0 show only warnings.
     """
 
-    def __init__(
-        self, steps: int, rank: int = 0, log_path: Path | None = None, stream: TextIO | None = None
-    ):
+    def __init__(self, steps: int, rank: int = 0, stream: TextIO | None = None):
         self.steps, self.rank = steps, rank
         self._stream: TextIO | None = stream or sys.stdout
         self._first: tuple[float, int] | None = None  # time and step of the first logged step
@@ -43,8 +41,7 @@ class Console:
         self._live: Any = None  # rich.live.Live
         self._timer: threading.Timer | None = None  # see `begin`
         self._log: TextIO | None = None
-        if log_path is not None:
-            self.open_log(log_path)
+        self._notebook = "ipykernel" in sys.modules
         self._terminal: Any = None  # rich.console.Console
         dumb = os.environ.get("TERM") == "dumb"
         if rank == 0 and self._stream and self._stream.isatty() and not dumb:
@@ -119,12 +116,12 @@ class Console:
         live = self._live is not None
         self._numbers = [text for m, text in texts.items() if not (live and m.detail)]
         # A notebook wraps a long line, and the next one could not take its place.
-        width = NOTEBOOK if "ipykernel" in sys.modules else terminal.size(self._stream).columns
+        width = NOTEBOOK if self._notebook else terminal.size(self._stream).columns
         self._draw()
         self._write_log(" | ".join([f"step {self._step}/{self.steps}", *texts.values()]))
         if self._live is None:
             # In a notebook each step's line replaces the line before it.
-            end = "" if "ipykernel" in sys.modules and self._step < self.steps else "\n"
+            end = "" if self._notebook and self._step < self.steps else "\n"
             self._show(self._fitting(width), end=end)
 
     def eval(self, line: Line) -> None:
@@ -187,8 +184,7 @@ class Console:
             encoding = getattr(self._stream, "encoding", None) or "utf-8"
             text = text.encode(encoding, terminal.fallback()).decode(encoding)
             if self._terminal is None:
-                start = "\r" * ("ipykernel" in sys.modules)
-                print(start + text, file=self._stream, end=end, flush=True)
+                print("\r" * self._notebook + text, file=self._stream, end=end, flush=True)
                 return
             # Only a sample's words are broken, so that one can copy a path that the terminal wraps.
             sample = "|" in indent

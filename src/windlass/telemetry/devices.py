@@ -56,7 +56,7 @@ class CudaProbe:
         self.index = index
         torch.cuda.reset_peak_memory_stats(index)  # of an earlier run in this process
         properties = torch.cuda.get_device_properties(index)
-        uuid, memory = str(getattr(properties, "uuid", "")), round(properties.total_memory / MB)
+        uuid, memory = str(properties.uuid), round(properties.total_memory / MB)
         self.about = {"device": properties.name, "uuid": uuid, "memory_mb": memory}
         self._queries: dict[str, Callable[[], float]] = {}
         with contextlib.suppress(Exception):  # no driver, no library: a machine without NVML
