@@ -35,11 +35,9 @@ def measure_peaks(recipe: Recipe, vocab: int, precision: str, micro_batch: int) 
 
 def _peaks_of(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> tuple[int, int, int]:
     """Micro-batch, and the most bytes without and with the gradients of the weights."""
-    model, low = build_model(recipe, vocab).train(), LOW.get(precision)
-    blocks = getattr(model, "blocks", list)
-    checkpoint_activations(
-        list(blocks() if callable(blocks) else blocks), recipe.parallel.activation_checkpointing
-    )
+    model: Any = build_model(recipe, vocab).train()
+    low = LOW.get(precision)
+    checkpoint_activations(model.blocks(), recipe.parallel.activation_checkpointing)
     with FakeTensorMode(allow_non_fake_inputs=True), _no_packed_rows():
         _replace_parameters(model)
         with Meter() as meter, Attention():
@@ -73,8 +71,7 @@ def _replace_parameters(model: nn.Module) -> None:
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is not None and old.is_meta:
-                empty = torch.empty_like(old, device="cpu")
-                fake = nn.Parameter(empty, old.requires_grad)
+                fake = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
                 module._parameters[name] = new.setdefault(old, fake)
 
 

@@ -72,7 +72,7 @@ def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = Fal
             handle = nvml_handle(pynvml, visible_gpus()[0])
             name = pynvml.nvmlDeviceGetName(handle)
             memory_bytes = memory_bytes or int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-            return Device(name if isinstance(name, str) else name.decode(), "cuda", memory_bytes)
+            return Device(name, "cuda", memory_bytes)
     import psutil
 
     return Device("CPU", "cpu", memory_bytes or psutil.virtual_memory().total // ranks)

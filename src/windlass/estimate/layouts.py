@@ -58,19 +58,19 @@ def memory_rows(
         shard = base.shard if same else STRATEGIES[strategy].sizes(base.world).dp_shard
         layout = replace(base, strategy=strategy, shard=shard)
         layouts.append(replace(layout, checkpointing=checkpointing, offload=offload))
-    rows = []
+    rows, samples = [], base.micro_batch * base.accumulation
     for layout in layouts + [base] * (base not in layouts):
         needed = memory(model, vocab, layout, optimizer)
-        fits, largest = None if usable is None else needed.total <= usable, None
+        fits = None if usable is None else needed.total <= usable
+        if not known and fits:
+            fits = None  # the unknown activations may be too large
+        largest = None
         if known and usable is not None:
-            samples, largest = base.micro_batch * base.accumulation, 0
-            for n in (n for n in range(samples, 0, -1) if samples % n == 0):
-                tried = replace(layout, micro_batch=n, accumulation=samples // n)
-                if memory(model, vocab, tried, optimizer).total <= usable:
-                    largest = n
-                    break
-        sure = fits if known or fits is False else None  # unknown activations may be too large
-        rows.append(MemoryRow(layout, needed, sure, largest, layout == base))
+            sizes = (n for n in range(samples, 0, -1) if samples % n == 0)
+            tried = (replace(layout, micro_batch=n, accumulation=samples // n) for n in sizes)
+            fitting = (t for t in tried if memory(model, vocab, t, optimizer).total <= usable)
+            largest = next((t.micro_batch for t in fitting), 0)
+        rows.append(MemoryRow(layout, needed, fits, largest, layout == base))
     return rows
 
 

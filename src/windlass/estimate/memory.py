@@ -275,10 +275,6 @@ class Step:
         yield Memory(activations=saved + cast, logits=forward, at="loss")
         yield Memory(activations=saved, logits=backward, at="backward of the loss")
 
-    def embedding(self, lasting: bool) -> int:
-        """Bytes beside all gradients at the embedding's; a tied head's needs a third tensor."""
-        return self.head * (2 + lasting) if self.model.tie_head else self.head * lasting
-
 
 def events(step: Step) -> Iterator[Memory]:
     """The events of a step at which its memory may peak."""
@@ -306,7 +302,8 @@ def _plain_events(step: Step) -> Iterator[Memory]:
             buffers=step.copies * (left if copied else 1),
             at=f"backward of block {left}",
         )
-    gradients = (lasting or whole) + step.embedding(bool(lasting))
+    # A tied head's gradient needs two more tensors of the embedding's size.
+    gradients = (lasting or whole) + step.head * (bool(lasting) + 2 * step.model.tie_head)
     yield Memory(gradients=gradients, activations=step.stream, at="backward of the embedding")
     yield Memory(gradients=whole if ddp else max(lasting, whole), buffers=step.update, at="update")
 

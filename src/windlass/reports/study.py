@@ -21,7 +21,7 @@ from windlass.reports.tables import measure_column
 from windlass.reports.text import numeric, show
 from windlass.reports.view import RunView
 from windlass.study.grid import SEED, label_of, short_names
-from windlass.study.results import BITS, SeedGroup
+from windlass.study.results import BITS, SeedGroup, find_winners, seed_groups
 from windlass.study.study import Study
 from windlass.telemetry.measures import title_of
 from windlass.variables import scrub
@@ -50,11 +50,11 @@ class StudyView:
         self.results = study.results()
         begun = [result for result in self.results if result.begun]
         self.views = [RunView(r.run, label_of(r.cell.assignment)) for r in begun]
-        self.groups = study.groups(self.results)  # the cells without the seed
+        self.groups = seed_groups(self.results)  # the cells without the seed
         # by what cells are compared, or why there is no best
         self.best, self.remark = list[SeedGroup](), ""
         if study.scaling is None:
-            self.best, self.remark = study.winners(self.results)
+            self.best, self.remark = find_winners(self.results, study.measure, study.values)
         # settings with several values but the seed; numbers rising
         swept = {k: v for k, v in study.values.items() if k != SEED and len(v) > 1}
         self.swept = {k: sorted(v) if numeric(v) else v for k, v in swept.items()}

@@ -184,11 +184,8 @@ def parse_axis(text: str) -> Axis:
     rows = [_split(part, "+") if len(keys) > 1 else [part] for part in _split(right, ",")]
     if not all(len(row) == len(keys) and all(map(str.strip, row)) for row in rows):
         raise UserError(f"{text!r}: write a value of {', '.join(keys)} between two commas")
-    return Axis(keys, tuple(tuple(_value(one) for one in row) for row in rows))
-
-
-def _value(text: str) -> Any:
-    return parse_override(f"key={text.strip()}")[1]
+    values = ((parse_override(f"key={text.strip()}")[1] for text in row) for row in rows)
+    return Axis(keys, tuple(map(tuple, values)))
 
 
 def _range(text: str, first: str, last: str, kind: str, number: str) -> list[int | float]:

@@ -267,14 +267,13 @@ class Study:
                 del statuses[cell.key]
             write_atomic(self.path / "statuses.json", json.dumps(statuses, indent=1))
 
-    def groups(self, results: Sequence[CellResult] | None = None) -> list[SeedGroup]:
+    def groups(self) -> list[SeedGroup]:
         """The cells grouped by everything but the seed, in the order of the grid."""
-        return seed_groups(self.results() if results is None else results)
+        return seed_groups(self.results())
 
-    def winners(self, results: Sequence[CellResult] | None = None) -> Winners:
+    def winners(self) -> Winners:
         """The groups with the best median score (see `results.find_winners`)."""
-        results = self.results() if results is None else results
-        return find_winners(results, self.measure, self.values)
+        return find_winners(self.results(), self.measure, self.values)
 
     def winner_command(self, assignment: Assignment, world: int = 1) -> tuple[str, str]:
         """The command that trains an assignment in full, and a remark.
