@@ -1,10 +1,13 @@
-"""A run and a study that the tests of reports read and do not change."""
+"""A run and a study that the tests of reports read and do not change, and calls of the command line
+in this process.
+"""
 
 import json
 
 import pytest
 from report_fixtures import NASTY, build_run, build_study
 
+from windlass.cli import main
 from windlass.reports.study import StudyView
 from windlass.reports.view import RunView
 
@@ -12,14 +15,25 @@ from windlass.reports.view import RunView
 @pytest.fixture(scope="session")
 def one(tmp_path_factory):
     """A run that was killed at step 263 of 400 and resumed from its checkpoint of step 200."""
-    return RunView(
-        build_run(
-            tmp_path_factory.mktemp("runs") / "one", f"run.notes={json.dumps(NASTY)}", killed_at=263
-        )
-    )
+    path = tmp_path_factory.mktemp("runs") / "one"
+    return RunView(build_run(path, f"run.notes={json.dumps(NASTY)}", killed_at=263))
 
 
 @pytest.fixture(scope="session")
 def study(tmp_path_factory):
     """Three rates, two schedules, two seeds; one cell failed, one waits."""
     return StudyView(build_study(tmp_path_factory.mktemp("studies") / "study"))
+
+
+@pytest.fixture
+def call(capsys):
+    """Call `windlass WORDS`, which ends with `code`: gives standard output and error."""
+
+    def run(*words, code=0):
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        output, errors = capsys.readouterr()
+        assert (ended.value.code or 0) == code, errors
+        return output, errors
+
+    return run

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 from scaling_fixtures import SETTINGS, phases, write_run
 
-from helpers import refused, windlass
+from helpers import refused
 from windlass import scale, sweep
 from windlass.fileio import read_json
 from windlass.processes import thread_share
@@ -40,43 +40,32 @@ def test_strong_keeps_the_recipe_and_every_other_repeat_is_reversed():
 
 
 @pytest.mark.parametrize(
-    ("scaling", "settings", "wanted"),
+    ("scaling", "steps", "wanted"),
     [
         # batch, steps and layers at 2, 4 and 8 ranks
-        (Scaling("fixed-data"), ["train.steps=40"], [(16, 20, 4), (32, 10, 4), (64, 5, 4)]),
-        (
-            Scaling("fixed-data"),
-            ["train.steps=5 epochs"],
-            [(n, "5 epochs", 4) for n in (16, 32, 64)],
-        ),
-        (Scaling("weak", "batch"), ["train.steps=40"], [(16, 40, 4), (32, 40, 4), (64, 40, 4)]),
-        (Scaling("weak", "model"), ["train.steps=40"], [(8, 40, 4), (8, 40, 8), (8, 40, 16)]),
+        (Scaling("fixed-data"), 40, [(16, 20, 4), (32, 10, 4), (64, 5, 4)]),
+        (Scaling("fixed-data"), "5 epochs", [(n, "5 epochs", 4) for n in (16, 32, 64)]),
+        (Scaling("weak", "batch"), 40, [(16, 40, 4), (32, 40, 4), (64, 40, 4)]),
+        (Scaling("weak", "model"), 40, [(8, 40, 4), (8, 40, 8), (8, 40, 16)]),
     ],
 )
-def test_what_grows_with_the_ranks(scaling, settings, wanted):
-    recipes = [
-        Cell.of(recipe(*settings), one).recipe
-        for one in assignments(recipe(*settings), scaling, [2, 4, 8])
-    ]
+def test_what_grows_with_the_ranks(scaling, steps, wanted):
+    base = recipe(f"train.steps={steps}")
+    recipes = [Cell.of(base, one).recipe for one in assignments(base, scaling, [2, 4, 8])]
     assert [(r.train.global_batch, r.train.steps, r.model.layers) for r in recipes] == wanted
 
 
 def test_strategies_share_the_probes_that_are_equal(tmp_path, monkeypatch):
     """One for each setting of activation checkpointing; each strategy has its numbers."""
-    study = study_of(
-        tmp_path / "s", *SETTINGS, "train.micro_batch=2", worlds=(2,), mode="strategies"
-    )
+    settings = [*SETTINGS, "train.micro_batch=2"]
+    study = study_of(tmp_path / "s", *settings, worlds=(2,), mode="strategies")
     cells, started = [cell for cell in study.cells if not cell.recipe.parallel.offload], []
+    alone = probe_recipe(cells[0]).replace({"train.global_batch": 4})
 
     def wait(processes, runs, steps, stopped):
         for run in runs:
             shutil.rmtree(run.path, ignore_errors=True)
-            write_run(
-                run.path,
-                probe_recipe(cells[0]).replace({"train.global_batch": 4}),
-                1,
-                phases(10.0 + len(started)),
-            )
+            write_run(run.path, alone, 1, phases(10.0 + len(started)))
         started.append(runs)
         return ""
 
@@ -89,18 +78,15 @@ def test_strategies_share_the_probes_that_are_equal(tmp_path, monkeypatch):
     assert len(started) == len(set(modes)) == 2 < len(cells)
     for row in read_setups(study):
         if not row.recipe.parallel.offload:
-            took = 10.0 + [*dict.fromkeys(modes)].index(
-                row.recipe.parallel.activation_checkpointing
-            )
-            assert row.values["exposed_ms"] == pytest.approx(20.0 - took)
+            place = [*dict.fromkeys(modes)].index(row.recipe.parallel.activation_checkpointing)
+            assert row.values["exposed_ms"] == pytest.approx(20.0 - (10.0 + place))
 
 
 def test_the_published_weak_scaling():
     """Layers 3, 6, 12, 24 on 2, 4, 8, 16 GPUs, of 8, 4, 2 and 1 samples each."""
     base = Recipe.load("gpt-squad", ["train.global_batch=16", "model.layers=3"])
-    cells = [
-        Cell.of(base, one) for one in assignments(base, Scaling("weak", "model"), [2, 4, 8, 16])
-    ]
+    listed = assignments(base, Scaling("weak", "model"), [2, 4, 8, 16])
+    cells = [Cell.of(base, one) for one in listed]
     assert [cell.recipe.model.layers for cell in cells] == [3, 6, 12, 24]
     assert [cell.recipe.train.global_batch // cell.world for cell in cells] == [8, 4, 2, 1]
 
@@ -109,86 +95,60 @@ def test_strategies_leave_out_what_cannot_be():
     base, mode = recipe("train.global_batch=24"), Scaling("strategies")
     four = assignments(base, mode, [4])
     kinds = {(one["parallel.strategy"], one["parallel.offload"]) for one in four}
-    assert {
-        ("ddp", False),
-        ("full_shard", True),
-        ("shard_grad_op", True),
-        ("hybrid_shard", False),
-    } <= kinds
+    assert {("full_shard", True), ("shard_grad_op", True)} <= kinds
+    assert {("ddp", False), ("hybrid_shard", False)} <= kinds
     assert ("ddp", True) not in kinds and {one[WORLD] for one in four} == {4}
     assert {one["parallel.activation_checkpointing"] for one in four} == {"none", "full"}
     assert len({Cell.of(base, one).key for one in four}) == len(four)
     for world in (2, 3):  # a sharding group of 1, or of all ranks, is another strategy
-        assert not [
-            one
-            for one in assignments(base, mode, [world])
-            if one["parallel.strategy"] == "hybrid_shard"
-        ]
+        names = {one["parallel.strategy"] for one in assignments(base, mode, [world])}
+        assert "hybrid_shard" not in names
     alone = assignments(base, mode, [1], precisions=["fp32", "bf16"])
     assert {one["train.precision"] for one in alone} == {"fp32", "bf16"}
     assert alone[0]["parallel.strategy"] == "single"
-    sized = recipe(
-        "train.global_batch=24", "parallel.strategy=hybrid_shard", "parallel.shard_size=2"
-    )
-    sizes = {
-        one["parallel.strategy"]: one["parallel.shard_size"]
-        for one in assignments(sized, mode, [4])
-    }
+    sized = base.replace(["parallel.strategy=hybrid_shard", "parallel.shard_size=2"])
+    listed = assignments(sized, mode, [4])
+    sizes = {one["parallel.strategy"]: one["parallel.shard_size"] for one in listed}
     assert (sizes["hybrid_shard"], sizes["ddp"], sizes["full_shard"]) == (2, 0, 0)
+
+
+GROWN = {"mode": "weak", "grow": "model", "worlds": (2, 3)}
 
 
 @pytest.mark.parametrize(
     ("settings", "options", "words"),
     [
-        (
-            [],
-            {"worlds": (1, 3)},
-            ["train.global_batch = 8", "3 ranks", "train.global_batch=6 or 9"],
-        ),
-        (["train.steps=41"], {"mode": "fixed-data"}, ["train.steps = 41", "train.steps=40 or 42"]),
-        (["train.micro_batch=8"], {}, ["parallel.world=2", "train.micro_batch = 8", "write 4"]),
-        ([], {"mode": "stong"}, ["mode=stong", "strong"]),
-        ([], {"worlds": (0, 1)}, ["worlds=[0, 1]"]),
-        ([], {"grow": "model"}, ["mode=weak"]),
-        ([], {"mode": "weak", "grow": "data"}, ["batch or model"]),
-        (
-            ["model.layers=3", "train.global_batch=6"],
-            {"mode": "weak", "grow": "model", "worlds": (2, 3)},
-            ["model.layers = 3", "of 2"],
-        ),
-        ([], {"mode": "strategies"}, ["mode=strategies", "give one"]),
-        ([], {"worlds": ()}, ["worlds=[1, 2, 4]"]),
-        ([], {"nodes": (1,)}, ["nodes=[1]", "worlds=[1, 2]"]),
+        ("", {"worlds": (1, 3)}, ["train.global_batch = 8", "3 ranks", "batch=6 or 9"]),
+        ("train.steps=41", {"mode": "fixed-data"}, ["train.steps = 41", "train.steps=40 or 42"]),
+        ("train.micro_batch=8", {}, ["parallel.world=2", "train.micro_batch = 8", "write 4"]),
+        ("", {"mode": "stong"}, ["mode=stong", "strong"]),
+        ("", {"worlds": (0, 1)}, ["worlds=[0, 1]"]),
+        ("", {"grow": "model"}, ["mode=weak"]),
+        ("", {"mode": "weak", "grow": "data"}, ["batch or model"]),
+        ("model.layers=3 train.global_batch=6", GROWN, ["model.layers = 3", "of 2"]),
+        ("", {"mode": "strategies"}, ["mode=strategies", "give one"]),
+        ("", {"worlds": ()}, ["worlds=[1, 2, 4]"]),
+        ("", {"nodes": (1,)}, ["nodes=[1]", "worlds=[1, 2]"]),
     ],
 )
 def test_what_cannot_be_measured_is_one_message(tmp_path, settings, options, words):
     with refused(*words):
-        study_of(tmp_path / "study", *settings, **options)
+        study_of(tmp_path / "study", *settings.split(), **options)
     assert not (tmp_path / "study").exists()
 
 
 def test_cells_share_threads_and_log_often_enough(tmp_path):
-    study = study_of(
-        tmp_path / "study",
-        "train.steps=100",
-        worlds=(1, 2, 4),
-        mode="weak",
-        warmup=0,
-        project=(8, 16),
-    )
+    options = {"worlds": (1, 2, 4), "mode": "weak", "warmup": 0, "project": (8, 16)}
+    study = study_of(tmp_path / "study", "train.steps=100", **options)
     assert study.recipe.train.threads == thread_share(4)
     assert study.recipe.telemetry.every == 100 // 20
-    assert (
-        study.scaling == Study.open(study.path).scaling == Scaling("weak", "batch", 0, 1, (8, 16))
-    )
-    assert (
-        study_of(tmp_path / "seldom", "train.steps=8", "telemetry.every=50").recipe.telemetry.every
-        == 1
-    )
+    scaling = Scaling("weak", "batch", 0, 1, (8, 16))
+    assert study.scaling == Study.open(study.path).scaling == scaling
+    seldom = study_of(tmp_path / "seldom", "train.steps=8", "telemetry.every=50")
+    assert seldom.recipe.telemetry.every == 1
     assert study_of(tmp_path / "often", "telemetry.every=2").recipe.telemetry.every == 2
-    assert "4 ranks of 3 threads" in too_few_cores(
-        study_of(tmp_path / "many", "train.threads=3", worlds=(4,))
-    )
+    many = study_of(tmp_path / "many", "train.threads=3", worlds=(4,))
+    assert "4 ranks of 3 threads" in too_few_cores(many)
 
 
 def test_a_study_is_continued_and_grows(tmp_path):
@@ -197,9 +157,8 @@ def test_a_study_is_continued_and_grows(tmp_path):
     again = study_of(path, "train.steps=60", worlds=())
     assert again == first
     grown = study_of(path, "train.steps=60", worlds=(1, 2, 4), repeats=2)
-    assert grown.cells[:2] == [
-        Cell.of(grown.recipe, {**c.assignment, "repeat": 1}, c.directory) for c in first.cells
-    ]
+    for cell, old in zip(grown.cells[:2], first.cells, strict=True):
+        assert cell == Cell.of(grown.recipe, old.assignment | {"repeat": 1}, old.directory)
     assert [c.world for c in grown.cells] == [1, 2, 4, 4, 2, 1]
     assert [c.repeat for c in grown.cells] == [1, 1, 1, 2, 2, 2]
     assert grown.scaling == Scaling("weak", "batch", 2, 2)
@@ -223,9 +182,8 @@ def test_a_study_over_hosts_is_shown_and_not_trained_here(tmp_path):
 
 
 def test_a_probe_has_one_ranks_shapes_and_nothing_to_say(tmp_path):
-    settings = "train.global_batch=16 train.micro_batch=2 parallel.strategy=full_shard"
-    settings += " telemetry.every=3"
-    cell = study_of(tmp_path / "study", *settings.split(), worlds=(4,)).cells[0]
+    settings = ["train.global_batch=16", "train.micro_batch=2", "parallel.strategy=full_shard"]
+    cell = study_of(tmp_path / "study", *settings, worlds=(4,)).cells[0]
     probe = probe_recipe(cell)
     assert probe.batch(1).accumulation == cell.recipe.batch(4).accumulation
     assert probe.batch(1).micro_batch == 2
@@ -235,20 +193,16 @@ def test_a_probe_has_one_ranks_shapes_and_nothing_to_say(tmp_path):
 
 def test_rates_of_several_checks_are_one_file(tmp_path):
     rank = {"host": "a", "node": 0, "tflops": {"float32": 2.0}}
+    other = {"host": "b", "node": 1, "tflops": {"float32": 1.0}}
     rate = {"collective": "all_reduce", "size": 4, "seconds": 1.0, "algbw": 1.0, "busbw": 1.5}
-    rate["ranks"] = {0: 1.5}
-    rates = [rate | {"group": "all ranks"}, rate | {"group": "one host"}]
+    groups = [{"group": name, "ranks": {0: 1.5}} for name in ("all ranks", "one host")]
     store_rates(tmp_path, [rank], [])
-    store_rates(
-        tmp_path, [rank, rank | {"host": "b", "node": 1, "tflops": {"float32": 1.0}}], rates
-    )
+    store_rates(tmp_path, [rank, other], [rate | group for group in groups])
     machine = read_json(tmp_path / "machine.json")
     assert list(machine) == ["1x1", "2x2"] and machine["1x1"]["collectives"] == []
-    assert machine["2x2"]["matrix_tflops"] == {"float32": 1.0} and machine["2x2"]["hosts"] == [
-        "a",
-        "b",
-    ]
-    assert machine["2x2"]["collectives"] == [{k: v for k, v in rate.items() if k != "ranks"}]
+    both = machine["2x2"]
+    assert (both["matrix_tflops"], both["hosts"]) == ({"float32": 1.0}, ["a", "b"])
+    assert both["collectives"] == [rate]
 
 
 @pytest.mark.parametrize("name", study_presets())
@@ -257,23 +211,17 @@ def test_every_preset_of_studies_is_one(name):
     base, options, _ = load_study(name, verb)
     worlds = options.pop("worlds", [])
     if verb == "scale":
-        asked = {
-            key: value for key, value in options.items() if key not in ("precisions", "preset")
-        }
-        scaling = scaling_of(None, asked, name)
-        assert cells_of(
-            base, assignments(base, scaling, worlds, precisions=options.get("precisions", ()))
-        )
+        precisions, preset = options.pop("precisions", ()), options.pop("preset")
+        scaling = scaling_of(None, options, preset)
+        assert cells_of(base, assignments(base, scaling, worlds, precisions=precisions))
     else:
         assert expand(base, map(parse_axis, options["axes"]))
 
 
 def test_a_preset_of_studies_is_changed_on_the_way():
     recipe, options, _ = load_study("quickstart-scaling", "scale", ["train.steps=7"])
-    assert recipe.train.steps == 7
-    assert recipe.eval.every == 0
-    assert options["worlds"] == [1, 2]
-    assert options["mode"] == "strong"
+    assert (recipe.train.steps, recipe.eval.every) == (7, 0)
+    assert (options["worlds"], options["mode"]) == ([1, 2], "strong")
     assert "repeats" not in options, "what the preset does not set stays as a study has it"
     assert load_study("quickstart", "sweep") == (Recipe.load("quickstart"), {}, None)
     with refused("quickstart-scaling", "for scale"):
@@ -284,43 +232,34 @@ def test_a_preset_of_studies_is_changed_on_the_way():
         Recipe.load("quickstart-scaling")
 
 
-def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, monkeypatch):
+def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
-    words = "scale quickstart --nodes 1,2 --scheduler slurm --min-busbw 5 --repeats 2".split()
-    done = windlass(
-        *words, "--gpus-per-node", "2", "--time", "01:00:00", "--dir", "study", "--dry-run"
-    )
-    one, two = done.stdout.split("#!/bin/bash")[1:]
-    for text, script, array, word in (
-        (one, "1-nodes", "0,3", "--nodes=1"),
-        (two, "2-nodes", "1-2", "--nodes=2"),
-    ):
-        assert {f"#SBATCH {word}", "#SBATCH --ntasks-per-node=2", "#SBATCH --time=01:00:00"} <= set(
-            text.splitlines()
-        )
-        assert f"--array={array}" in text or f"--array={array.replace('-', ',')}" in text
-        assert f"jobs/{script}" in text and "--min-busbw 5" in text
+
+    def scripts(*words):
+        output, _ = call(*words, "--scheduler", "slurm", "--dry-run")
+        return output.split("#!/bin/bash")[1:]
+
+    gpus, words = ["--gpus-per-node", "2"], "scale quickstart --nodes 1,2 --min-busbw 5".split()
+    repeated = [*words, *gpus, "--repeats", "2", "--dir", "study"]
+    one, two = scripts(*repeated, "--time", "01:00:00")
+    for text, nodes, arrays in ((one, 1, ["0,3"]), (two, 2, ["1-2", "1,2"])):
+        lines = {f"#SBATCH --{x}" for x in (f"nodes={nodes}", "ntasks-per-node=2", "time=01:00:00")}
+        assert lines <= set(text.splitlines())
+        assert any(f"--array={array}" in text for array in arrays)
+        assert f"jobs/{nodes}-nodes" in text and "--min-busbw 5" in text
         assert f'sweep {tmp_path}/study --only "$task" --launch &' in text
-    assert not (tmp_path / "study").exists()
-    there = create_study(
-        Recipe.load("quickstart"), [2, 4], nodes=[1, 2], path=tmp_path / "study", repeats=2
-    )
+    path = tmp_path / "study"
+    assert not path.exists()
+    there = create_study(Recipe.load("quickstart"), [2, 4], nodes=[1, 2], path=path, repeats=2)
     there.set_status(there.cells[0], "failed", "bad input")
-    words += ["--gpus-per-node", "2", "--dir", "study", "--dry-run"]
-    one, two = windlass(*words).stdout.split("#!/bin/bash")[1:]
+    one, two = scripts(*repeated)
     assert "--array=3" in one and "--retry-failed" not in one
-    one, two = windlass(*words, "--retry-failed").stdout.split("#!/bin/bash")[1:]
+    one, two = scripts(*repeated, "--retry-failed")
     assert "--array=0,3" in one and '--only "$task" --launch --retry-failed &' in one
-    submitted = ["submit", "study", "--gpus-per-node", "2", "--scheduler", "slurm", "--dry-run"]
-    for script in windlass(*submitted).stdout.split("#!/bin/bash")[1:]:
-        assert "jobs/1-nodes" in script or "jobs/2-nodes" in script
-    cpu = "scale quickstart parallel.device=cpu --nodes 1,2 --scheduler slurm --min-busbw 5".split()
-    one, two = windlass(*cpu, "--dry-run").stdout.split("#!/bin/bash")[1:]
+    one, two = scripts("submit", "study", *gpus)
+    assert "jobs/1-nodes" in one and "jobs/2-nodes" in two
+    one, two = scripts(*words, "parallel.device=cpu")
     assert "--min-busbw" not in one and "--min-busbw 5" in two  # one rank has no bandwidth
-    assert "leave --worlds out" in windlass(*cpu, "--worlds", "1,2", code=2).stderr
-    assert (
-        "--gpus-per-node"
-        in windlass(
-            "scale", "quickstart", "--nodes", "2", "--scheduler", "slurm", "--dry-run", code=2
-        ).stderr
-    )
+    assert "leave --worlds out" in call(*words, "--worlds", "1,2", code=2)[1]
+    slurm = ["--scheduler", "slurm", "--dry-run"]
+    assert "--gpus-per-node" in call("scale", "quickstart", "--nodes", "2", *slurm, code=2)[1]
