@@ -11,45 +11,17 @@ from windlass.estimate.activations import measure_peaks
 from windlass.estimate.memory import layout_of, memory
 from windlass.model.build import read_sizes
 
+WIDE = {"heads": 4, "width": 128, "context": 64}
+MODERN = {"layers": 6, "kv_heads": 2, "activation": "swiglu", "norm": "rmsnorm"}
+MODERN |= {"position": "rope", "qk_norm": True, "attn_bias": False, "ff_bias": False}
 SHAPES = {  # what takes most of the memory: settings, vocabulary, micro-batch
     "logits": ({"layers": 4, "heads": 4, "width": 64, "context": 128}, 1000, 2),
     "weights": ({"layers": 4, "heads": 4, "width": 256, "context": 32}, 100, 1),
-    "activations": (
-        {
-            "layers": 10,
-            "heads": 4,
-            "width": 128,
-            "context": 64,
-            "tie_head": False,
-            "activation": "relu2",
-        },
-        50,
-        4,
-    ),
-    "modern": (
-        {
-            "layers": 6,
-            "heads": 4,
-            "kv_heads": 2,
-            "width": 128,
-            "context": 64,
-            "activation": "swiglu",
-            "norm": "rmsnorm",
-            "position": "rope",
-            "qk_norm": True,
-            "attn_bias": False,
-            "ff_bias": False,
-        },
-        300,
-        2,
-    ),
+    "activations": (WIDE | {"layers": 10, "tie_head": False, "activation": "relu2"}, 50, 4),
+    "modern": (WIDE | MODERN, 300, 2),
 }
-
-TABLES = (
-    {"layers": 3, "heads": 4, "width": 128, "context": 32, "tie_head": False},
-    3000,
-    1,
-)  # a large embedding and head
+# a large embedding and head
+TABLES = (WIDE | {"layers": 3, "context": 32, "tie_head": False}, 3000, 1)
 
 
 def compare(shape, world=1, accumulation=1, **overrides):
@@ -57,9 +29,8 @@ def compare(shape, world=1, accumulation=1, **overrides):
     model = {f"model__{key}": value for key, value in settings.items()}
     batch = {"train__micro_batch": micro, "train__global_batch": micro * world * accumulation}
     r = recipe(**model, **batch, **overrides)
-    rest, peak = max(
-        run_ranks(measured, world, r, vocab, micro, accumulation), key=lambda rank: rank[1]
-    )
+    ranks = run_ranks(measured, world, r, vocab, micro, accumulation)
+    rest, peak = max(ranks, key=lambda rank: rank[1])
     return memory(r.model, vocab, layout_of(r, world), r.optim.kind), rest, peak
 
 
@@ -91,41 +62,25 @@ def test_one_rank(shape, settings):
     assert predicted.total == pytest.approx(peak, rel=0.02), predicted
 
 
+TWICE, REDUCE_EACH = {"accumulation": 2}, "parallel__reduce_each_micro_batch"
 SEVERAL_RANKS = [
-    *(
-        {"parallel__strategy": strategy}
-        for strategy in ("ddp", "shard_optim", "full_shard", "shard_grad_op")
-    ),
-    slow({"parallel__strategy": "shard_optim", "accumulation": 2}),
-    slow({"parallel__strategy": "shard_optim", "optim__kind": "muon"}),
-    slow({"parallel__strategy": "ddp", "accumulation": 2}),
-    slow({"parallel__strategy": "full_shard", "accumulation": 2}),
-    slow(
-        {
-            "parallel__strategy": "full_shard",
-            "accumulation": 2,
-            "parallel__reduce_each_micro_batch": False,
-        }
-    ),
-    slow(
-        {
-            "parallel__strategy": "shard_grad_op",
-            "accumulation": 2,
-            "parallel__reduce_each_micro_batch": True,
-        }
-    ),
-    slow({"parallel__strategy": "full_shard", "parallel__activation_checkpointing": "full"}),
-    slow({"parallel__strategy": "shard_grad_op", "accumulation": 2}),
+    *((name, {}) for name in ("ddp", "shard_optim", "full_shard", "shard_grad_op")),
+    *(slow((name, TWICE)) for name in ("ddp", "shard_optim", "full_shard", "shard_grad_op")),
+    slow(("shard_optim", {"optim__kind": "muon"})),
+    slow(("full_shard", TWICE | {REDUCE_EACH: False})),
+    slow(("shard_grad_op", TWICE | {REDUCE_EACH: True})),
+    slow(("full_shard", {"parallel__activation_checkpointing": "full"})),
 ]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("shape", slow_but("weights"))
 @pytest.mark.parametrize(
-    "settings", SEVERAL_RANKS, ids=lambda s: "-".join(str(v) for v in s.values())
+    "case", SEVERAL_RANKS, ids=lambda c: "-".join([c[0], *map(str, c[1].values())])
 )
-def test_two_ranks(shape, settings):
-    predicted, _, peak = compare(shape, world=2, **settings)
+def test_two_ranks(shape, case):
+    strategy, settings = case
+    predicted, _, peak = compare(shape, world=2, parallel__strategy=strategy, **settings)
     assert predicted.total == pytest.approx(peak, rel=0.04), predicted
 
 
@@ -155,13 +110,10 @@ def test_the_states_of_a_model_of_transformers(lora, tmp_path):
     r = recipe(model__kind="hf", model__name=str(tmp_path), model__context=128, **batch)
     (rest, peak), *_ = run_ranks(measured, 1, r, 2000, 2, 1)
     sizes = read_sizes(r)
-    predicted = memory(sizes, sizes.vocab, layout_of(r, 1), r.optim.kind)
+    layout = layout_of(r, 1)
+    predicted = memory(sizes, sizes.vocab, layout, r.optim.kind)
     assert predicted.parameters + predicted.optimizer == pytest.approx(rest, rel=0.01)
     assert predicted.total < peak
-    whole = memory(
-        replace(sizes, peaks=measure_peaks(r, 2000, "fp32", 2)),
-        sizes.vocab,
-        layout_of(r, 1),
-        r.optim.kind,
-    )
+    sizes = replace(sizes, peaks=measure_peaks(r, 2000, "fp32", 2))
+    whole = memory(sizes, sizes.vocab, layout, r.optim.kind)
     assert whole.total == pytest.approx(peak, rel=0.04), whole

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from helpers import write_ledger
-from windlass.cli import main
 from windlass.estimate.optimum import resolve_steps
 from windlass.recipe import Recipe
 from windlass.study.progress import Progress, cells_table
@@ -18,9 +17,8 @@ from windlass.study.study import Study
 
 @pytest.fixture
 def study(tmp_path):
-    return Study.create(
-        Recipe.load("quickstart"), ["optim.lr=1e-2,1e-3", "run.seed=1,2"], tmp_path / "study"
-    )
+    axes = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]
+    return Study.create(Recipe.load("quickstart"), axes, tmp_path / "study")
 
 
 def finish(study, number, loss):
@@ -37,9 +35,8 @@ def finish(study, number, loss):
 
 def drawn(study, width=110):
     out = io.StringIO()
-    Console(file=out, width=width, highlight=False).print(
-        cells_table(study, study.results(), width)
-    )
+    table = cells_table(study, study.results(), width)
+    Console(file=out, width=width, highlight=False).print(table)
     return out.getvalue()
 
 
@@ -51,10 +48,8 @@ def test_the_table(study):
 
 def test_a_cell_that_trains_shows_its_step_and_time_left(study):
     run = study.run_of(study.cells[0])
-    lines = (
-        {"kind": "train", "step": step, "loss": 2.0, "tokens": step, "step_ms": 9.0}
-        for step in (100, 200, 300)
-    )
+    line = {"kind": "train", "loss": 2.0, "step_ms": 9.0}
+    lines = (line | {"step": step, "tokens": step} for step in (100, 200, 300))
     # a second between two lines
     write_ledger(run, {"kind": "event", "event": "started", "steps": 400}, *lines)
     run.heartbeat_path.touch()
@@ -100,24 +95,17 @@ def test_the_steps_of_cells_that_have_not_begun(study, tmp_path):
     assert Study.create(unknown, ["run.seed=1,2"], tmp_path / "unknown").results()[0].steps is None
 
 
-def test_the_end_names_the_command_that_trains_the_winner_in_full(tmp_path, capsys):
+def test_the_end_names_the_command_that_trains_the_winner_in_full(tmp_path, call):
     axes, folder = ["optim.lr=1e-2,1e-3", "optim.betas=[0.9,0.95],[0.9,0.99]"], tmp_path / "study"
     study = Study.create(Recipe.load("quickstart", ["train.steps=10"]), axes, folder)
     for number in range(4):
         finish(study, number, 3.0 - number / 10)
-    options = ["--set", "train.steps=10", "--dir", str(folder), "--world", "2"]
-    call = ["sweep", "quickstart", *axes, *options]
-    out, _ = output_of(capsys, *call)
+    options = ["--set", "train.steps=10", "--dir", folder, "--world", "2"]
+    words = ["sweep", "quickstart", *axes, *options]
+    out, _ = call(*words)
     assert "\nbest: " in out
     assert "  windlass train quickstart optim.lr=0.001 'optim.betas=[0.9, 0.99]' --world 2\n" in out
     assert f"this is the preset's full length, {Recipe.load('quickstart').train.steps}" in out
-    out, errors = output_of(capsys, *call, "--json")
+    out, errors = call(*words, "--json")
     assert [row["best_loss"] for row in json.loads(out)] == [3.0, 2.9, 2.8, 2.7]
     assert "windlass train quickstart" in errors
-
-
-def output_of(capsys, *call):
-    with pytest.raises(SystemExit) as ended:
-        main(list(call))
-    assert not ended.value.code
-    return capsys.readouterr()

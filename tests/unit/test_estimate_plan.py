@@ -10,7 +10,6 @@ from estimate_fixtures import write_run
 
 import hf_fixtures
 from helpers import write_corpus
-from windlass.cli import main
 from windlass.data.prepare import prepare
 from windlass.errors import UserError
 from windlass.estimate import activations
@@ -82,9 +81,8 @@ def test_a_driver_s_name_is_in_the_table(name, gib, tflops):
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_plan_of_every_preset(name, world):
     recipe = Recipe.load(name)
-    subject = Subject(
-        recipe, world, find_device("A100-80GB"), "bf16", 65, 10_000, recipe.model.context
-    )
+    device, context = find_device("A100-80GB"), recipe.model.context
+    subject = Subject(recipe, world, device, "bf16", 65, 10_000, context)
     result = assemble(subject, Speed(1e5, world, "measured", "", {"evaluation": 3.0}))
     assert json.loads(json.dumps(result.as_dict()))["speed"]["basis"] == "measured"
     assert result.milestones[-1].what == "end"
@@ -96,16 +94,14 @@ def test_a_plan_of_every_preset(name, world):
         assert result.recommended and sum(row.chosen for row in result.memory) == 1
     else:
         assert result.size.checkpoint_bytes is result.flops is None
-        assert not result.memory
-        assert "size" in result.unknown
+        assert not result.memory and "size" in result.unknown
 
 
 def test_what_is_not_known_is_none_and_has_a_reason():
     text = write_corpus(Path("mine.txt"), 200)
     own = ["data.source=mine.txt", "data.sha256=''", "train.steps=100"]
     chars = plan("shakespeare-char-cpu", own, device="A100-80GB")  # a tokenizer of characters
-    assert chars.size.parameters is None
-    assert chars.size.vocab is None
+    assert chars.size.parameters is chars.size.vocab is None
     assert chars.size.non_embedding == 787_584
     assert chars.flops is chars.size.checkpoint_bytes is chars.speed is None and not chars.memory
     assert chars.steps == 100 and chars.milestones[-1].first == 100
@@ -113,8 +109,7 @@ def test_what_is_not_known_is_none_and_has_a_reason():
     epochs = plan("quickstart", [f"data.source={text}", "train.steps=3 epochs"], device="A100-80GB")
     assert epochs.size.parameters == 820_480 and epochs.memory and epochs.checkpoints is None
     assert epochs.steps is epochs.seconds is None
-    assert epochs.milestones == []
-    assert epochs.seconds_per_step > 0
+    assert epochs.milestones == [] and epochs.seconds_per_step > 0
     assert "prepare them first" in epochs.unknown["steps"]
 
 
@@ -128,13 +123,9 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     assert result.steps == result.optimal_steps == 20 * n // (4 * 64)
     assert (result.size.flops_per_token, result.size.checkpoint_bytes) == (6 * n, 12 * n)
     memory = [row.memory for row in result.memory]
-    assert [m.parameters + m.gradients + m.optimizer for m in memory] == [
-        20 * n,
-        12 * n,
-        16 * n,
-        8 * n,
-    ]
-    assert all(m.activations > 0 and row.fits for m, row in zip(memory, result.memory, strict=True))
+    states = [m.parameters + m.gradients + m.optimizer for m in memory]
+    assert states == [20 * n, 12 * n, 16 * n, 8 * n]
+    assert all(row.memory.activations > 0 and row.fits for row in result.memory)
     assert result.recommended["parallel.strategy"] == "ddp"
     assert result.recommended["train.micro_batch"] == 1
     assert result.speed.tokens_per_s == pytest.approx(2 * 0.4 * 312e12 / (6 * n))
@@ -149,37 +140,15 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     own[0] = "model.name=nobody/nothing"
     assert "steps" in plan("bloom-560m-squad", own, device="A100-40GB").unknown
     result = plan("bloom-560m-squad", [own[0], "train.steps=10"], device="A100-40GB")
-    assert result.milestones
-    assert result.size.parameters is None
+    assert result.milestones and result.size.parameters is None
     assert "nobody/nothing" in result.unknown["size"]
 
 
-CHAT = {
-    "messages": [
-        {"role": "user", "content": "what is it?"},
-        {"role": "assistant", "content": "it is so, always"},
-    ]
-}
-SQUAD = {
-    "data": [
-        {
-            "title": "t",
-            "paragraphs": [
-                {
-                    "context": "Ada wrote it in 1843.",
-                    "qas": [
-                        {
-                            "id": str(i),
-                            "question": "Who wrote it?",
-                            "answers": [{"text": "Ada", "answer_start": 0}],
-                        }
-                        for i in range(12)
-                    ],
-                }
-            ],
-        }
-    ]
-}
+SAID = {"user": "what is it?", "assistant": "it is so, always"}
+CHAT = {"messages": [{"role": role, "content": text} for role, text in SAID.items()]}
+ASKED = {"question": "Who wrote it?", "answers": [{"text": "Ada", "answer_start": 0}]}
+TOLD = {"context": "Ada wrote it in 1843.", "qas": [{"id": str(i)} | ASKED for i in range(12)]}
+SQUAD = {"data": [{"title": "t", "paragraphs": [TOLD]}]}
 
 
 @pytest.mark.parametrize("kind", ["text", "chat", "squad"])
@@ -201,11 +170,8 @@ def test_after_preparing_everything_is_known(tmp_path, kind):
 
 
 def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
-    recipe = Recipe.load(
-        "quickstart",
-        ["train.steps=300", "train.global_batch=8", "eval.every=30", "eval.at_end=all"],
-    )
-    horizon = Horizon(300, 4000, 8)
+    settings = ["train.steps=300", "train.global_batch=8", "eval.every=30", "eval.at_end=all"]
+    recipe, horizon = Recipe.load("quickstart", settings), Horizon(300, 4000, 8)
     bounded = evaluations(recipe.replace("eval.batches=16"), horizon, 1000)
     assert (bounded.number, bounded.batches, bounded.last) == (11, 16, 125)
     work = (10 * 16 + 125) / 3
@@ -214,17 +180,13 @@ def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
     assert (whole.batches, whole.last) == (125, 125)
     assert whole.share == pytest.approx(11 * 125 / 3 / (11 * 125 / 3 + 300))
     assert "eval.batches" in whole.warning
-    train = evaluations(recipe.replace("eval.batches=16", "eval.train_batches=20"), horizon, 1000)
+    both = recipe.replace("eval.batches=16", "eval.train_batches=20")
+    train = evaluations(both, horizon, 1000)
     work += 11 * 20 / 3
     assert train.share == pytest.approx(work / (work + 300))
     assert "the last one 125, and 20 of training data" in str(train)
-    end = max(
-        m.size
-        for m in milestones(
-            recipe.replace("eval.batches=16", "eval.train_batches=20"), horizon, 1000
-        )
-    )
-    assert end == (1000 + 160) / (128 + 160), "how many times as long the last evaluation is"
+    # how many times as long the last evaluation is
+    assert max(m.size for m in milestones(both, horizon, 1000)) == (1000 + 160) / (128 + 160)
     few = evaluations(recipe.replace("eval.batches=1", "eval.every=0.5"), horizon, 8)
     assert few.warning == "" and "3 evaluations x 1 batches: 0.33 % of" in str(few)
     assert evaluations(recipe.replace("eval.every=0"), horizon, 1000) is None
@@ -237,10 +199,8 @@ def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
 )
 def test_all_validation_data_is_measured_at_end_if_that_is_tenth_of_work(at_end, steps, last):
     """125 batches are 42 training steps."""
-    recipe = Recipe.load(
-        "quickstart", ["train.global_batch=8", "eval.batches=16", f"eval.at_end={at_end}"]
-    )
-    horizon = Horizon(steps, 4000, 8)
+    settings = ["train.global_batch=8", "eval.batches=16", f"eval.at_end={at_end}"]
+    recipe, horizon = Recipe.load("quickstart", settings), Horizon(steps, 4000, 8)
     assert evaluations(recipe, horizon, 1000).last == last
     assert measures_all(recipe, horizon, 1000) == (last == 125)
     assert max(m.size for m in milestones(recipe, horizon, 1000)) == last / 16
@@ -248,46 +208,35 @@ def test_all_validation_data_is_measured_at_end_if_that_is_tenth_of_work(at_end,
 
 def test_a_live_run_says_what_is_left(tmp_path):
     result = plan(write_run(tmp_path / "runs" / "live", until=40).path)
-    assert result.done == 40
-    assert result.steps == 100
-    assert result.device.kind == "cpu"
-    assert result.size.vocab == 257
+    assert (result.done, result.steps) == (40, 100)
+    assert (result.device.kind, result.size.vocab) == ("cpu", 257)
     assert result.seconds == pytest.approx(6.0 + 3 * 2.0), "evaluations at 50, 75, 100"
     assert result.speed.basis == "measured"
     first = {m.what: m for m in result.milestones}["evaluation"]
     assert (first.first, first.first_seconds) == (50, pytest.approx(1.0 + 2.0))
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*arguments):
-        with pytest.raises(SystemExit) as end:
-            main(["plan", *arguments])
-        return end.value.code, *capsys.readouterr()
-
-    return call
-
-
-def test_an_unknown_device_and_runs_by_their_paths(run, tmp_path):
-    code, _, error = run("c4-30m", "--device", "Cerebras")
-    assert code == 2 and all(word in error for word in ("Cerebras", "--memory GB", "A100-80GB"))
-    result = json.loads(run("c4-30m", "--device", "Cerebras", "--memory", "40", "--json")[1])
+def test_an_unknown_device_and_runs_by_their_paths(call, tmp_path):
+    unknown = ["plan", "c4-30m", "--device", "Cerebras"]
+    _, error = call(*unknown, code=2)
+    assert all(word in error for word in ("Cerebras", "--memory GB", "A100-80GB"))
+    result = json.loads(call(*unknown, "--memory", "40", "--json")[0])
     assert result["speed"] is None and result["recommended"] and result["steps"] == 4576
     write_run(tmp_path / "done")
     write_run(tmp_path / "live", world=2, step_s=0.0625, until=40)
-    speed = json.loads(
-        run("quickstart", "--from", "done", "--from", "live", "--world", "4", "--json")[1]
-    )["speed"]
+    past = "plan quickstart --from done --from live --world 4 --json".split()
+    speed = json.loads(call(*past)[0])["speed"]
     assert speed["basis"] == "at best" and speed["tokens_per_s"] == pytest.approx(20_480 * 1.6 * 2)
-    assert "step 40 of 100" in run("live")[1] and "Milestones" not in run("done")[1]
+    assert "step 40 of 100" in call("plan", "live")[0]
+    assert "Milestones" not in call("plan", "done")[0]
 
 
-def test_bad_input_is_one_message(run):
+def test_bad_input_is_one_message(call):
     for arguments, word in (
         ("c4-30m --device A100", "A100-80GB"),
         ("c4-30m --world 3", "train.global_batch"),
         ("quickstart --from nowhere", "nowhere"),
         ("--device cpu", "RECIPE"),
     ):
-        code, _, error = run(*arguments.split())
-        assert code == 2 and word in error and "Traceback" not in error
+        _, error = call("plan", *arguments.split(), code=2)
+        assert word in error and "Traceback" not in error

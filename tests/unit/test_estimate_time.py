@@ -58,26 +58,15 @@ def test_milestones_by_hand():
 
 
 def test_a_schedule_that_is_shorter_or_longer_than_the_run():
-    schedule = {
-        "optim.schedule.kind": "wsd",
-        "optim.schedule.warmup": 0.1,
-        "optim.schedule.decay": 0.5,
-    }
-    turns = {}
-    for steps in (50, 300):
-        events = milestones(
-            recipe(**schedule, **{"optim.schedule.steps": steps}), Horizon(100, 0, 4)
-        )
-        turns[steps] = [
-            (m.step, m.what) for m in events if m.what not in ("evaluation", "checkpoint")
-        ]
-    assert turns[50] == [
-        (5, "warm-up ends"),
-        (25, "decay starts"),
-        (50, "schedule ends"),
-        (100, "end"),
-    ]
-    assert turns[300] == [(30, "warm-up ends"), (100, "end")]
+    def turns(steps):
+        schedule = {"kind": "wsd", "warmup": 0.1, "decay": 0.5, "steps": steps}
+        r = recipe(**{f"optim.schedule.{key}": value for key, value in schedule.items()})
+        events = milestones(r, Horizon(100, 0, 4))
+        return {m.what: m.step for m in events if m.what not in ("evaluation", "checkpoint")}
+
+    short = {"warm-up ends": 5, "decay starts": 25, "schedule ends": 50, "end": 100}
+    assert turns(50) == short
+    assert turns(300) == {"warm-up ends": 30, "end": 100}
 
 
 def test_what_is_left_and_when_and_the_checkpoints_to_come():
@@ -117,17 +106,15 @@ def evaluation(step, seconds, **more):
 
 def test_a_measured_speed_leaves_out_the_start_outliers_and_earlier_starts():
     steady = [train(30 + 10 * i, 100) for i in range(18)]
-    speed = measured_speed(
-        [START, train(10, 9000), train(20, 500), *steady, train(210, 800), train(220, 20)], "x"
-    )
+    outliers = train(210, 800), train(220, 20)
+    speed = measured_speed([START, train(10, 9000), train(20, 500), *steady, *outliers], "x")
     assert speed.tokens_per_s == pytest.approx(10_000)
     assert (speed.world, speed.basis) == (2, "measured")
     assert "2 x some GPU, steps 30 to 220" in speed.detail
     assert measured_speed([START], "x") is None
-    resumed = {"kind": "event", "event": "resumed", "step": 20, "attempt": 1, "world": 4}
+    resumed = START | {"event": "resumed", "step": 20, "attempt": 1, "world": 4}
     later = (train(s, 50, 1) for s in (30, 40, 50, 60, 70))
-    steps = [train(10, 100), train(20, 100), resumed, *later]
-    speed = measured_speed([START, *steps], "x")
+    speed = measured_speed([START, train(10, 100), train(20, 100), resumed, *later], "x")
     assert speed.world == 4 and speed.tokens_per_s == pytest.approx(20_000)
 
 
@@ -164,20 +151,17 @@ def test_a_speed_is_of_its_own_device_and_model(tmp_path, monkeypatch):
 
 def test_assumed_speed():
     """GPT-2 124M, 855 MFLOP a token, on 8 A100 at 40 % of 312 TFLOP/s; padding is computed too."""
-    full = Subject(
-        Recipe.load("gpt2-124m"), 8, find_device("A100-80GB"), "bf16", 50257, 1000, 1024.0
-    )
+    r, device = Recipe.load("gpt2-124m"), find_device("A100-80GB")
+    full = Subject(r, 8, device, "bf16", 50257, 1000, 1024.0)
     one = assumed_speed(full, 0.4)
     assert one.tokens_per_s == pytest.approx(8 * 0.4 * 312e12 / 855.4e6, rel=1e-3)
     assert one.basis == "assumed"
     other = assumed_speed(replace(full, tokens_per_sample=256.0), 0.4)
     assert other.tokens_per_s == pytest.approx(one.tokens_per_s / 4)
     assert assumed_speed(replace(full, device=find_device("cpu")), 0.4) is None
-    speeds = []
-    for tf32 in (True, False):  # 156 and 19.5 TFLOP/s
-        own = Recipe.load("gpt2-124m", {"train.precision": "fp32", "train.tf32": tf32})
-        speeds.append(assumed_speed(replace(full, recipe=own, precision="fp32"), 0.4).tokens_per_s)
-    assert speeds[0] == pytest.approx(8 * speeds[1])
+    on, off = (replace(full, recipe=r.replace({"train.tf32": tf32})) for tf32 in (True, False))
+    on, off = (assumed_speed(replace(one, precision="fp32"), 0.4) for one in (on, off))
+    assert on.tokens_per_s == pytest.approx(8 * off.tokens_per_s)  # 156 and 19.5 TFLOP/s
 
 
 @pytest.mark.parametrize("first_eval", [{}, {"tokens": 20_480 * 6}])
@@ -207,12 +191,9 @@ def interrupted(run, killed_at=61, resumed_at=50):
 def test_of_an_interrupted_run_pauses_and_repeated_steps_are_left_out(tmp_path):
     whole = predicted_and_actual(write_run(tmp_path / "whole"))
     again = predicted_and_actual(interrupted(write_run(tmp_path / "cut")))
-    assert (
-        again.actual_seconds == pytest.approx(whole.actual_seconds) == pytest.approx(1 + 10 + 5 * 2)
-    )
+    assert [again.actual_seconds, whole.actual_seconds] == pytest.approx([1 + 10 + 5 * 2] * 2)
     assert again.predicted_seconds == pytest.approx(whole.predicted_seconds)
-    early = predicted_and_actual(
-        interrupted(write_run(tmp_path / "early"), killed_at=4, resumed_at=2)
-    )
+    cut = interrupted(write_run(tmp_path / "early"), killed_at=4, resumed_at=2)
+    early = predicted_and_actual(cut)
     assert early.predicted_at_step == 6
     assert early.predicted_seconds == pytest.approx(early.actual_seconds, rel=0.02)
