@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -27,26 +28,6 @@ NANOGPT = {
 }
 
 
-def test_a_finished_run_stays_finished_where_its_report_fails(tmp_path: Path, corpus: Path) -> None:
-    (tmp_path / "broken" / "jinja2").mkdir(parents=True)
-    (tmp_path / "broken" / "jinja2" / "__init__.py").write_text(
-        "raise RuntimeError('no fonts here')"
-    )
-    path = os.pathsep.join(
-        [str(tmp_path / "broken"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    settings = {
-        **TINY,
-        "train.steps": 2,
-        "data.source": str(corpus),
-        "data.dir": str(tmp_path / "data"),
-    }
-    call = ["train", "quickstart", *overrides(settings), f"run.dir={tmp_path / 'run'}"]
-    done = windlass(*call, env={"PYTHONPATH": path})
-    assert "no report: RuntimeError: no fonts here" in done.stderr
-    assert "windlass report" in done.stderr
-
-
 def test_the_command_line_leaves_what_the_user_wrote(tmp_path: Path) -> None:
     """`path=` is also the name of an argument; and a command in a message can be pasted, whatever
     the file's name.
@@ -64,9 +45,8 @@ def test_numbers_that_are_not_finite_are_valid_json(tmp_path, capsys, monkeypatc
     scores = {"loss": {"loss": math.nan, "perplexity": math.inf, "items": 3}}
     result = write(Evaluation("a-model", 7, scores, {"loss": {}}), tmp_path)
     monkeypatch.setattr("windlass.evaluate", lambda *_: result)
-    monkeypatch.setattr(
-        "windlass.evaluation.source.find_source", lambda *_: SimpleNamespace(title="a model")
-    )
+    source = SimpleNamespace(title="a model")
+    monkeypatch.setattr("windlass.evaluation.source.find_source", lambda *_: source)
     with pytest.raises(SystemExit, match="0"):
         main(["eval", "a-model", "--json"])
 
@@ -87,10 +67,8 @@ def test_numbers_that_are_not_finite_are_valid_json(tmp_path, capsys, monkeypatc
     ],
 )
 def test_verify_says_proved_only_of_what_was_tried(passed, code, last, monkeypatch, capsys):
-    proofs = [
-        verification.Proof(name, "a claim", one, "so")
-        for name, one in zip(("resume", "export"), passed, strict=True)
-    ]
+    names = zip(("resume", "export"), passed, strict=True)
+    proofs = [verification.Proof(name, "a claim", one, "so") for name, one in names]
     monkeypatch.setattr(verification, "verify", lambda *_: proofs)
     assert train_verbs.verify(overrides=[], world=0, kills=1, json_=False, keep="") == code
     assert capsys.readouterr().out.splitlines()[-1] == last
@@ -106,24 +84,16 @@ def test_the_help_fits_80_columns_with_a_whole_sentence_for_each_verb() -> None:
 
 def piped(command: str) -> tuple[str, list[str]]:
     """What the last command of a pipe prints, and the exit codes of all."""
-    words = [
-        "bash",
-        "-c",
-        f'windlass() {{ {sys.executable} -m windlass "$@"; }}; {command}; echo ${{PIPESTATUS[@]}}',
-    ]
+    verb = f'windlass() {{ {sys.executable} -m windlass "$@"; }}'
+    words = ["bash", "-c", f"{verb}; {command}; echo ${{PIPESTATUS[@]}}"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     return done.stdout, done.stdout.splitlines()[-1].split()
 
 
 def test_a_training_goes_on_where_its_reader_ends(tmp_path: Path, corpus: Path) -> None:
-    settings = {
-        **TINY,
-        "train.steps": 2,
-        "data.source": str(corpus),
-        "data.dir": str(tmp_path / "data"),
-    }
-    words = " ".join([*overrides(settings), f"run.dir={tmp_path / 'run'}"])
+    paths = [f"data.source={corpus}", f"data.dir={tmp_path}/data", f"run.dir={tmp_path}/run"]
+    words = " ".join([*overrides(TINY | {"train.steps": 2}), *paths])
     shown, codes = piped(f"windlass train quickstart {words} 2>&1 | head -n 1")
     assert codes == ["0", "0"] and len(shown.splitlines()) == 2
     report = tmp_path / "run" / "report"
@@ -136,39 +106,46 @@ def test_a_training_goes_on_where_its_reader_ends(tmp_path: Path, corpus: Path) 
     again = f"windlass train {tmp_path / 'run'}"
     assert piped(f"{again} >&-")[1] == ["0"]
     shown, codes = piped(f"PYTHONIOENCODING=ascii TERM=dumb NO_COLOR=1 {again}")
-    assert codes == ["0"]
-    assert shown.isascii()
-    assert "+-----" in shown
+    assert codes == ["0"] and shown.isascii() and "+-----" in shown
     assert f"sample: windlass sample {tmp_path / 'run'}" in shown
+    # a finished run stays finished where its report fails
+    (tmp_path / "broken" / "jinja2").mkdir(parents=True)
+    fault = "raise RuntimeError('no fonts here')"
+    (tmp_path / "broken" / "jinja2" / "__init__.py").write_text(fault)
+    path = os.pathsep.join([str(tmp_path / "broken"), os.environ.get("PYTHONPATH", "")])
+    error = windlass("train", tmp_path / "run", env={"PYTHONPATH": path}).stderr
+    assert "no report: RuntimeError: no fonts here" in error and "windlass report" in error
+
+
+LIGHT = """
+import sys
+from windlass.cli import main
+try:
+    main()
+except SystemExit:
+    print({'torch', 'numpy'} & {*sys.modules})
+"""
+
+
+def lines_of(*words: str, **options: Any) -> list[str]:
+    """What a verb prints that must not import heavy modules."""
+    process = [sys.executable, "-c", LIGHT, *words]
+    done = subprocess.run(process, capture_output=True, text=True, timeout=60, **options)
+    *lines, imported = done.stdout.splitlines()
+    assert imported == "set()", done.stderr
+    return lines
 
 
 def test_help_and_version_import_no_torch() -> None:
-    code = "import sys; from windlass.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\nprint({'torch', 'numpy'} & {*sys.modules})"
     for call in (["--help"], ["recipe", "quickstart"], ["recipe", "--list"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *call], capture_output=True, text=True, timeout=60
-        )
-        assert done.stdout.splitlines()[-1] == "set()"
+        assert lines_of(*call)
 
 
 def complete(*words: str, cwd: Path, shell: str = "bash") -> list[str]:
-    """What the shell offers for the last of the words, in a process that prints the heavy modules
-    it imported.
-    """
-    code = "import sys; from windlass.cli import main\ntry: main()\nexcept SystemExit: print({'torch', 'numpy'} & {*sys.modules})"
-    env = {
-        "_WINDLASS_COMPLETE": f"complete_{shell}",
-        "COMP_WORDS": " ".join(words),
-        "COMP_CWORD": str(len(words) - 1),
-    }
-    env |= {"_TYPER_COMPLETE_ARGS": " ".join(words)}
-    process = [sys.executable, "-c", code]
-    done = subprocess.run(
-        process, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60
-    )
-    *offers, imported = done.stdout.splitlines()
-    assert imported == "set()", done.stderr
-    return offers
+    """What the shell offers for the last of the words."""
+    env = {"_WINDLASS_COMPLETE": f"complete_{shell}", "COMP_WORDS": " ".join(words)}
+    env |= {"COMP_CWORD": str(len(words) - 1), "_TYPER_COMPLETE_ARGS": " ".join(words)}
+    return lines_of(cwd=cwd, env=os.environ | env)
 
 
 def test_a_shell_completes_verbs_recipes_settings_and_runs(tmp_path: Path) -> None:
@@ -178,31 +155,21 @@ def test_a_shell_completes_verbs_recipes_settings_and_runs(tmp_path: Path) -> No
     (tmp_path / "quick.toml").touch()
     assert complete("windlass", "pl", cwd=tmp_path) == ["plan"]
     assert complete("windlass", "train", "qui", cwd=tmp_path) == ["quickstart", "quick.toml"]
-    assert complete("windlass", "train", "quickstart", "optim.l", cwd=tmp_path) == [
-        "optim.lr=",
-        "optim.lr=0.003",
-    ]
+    offers = complete("windlass", "train", "quickstart", "optim.l", cwd=tmp_path)
+    assert offers == ["optim.lr=", "optim.lr=0.003"]
     # bash takes the key, the = and the value for three words, zsh for one
     assert complete("windlass", "train", "quickstart", "optim.lr", "=", cwd=tmp_path) == ["0.003"]
     zsh = complete("windlass", "train", "quickstart", "model.norm=", cwd=tmp_path, shell="zsh")
-    assert [word in " ".join(zsh) for word in ("model.norm=rmsnorm", "model.norm=layernorm")] == [
-        True,
-        True,
-    ]
+    assert all(f"model.norm={norm}" in " ".join(zsh) for norm in ("rmsnorm", "layernorm"))
     assert complete("windlass", "report", "runs/", cwd=tmp_path) == ["runs/one", "runs/two"]
     assert complete("windlass", "sample", "else", cwd=tmp_path) == ["elsewhere/three"]
 
 
 def test_completion_is_installed_under_the_commands_own_name(tmp_path: Path) -> None:
-    windlass(
-        "--install-completion",
-        "bash",
-        env={"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
-    )
-    assert (
-        "-F _windlass_completion windlass"
-        in (tmp_path / ".bash_completions" / "windlass.sh").read_text()
-    )
+    env = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    windlass("--install-completion", "bash", env=env)
+    script = (tmp_path / ".bash_completions" / "windlass.sh").read_text()
+    assert "-F _windlass_completion windlass" in script
 
 
 def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path, corpus):
@@ -212,12 +179,8 @@ def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path, corpu
     assert len(keys) <= 16 and all(" # " in line for line in keys)
     recipe = Recipe.load(tmp_path / "mine.toml")
     assert (recipe.data.source, recipe.model.vocab, recipe.name[:5]) == (str(corpus), 0, "mine-")
-    train(
-        Recipe.load(
-            tmp_path / "mine.toml",
-            overrides(TINY | {"run.dir": str(tmp_path / "run"), "train.steps": 1}),
-        )
-    )
+    small = TINY | {"run.dir": str(tmp_path / "run"), "train.steps": 1}
+    train(Recipe.load(tmp_path / "mine.toml", overrides(small)))
     again = windlass("init", "mine.toml", code=2, cwd=tmp_path)
     assert "mine.toml" in again.stderr and (tmp_path / "mine.toml").read_text() == text
     assert recipe.eval.prompt == "" and Recipe.load("quickstart").eval.prompt == "def "
@@ -226,8 +189,7 @@ def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path, corpu
     (tmp_path / "talk.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     windlass("init", "tune.toml", "--model", "org/name", "--data", "talk.jsonl", cwd=tmp_path)
     tuned = Recipe.load(tmp_path / "tune.toml")
-    assert tuned.model.name == "org/name"
-    assert tuned.data.source == "talk.jsonl"
+    assert (tuned.model.name, tuned.data.source) == ("org/name", "talk.jsonl")
     assert tuned.data.format == "chat"
     (tmp_path / "small").mkdir()
     for limits, context in (
@@ -261,40 +223,34 @@ def test_init_takes_a_list_of_sources_and_refuses_a_missing_file(tmp_path: Path)
 
 
 def test_a_presets_prompt_is_for_its_own_texts(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('extends = "quickstart"\n[data]\nsource = "b.txt"\n')
-    (tmp_path / "said.toml").write_text(
-        'extends = "quickstart"\n[data]\nsource = "b.txt"\n[eval]\nprompt = "It"\n'
-    )
-    assert Recipe.load("quickstart", {"data.source": "b.txt"}).eval.prompt == ""
-    assert (
-        Recipe.load("quickstart", {"data.source": "b.txt", "eval.prompt": "def "}).eval.prompt
-        == "def "
-    )
-    assert Recipe.load(tmp_path / "mine.toml").eval.prompt == ""
-    assert Recipe.load(tmp_path / "said.toml", {"data.source": "c.txt"}).eval.prompt == "It"
-    assert (
-        Recipe.load("quickstart", {"data.max_tokens": 5, "data.source": "stdlib"}).eval.prompt
-        == "def "
-    )
+    mine = 'extends = "quickstart"\n[data]\nsource = "b.txt"\n'
+    (tmp_path / "mine.toml").write_text(mine)
+    (tmp_path / "said.toml").write_text(f'{mine}[eval]\nprompt = "It"\n')
+    for source, changes, prompt in (
+        ("quickstart", {"data.source": "b.txt"}, ""),
+        ("quickstart", {"data.source": "b.txt", "eval.prompt": "def "}, "def "),
+        ("quickstart", {"data.max_tokens": 5, "data.source": "stdlib"}, "def "),
+        (tmp_path / "mine.toml", {}, ""),
+        (tmp_path / "said.toml", {"data.source": "c.txt"}, "It"),
+    ):
+        assert Recipe.load(source, changes).eval.prompt == prompt
 
 
 def test_a_directory_that_cannot_be_written_is_one_message(tmp_path: Path, corpus: Path) -> None:
     run = train(tiny_recipe(corpus, tmp_path / "run", train__steps=1, **NANOGPT))
     under = corpus / "below"  # a file is not a directory, even for root
-    with refused(str(under), "another run.dir"):
-        train(run.recipe.replace(f"run.dir={under}"))
-    with refused(str(under), "another data.dir"):
-        prepare(tiny_recipe(corpus, tmp_path / "x").replace(f"data.dir={under}"))
-    with refused(str(under), "another path"):
-        Study.create(run.recipe, ["optim.lr=1,2"], under)
-    with refused(str(under), "another directory"):
-        export(run.path, under)
-    with refused(str(under), "another place as out=DIR"):
-        evaluate(run.path, ["loss"], out=under)
-    with refused(str(under), "another place as out=DIR"):
-        report(run.path, out=str(under))
-    with refused(str(under), "another name"):
-        write_first_recipe(under / "mine.toml")
+    new = tiny_recipe(corpus, tmp_path / "x")
+    for remedy, call in (
+        ("another run.dir", lambda: train(run.recipe.replace(f"run.dir={under}"))),
+        ("another data.dir", lambda: prepare(new.replace(f"data.dir={under}"))),
+        ("another path", lambda: Study.create(run.recipe, ["optim.lr=1,2"], under)),
+        ("another directory", lambda: export(run.path, under)),
+        ("another place as out=DIR", lambda: evaluate(run.path, ["loss"], out=under)),
+        ("another place as out=DIR", lambda: report(run.path, out=str(under))),
+        ("another name", lambda: write_first_recipe(under / "mine.toml")),
+    ):
+        with refused(str(under), remedy):
+            call()
 
 
 def test_an_unknown_device_is_answered_with_the_table(tmp_path: Path) -> None:
@@ -316,14 +272,8 @@ def test_a_setting_written_as_an_option_is_answered_with_its_key() -> None:
 
 
 def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
-    for call in (
-        "train quikstart",
-        "train quickstart optim.lrr=1",
-        "report none",
-        "trian",
-        "recipe --nope",
-        "recipe",
-    ):
+    mistakes = "train quikstart; train quickstart optim.lrr=1; report none; trian; recipe --nope"
+    for call in [*mistakes.split("; "), "recipe"]:
         done = windlass(*call.split(), code=2, cwd=tmp_path)
         assert done.stderr.strip() and "Traceback" not in done.stderr
 

@@ -2,12 +2,13 @@
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 
 import pytest
 
-from helpers import refused, windlass
+from helpers import command, programs, refused, windlass
 from windlass.launch.allocation import (
     Allocation,
     free_port,
@@ -92,9 +93,7 @@ def test_mpiexec(openmpi, options):
     [("mpiexec (OpenRTE) 4.1.4", True), ("HYDRA build details:", False), ("PALS 1.2", False)],
 )
 def test_which_mpiexec_this_machine_has(tmp_path, monkeypatch, version, openmpi):
-    (tmp_path / "mpiexec").write_text(f"#!/bin/sh\necho '{version}'\n")
-    (tmp_path / "mpiexec").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    programs(tmp_path, monkeypatch, mpiexec=f"echo '{version}'")
     assert has_openmpi(needed=True) == openmpi
 
 
@@ -105,30 +104,24 @@ def test_a_free_port_where_rank_0_is():
     assert free_port("192.0.2.1") == free_port("no.such.host.invalid") == 0
 
 
-def test_srun():
-    words = launch_command(read_allocation(SLURM, 0), ["x", "-y"])
+def test_other_launchers():
+    slurm = read_allocation(SLURM, 0)
+    words = launch_command(slurm, ["x", "-y"])
     expected = "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=0".split()
     assert words[:5] == expected and words[-2:] == ["x", "-y"]
-
-
-def test_another_launcher():
     environ = {"SLURM_CPUS_PER_TASK": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "4711"}
-    environ["PATH"] = "/bin"
-    words = launch_command(read_allocation(SLURM, 0), ["x"], environ=environ, launcher="torchrun")
+    words = launch_command(slurm, ["x"], environ=environ, launcher="torchrun")
     assert {"srun", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=12"} <= set(words)
     assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:4711"} <= set(words)
     assert words[-2:] == ["--no-python", "x"]
-    words = launch_command(
-        Allocation("pbs", "7", ("a", "b"), (4, 4), "F"), ["x"], launcher="torchrun"
-    )
+    words = launch_command(slurm, ["x"], launcher="mpiexec")
+    assert words == "mpiexec -n 8 -ppn 4 x".split()
+    pbs = Allocation("pbs", "7", ("a", "b"), (4, 4), "F")
+    words = launch_command(pbs, ["x"], launcher="torchrun")
     assert words[:7] == ["mpiexec", "-n", "2", "-ppn", "1", "--hostfile", "F"]
     assert "--rdzv-endpoint=a:29400" in words
-    assert (
-        launch_command(read_allocation(SLURM, 0), ["x"], launcher="mpiexec")
-        == "mpiexec -n 8 -ppn 4 x".split()
-    )
     with refused("PBS", "mpiexec or torchrun"):
-        launch_command(Allocation("pbs", "7", ("a",), (1,), "F"), ["x"], launcher="srun")
+        launch_command(pbs, ["x"], launcher="srun")
     with refused("--per-host"):
         launch_command(Allocation("slurm", "7", ("a", "b"), (2, 1)), ["x"], launcher="torchrun")
 
@@ -155,13 +148,11 @@ def test_a_launcher_that_waits_for_a_lost_host_is_ended(tmp_path):
     assert wait_for_ranks(child, tmp_path, seconds=0.1) == -9
 
 
-def test_the_tables_of_launch(tmp_path):
+def test_the_tables_of_launch(tmp_path, monkeypatch):
     """8 ranks on two hosts of PBS; stdout holds the command alone."""
     (tmp_path / "nodes").write_text("x1\n" * 4 + "x2\n" * 4)
-    (tmp_path / "mpiexec").write_text("#!/bin/sh\necho HYDRA\n")
-    (tmp_path / "mpiexec").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    job = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes"), "PATH": path}
+    programs(tmp_path, monkeypatch, mpiexec="echo HYDRA")
+    job = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
     done = windlass("launch", "--print", "--", "python", "train.py", cwd=tmp_path, env=job)
     wanted = f"mpiexec -n 8 -ppn 4 --hostfile {tmp_path}/nodes python train.py"
     assert done.stdout.strip() == wanted
@@ -180,9 +171,7 @@ def test_print_needs_no_mpiexec(pbs, tmp_path):
 
 
 def test_a_second_shell_gets_the_jobs_variables(pbs, tmp_path):
-    """By allow-list: nothing of one task, no secret, and the host file also where its own is on
-    another host's disk.
-    """
+    """An allow-list: nothing of one task, no secret; the host file even if only another host has it."""
     others = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "1", "SLURM_JWT": "x", "PBS_JOBCOOKIE": "x"}
     environ = {**pbs, **SLURM, **others, "HF_TOKEN": "x", "PATH": "/bin"}
     assert job_variables(environ).keys() == {*pbs, *SLURM}
@@ -198,19 +187,10 @@ def test_a_second_shell_gets_the_jobs_variables(pbs, tmp_path):
         save_job({}, store)
 
 
-def test_the_printed_variables_are_shell(tmp_path, monkeypatch, pbs):
-    import sys
-
+def test_the_printed_variables_are_shell(tmp_path, pbs):
     (tmp_path / "nodes").write_text(socket.gethostname() + "\n")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    for name, value in (pbs | {"PBS_QUEUE": "a 'b'"}).items():
-        monkeypatch.setenv(name, value)
-    command = [sys.executable, "-m", "windlass", "env"]
-    subprocess.run([*command, "--save"], check=True, capture_output=True)
-    for name in ("PBS_JOBID", "PBS_NODEFILE", "PBS_QUEUE"):
-        monkeypatch.delenv(name)
-    script = f'eval "$({" ".join(command)})"; echo "$PBS_JOBID $PBS_QUEUE"'
-    assert (
-        subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout
-        == "7.server a 'b'\n"
-    )
+    state = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    windlass("env", "--save", env=state | pbs | {"PBS_QUEUE": "a 'b'"})
+    script = f'eval "$({shlex.join(command("env"))})"; echo "$PBS_JOBID $PBS_QUEUE"'
+    shown = subprocess.check_output(["bash", "-c", script], env=os.environ | state, text=True)
+    assert shown == "7.server a 'b'\n"

@@ -44,22 +44,19 @@ def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, dict[str, dict]]]:
     """Launch workers with a body; the exit code, what was logged, and what they left. The waits are
-    shorter than a user's.
+    shorter than a user's, and no worker outlives its launcher.
     """
-    monkeypatch.setattr(local, "SETTLE_SECONDS", 0.3)
-    monkeypatch.setattr(local, "TERM_SECONDS", 0.5)
-    monkeypatch.setattr(local, "STOPPED_SECONDS", 0.3)
+    for name, seconds in (("SETTLE", 0.3), ("TERM", 0.5), ("STOPPED", 0.3)):
+        monkeypatch.setattr(local, f"{name}_SECONDS", seconds)
 
     def run(
-        body: str, worlds: int | list[int] = 2, restarts: int = 0, **more
+        body: str, worlds: int | list[int] = 2, restarts: int = 0
     ) -> tuple[int, str, dict[str, dict]]:
         logged: list[str] = []
         command = [sys.executable, "-c", WORKER + body, str(tmp_path)]
-        code = launch(command, worlds, restarts, log=logged.append, **more)
+        code = launch(command, worlds, restarts, log=logged.append)
         left = reports(tmp_path)
-        assert all(gone(report["pid"]) for report in left.values()), (
-            "a worker outlived its launcher"
-        )
+        assert all(gone(report["pid"]) for report in left.values())
         return code, "\n".join(logged), left
 
     return run
@@ -76,33 +73,27 @@ def test_each_rank_knows_its_numbers(run, monkeypatch):
     assert (code, logged, len(left)) == (0, "", 3)
     cores = str(max(1, len(os.sched_getaffinity(0)) // 3))
     for rank in range(3):
-        wanted = {
-            "RANK": f"{rank}",
-            "LOCAL_RANK": f"{rank}",
-            "WORLD_SIZE": "3",
-            "LOCAL_WORLD_SIZE": "3",
-            "WINDLASS_LAUNCHED": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": cores,
-            "WINDLASS_PARENT": str(os.getpid()),
-        }
-        assert left[f"0-{rank}"]["environ"].items() >= wanted.items()
-        assert ("WINDLASS_STORE_FD" in left[f"0-{rank}"]["environ"]) == (rank == 0)
+        wanted = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "3"}
+        wanted |= {"LOCAL_WORLD_SIZE": "3", "WINDLASS_LAUNCHED": "1", "MASTER_ADDR": "127.0.0.1"}
+        wanted |= {"OMP_NUM_THREADS": cores, "WINDLASS_PARENT": str(os.getpid())}
+        environ = left[f"0-{rank}"]["environ"]
+        assert environ.items() >= wanted.items()
+        assert ("WINDLASS_STORE_FD" in environ) == (rank == 0)
     assert len({report["environ"]["MASTER_PORT"] for report in left.values()}) == 1
     assert not Path(left["0-0"]["environ"]["WINDLASS_WATCH_DIR"]).exists()
 
 
-EXITS = [
-    ("0 if rank else 75", 75),
-    ("75", 75),
-    ("1 if rank else 0", 1),
-    ("3", 1),
-    ("46", 46),
-    ("2", 2),
-]
-
-
-@pytest.mark.parametrize(("exits", "code"), EXITS)
+@pytest.mark.parametrize(
+    ("exits", "code"),
+    [
+        ("0 if rank else 75", 75),
+        ("75", 75),
+        ("1 if rank else 0", 1),
+        ("3", 1),
+        ("46", 46),
+        ("2", 2),
+    ],
+)
 def test_exit_codes(run, exits: str, code: int):
     assert run(f"sys.exit({exits})")[0] == code
 
@@ -157,9 +148,7 @@ def test_a_failed_rank_ends_the_rest_and_is_named(run, body: str, texts: list[st
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(1, 3), (2, 1), (75, 1), (0, 1)])
-def test_restart_with_as_many_ranks_and_only_where_it_would_change_something(
-    run, code: int, attempts: int
-):
+def test_restart_with_as_many_ranks_and_only_if_it_helps(run, code: int, attempts: int):
     ended, logged, left = run(f"ready(); sys.exit({code})", [2, 1], 2)
     assert (ended, logged.count("restart")) == (code, attempts - 1)
     assert sorted(left) == [f"{attempt}-{rank}" for attempt in range(attempts) for rank in range(2)]
@@ -187,9 +176,8 @@ def driven(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
     def start(body: str, **more) -> subprocess.Popen:
         command = [sys.executable, "-c", DRIVER, sys.executable, "-c", WORKER + body, str(tmp_path)]
-        started.append(
-            subprocess.Popen(command, **{"stderr": subprocess.PIPE, "text": True, **more})
-        )
+        pipes = {"stderr": subprocess.PIPE, "text": True} | more
+        started.append(subprocess.Popen(command, **pipes))
         wait_for(lambda: len(reports(tmp_path)) == 2)
         return started[-1]
 
@@ -209,23 +197,23 @@ def test_a_signal_is_passed_on_and_75_comes_back(driven, sent: str):
     assert (process.wait(20), process.stderr.read()) == (75, "")
 
 
-def test_a_second_interrupt_ends_everything_at_once(driven, tmp_path: Path):
-    body = "signal.signal(signal.SIGINT, lambda *_: (here / f'noted{rank}').touch()); ready(); wait(); wait()"
-    process = driven(body)
+@pytest.mark.parametrize(
+    ("saves", "code", "shown"), [("rank or sys.exit(75)", 75, 0), ("None", 130, 1)]
+)
+def test_a_second_interrupt_ends_everything_at_once(
+    driven, tmp_path: Path, saves: str, code: int, shown: int
+):
+    """Its message does not contradict a rank that has stopped."""
+    process = driven(
+        f"def note(*_): (here / f'noted{{rank}}').touch(); {saves}\n"
+        "signal.signal(signal.SIGINT, note); ready(); wait(); wait()"
+    )
     process.send_signal(signal.SIGINT)
     wait_for(lambda: len(list(tmp_path.glob("noted*"))) == 2)
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130
-    assert process.stderr.read().count("interrupted twice") == 1
-
-
-def test_a_second_interrupt_does_not_contradict_a_rank_that_has_stopped(driven, tmp_path: Path):
-    body = "signal.signal(signal.SIGINT, lambda *_: ((here / f'noted{rank}').touch(), rank or sys.exit(75))); ready(); wait(); wait()"
-    process = driven(body)
-    process.send_signal(signal.SIGINT)
-    wait_for(lambda: len(list(tmp_path.glob("noted*"))) == 2)
-    process.send_signal(signal.SIGINT)
-    assert (process.wait(20), process.stderr.read()) == (75, "")
+    assert process.wait(20) == code
+    text = process.stderr.read()
+    assert text.count("\n") == text.count("interrupted twice") == shown
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(driven, tmp_path: Path):
@@ -245,7 +233,5 @@ def test_rank_0_has_the_terminal(driven, tmp_path: Path):
     assert process.wait(20) == 0
     os.close(terminal)
     os.close(controller)
-    assert [(report["out"], report["err"]) for report in reports(tmp_path).values()] == [
-        (True, True),
-        (False, False),
-    ]
+    shown = [(report["out"], report["err"]) for report in reports(tmp_path).values()]
+    assert shown == [(True, True), (False, False)]

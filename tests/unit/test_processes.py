@@ -39,18 +39,16 @@ time.sleep(60)
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc has the setting")
 def test_a_step_does_not_fetch_its_pages_again() -> None:
     """80 MB are 20,480 pages of 4 kB, or 40 huge ones; reused, a step needs next to none."""
-    faults = [
-        float(subprocess.check_output([sys.executable, "-c", STEPS, mode]))
-        for mode in ("returned", "reused")
-    ]
-    assert faults[0] > 40 > faults[1]
+    command = [sys.executable, "-c", STEPS]
+    returned, reused = (
+        float(subprocess.check_output([*command, mode])) for mode in ("returned", "reused")
+    )
+    assert returned > 40 > reused
 
 
 def test_a_process_outlives_the_thread_that_started_it_but_not_the_process() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdout is not None
+    words = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
         child = int(parent.stdout.readline())
         time.sleep(1.0)
         assert not gone(child)
@@ -61,11 +59,8 @@ def test_a_process_outlives_the_thread_that_started_it_but_not_the_process() -> 
 def test_ranks_of_a_job_show_the_same_message_once(tmp_path, monkeypatch) -> None:
     assert first_to_show("no file x") and first_to_show("no file x"), "no job"
     monkeypatch.setenv(REPORTS, str(tmp_path))
-    assert [first_to_show(text) for text in ("no file x", "no file y", "no file x")] == [
-        True,
-        True,
-        False,
-    ]
+    texts = ("no file x", "no file y", "no file x")
+    assert [first_to_show(text) for text in texts] == [True, True, False]
     monkeypatch.setenv(REPORTS, str(tmp_path / "gone"))
     assert first_to_show("no file x")
 
@@ -104,36 +99,31 @@ FOUR = ["GPU-aaaa", "GPU-bbbb", "GPU-bcbc", "GPU-dddd"]
 
 
 @pytest.mark.parametrize(
-    ("variable", "seen"),
+    ("variable", "instances", "seen"),
     [
-        (None, ["0", "1", "2", "3"]),
-        ("", []),
-        ("-1", []),
-        ("2,0", ["2", "0"]),
-        ("0,-1,1", ["0"]),
-        ("1,9,2", ["1"]),
-        ("0,0", []),
-        ("NoDevFiles", []),
-        ("GPU-dddd,GPU-aa", ["GPU-dddd", "GPU-aa"]),
-        ("GPU-dddd,0", ["GPU-dddd"]),
-        ("MIG-1,MIG-2", ["MIG-1"]),
+        (None, [], ["0", "1", "2", "3"]),
+        (None, ["MIG-1", "MIG-2"], ["MIG-1"]),
+        ("", [], []),
+        ("-1", [], []),
+        ("2,0", [], ["2", "0"]),
+        ("0,-1,1", [], ["0"]),
+        ("1,9,2", [], ["1"]),
+        ("0,0", [], []),
+        ("NoDevFiles", [], []),
+        ("GPU-dddd,GPU-aa", [], ["GPU-dddd", "GPU-aa"]),
+        ("GPU-dddd,0", [], ["GPU-dddd"]),
+        ("MIG-1,MIG-2", [], ["MIG-1"]),
     ],
 )
-def test_the_gpus_that_cuda_gives_a_process(monkeypatch, variable, seen) -> None:
+def test_the_gpus_that_cuda_gives_a_process(monkeypatch, variable, instances, seen) -> None:
     """As CUDA reads its variable: an entry that is not a device ends the list; a process gets one
     MIG instance.
     """
-    monkeypatch.setitem(sys.modules, "pynvml", nvml(FOUR))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(FOUR, instances))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     assert visible_gpus() == seen
-
-
-def test_a_gpu_in_instances_is_one_device(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", nvml(FOUR, ["MIG-1", "MIG-2"]))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible_gpus() == ["MIG-1"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers import wait_for, write_ledger
+from windlass.fileio import read_jsonl
 from windlass.run import Run
 from windlass.telemetry import devices
 from windlass.telemetry.devices import DeviceSampler, HostProbe, summarise_devices
@@ -37,35 +38,27 @@ def test_a_file_a_rank_and_each_sample_with_the_phase_that_took_most_of_its_inte
         return spent.pop(0) if len(spent) > 1 else spent[0]
 
     probe = Probe()
-    sampler = DeviceSampler(
-        tmp_path, rank=3, world=4, every=0.005, attempt=1, probe=probe, phases=phases
-    )
+    place = {"rank": 3, "world": 4, "attempt": 1}
+    sampler = DeviceSampler(tmp_path, **place, every=0.005, probe=probe, phases=phases)
     wait_for(lambda: probe.reads >= 4)
     sampler.stop()
     sampler.stop()
-    start, *samples = [
-        json.loads(line) for line in (tmp_path / "rank-00003.jsonl").read_text().splitlines()
-    ]
+    start, *samples = read_jsonl(tmp_path / "rank-00003.jsonl")
     assert (start["kind"], start["world"], start["device"]) == ("start", 4, "a test")
     assert {(x["rank"], x["attempt"], x["util_pct"]) for x in samples} == {(3, 1, 50.0)}
     assert [x["phase"] for x in samples[:4]] == ["startup", "train", "eval", "train"]
 
 
-def test_what_goes_wrong_ends_the_sampling_with_a_warning(tmp_path):
+@pytest.mark.parametrize(
+    ("rank", "place", "probe", "why"),
+    [(1, ".", Probe(fails_at=2), "driver went away"), (0, "file", Probe(), "/file")],
+)
+def test_what_goes_wrong_ends_the_sampling_with_a_warning(tmp_path, rank, place, probe, why):
     (tmp_path / "file").write_text("in the way")
-    for sampler, words in (
-        (
-            DeviceSampler(tmp_path, rank=1, every=0.001, probe=Probe(fails_at=2)),
-            ("rank 1", "driver went away"),
-        ),
-        (
-            DeviceSampler(tmp_path / "file", every=0.001, probe=Probe()),
-            ("rank 0", str(tmp_path / "file")),
-        ),
-    ):
-        wait_for(lambda sampler=sampler: sampler.warning)
-        sampler.stop()
-        assert all(word in sampler.warning for word in words)
+    sampler = DeviceSampler(tmp_path / place, rank=rank, every=0.001, probe=probe)
+    wait_for(lambda: sampler.warning)
+    sampler.stop()
+    assert f"rank {rank}" in sampler.warning and why in sampler.warning
 
 
 def test_the_host_probe_sees_this_process_at_work():
@@ -94,7 +87,6 @@ def test_a_gpu_is_looked_up_by_its_uuid_not_its_index_and_its_peak_begins_with_t
     handles = {"GPU-aaaa": (0, 0), "GPU-cccc": (97, 3_000_000)}
     # and no power: this device has no such sensor
     nvml = SimpleNamespace(
-        NVML_TEMPERATURE_GPU=0,
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=handles.__getitem__,
         nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=handle[0]),
@@ -102,12 +94,8 @@ def test_a_gpu_is_looked_up_by_its_uuid_not_its_index_and_its_peak_begins_with_t
         nvmlDeviceGetTemperature=lambda handle, kind: 60,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    allocator = {
-        "mem_alloc_mb": 2.0,
-        "mem_reserved_mb": 8.0,
-        "peak_alloc_mb": 5.0,
-        "peak_reserved_mb": 9.0,
-    }
+    allocator = {"mem_alloc_mb": 2.0, "mem_reserved_mb": 8.0}
+    allocator |= {"peak_alloc_mb": 5.0, "peak_reserved_mb": 9.0}
     probe = devices.CudaProbe(0)
     assert reset == [0]
     assert probe.read() == {"util_pct": 97.0, "mem_used_mb": 3.0, "temperature_c": 60.0} | allocator
@@ -121,37 +109,28 @@ def test_a_gpu_is_looked_up_by_its_uuid_not_its_index_and_its_peak_begins_with_t
 
 def a_run(path, *attempts):
     """Attempts of (world, {rank: [(phase, fields)]})."""
-    (path / "devices").mkdir(parents=True)
+    run = Run(path)
+    run.devices_dir.mkdir(parents=True)
     for number, (world, ranks) in enumerate(attempts):
-        write_ledger(
-            Run(path), {"kind": "event", "event": "started", "attempt": number, "world": world}
-        )
+        start = {"kind": "event", "event": "started", "attempt": number, "world": world}
+        write_ledger(run, start)
         for rank, samples in ranks.items():
             base = {"time": "", "rank": rank, "attempt": number}
-            with open(path / "devices" / f"rank-{rank:05d}.jsonl", "a") as file:
-                file.write(json.dumps(base | {"kind": "start"}) + '\n{"torn": \n')
-                file.writelines(
-                    json.dumps(base | {"phase": phase} | fields) + "\n" for phase, fields in samples
-                )
-    return Run(path)
+            lines = [base | {"kind": "start"}]
+            lines += [base | {"phase": phase} | fields for phase, fields in samples]
+            with open(run.devices_dir / f"rank-{rank:05d}.jsonl", "a") as file:
+                file.writelines(f'{json.dumps(line)}\n{{"torn": \n' for line in lines)
+    return run
 
 
 def gpu(phase, util, alloc, peak):
-    return phase, {
-        "util_pct": util,
-        "mem_alloc_mb": alloc,
-        "mem_reserved_mb": 2 * alloc,
-        "peak_alloc_mb": peak,
-    }
+    fields = {"util_pct": util, "mem_alloc_mb": alloc, "mem_reserved_mb": 2 * alloc}
+    return phase, fields | {"peak_alloc_mb": peak}
 
 
 def test_means_over_training_and_peaks_over_all_ranks(tmp_path):
-    first = [
-        gpu("startup", 0, 0, 0),
-        gpu("train", 90, 100, 150),
-        gpu("eval", 1, 900, 950),
-        gpu("train", 80, 110, 950),
-    ]
+    first = [gpu("startup", 0, 0, 0), gpu("train", 90, 100, 150)]
+    first += [gpu("eval", 1, 900, 950), gpu("train", 80, 110, 950)]
     second = [gpu("train", 70, 200, 250), gpu("save", 0, 1, 250)]
     assert summarise_devices(a_run(tmp_path / "run", (2, {0: first, 1: second}))) == {
         "avg_gpu_util_pct": 80,
@@ -160,15 +139,12 @@ def test_means_over_training_and_peaks_over_all_ranks(tmp_path):
         "avg_mem_reserved_mb": pytest.approx(2 * (100 + 110 + 200) / 3, abs=1e-3),
         "peak_mem_mb": 950,
     }
-    samples = [
-        ("train", {"util_pct": 90.0, "rss_mb": 300.0}),
-        ("eval", {"util_pct": 0.0, "rss_mb": 500.0}),
-    ]
+    train, evaluation = {"util_pct": 90.0, "rss_mb": 300.0}, {"util_pct": 0.0, "rss_mb": 500.0}
+    samples = [("train", train), ("eval", evaluation)]
     means = {"avg_cpu_util_pct": 90, "std_cpu_util_pct": 0, "avg_rss_mb": 300, "peak_mem_mb": 500}
     assert summarise_devices(a_run(tmp_path / "cpu", (1, {0: samples}))) == means
     # starts with another world do not count
     wide = {rank: [gpu("train", 10, 10, 10)] for rank in range(4)}
-    means = summarise_devices(
-        a_run(tmp_path / "wide", (4, wide), (1, {0: [gpu("train", 90, 90, 90)]}))
-    )
+    narrow = {0: [gpu("train", 90, 90, 90)]}
+    means = summarise_devices(a_run(tmp_path / "wide", (4, wide), (1, narrow)))
     assert means["avg_gpu_util_pct"] == 90 == means["peak_mem_mb"]

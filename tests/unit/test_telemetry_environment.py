@@ -59,20 +59,11 @@ def test_a_command_line_without_its_secrets(given, shown):
     assert scrub_command(given.split(), {}) == shown.split()
 
 
-def test_the_shells_directories_are_no_secrets():
-    shell = {"PWD": "/home/somebody/work", "OLDPWD": "/home/somebody"}
-    assert scrub_command(["run.dir=/home/somebody/work/x"], shell) == [
-        "run.dir=/home/somebody/work/x"
-    ]
-
-
 def test_the_values_of_secret_variables_are_hidden_wherever_they_turn_up():
-    environ = {
-        "WANDB_API_KEY": KEY,
-        "HOME": "/home/somebody",
-        "SHORT_TOKEN": "abc",
-        "DB_PWD": "open sesame",
-    }
+    """The shell's directories are not secrets."""
+    environ = {"WANDB_API_KEY": KEY, "SHORT_TOKEN": "abc", "DB_PWD": "open sesame"}
+    environ |= {"HOME": "/home/somebody", "PWD": "/home/somebody/work", "OLDPWD": "/home/somebody"}
+    assert scrub_command(["run.dir=/home/somebody/work/x"], environ)[0].endswith("work/x")
     shown = scrub(f"got {KEY} in /home/somebody, abc, open sesame", environ)
     assert shown == "got *** in /home/somebody, abc, ***"
 
@@ -93,9 +84,8 @@ def test_secrets_are_hidden_at_any_depth_and_under_any_name_of_one():
     }
     names = "PGPASSWORD OPENAI_KEY SSHPASS GITHUB_PAT MYSQL_PWD AWS_SECRET_ACCESS_KEY".split()
     environ = {name: f"value-of-{name.lower()}" for name in names} | {"TEXT_KEY": "paragraph"}
-    assert scrub(" ".join(environ.values()), environ) == " ".join(
-        ["***"] * len(names) + ["paragraph"]
-    )
+    shown = scrub(" ".join(environ.values()), environ)
+    assert shown == " ".join(["***"] * len(names) + ["paragraph"])
 
 
 def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
@@ -104,15 +94,12 @@ def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("sys.orig_argv", ["windlass", "train", f"x={KEY}"])
     source = ["https://me:open-sesame@h/x", {"url": f"https://h/x?key={KEY}"}]
-    write_environment(
-        tmp_path, [describe_rank(0), describe_rank(1)], origin="there", sources=source
-    )
+    ranks = [describe_rank(0), describe_rank(1)]
+    write_environment(tmp_path, ranks, origin="there", sources=source)
     write_environment(tmp_path / "missing", [])  # a missing place to write does not stop the run
     text = (tmp_path / "environment.json").read_text()
     about = json.loads(text)
-    assert KEY not in text
-    assert "world peace" not in text
-    assert "open-sesame" not in text
+    assert not [word for word in (KEY, "world peace", "open-sesame") if word in text]
     assert about["origin"] == "there"
     assert about["variables"]["OMP_NUM_THREADS"] == "1"
     assert about["command"] == ["windlass", "train", "x=***"]
@@ -123,9 +110,7 @@ def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
 def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path):
     def git(*arguments):
         identity = "-c user.name=t -c user.email=t@example.org -c commit.gpgsign=false".split()
-        subprocess.run(
-            ["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True
-        )
+        subprocess.check_output(["git", "-C", tmp_path, *identity, *arguments])
 
     assert environment.commit(tmp_path) is None
     git("init", "-q")
@@ -140,14 +125,8 @@ def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path):
 
 def test_hosts_and_places_of_ranks():
     ranks = [
-        {
-            "rank": r,
-            "local_rank": r % 2,
-            "node": r // 2,
-            "host": f"n{r // 2}",
-            "device": f"cuda:{r % 2}",
-            "name": "H200",
-        }
+        {"rank": r, "local_rank": r % 2, "node": r // 2, "host": f"n{r // 2}", "name": "H200"}
+        | {"device": f"cuda:{r % 2}"}
         for r in range(3)
     ]
     assert describe_hosts(ranks) == ["n0: ranks 0-1, 2 x H200", "n1: rank 2, 1 x H200"]
@@ -158,9 +137,8 @@ def test_hosts_and_places_of_ranks():
     ]
     launch = {"launcher": "slurm", "world": 3, "nodes": 2, "strategy": "ddp", "backend": "nccl"}
     launch |= {"versions": {"windlass": "1", "torch": "2.11", "cuda": "12.6", "nccl": "2.27"}}
-    assert describe_launch(
-        launch | {"scheduler": "SLURM", "job": "8", "machine": "alps"}, ranks
-    ) == {
+    job = {"scheduler": "SLURM", "job": "8", "machine": "alps"}
+    assert describe_launch(launch | job, ranks) == {
         "job": "SLURM job 8 on alps",
         "launch": "3 ranks on 2 hosts, started by slurm; nccl between ranks",
         "hosts": "\n".join(describe_hosts(ranks)),
@@ -168,6 +146,6 @@ def test_hosts_and_places_of_ranks():
     }
     assert "job" not in describe_launch(launch, ranks)
     slurm = {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "alps"}
-    assert describe_job(slurm) == {"scheduler": "SLURM", "job": "8", "machine": "alps"}
+    assert describe_job(slurm) == job
     assert describe_job({"PBS_JOBID": "7.s"}) == {"scheduler": "PBS", "job": "7.s"}
     assert describe_job({}) == {}

@@ -12,28 +12,23 @@ from windlass.telemetry.ledger import Ledger, encode
 
 
 def test_non_finite_numbers_are_words_and_those_of_numpy_plain_numbers():
-    text = encode(
-        {"a": math.nan, "b": math.inf, "c": [-math.inf], "d": np.float32(0.1), "e": np.int64(3)}
-    )
-    line = json.loads(text, parse_constant=lambda word: pytest.fail(f"not strict JSON: {word}"))
-    assert math.isnan(float(line["a"]))
-    assert float(line["b"]) == math.inf
-    assert float(line["c"][0]) == -math.inf
+    infinite = {"a": math.nan, "b": math.inf, "c": [-math.inf]}
+    line = json.loads(encode(infinite | {"d": np.float32(0.1), "e": np.int64(3)}))
+    assert (line["a"], line["b"], line["c"]) == ("NaN", "Infinity", ["-Infinity"])
     assert (line["d"], line["e"]) == (float(np.float32(0.1)), 3)
     with pytest.raises(TypeError):
         encode({"a": object()})
 
 
 def test_a_line_has_kind_step_time_attempt_and_its_fields(tmp_path):
-    ledger = Ledger(
-        tmp_path / "metrics.jsonl", attempt=2, stamp=lambda: {"seconds": {"train": 1.5}}
-    )
+    seconds = {"seconds": {"train": 1.5}}
+    ledger = Ledger(tmp_path / "metrics.jsonl", attempt=2, stamp=lambda: seconds)
     ledger.write("train", 3, loss=0.1, mfu=None)
     ledger.write("sample", 3, text="a\nb\ud800 \N{SNOWMAN}")
     ledger.close()
     first, second = read_lines(tmp_path / "metrics.jsonl")
     assert (first["kind"], first["step"], first["attempt"], first["loss"]) == ("train", 3, 2, 0.1)
-    assert first["time"].endswith("Z") and "mfu" not in first and first["seconds"] == {"train": 1.5}
+    assert first["time"].endswith("Z") and "mfu" not in first and first.items() >= seconds.items()
     assert "seconds" not in second and second["text"] == "a\nb? \N{SNOWMAN}"
     other = Ledger(tmp_path / "other.jsonl", enabled=False)
     assert other.write("train", 1, loss=1.0)["loss"] == 1.0

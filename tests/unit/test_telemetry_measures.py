@@ -36,12 +36,13 @@ def test_the_text_of_a_number_on_the_console(name, value, text):
     assert measures.TRAIN[name].on_console(value) == text
 
 
-def test_every_format_is_known_and_charts_have_a_title():
+def test_every_format_is_known_and_charts_have_a_title_and_scores_a_direction():
     for measure in measures.TRAIN.values():
-        if measure.console:
-            assert measure.on_console(1.5)
+        assert not measure.console or measure.on_console(1.5)
     for chart in (measures.by_chart(measures.TRAIN), measures.by_chart(measures.DEVICE)):
         assert all(parts[0].heading for parts in chart.values())
+    scores = [m for m in measures.EVAL.values() if m.role in ("score", "derived")]
+    assert scores and all(m.better for m in scores)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +87,9 @@ def test_the_better_direction_of_a_measure(measure, lower):
 
 def test_a_suite_of_ones_own_says_that_less_is_better():
     lines = [{"kind": "eval", "suite": "own:mine", "error": 0.3, "lower": ["error"]}]
-    assert measures.lower_is_better("own:mine.error", lines)
-    assert not measures.lower_is_better("own:mine.score", lines)
-    assert not measures.lower_is_better("own:other.error", lines)
+    measured = ("own:mine.error", "own:mine.score", "own:other.error")
+    better = [measures.lower_is_better(measure, lines) for measure in measured]
+    assert better == [True, False, False]
 
 
 def test_a_new_number_of_a_step_and_of_a_run_is_one_declaration_each(tmp_path, monkeypatch):
@@ -115,11 +116,6 @@ def test_a_new_number_of_a_step_and_of_a_run_is_one_declaration_each(tmp_path, m
     assert set(chart.series[0].y) == {5.25}
     page = report(run).page.read_text("utf-8")
     assert "Final entropy" in page and "Entropy of the outputs" in page
-
-
-def test_every_score_has_a_direction():
-    scores = [m for m in measures.EVAL.values() if m.role in ("score", "derived")]
-    assert scores and all(m.better for m in scores)
 
 
 def test_the_ledger_gives_numbers_for_the_words_that_json_has_for_non_finite_ones(tmp_path):

@@ -12,40 +12,13 @@ from windlass.telemetry.terminal import SafeStream, printable, table
 
 HEAD = ("run", "state", "step", "left", "val loss", "best", "tok/s", "reason", "spare")
 ROWS = [
-    (
-        "studies/quickstart-0123abcd/lr=0.001,seed=1",
-        "finished",
-        "4400/4400",
-        "",
-        "2.7169",
-        "2.8539",
-        "13.65k",
-        "",
-        "",
-    ),
-    (
-        "a",
-        "failed",
-        "20/4400",
-        "1h 05m",
-        "12.7174",
-        "2.8541",
-        "2.48k",
-        "exit code 1: no memory is left for it",
-        "",
-    ),
+    line.split("|")
+    for line in (
+        "studies/quickstart-0123abcd/lr=0.001,seed=1|finished|4400/4400||2.7169|2.8539|13.65k||",
+        "a|failed|20/4400|1h 05m|12.7174|2.8541|2.48k|exit code 1: no memory is left for it|",
+    )
 ]
-NUMBERS = {
-    "4400/4400",
-    "2.7169",
-    "2.8539",
-    "13.65k",
-    "20/4400",
-    "1h 05m",
-    "12.7174",
-    "2.8541",
-    "2.48k",
-}
+NUMBERS = [cell for row in ROWS for cell in row[2:7] if cell]
 
 
 @pytest.mark.parametrize("width", [44, 60, 80, 120, 1000])
