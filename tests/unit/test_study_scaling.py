@@ -37,21 +37,32 @@ def build(tmp_path):
     return make
 
 
-PARAMETERS = count(Recipe.load("quickstart", SETTINGS).model, VOCAB).total
+MODEL = Recipe.load("quickstart", SETTINGS).model
+PARAMETERS = count(MODEL, VOCAB).total
+
+
+def column(table, name):
+    return [row.values[name] for row in table]
+
+
+def rest_of(row):
+    """Milliseconds of a step that no projection changes."""
+    return row.values["host_ms"] + row.values["data_ms"]
 
 
 def test_windows_that_begin_after_the_warm_up_of_each_start():
     start = {"kind": "event", "event": "started", "step": 0}
     lines = [{"kind": "train", "step": s, "step_ms": 1.0} for s in (1, 5, 10, 20)]
-    assert [x["step"] for x in windows([start, *lines], 5)] == [10, 20], (
-        "the line of step 10 holds steps 6 to 10"
-    )
     resumed = start | {"event": "resumed", "step": 10}
-    again = [start, *lines[:3], resumed, lines[3], lines[3] | {"step": 25}]
-    assert [x["step"] for x in windows(again, 5)] == [10, 25], "a resume warms up again"
-    assert [x["step"] for x in windows([start, *lines], 0)] == [1, 5, 10, 20]
+    again = [*lines[:3], resumed, lines[3], lines[3] | {"step": 25}]
     timed = [line | {"time": f"2026-01-01T00:00:{line['step']:02}Z"} for line in lines]
-    assert [x["step"] for x in windows([start, *timed], 0, since=timestamp(timed[1]))] == [10, 20]
+    for ledger, warmup, since, steps in (
+        (lines, 5, 0.0, [10, 20]),  # the line of step 10 holds steps 6 to 10
+        (again, 5, 0.0, [10, 25]),  # a resume warms up again
+        (lines, 0, 0.0, [1, 5, 10, 20]),
+        (timed, 0, timestamp(timed[1]), [10, 20]),
+    ):
+        assert [x["step"] for x in windows([start, *ledger], warmup, since)] == steps
 
 
 def stamp_after(line, seconds):
@@ -75,13 +86,12 @@ def test_a_probe_counts_from_where_all_its_ranks_were_running(build):
 def test_strong_speed_up_efficiency_and_karp_flatt_against_the_smallest_world(build):
     took = {2: 100.0, 4: 60.0, 8: 50.0}
     study = build(Scaling("strong"), worlds(4, 2, 8), took)
-    two, four, eight = read_setups(study)
-    assert [row.name for row in (two, four, eight)] == [f"1 host, {n} ranks" for n in (2, 4, 8)]
+    two, four, eight = table = read_setups(study)
+    assert [row.name for row in table] == [f"1 host, {n} ranks" for n in (2, 4, 8)]
     assert two.values["step_ms"] == 100, "the warm-up steps took ten times that"
-    assert [row.values["speedup"] for row in (two, four, eight)] == pytest.approx([1, 100 / 60, 2])
-    assert [row.values["efficiency"] for row in (two, four, eight)] == pytest.approx(
-        [1, 100 * 2 / (60 * 4), 100 * 2 / (50 * 8)]
-    )
+    assert column(table, "speedup") == pytest.approx([1, 100 / 60, 2])
+    efficiencies = [1, 100 * 2 / (60 * 4), 100 * 2 / (50 * 8)]
+    assert column(table, "efficiency") == pytest.approx(efficiencies)
     # Karp and Flatt 1990: e = (1/psi - 1/p) / (1 - 1/p), with p = N / N0
     assert eight.values["serial_fraction"] == pytest.approx((1 / 2 - 1 / 4) / (1 - 1 / 4))
     assert two.missing["serial_fraction"] == "the baseline"
@@ -89,9 +99,8 @@ def test_strong_speed_up_efficiency_and_karp_flatt_against_the_smallest_world(bu
     assert four.values["samples_per_s"] == pytest.approx(8 / 0.060)
     assert four.values["batch_per_device"] == 2
     assert four.values["tokens_per_s_per_device"] == pytest.approx(8 * 32 / 0.060 / 4)
-    assert eight.values["ratio"] == pytest.approx(
-        eight.values["runtime_s"] / two.values["runtime_s"]
-    )
+    longer = eight.values["runtime_s"] / two.values["runtime_s"]
+    assert eight.values["ratio"] == pytest.approx(longer)
     assert eight.values["runtime_factor"] == pytest.approx(1 / eight.values["ratio"])
     assert any("low efficiency, 50 %" in text for text in eight.remarks) and not four.remarks
 
@@ -100,11 +109,9 @@ def test_fixed_data_compares_times_of_a_sample(build):
     cells = worlds(1, 2, 4, train__global_batch=lambda n: 2 * n)
     took = {1: 100.0, 2: 110.0, 4: 125.0}
     study = build(Scaling("fixed-data"), cells, took)
-    one, two, four = read_setups(study)
-    assert [row.values["global_batch"] for row in (one, two, four)] == [2, 4, 8]
-    assert [row.values["efficiency"] for row in (one, two, four)] == pytest.approx(
-        [1, 100 / 110, 0.8]
-    )
+    *_, four = table = read_setups(study)
+    assert column(table, "global_batch") == [2, 4, 8]
+    assert column(table, "efficiency") == pytest.approx([1, 100 / 110, 0.8])
     assert four.values["samples_factor"] == four.values["speedup"] == pytest.approx(4 * 0.8)
     assert four.values["serial_fraction"] == pytest.approx((1 / 3.2 - 1 / 4) / (3 / 4))
 
@@ -123,9 +130,8 @@ def test_weak_efficiency_is_baseline_over_current_time_of_a_step(build, grow):
         assert two.values["efficiency"] == pytest.approx(each[1] / each[0])
     else:
         assert two.name == "1 host, 2 ranks, 4 layers" and two.values["batch_per_device"] == 4
-        assert two.values["ratio"] == pytest.approx(
-            two.values["runtime_s"] / one.values["runtime_s"]
-        ), "as an exercise prints it"
+        longer = two.values["runtime_s"] / one.values["runtime_s"]
+        assert two.values["ratio"] == pytest.approx(longer), "as an exercise prints it"
 
 
 def test_medians_over_repeats_with_their_spread(build):
@@ -138,24 +144,22 @@ def test_medians_over_repeats_with_their_spread(build):
     assert one.spread["samples_per_s"] == pytest.approx((8 / 0.03, 8 / 0.01))
     assert (two.values["step_ms"], two.spread["step_ms"], two.state) == (20, (10, 30), "waiting")
     assert two.remarks[0] == "2 of 3 repeats have finished"
-    assert two.values["samples_per_s"] == pytest.approx(8 / 0.02), (
-        "of the median step, not the median of 8 / 10 and 8 / 30 ms"
-    )
+    # of the median step, not the median of 8 / 10 and 8 / 30 ms
+    assert two.values["samples_per_s"] == pytest.approx(8 / 0.02)
 
 
 def test_the_parts_of_a_step_sum_to_it_and_a_negative_difference_is_said_to_be_noise(build):
-    def step(a):
-        return phases({1: 100.0, 2: 60.0, 4: 20.0}[a[WORLD]], data=3.0)
-
-    def probe(a):
-        return phases({2: 50.0, 4: 25.0}[a[WORLD]], data=1.0)
-
-    study = build(Scaling("strong"), worlds(1, 2, 4), step, probe=probe)
-    for row in read_setups(study):
-        assert sum(row.values.get(name, 0.0) for name in STEP_PARTS) == pytest.approx(
-            row.values["step_ms"]
-        )
-    one, two, four = read_setups(study)
+    took, probed = {1: 100.0, 2: 60.0, 4: 20.0}, {2: 50.0, 4: 25.0}
+    study = build(
+        Scaling("strong"),
+        worlds(1, 2, 4),
+        lambda a: phases(took[a[WORLD]], data=3.0),
+        probe=lambda a: phases(probed[a[WORLD]]),
+    )
+    one, two, four = table = read_setups(study)
+    for row in table:
+        parts = sum(row.values.get(name, 0.0) for name in STEP_PARTS)
+        assert parts == pytest.approx(row.values["step_ms"])
     assert one.missing["exposed_ms"] == "no communication on one rank"
     # the probe: 50 ms, of them 1 data, 45 forward to optimizer, 4 the rest; the step: 60 ms, of
     # them 3 data
@@ -178,10 +182,10 @@ def test_without_a_probe_communication_has_a_reason_and_no_number(build):
 
 def test_every_number_is_there_or_has_a_reason_and_cells_that_wait_or_failed_are_rows(build):
     study = build(Scaling("strong"), worlds(1, 2, 4), 50.0, waiting=[2], failed=[1])
-    for row in read_setups(study):
+    _, failed, waiting = table = read_setups(study)
+    for row in table:
         assert set(SETUP) == set(row.values) & set(SETUP) | set(row.missing)
         assert all(row.missing.values()) and not set(row.values) & set(row.missing)
-    _, failed, waiting = read_setups(study)
     assert failed.state == "failed"
     assert failed.missing["speedup"] == "failed: exit code 1: out of memory"
     assert (waiting.state, waiting.missing["step_ms"]) == ("waiting", "not run yet")
@@ -208,12 +212,9 @@ def test_a_projection_rests_on_ranks_that_do_not_take_turns(build):
     table = read_setups(study)
     (four, eight), basis = projections(study, table)
     assert four.reason.startswith("within") and "of 1 host, 2 ranks" in basis
-    values = table[1].values
     # of the probe with 2 ranks, which takes 20 ms a step: see phases()
     passes, update = (0.8 * 20, 0.1 * 20)
-    assert eight.compute_ms == pytest.approx(
-        passes * 2 / 8 + update + values["host_ms"] + values["data_ms"]
-    )
+    assert eight.compute_ms == pytest.approx(passes * 2 / 8 + update + rest_of(table[1]))
 
 
 def test_ring_formulas_of_the_collectives():
@@ -228,28 +229,23 @@ def test_ring_formulas_of_the_collectives():
     assert collectives(layout, bucket_mb=1e-3)[0].calls == 4
 
     def sent(strategy, **rest):
-        every = collectives(Layout(strategy, 4, **{"shard": 4, "precision": "bf16"} | rest))
-        return {
-            name: sum(c.bus_bytes for c in every if c.name == name)
-            for name in ("all_gather", "reduce_scatter", "all_reduce")
-        }
+        """Bytes over the bus: gathered, reduced and scattered, reduced."""
+        bytes_of = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
+        for one in collectives(Layout(strategy, 4, **{"shard": 4, "precision": "bf16"} | rest)):
+            bytes_of[one.name] += one.bus_bytes
+        return list(bytes_of.values())
 
     # 900 parameters in blocks, gathered in bf16 forward and backward; 100 beside them, gathered
     # once
-    assert sent("full_shard") == pytest.approx(
-        {"all_gather": 3 / 4 * (2 * 2 * 900 + 200), "reduce_scatter": 3 / 4 * 4000, "all_reduce": 0}
-    )
-    assert sent("shard_grad_op")["all_gather"] == pytest.approx(3 / 4 * (2 * 900 + 200))
-    twice = sent("full_shard", accumulation=2)
-    assert twice["all_gather"] == 2 * sent("full_shard")["all_gather"]
-    assert twice["reduce_scatter"] == 6000
-    assert sent("full_shard", accumulation=2, reduce_each=False)["reduce_scatter"] == 3000
-    assert sent("shard_grad_op", accumulation=2)["reduce_scatter"] == 3000
-    hybrid = sent("hybrid_shard", shard=2)
-    assert sent("hybrid_shard", shard=2, accumulation=2)["all_reduce"] == hybrid["all_reduce"]
-    assert hybrid == pytest.approx(
-        {"all_gather": 1 / 2 * 3800, "reduce_scatter": 1 / 2 * 4000, "all_reduce": 2 * 1 / 2 * 2000}
-    )
+    gathered = 3 / 4 * (2 * 2 * 900 + 200)
+    assert sent("full_shard") == pytest.approx([gathered, 3000, 0])
+    assert sent("full_shard", accumulation=2) == pytest.approx([2 * gathered, 6000, 0])
+    assert sent("full_shard", accumulation=2, reduce_each=False)[1] == 3000
+    assert sent("shard_grad_op")[0] == pytest.approx(3 / 4 * (2 * 900 + 200))
+    assert sent("shard_grad_op", accumulation=2)[1] == 3000
+    reduced = 2 * 1 / 2 * 2000
+    assert sent("hybrid_shard", shard=2) == pytest.approx([1 / 2 * 3800, 1 / 2 * 4000, reduced])
+    assert sent("hybrid_shard", shard=2, accumulation=2)[2] == reduced
 
 
 def test_predicted_time_by_measured_rates(build):
@@ -270,12 +266,11 @@ def test_predicted_time_by_measured_rates(build):
 
     study = build(Scaling("strong"), worlds(1, 2), 50.0, rates=rates("1x2", "1x1"))
     one, two = read_setups(study)
-    flops = flops_per_token(Recipe.load("quickstart", SETTINGS).model, VOCAB) * 8 * 32
+    flops = flops_per_token(MODEL, VOCAB) * 8 * 32
     assert one.values["predicted_ms"] == pytest.approx(1e3 * flops / 1e11)
     busbw = bus_bandwidth_at(rates("1x2")["1x2"]["collectives"], "all_reduce", 4 * PARAMETERS)
-    assert two.values["predicted_ms"] == pytest.approx(
-        1e3 * (flops / 2 / 1e11 + 4 * PARAMETERS / busbw)
-    )
+    predicted = 1e3 * (flops / 2 / 1e11 + 4 * PARAMETERS / busbw)
+    assert two.values["predicted_ms"] == pytest.approx(predicted)
     assert two.values["predicted_error"] == pytest.approx(two.values["predicted_ms"] / 50 - 1)
 
 
@@ -288,18 +283,14 @@ def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(bu
     (within, eight, sixteen), basis = projections(Study.open(study.path), table)
     assert within.step_ms is None and within.reason.startswith("within")
     assert "Projected, not measured" in basis and "one host" in basis
-    values = table[1].values
     passes, update = 0.8 * 41 * (2 / 8 if mode == "strong" else 1), 0.1 * 41
-    assert eight.compute_ms == pytest.approx(
-        passes + update + values["host_ms"] + values["data_ms"]
-    )
+    assert eight.compute_ms == pytest.approx(passes + update + rest_of(table[1]))
     busbw = bus_bandwidth_at(ranks["1x2"]["collectives"], "all_reduce", 4 * PARAMETERS)
     assert eight.communication_ms == pytest.approx(1e3 * 2 * 7 / 8 * 4 * PARAMETERS / busbw)
     batch = 8 if mode == "strong" else 64
     assert eight.samples_per_s == pytest.approx(1e3 * batch / eight.step_ms)
-    assert eight.efficiency == pytest.approx(
-        eight.samples_per_s / table[0].values["samples_per_s"] / 8
-    )
+    faster = eight.samples_per_s / table[0].values["samples_per_s"]
+    assert eight.efficiency == pytest.approx(faster / 8)
     assert ("8 samples are fewer than 16 ranks" in sixteen.reason) is (mode == "strong")
 
 
@@ -307,26 +298,25 @@ def test_a_projection_updates_the_parameters_that_a_rank_would_have(build):
     """A quarter of them among four times the ranks, if the optimizer state is sharded; more, if
     layers grow.
     """
-    grown = worlds(1, 2, model__layers=lambda n: 2 * n)
-    sharded = ["parallel.strategy=shard_optim"]
     measured = {"probe": lambda a: phases(41.0), "rates": rates("1x1", "1x2")}
-    for name, settings, scaling, cells in (
-        ("sharded", sharded, Scaling("strong", project=(8,)), worlds(1, 2)),
-        ("grown", [], Scaling("weak", "model", project=(8,)), grown),
-    ):
+
+    def at_eight(scaling, cells, settings=()):
         study = build(scaling, cells, 50.0, **measured, settings=settings)
-        table = read_setups(study)
-        values, [eight] = table[1].values, projections(study, table)[0]
-        passes, update, rest = 0.8 * 41, 0.1 * 41, values["host_ms"] + values["data_ms"]
-        if name == "sharded":
-            assert eight.compute_ms == pytest.approx(passes / 4 + update / 4 + rest)
-        else:
-            models = [study.recipe.replace({"model.layers": n}).model for n in (4, 16)]
-            few, many = (count(model, VOCAB).total for model in models)
-            at_two, at_eight = (flops_per_token(model, VOCAB) for model in models)
-            ratio = at_eight / at_two / 4
-            assert table[1].values["parameters"] == few
-            assert eight.compute_ms == pytest.approx(passes * ratio + update * many / few + rest)
+        _, two = table = read_setups(study)
+        [[eight], _] = projections(study, table)
+        return eight.compute_ms - rest_of(two), two.values["parameters"]
+
+    passes, update = 0.8 * 41, 0.1 * 41
+    sharded = ["parallel.strategy=shard_optim"]
+    took, _ = at_eight(Scaling("strong", project=(8,)), worlds(1, 2), sharded)
+    assert took == pytest.approx(passes / 4 + update / 4)
+    models = [MODEL.model_copy(update={"layers": n}) for n in (4, 16)]
+    few, many = (count(model, VOCAB).total for model in models)
+    flops = [flops_per_token(model, VOCAB) for model in models]
+    grown = worlds(1, 2, model__layers=lambda n: 2 * n)
+    took, parameters = at_eight(Scaling("weak", "model", project=(8,)), grown)
+    assert parameters == few
+    assert took == pytest.approx(passes * flops[1] / flops[0] / 4 + update * many / few)
 
 
 def test_the_ideal_line_and_the_efficiency_have_one_baseline(build):
@@ -374,7 +364,7 @@ def test_blocks_of_our_own_model_are_what_fsdp_sends(build):
     row = read_setups(study)[0]
     work, block = row.work, block_parameters(row.recipe.model)
     assert (work.total, work.trained, work.block, work.blocks) == (PARAMETERS, PARAMETERS, block, 2)
-    assert row.values["flops_per_device"] == row.work.flops_per_token * 8 * 32
+    assert row.values["flops_per_device"] == work.flops_per_token * 8 * 32
 
 
 def test_a_model_of_transformers_is_counted_by_its_parameters(build):
