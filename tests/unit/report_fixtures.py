@@ -22,11 +22,8 @@ NASTY = '</script><script>document.title="owned"</script><!-- <b>&amp; "quotes" 
 
 
 def stamp(seconds: float) -> str:
-    return (
-        (BEGIN + timedelta(seconds=seconds))
-        .isoformat(timespec="milliseconds")
-        .replace("+00:00", "Z")
-    )
+    text = (BEGIN + timedelta(seconds=seconds)).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
 
 
 def loss_at(step: int, seed: int, lr: float = 1e-3) -> float:
@@ -40,9 +37,8 @@ def add_lines(run: Run, *lines: dict[str, Any]) -> None:
     otherwise.
     """
     with run.metrics_path.open("a") as file:
-        file.writelines(
-            json.dumps({"time": stamp(99), "attempt": 0, **line}) + "\n" for line in lines
-        )
+        for line in lines:
+            file.write(json.dumps({"time": stamp(99), "attempt": 0, **line}) + "\n")
 
 
 def edit(run: Run, change: Any) -> None:
@@ -77,21 +73,15 @@ class Writer:
             with (self.run / "devices" / f"rank-{rank:05d}.jsonl").open("a") as file:
                 for second in range(math.ceil(seconds)):
                     wave = 2.5 * math.sin(0.7 * (self.now + second) + rank)
-                    sample = {
-                        "time": stamp(self.now + second),
-                        "phase": phase,
-                        "util_pct": busy + wave - rank,
-                    }
-                    sample |= (
-                        {"rss_mb": 2100.0 + 5 * rank}
-                        if self.device == "cpu"
-                        else {
-                            "power_w": 240 + 8 * wave,
-                            "mem_alloc_mb": 1480.0 + 60 * rank + 4 * wave,
-                            "mem_reserved_mb": 1900.0 + 60 * rank,
-                            "peak_alloc_mb": 1700.0 + 60 * rank,
-                        }
-                    )
+                    sample = {"time": stamp(self.now + second), "phase": phase}
+                    sample["util_pct"] = busy + wave - rank
+                    if self.device == "cpu":
+                        sample["rss_mb"] = 2100.0 + 5 * rank
+                    else:
+                        sample["power_w"] = 240 + 8 * wave
+                        sample["mem_alloc_mb"] = 1480.0 + 60 * rank + 4 * wave
+                        sample["mem_reserved_mb"] = 1900.0 + 60 * rank
+                        sample["peak_alloc_mb"] = 1700.0 + 60 * rank
                     file.write(json.dumps(sample) + "\n")
         self.now += seconds
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
@@ -105,12 +95,8 @@ class Writer:
         for step in range(first + 1, last + 1):
             if step % EVERY == 0:
                 self.devices(EVERY * STEP_SECONDS, "train")
-                rate = (
-                    TOKENS_PER_STEP
-                    / STEP_SECONDS
-                    * (0.4 if step == EVERY else 1)
-                    * (1 + 0.03 * math.sin(step / 9))
-                )
+                rate = TOKENS_PER_STEP / STEP_SECONDS * (1 + 0.03 * math.sin(step / 9))
+                rate *= 0.4 if step == EVERY else 1
                 loss = loss_at(step, self.seed, self.lr)
                 norm = 0.4 + 2.2 * math.exp(-step / 40) + 0.05 * math.cos(step)
                 lr = self.lr * min(1, step / 20) * (1 + math.cos(math.pi * step / self.steps)) / 2
@@ -137,6 +123,13 @@ class Writer:
         self.line("sample", step, index=0, prompt="def ", text=text)
 
 
+def rows_of(table: Any, shown: bool = False) -> list[dict[str, Any]]:
+    """The values of a table's rows by column, or with `shown` its texts by heading."""
+    names = table.headings if shown else [column.name for column in table.columns]
+    rows = table.texts() if shown else table.rows
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
 def build_run(
     path: Path,
     *overrides: str,
@@ -151,16 +144,11 @@ def build_run(
     """A run directory; with `killed_at` the first attempt dies there with a torn line, and the
     second resumes.
     """
-    recipe = Recipe.load(
-        "quickstart", [f"train.steps={steps}", f"optim.lr={lr}", f"run.seed={seed}", *overrides]
-    )
+    settings = [f"train.steps={steps}", f"optim.lr={lr}", f"run.seed={seed}", *overrides]
     path.mkdir(parents=True)
-    (path / "recipe.toml").write_text(recipe.toml())
-    environment = {
-        "python": "3.11.7",
-        "hosts": ["node-a", "node-b"],
-        "command": f"windlass train quickstart {NASTY}",
-    }
+    (path / "recipe.toml").write_text(Recipe.load("quickstart", settings).toml())
+    environment = {"python": "3.11.7", "hosts": ["node-a", "node-b"]}
+    environment["command"] = f"windlass train quickstart {NASTY}"
     (path / "environment.json").write_text(json.dumps(environment))
     writer = Writer(path, ranks, seed, lr, steps, device)
     writer.start("started", 0)
@@ -195,15 +183,9 @@ def build_study(
     for number, cell in enumerate(study.cells[:-1]):  # the last one still waits
         lr, kind, seed = cell.assignment.values()
         settings = (f"optim.schedule.kind={kind}", *overrides)
-        options = {
-            "steps": 200,
-            "ranks": 1,
-            "seed": seed,
-            "lr": lr,
-            "device": "cpu",
-            "finished": number != 1,
-        }
-        run = build_run(study.run_of(cell).path, *settings, **options)
+        options = {"seed": seed, "lr": lr, "finished": number != 1}
+        path_of_run = study.run_of(cell).path
+        run = build_run(path_of_run, *settings, **options, steps=200, ranks=1, device="cpu")
         if number == 1:
             failed = {"kind": "event", "event": "failed", "step": 200}
             add_lines(run, failed | {"reason": "step 151: loss not finite on rank 0"})

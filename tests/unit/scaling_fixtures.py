@@ -42,9 +42,8 @@ def write_run(
     path.mkdir(parents=True)
     (path / "recipe.toml").write_text(recipe.toml())
     placed = [{"rank": r, "host": f"node-{r * hosts // world}", "threads": 2} for r in range(world)]
-    (path / "environment.json").write_text(
-        json.dumps({"machine": {"cores": cores}, "ranks": placed})
-    )
+    environment = {"machine": {"cores": cores}, "ranks": placed}
+    (path / "environment.json").write_text(json.dumps(environment))
     size = count(recipe.model, VOCAB).total
     batch, context = recipe.train.global_batch, recipe.model.context
     seconds = {"startup": 3.0}
@@ -111,50 +110,43 @@ def build_scaling(
         world, phases = cell.world or cell.nodes, dict(step(cell.assignment))
         options = {
             "peak_mb": phases.pop("peak_mb", 500.0),
-            "hosts": cell.nodes,
             "finished": number not in failed,
             **rest,
         }
-        write_run(study.run_of(cell).path, cell.recipe, world, phases, **options)
+        path_of_run = study.run_of(cell).path
+        write_run(path_of_run, cell.recipe, world, phases, hosts=cell.nodes, **options)
         if number in failed:
             study.set_status(cell, "failed", "exit code 1: out of memory")
         if probe and world > 1 and not study.probe_dir(cell).exists():
+            place, batch = study.probe_dir(cell), cell.recipe.train.global_batch // world
+            alone = cell.recipe.replace({"train.global_batch": batch})
             for rank in range(world):
-                place = study.probe_dir(cell) / str(rank)
-                alone = cell.recipe.replace(
-                    {"train.global_batch": cell.recipe.train.global_batch // world}
-                )
-                write_run(place, alone, 1, dict(probe(cell.assignment)), slow_start=3.0)
-            ended = {"state": "finished", "reason": ""}
-            (place.parent / "probe.json").write_text(json.dumps(ended))
+                write_run(place / str(rank), alone, 1, probe(cell.assignment), slow_start=3.0)
+            (place / "probe.json").write_text('{"state": "finished", "reason": ""}')
     if rates:
         (path / "machine.json").write_text(json.dumps(rates))
     return study
 
 
 def worlds(*ranks, repeats=1, **settings):
-    each = [(n, r) for r in range(1, repeats + 1) for n in ranks]
-    cells = [{WORLD: n, REPEAT: r} | {k: v(n) for k, v in settings.items()} for n, r in each]
-    return [
-        {k.replace("__", "."): v for k, v in one.items() if repeats > 1 or k != REPEAT}
-        for one in cells
-    ]
+    cells = []
+    for repeat in range(1, repeats + 1):
+        for n in ranks:
+            own = {key.replace("__", "."): value(n) for key, value in settings.items()}
+            cells.append({WORLD: n} | ({REPEAT: repeat} if repeats > 1 else {}) | own)
+    return cells
 
 
 def phases(step, data=1.0):
-    shares = {"forward": 0.3, "backward": 0.5, "optimizer": 0.1}
-    return {"step_ms": step, "data_ms": data} | {
-        f"{name}_ms": share * step for name, share in shares.items()
-    }
+    parts = {"forward_ms": 0.3 * step, "backward_ms": 0.5 * step, "optimizer_ms": 0.1 * step}
+    return {"step_ms": step, "data_ms": data} | parts
 
 
 def rates(*keys, tflops=0.1, busbw=(0.1, 1.0)):
-    sizes = zip((2**16, 2**20), busbw, strict=True)
     sent = [
-        {"collective": name, "size": s, "busbw": b}
-        for s, b in sizes
+        {"collective": name, "size": size, "busbw": rate}
+        for size, rate in zip((2**16, 2**20), busbw, strict=True)
         for name in ("all_reduce", "all_gather", "reduce_scatter")
     ]
-    return {
-        key: {"cores": 8, "matrix_tflops": {"float32": tflops}, "collectives": sent} for key in keys
-    }
+    machine = {"cores": 8, "matrix_tflops": {"float32": tflops}, "collectives": sent}
+    return dict.fromkeys(keys, machine)

@@ -3,7 +3,8 @@ import math
 
 import numpy as np
 import pytest
-from report_fixtures import build_run, build_study, edit, loss_at
+from report_fixtures import build_run, build_study, edit, loss_at, rows_of
+from rich.console import Console
 
 from windlass.recipe import Recipe
 from windlass.reports.charts import looks
@@ -11,13 +12,7 @@ from windlass.reports.contents import Contents
 from windlass.reports.page import page
 from windlass.reports.plots import draw, write_plots
 from windlass.reports.run_charts import charts
-from windlass.reports.study import (
-    StudyView,
-    cell_table,
-    heat_map,
-    seed_table,
-    sweep_charts,
-)
+from windlass.reports.study import StudyView, cell_table, heat_map, seed_table, sweep_charts
 from windlass.run import Run
 from windlass.study.progress import cells_table
 from windlass.study.study import Study
@@ -27,14 +22,8 @@ def best(lr, seed):
     return min(loss_at(s, seed, lr) + 0.06 for s in (0, 50, 100, 150, 200))
 
 
-def rows(table):
-    return [
-        dict(zip([column.name for column in table.columns], row, strict=True)) for row in table.rows
-    ]
-
-
 def test_the_table_of_cells_in_the_order_of_the_grid(study):
-    cells = rows(cell_table(study))
+    cells = rows_of(cell_table(study))
     assert list(cells[0])[:4] == ["optim.lr", "optim.schedule.kind", "run.seed", "state"]
     assert [row["state"] for row in cells] == ["finished", "failed", *["finished"] * 9, "waiting"]
     assert cells[0]["eval_loss"] == pytest.approx(loss_at(200, 1, 1e-2) + 0.06)
@@ -44,15 +33,14 @@ def test_the_table_of_cells_in_the_order_of_the_grid(study):
 
 
 def test_medians_and_spread_over_the_seeds_that_finished(study):
-    table = {(row["optim.lr"], row["optim.schedule.kind"]): row for row in rows(seed_table(study))}
+    rows = rows_of(seed_table(study))
+    table = {(row["optim.lr"], row["optim.schedule.kind"]): row for row in rows}
     row, values = table[1e-3, "wsd"], sorted([best(1e-3, 1), best(1e-3, 2)])
     expected = [*values, sum(values) / 2, values[1] - values[0]]
     assert [row[name] for name in ("low", "high", "median", "spread")] == pytest.approx(expected)
     alone = table[1e-2, "cosine"]
     assert alone["median"] == pytest.approx(best(1e-2, 1))
-    assert alone["seeds"] == 2
-    assert alone["finished"] == 1
-    assert alone["spread"] is None, "one seed has no spread"
+    assert (alone["seeds"], alone["finished"], alone["spread"]) == (2, 1, None)
     assert "median of the best evaluation loss over 2 seeds: " in study.winners[0].text
 
 
@@ -63,15 +51,12 @@ def test_the_loss_against_each_swept_setting_and_the_heat_map_of_two(study):
     assert (lr.x.values, lr.x.names) == ([1e-4, 1e-3, 1e-2], ["0.0001", "0.001", "0.01"])
     assert (kind.x.log, kind.x.values, kind.x.names) == (False, [0, 1], ["cosine", "wsd"])
     cosine, wsd = [series for series in lr.series if series.name]
-    assert cosine.name == "kind=cosine"
-    assert wsd.name == "kind=wsd"
+    assert (cosine.name, wsd.name) == ("kind=cosine", "kind=wsd")
     assert cosine.y[1] == pytest.approx(median)
-    assert [len(series.y) for series in lr.series if series.points == "only"] == [5, 5], (
-        "a circle for each seed"
-    )
-    medians, seeds = [line for line in draw(lr).axes[0].get_lines() if len(line.get_xdata()) > 1][
-        :2
-    ]
+    circles = [series for series in lr.series if series.points == "only"]
+    assert [len(series.y) for series in circles] == [5, 5], "a circle for each seed"
+    lines = draw(lr).axes[0].get_lines()
+    medians, seeds, *_ = (line for line in lines if len(line.get_xdata()) > 1)
     assert (medians.get_marker(), seeds.get_marker()) == ("D", "o") and "diamonds" in lr.note
     assert study.tones[:5] == [1, 1, 1, 1, 0.5], "colour by rate"
     assert (heat.y.label, heat.y.names) == ("kind", ["cosine", "wsd"])
@@ -83,11 +68,7 @@ def test_the_loss_against_each_swept_setting_and_the_heat_map_of_two(study):
 
 
 def test_settings_with_the_same_last_part_have_names_and_charts_of_their_own(tmp_path):
-    axes = {
-        "optim.kind": ["adamw", "muon"],
-        "optim.schedule.kind": ["cosine", "wsd"],
-        "run.seed": [1, 2],
-    }
+    axes = ["optim.kind=adamw,muon", "optim.schedule.kind=cosine,wsd", "run.seed=1,2"]
     study = Study.create(Recipe.load("quickstart", ["train.steps=50"]), axes, tmp_path / "study")
     for number, cell in enumerate(study.cells):
         kind, schedule, _ = cell.assignment.values()
@@ -100,24 +81,16 @@ def test_settings_with_the_same_last_part_have_names_and_charts_of_their_own(tmp
     assert (of_optimizers.x.label, of_schedules.x.label) == ("optim.kind", "schedule.kind")
     assert of_optimizers.id == "loss-against-optim-kind"
     assert of_schedules.id == "loss-against-schedule-kind"
-    assert [one.name for one in of_optimizers.series if one.name] == [
-        "schedule.kind=cosine",
-        "schedule.kind=wsd",
-    ]
+    names = [one.name for one in of_optimizers.series if one.name]
+    assert names == ["schedule.kind=cosine", "schedule.kind=wsd"]
     assert not np.array_equal(of_optimizers.series[0].y, of_schedules.series[0].y)
     assert (heat.y.label, heat.x.label) == ("optim.kind", "schedule.kind")
     drawn = write_plots(charts_of, [], tmp_path / "plots", 0, False)
     assert len({path.read_bytes() for path in drawn.values()}) == len(drawn) == 3
-    assert "optim.kind" in (table := "".join(cells_table_text(study))) and "schedule.kind" in table
-
-
-def cells_table_text(study):
-    from rich.console import Console
-
     console = Console(width=300)
     with console.capture() as capture:
         console.print(cells_table(study, study.results(), 300))
-    return capture.get()
+    assert "optim.kind" in capture.get() and "schedule.kind" in capture.get()
 
 
 def test_a_study_is_compared_by_its_own_measure(tmp_path):
@@ -135,7 +108,7 @@ def test_a_study_is_compared_by_its_own_measure(tmp_path):
     assert (lr.id, lr.unit) == ("hellaswag-acc_norm-against-lr", "")
     assert lr.series[0].y == pytest.approx([0.485, 0.285, 0.285])
     assert heat_map(seen).series[0].shades == pytest.approx([1, 0, 0]), "more is better"
-    assert rows(cell_table(seen))[0]["score"] == pytest.approx(0.285)
+    assert rows_of(cell_table(seen))[0]["score"] == pytest.approx(0.285)
     assert "hellaswag.acc_norm" in page(Contents(seen.views, seen))
 
 
@@ -151,9 +124,8 @@ def test_what_diverged_leaves_a_hole_and_does_not_squeeze_the_curves_of_the_othe
     bad = json.loads((path / "study.json").read_text())["cells"][2:4]
     for cell in bad:
         edit(Run(path / cell["run"]), blow_up)
-    statuses = {
-        cell["key"]: {"state": "diverged", "reason": "loss nan at step 120"} for cell in bad
-    }
+    status = {"state": "diverged", "reason": "loss nan at step 120"}
+    statuses = {cell["key"]: status for cell in bad}
     (path / "statuses.json").write_text(json.dumps(statuses))
     seen = StudyView(path)
     assert [r.state for r in seen.results].count("diverged") == 2

@@ -15,9 +15,8 @@ def test_a_killed_and_resumed_run_is_one_curve_with_the_losses_of_an_unbroken_on
     assert list(one.train["loss"]) == list(straight.train["loss"])
     assert one.train["loss"][3] == loss_at(40, 1)
     assert list(one.evals["loss"]["step"]) == list(range(0, 401, 50))
-    assert one.evals["loss"]["tokens"] == pytest.approx(one.evals["loss"]["step"] * 2048), (
-        "trained on"
-    )
+    trained_on = one.evals["loss"]["step"] * 2048
+    assert one.evals["loss"]["tokens"] == pytest.approx(trained_on)
     assert [(r.step, r.what, r.tokens) for r in one.restarts] == [(200, "resumed", 200 * 2048)]
     assert straight.restarts == [] and (np.diff(one.train["hours"]) > 0).all()
     # without the pause, the start-up and the steps done twice
