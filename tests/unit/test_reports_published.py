@@ -6,12 +6,11 @@ import csv
 import json
 
 import pytest
-from report_fixtures import build_run, build_study, edit, loss_at
+from report_fixtures import build_run, build_study, edit, loss_at, rows_of
 from scaling_fixtures import build_scaling, phases, worlds
 
 from helpers import refused
 from windlass import report
-from windlass.cli import main
 from windlass.recipe import Recipe, settings
 from windlass.reports.published import of_study, published, specifications
 from windlass.reports.study import StudyView
@@ -20,54 +19,32 @@ from windlass.study.grid import WORLD, Scaling
 from windlass.telemetry.measures import EPOCH_LOSS, PUBLISHED, RUN, of_published
 from windlass.telemetry.measures import SETUP as SETUP_MEASURES
 
-BASELINE = [
-    "Train Loss (Final)",
-    "Eval Loss (Epoch 1)",
-    "Eval Loss (Epoch 2)",
-    "Eval Loss (Epoch 3)",
-    "Training Speed (samples/sec)",
-    "Evaluation Speed (samples/sec)",
-    "Steps per Epoch",
-    "Memory Allocated (MB)",
-    "GPU Utilization (%)",
-]
-SCALING = [
-    "Setup",
-    "Total GPUs",
-    "Samples/s",
-    "Samples/s Scale Factor",
-    "Runtime (s)",
-    "Runtime Scale Factor",
-    "Loss",
-    "GPU Memory Allocated (GB)",
-]
-GPT = [
-    "Setup",
-    "Total GPUs",
-    "Samples/s (Default)",
-    "Samples/s (Callback)",
-    "GPU Memory (GB, Default)",
-    "GPU Memory (GB, Callback)",
-    "GPU Utilization (%)",
-    "Loss",
-    "Runtime (s)",
-]
-WEAK = [
-    "GPUs",
-    "Num Layers",
-    "Per-GPU Batch",
-    "Total Params",
-    "Samples/s (Callback)",
-    "GPU Memory (GB, Callback)",
-    "GPU Utilization (%)",
-    "Loss",
-    "Runtime (s)",
-    "Efficiency (%)",
-]
+BASELINE = (
+    "Train Loss (Final)|Eval Loss (Epoch 1)|Eval Loss (Epoch 2)|Eval Loss (Epoch 3)|"
+    "Training Speed (samples/sec)|Evaluation Speed (samples/sec)|Steps per Epoch|"
+    "Memory Allocated (MB)|GPU Utilization (%)"
+).split("|")
+SCALING = (
+    "Setup|Total GPUs|Samples/s|Samples/s Scale Factor|Runtime (s)|Runtime Scale Factor|Loss|"
+    "GPU Memory Allocated (GB)"
+).split("|")
+GPT = (
+    "Setup|Total GPUs|Samples/s (Default)|Samples/s (Callback)|GPU Memory (GB, Default)|"
+    "GPU Memory (GB, Callback)|GPU Utilization (%)|Loss|Runtime (s)"
+).split("|")
+WEAK = (
+    "GPUs|Num Layers|Per-GPU Batch|Total Params|Samples/s (Callback)|GPU Memory (GB, Callback)|"
+    "GPU Utilization (%)|Loss|Runtime (s)|Efficiency (%)"
+).split("|")
+ENDED = {"train_loss_mean": 2.5, "samples_per_s_whole_run": 11.97, "avg_mem_used_mb": 2750.0}
 
 
 def rows(table):
-    return [dict(zip(table.headings, row, strict=True)) for row in table.texts()]
+    return rows_of(table, shown=True)
+
+
+def end(line):
+    return line | ENDED if line["kind"] == "summary" else line
 
 
 @pytest.fixture(scope="module")
@@ -75,34 +52,26 @@ def baseline(tmp_path_factory):
     """Two runs of the preset: one that finished on GPUs, and one on a CPU that was killed before
     its first step.
     """
-    top = tmp_path_factory.mktemp("baseline")
-    on_gpus = build_run(
-        top / "gpus", "preset=bloom-squad-baseline", "eval.every=1 epoch", steps=500
-    )
-    more = {"train_loss_mean": 2.5, "samples_per_s_whole_run": 11.97, "avg_mem_used_mb": 2750.0}
-    edit(on_gpus, lambda line: line | more if line["kind"] == "summary" else line)
-    on_cpu = build_run(
-        top / "cpu", "preset=bloom-squad-baseline", steps=100, device="cpu", finished=False
-    )
+    top, preset = tmp_path_factory.mktemp("baseline"), "preset=bloom-squad-baseline"
+    on_gpus = build_run(top / "gpus", preset, "eval.every=1 epoch", steps=500)
+    edit(on_gpus, end)
+    on_cpu = build_run(top / "cpu", preset, steps=100, device="cpu", finished=False)
     edit(on_cpu, lambda line: line if line["kind"] == "event" and line["step"] == 0 else None)
     return on_gpus, on_cpu
 
 
 def test_every_column_of_a_table_has_a_value_that_exists():
-    assert {
-        name: list(specifications()[name]["columns"])
-        for name in ("bloom-squad-baseline", "gpt-squad-scaling")
-    } == {"bloom-squad-baseline": BASELINE, "gpt-squad-scaling": GPT}
-    assert list(specifications()["bloom-squad-scaling"]["columns"]) == SCALING
-    assert list(specifications()["gpt-squad-weak"]["columns"])[:-1] == WEAK
+    columns = {name: spec["columns"] for name, spec in specifications().items()}
+    assert list(columns["bloom-squad-baseline"]) == BASELINE
+    assert list(columns["gpt-squad-scaling"]) == GPT
+    assert list(columns["bloom-squad-scaling"]) == SCALING
+    assert list(columns["gpt-squad-weak"])[:-1] == WEAK
     kinds = {of_published(name).kind for name in ("eval_loss_epoch_2", "train_loss_mean")}
     assert kinds == {"loss"}, "as many digits"
     known = {*RUN, *settings(), *SETUP_MEASURES, *PUBLISHED, "setup"}
-    for name, spec in specifications().items():
-        unknown = {
-            x for x in spec["columns"].values() if x not in known and not x.startswith(EPOCH_LOSS)
-        }
-        assert not unknown, (name, unknown)
+    for name, own in columns.items():
+        unknown = [x for x in own.values() if x not in known and not x.startswith(EPOCH_LOSS)]
+        assert not unknown, name
 
 
 def test_a_run_fills_the_table_of_its_preset(baseline):
@@ -111,16 +80,8 @@ def test_a_run_fills_the_table_of_its_preset(baseline):
     assert filled.name == "bloom-squad-baseline" and list(row) == BASELINE
     # 250 steps an epoch, and two epochs
     losses = [f"{loss_at(step, 1) + 0.06:.4f}" for step in (250, 500)]
-    assert [*row.values()] == [
-        "2.5000",
-        *losses,
-        "no evaluation at epoch 3",
-        "12.0",
-        "256.0",
-        "250",
-        "1,510",
-        "91.7",
-    ]
+    rest = ["no evaluation at epoch 3", "12.0", "256.0", "250", "1,510", "91.7"]
+    assert [*row.values()] == ["2.5000", *losses, *rest]
 
 
 def test_what_is_not_there_has_a_reason_and_is_never_empty(baseline):
@@ -133,14 +94,12 @@ def test_what_is_not_there_has_a_reason_and_is_never_empty(baseline):
 
 def test_one_training_of_the_gpt_fills_a_row_of_its_table(tmp_path):
     run = build_run(tmp_path / "gpt", "preset=gpt-squad", steps=100)
-    more = {"train_loss_mean": 2.5, "samples_per_s_whole_run": 11.97, "avg_mem_used_mb": 2750.0}
-    edit(run, lambda line: line | more if line["kind"] == "summary" else line)
+    edit(run, end)
     filled = published([RunView(run)])
     assert filled.name == "gpt-squad" and filled.headings == GPT
     (row,) = rows(filled)
     assert list(row.values())[:3] == ["1 host, 2 ranks", "2", "12.0"]
-    assert row["GPU Memory (GB, Default)"] == "2.750"
-    assert row["GPU Memory (GB, Callback)"] == "1.510"
+    assert [row[f"GPU Memory (GB, {x})"] for x in ("Default", "Callback")] == ["2.750", "1.510"]
     assert row["Loss"] == "2.5000"
     assert float(row["Samples/s (Callback)"]) == pytest.approx(32, rel=0.1)
 
@@ -185,52 +144,32 @@ SETUP = {
 def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_path):
     on_gpus, on_cpu = map(RunView, baseline)
     seen = StudyView(build_study(tmp_path / "study", rates=(1e-3,), seeds=(1,)))
-    (row,) = rows(published([on_gpus], seen, "gpt-squad-scaling", [SETUP]))
-    assert list(row.items()) == list(
-        zip(
-            GPT,
-            ("1 x 4", "4", "41.0", "60.0", "2.750", "1.510", "91.7", "1.2500", "123.4"),
-            strict=True,
-        )
-    )
-    (row,) = rows(published([on_gpus], seen, "gpt-squad-weak", [SETUP]))
-    assert [*row.values()] == "4 6 4 400,000,000 60.0 1.510 91.7 1.2500 123.4 87.5 114.3".split()
-    (row,) = rows(published([on_cpu], seen, "gpt-squad-scaling", [SETUP]))
-    assert [*row.values()] == [
-        "1 x 4",
-        "4 CPU ranks",
-        "41.0",
-        "60.0",
-        *["no GPU"] * 3,
-        "1.2500",
-        "123.4",
-    ]
-    waiting = {
-        "setup": "1 x 8",
-        "world": 8,
-        "state": "waiting",
-        "reasons": {"samples_factor": "the baseline has no numbers"},
-    }
-    (row,) = rows(published([on_gpus], seen, "bloom-squad-scaling", [waiting]))
-    assert [*row.values()] == [
-        "1 x 8",
-        "8",
-        "not run yet",
-        "the baseline has no numbers",
-        *["not run yet"] * 4,
-    ]
+
+    def row(name, view, setup):
+        (row,) = rows(published([view], seen, name, [setup]))
+        return row
+
+    filled = row("gpt-squad-scaling", on_gpus, SETUP)
+    numbers = ["60.0", "2.750", "1.510", "91.7", "1.2500", "123.4"]
+    assert [*filled] == GPT and [*filled.values()] == ["1 x 4", "4", "41.0", *numbers]
+    filled = row("gpt-squad-weak", on_gpus, SETUP)
+    assert [*filled.values()] == "4 6 4 400,000,000 60.0 1.510 91.7 1.2500 123.4 87.5 114.3".split()
+    filled = row("gpt-squad-scaling", on_cpu, SETUP)
+    numbers = ["60.0", *["no GPU"] * 3, "1.2500", "123.4"]
+    assert [*filled.values()] == ["1 x 4", "4 CPU ranks", "41.0", *numbers]
+    waiting = {"setup": "1 x 8", "world": 8, "state": "waiting"}
+    waiting["reasons"] = {"samples_factor": "the baseline has no numbers"}
+    filled = row("bloom-squad-scaling", on_gpus, waiting)
+    numbers = ["not run yet", "the baseline has no numbers", *["not run yet"] * 4]
+    assert [*filled.values()] == ["1 x 8", "8", *numbers]
     waiting |= {"state": "failed", "reasons": {"efficiency": "no communication on one rank"}}
-    (row,) = rows(published([on_gpus], seen, "gpt-squad-weak", [waiting]))
-    assert row["Loss"] == "failed" and row["Efficiency (%)"] == "no communication on one rank"
+    filled = row("gpt-squad-weak", on_gpus, waiting)
+    assert (filled["Loss"], filled["Efficiency (%)"]) == ("failed", "no communication on one rank")
 
 
-def test_the_report_writes_it_for_people_and_programs_and_shows_it(baseline, capsys):
-    with pytest.raises(SystemExit) as done:
-        main(["report", str(baseline[0].path), "--no-plots"])
-    shown = capsys.readouterr().out
-    assert not done.value.code
-    assert "Fine-tuning on SQuAD" in shown
-    assert "no evaluation at epoch 3" in shown
+def test_the_report_writes_it_for_people_and_programs_and_shows_it(baseline, call):
+    shown, _ = call("report", baseline[0].path, "--no-plots")
+    assert "Fine-tuning on SQuAD" in shown and "no evaluation at epoch 3" in shown
     folder = baseline[0].path / "report"
     before = {file.name: file.read_bytes() for file in folder.glob("published.*")}
     (row,) = csv.DictReader((folder / "published.csv").read_text().splitlines())
@@ -256,23 +195,17 @@ def test_a_run_of_another_preset_has_none(tmp_path):
 def test_a_scaling_study_of_a_preset_fills_its_table_from_the_ledgers(tmp_path):
     """Two ranks take 60 ms for a step of 8, where one takes 100 ms; the third setup has not begun."""
     scaling = Scaling("strong", preset="bloom-squad-scaling")
-    study = build_scaling(
-        tmp_path / "study",
-        scaling,
-        worlds(1, 2, 4),
-        lambda c: phases(100 if c[WORLD] == 1 else 60),
-        waiting=[2],
-    )
+    took = {1: phases(100), 2: phases(60)}
+    cells, step = worlds(1, 2, 4), lambda cell: took[cell[WORLD]]
+    study = build_scaling(tmp_path / "study", scaling, cells, step, waiting=[2])
     one, two, four = rows(of_study(study))
     assert list(one) == SCALING
     assert one["Samples/s Scale Factor"] == one["Runtime Scale Factor"] == "1.000"
-    assert one["Samples/s"] == "80.0"
-    assert two["Samples/s"] == "133.3"
+    assert (one["Samples/s"], two["Samples/s"]) == ("80.0", "133.3")
     assert two["Samples/s Scale Factor"] == "1.667"
     assert one["Total GPUs"] == "1 CPU rank" and two["GPU Memory Allocated (GB)"] == "no GPU"
-    assert float(one["Runtime (s)"]) / float(two["Runtime (s)"]) == pytest.approx(
-        float(two["Runtime Scale Factor"]), rel=0.02
-    )
+    factor = float(one["Runtime (s)"]) / float(two["Runtime (s)"])
+    assert float(two["Runtime Scale Factor"]) == pytest.approx(factor, rel=0.02)
     assert four["Setup"] == "1 host, 4 ranks"
     assert four["Samples/s"] == four["Runtime (s)"] == four["Loss"] == "not run yet"
     first, second = (report(study.path, tmp_path / name, plots=False) for name in "ab")
