@@ -38,17 +38,12 @@ def test_every_series_of_a_long_run_is_thinned_at_its_own_extremes(one):
     steps, spikes = np.arange(1.0, n + 1), np.linspace(700, n - 300, 20).astype(int)
     loss, norm = 2 + np.sin(steps / 50), 1 + 0.1 * np.cos(steps / 7)
     norm[spikes], loss[12_345] = 40.0 + np.arange(20), 9.0
-    long = changed(
-        one,
-        train=Track(
-            {"step": steps, "tokens": steps, "hours": steps, "loss": loss, "grad_norm": norm}
-        ),
-    )
+    axes = dict.fromkeys(("step", "tokens", "hours"), steps)
+    long = changed(one, train=Track(axes | {"loss": loss, "grad_norm": norm}))
     sent = payload(looks([long]), charts([long]))
     drawn = {chart["id"]: chart["series"][0] for chart in sent["charts"]}
-    shown = dict(
-        zip(sent["points"][drawn["grad_norm"]["at"]]["step"], drawn["grad_norm"]["y"], strict=True)
-    )
+    series = drawn["grad_norm"]
+    shown = dict(zip(sent["points"][series["at"]]["step"], series["y"], strict=True))
     assert [shown.get(int(steps[i])) for i in spikes] == list(40 + np.arange(20)), "all 20 spikes"
     assert max(drawn["loss"]["y"]) == 9 and 800 < len(drawn["loss"]["y"]) < 4000
 
@@ -60,32 +55,25 @@ def test_every_series_of_a_long_run_is_thinned_at_its_own_extremes(one):
 def test_smoothing_is_the_weighted_mean_of_what_is_finite(values, weight):
     finite = [(i, value) for i, value in enumerate(values) if math.isfinite(value)]
     for n, smooth in enumerate(smoothed(np.array(values), weight)):
-        terms = [(weight ** abs(n - i), value) for i, value in finite]
-        expected = (
-            sum(w * x for w, x in terms) / sum(w for w, _ in terms)
-            if math.isfinite(values[n])
-            else math.nan
-        )
+        expected = math.nan
+        if math.isfinite(values[n]):
+            terms = [(weight ** abs(n - i), value) for i, value in finite]
+            expected = sum(w * x for w, x in terms) / sum(w for w, _ in terms)
         assert smooth == pytest.approx(expected, abs=1e-9, nan_ok=True)
 
 
 def test_of_several_runs_each_rank_has_a_line_for_allocated_and_one_for_reserved_memory(tmp_path):
-    runs = [
-        RunView(build_run(tmp_path / name, ranks=2, steps=30), name) for name in ("a", "b", "c")
-    ]
-    found = {chart.id: chart for chart in charts(runs)}
+    found = described(*(RunView(build_run(tmp_path / name, steps=30)) for name in "abc"))
+    names = [f"{run}, rank {rank}" for run in "abc" for rank in (0, 1)]
     for key, word, base in (("memory", "allocated", 1480), ("memory-reserved", "reserved", 1900)):
         chart = found[key]
-        assert [s.name for s in chart.series] == [
-            f"{run}, rank {rank}" for run in "abc" for rank in (0, 1)
-        ]
+        assert [s.name for s in chart.series] == names
         assert chart.title.endswith(word) and len({(s.run, s.dash) for s in chart.series}) == 6
-        assert all(
-            abs(np.nanmean(s.y) - base - 60 * (i % 2)) < 5 for i, s in enumerate(chart.series)
-        )
+        means = [np.nanmean(s.y) for s in chart.series]
+        assert means == pytest.approx([base, base + 60] * 3, abs=5)
     assert len(found["utilisation"].series) == 6
-    wide = [RunView(build_run(tmp_path / f"wide-{i}", ranks=7, steps=30), f"{i}") for i in range(4)]
-    means = {chart.id: chart for chart in charts(wide)}["memory-reserved"].series
+    wide = [RunView(build_run(tmp_path / f"{i}", ranks=7, steps=30)) for i in range(4)]
+    means = described(*wide)["memory-reserved"].series
     assert [s.name for s in means] == [f"{i}" for i in range(4)]
     assert all(s.low is not None for s in means)
 
@@ -93,79 +81,59 @@ def test_of_several_runs_each_rank_has_a_line_for_allocated_and_one_for_reserved
 def test_a_logged_measure_is_drawn_whatever_its_name(tmp_path):
     names = ("loss", "tokens", "epoch", "hours", "samples", "batches")
     run = build_run(tmp_path / "run", steps=30)
-    add_lines(
-        run,
-        *(
-            {"kind": "log", "step": step, **{f"log.{x}": step / 7 for x in names}}
-            for step in (10, 20, 30)
-        ),
-    )
+    for step in (10, 20, 30):
+        add_lines(run, {"kind": "log", "step": step} | {f"log.{x}": step / 7 for x in names})
     found = described(RunView(run))
     for name in names:
         (series,) = found[f"log-{name}"].series
-        assert found[f"log-{name}"].title == f"log.{name}" and series.y.tolist() == [
-            10 / 7,
-            20 / 7,
-            30 / 7,
-        ]
+        assert found[f"log-{name}"].title == f"log.{name}"
+        assert series.y.tolist() == [10 / 7, 20 / 7, 30 / 7]
         assert series.at["tokens"][-1] == 30 * 2048, "the axes are the run's"
 
 
 def styles(figure):
-    lines = figure.axes[0].get_lines()
-    return [
-        (x.get_color(), str(x._unscaled_dash_pattern))
-        for x in lines
-        if not x.get_label().startswith("_")
-    ]
+    lines = [x for x in figure.axes[0].get_lines() if not x.get_label().startswith("_")]
+    return [(line.get_color(), str(line._unscaled_dash_pattern)) for line in lines]
 
 
 def test_suite_of_several_runs_has_chart_for_each_measure_and_twenty_lines_twenty_looks(tmp_path):
     runs = [build_run(tmp_path / f"{i:02}", steps=30) for i in range(20)]
     for run in runs:
+        line = {"kind": "eval", "step": 0}
         scores = {f"task-{i}/acc": i / 9 for i in range(20)}
-        add_lines(
-            run, {"kind": "eval", "step": 0, "suite": "squad", "exact_match": 10.0, "f1": 20.0}
-        )
-        add_lines(run, {"kind": "eval", "step": 0, "suite": "lm-eval:many", **scores})
+        add_lines(run, line | {"suite": "squad", "exact_match": 10.0, "f1": 20.0})
+        add_lines(run, line | {"suite": "lm-eval:many"} | scores)
     seen = [RunView(run) for run in runs]
     found = described(*seen[:2])
-    assert [found[f"suite-squad-{name}"].title for name in ("exact-match", "f1")] == [
-        "squad, exact match",
-        "squad, f1",
-    ]
+    titles = [found[f"suite-squad-{name}"].title for name in ("exact-match", "f1")]
+    assert titles == ["squad, exact match", "squad, f1"]
     assert [one.y.tolist() for one in found["suite-squad-f1"].series] == [[20.0], [20.0]]
     # of a study: four runs for each value of the first setting
-    tones = [run // 4 / 4 for run in range(20)]
+    tones, lr = [run // 4 / 4 for run in range(20)], described(*seen)["lr"]
     for drawn in (
-        draw(described(*seen)["lr"], looks(seen)),
-        draw(described(*seen)["lr"], looks(seen, tones)),
+        draw(lr, looks(seen)),
+        draw(lr, looks(seen, tones)),
         draw(described(seen[0])["suite-lm-eval-many"], looks(seen[:1])),
     ):
         assert len(styles(drawn)) == 20 == len(set(styles(drawn)))
-    lines = payload(looks(seen, tones), [described(*seen)["lr"]])["runs"]
+    lines = payload(looks(seen, tones), [lr])["runs"]
     assert len({(run["tone"], run["dash"]) for run in lines}) == 20, "on the page too"
 
 
 def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_path):
     cuda = described(one)
     cpu = described(RunView(build_run(tmp_path / "cpu", device="cpu", ranks=1, steps=30)))
-    assert list(cuda)[:4] == ["loss", "suite-hellaswag", "throughput", "lr"] and {
-        "memory",
-        "power",
-    } <= set(cuda)
+    assert list(cuda)[:4] == ["loss", "suite-hellaswag", "throughput", "lr"]
+    assert {"memory", "power"} <= set(cuda)
     assert {"resident", "utilisation"} <= set(cpu) and not {"memory", "power"} & set(cpu)
     names = [f"rank {rank}, {what}" for what in ("allocated", "reserved") for rank in (0, 1)]
     assert [s.name for s in cuda["memory"].series] == names
     first = cuda["utilisation"].series[0]
     assert np.nanmin(first.y) > 85 and (np.diff(first.x) >= 0).all(), "in training steps only"
     assert first.at["tokens"][-1] == pytest.approx(400 * 2048, rel=0.01)
-    mean, *ranks = described(RunView(build_run(tmp_path / "many", ranks=12, steps=30)))[
-        "utilisation"
-    ].series
-    assert [s.name for s in ranks] == ["rank 0", "rank 11"], (
-        "of many ranks their mean, range and extremes"
-    )
+    many = described(RunView(build_run(tmp_path / "many", ranks=12, steps=30)))
+    mean, *ranks = many["utilisation"].series  # their mean, range and extremes
+    assert [s.name for s in ranks] == ["rank 0", "rank 11"]
     assert (mean.low <= mean.y).all() and (mean.y <= mean.high).all()
     assert np.nanmean(ranks[1].y) < np.nanmean(ranks[0].y) - 10
 

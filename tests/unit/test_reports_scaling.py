@@ -4,6 +4,7 @@ import csv
 import io
 
 import pytest
+from report_fixtures import rows_of
 from scaling_fixtures import build_scaling, phases, rates, worlds
 
 from windlass.reports.contents import Contents
@@ -22,23 +23,19 @@ def strong(tmp_path_factory):
     """Worlds 1, 2, 4 three times: one cell of the fourth world failed, two wait."""
 
     def step(a):
-        return phases(80 / a[WORLD] + (12 if a[WORLD] > 1 else 0) + 2 * a["repeat"]) | {
-            "peak_mb": 400 + 100 / a[WORLD]
-        }
+        took = 80 / a[WORLD] + 12 * (a[WORLD] > 1) + 2 * a["repeat"]
+        return phases(took) | {"peak_mb": 400 + 100 / a[WORLD]}
 
-    scaling, keys = Scaling("strong", repeats=3, project=(16,)), ("1x1", "1x2", "1x4")
-    path, cells = tmp_path_factory.mktemp("studies") / "strong", worlds(1, 2, 4, 8, repeats=3)
-    settings = ["train.global_batch=64"]
     return build_scaling(
-        path,
-        scaling,
-        cells,
+        tmp_path_factory.mktemp("studies") / "strong",
+        Scaling("strong", repeats=3, project=(16,)),
+        worlds(1, 2, 4, 8, repeats=3),
         step,
         probe=lambda a: phases(82 / a[WORLD]),
-        rates=rates(*keys),
+        rates=rates("1x1", "1x2", "1x4"),
         failed=[3],
         waiting=[7, 11],
-        settings=settings,
+        settings=["train.global_batch=64"],
     )
 
 
@@ -51,15 +48,13 @@ def strategies(tmp_path_factory):
         on = a["parallel.activation_checkpointing"] == "full"
         return phases(ms * (1.3 if on else 1)) | {"peak_mb": mb * (0.7 if on else 1)}
 
-    names = ("parallel.strategy", "parallel.activation_checkpointing")
     cells = [
-        {WORLD: 4} | dict(zip(names, (kind, how), strict=True))
+        {WORLD: 4, "parallel.strategy": kind, "parallel.activation_checkpointing": how}
         for kind in took
         for how in ("none", "full")
     ]
-    return build_scaling(
-        tmp_path_factory.mktemp("studies") / "strategies", Scaling("strategies"), cells, step
-    )
+    path = tmp_path_factory.mktemp("studies") / "strategies"
+    return build_scaling(path, Scaling("strategies"), cells, step)
 
 
 def test_a_report_of_the_same_ledgers_is_the_same_to_the_byte(strong, tmp_path):
@@ -69,9 +64,8 @@ def test_a_report_of_the_same_ledgers_is_the_same_to_the_byte(strong, tmp_path):
     again = strong.report(tmp_path / "d", plots=False)
     assert again.page.read_bytes() == first.page.read_bytes()
     names = {path.name for path in first.tables}
-    assert {
-        f"{x}.{kind}" for x in ("scaling", "meters", "projected") for kind in ("csv", "tex")
-    } <= names
+    for name in ("scaling", "meters", "projected"):
+        assert {f"{name}.csv", f"{name}.tex"} <= names
     pictures = {"scaling-throughput", "scaling-efficiency", "scaling-memory", "step-parts"}
     assert pictures <= set(drawn.plots) and first.plots == {}
     assert all(drawn.plots[name].read_bytes().startswith(b"\x89PNG") for name in pictures)
@@ -80,16 +74,13 @@ def test_a_report_of_the_same_ledgers_is_the_same_to_the_byte(strong, tmp_path):
 def test_the_tables_have_every_setup_with_its_state_and_reasons(strong, tmp_path):
     written = report(strong.path, tmp_path / "out", plots=False)
     table = list(csv.DictReader(io.StringIO((tmp_path / "out" / "scaling.csv").read_text())))
-    assert [row["state"] for row in table] == ["finished"] * 3 + [
-        "failed: exit code 1: out of memory"
-    ]
+    failed = "failed: exit code 1: out of memory"
+    assert [row["state"] for row in table] == ["finished"] * 3 + [failed]
     assert set(SETUP) <= set(table[0])
-    assert float(table[1]["step_ms"]) == 56
-    assert float(table[1]["step_ms_low"]) == 54
+    assert (float(table[1]["step_ms"]), float(table[1]["step_ms_low"])) == (56, 54)
     assert float(table[2]["efficiency"]) == pytest.approx(84 / (36 * 4))
     assert "exposed_ms: no communication on one rank" in table[0]["reasons"]
-    assert "step_ms: failed: exit code 1: out of memory" in table[3]["reasons"]
-    assert table[3]["step_ms"] == ""
+    assert f"step_ms: {failed}" in table[3]["reasons"] and table[3]["step_ms"] == ""
     text, latex = written.markdown.read_text(), (tmp_path / "out" / "scaling.tex").read_text()
     for said in (
         "Efficiency = T(N0) · N0 ÷ (T(N) · N)",
@@ -102,11 +93,10 @@ def test_the_tables_have_every_setup_with_its_state_and_reasons(strong, tmp_path
     ):
         assert said in text, said
     assert "no GPU" in text and "| 16 | projected |" in text
-    assert r"failed: exit code 1: out of memory" in latex and "58.3 \\%" in latex
+    assert failed in latex and "58.3 \\%" in latex
     html = written.page.read_text()
     assert html.count('<section id="scaling">') == 1
-    assert 'data-chart="scaling-throughput"' in html
-    assert "84.0" in html
+    assert 'data-chart="scaling-throughput"' in html and "84.0" in html
     assert "projected" in html and "no best" not in html and "swept settings" not in html
 
 
@@ -115,9 +105,8 @@ def test_charts_have_the_ideal_line_and_the_spread(strong):
     measured, ideal = throughput.series
     assert list(ideal.y) == pytest.approx([64 / 0.084 * n for n in (1, 2, 4)])
     assert throughput.x.names == ["1", "2", "4"]
-    assert (measured.low[1], measured.y[1], measured.high[1]) == pytest.approx(
-        (64 / 0.058, 64 / 0.056, 64 / 0.054)
-    )
+    band = (measured.low[1], measured.y[1], measured.high[1])
+    assert band == pytest.approx((64 / 0.058, 64 / 0.056, 64 / 0.054))
     assert efficiency.series[0].y[0] == 100 and list(memory.series[0].y) == [500, 450, 425]
     # a proportional line is straight, without a kink, if both scales are logarithmic
     assert throughput.x.log and throughput.y.log and draw(throughput).axes[0].get_yscale() == "log"
@@ -126,18 +115,14 @@ def test_charts_have_the_ideal_line_and_the_spread(strong):
 
 def test_values_of_setups_for_published_tables(strong):
     one, two, _, failed = ScalingView(StudyView(strong.path)).values
-    assert one["train.precision"] == "fp32" and failed["train.precision"] == "auto", (
-        "what it was, or is to be"
-    )
-    assert one["setup"] == "1 host, 1 rank"
-    assert two["world"] == 2
+    # what it was, or is to be
+    assert (one["train.precision"], failed["train.precision"]) == ("fp32", "auto")
+    assert one["setup"] == "1 host, 1 rank" and one["reasons"]["exposed_ms"]
     assert two["efficiency"] == pytest.approx(84 / 112)
-    assert two["peak_mem_mb"] == 450 and two["runtime_factor"] == pytest.approx(1 / two["ratio"])
-    assert (
-        two["train.global_batch"] == 64 and two["eval_loss"] == 2.5 and one["reasons"]["exposed_ms"]
-    )
-    assert failed["state"] == "failed"
-    assert "samples_per_s" not in failed
+    assert two["runtime_factor"] == pytest.approx(1 / two["ratio"])
+    expected = {"world": 2, "peak_mem_mb": 450, "train.global_batch": 64, "eval_loss": 2.5}
+    assert two | expected == two
+    assert failed["state"] == "failed" and "samples_per_s" not in failed
     assert "out of memory" in failed["reasons"]["samples_per_s"]
 
 
@@ -149,8 +134,7 @@ def test_the_terminals_table_leaves_no_setup_out(strong):
         console = Console(width=width, file=io.StringIO())
         console.print(*terminal(strong, table, width), sep="\n")
         text = console.file.getvalue()
-        assert "1 host, 8 ranks" in text
-        assert "100.0 %" in text
+        assert "1 host, 8 ranks" in text and "100.0 %" in text
         assert max(map(len, text.splitlines())) <= width
     assert sentences(strong, table)[0].startswith("Step: the median")
     assert "16  projected" in text and "Projected, not measured" in text
@@ -158,9 +142,8 @@ def test_the_terminals_table_leaves_no_setup_out(strong):
 
 def test_layers_that_double_are_said_to_be_no_doubled_parameters(tmp_path):
     cells = worlds(1, 2, model__layers=lambda n: 2 * n)
-    study = build_scaling(
-        tmp_path / "s", Scaling("weak", "model"), cells, lambda a: phases(50.0 + 10 * a[WORLD])
-    )
+    scaling, step = Scaling("weak", "model"), lambda a: phases(50.0 + 10 * a[WORLD])
+    study = build_scaling(tmp_path / "s", scaling, cells, step)
     one, two = table = read_setups(study)
     more = two.values["parameters"] / one.values["parameters"]
     assert 1 < more < 2
@@ -194,8 +177,7 @@ def test_the_recommended_strategy_has_the_command_that_trains_it(strategies, tmp
 def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategies, tmp_path):
     def shown(study):
         table = ScalingView(StudyView(study.path)).tables[0]
-        rows = [dict(zip(table.headings, row, strict=True)) for row in table.texts()]
-        return rows, " ".join(table.notes)
+        return rows_of(table, shown=True), " ".join(table.notes)
 
     (first, *_), notes = shown(strategies)
     assert (first["Steps/s"], first["Utilisation (%)"]) == ("10.000", "87.5") and "F1" not in first
@@ -219,13 +201,8 @@ def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategie
 
 
 def test_a_study_whose_cells_all_wait_is_still_a_table(tmp_path):
-    study = build_scaling(
-        tmp_path / "s",
-        Scaling("strong", project=(4,)),
-        worlds(1, 2),
-        lambda a: phases(50.0),
-        waiting=[1],
-    )
+    scaling, step = Scaling("strong", project=(4,)), lambda a: phases(50.0)
+    study = build_scaling(tmp_path / "s", scaling, worlds(1, 2), step, waiting=[1])
     seen = StudyView(study.path)
     scaled = ScalingView(seen)
     assert [row.state for row in scaled.rows] == ["finished", "waiting"]

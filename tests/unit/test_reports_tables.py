@@ -26,10 +26,9 @@ def three(tmp_path_factory):
     runs = [
         build_run(folder / "a", lr=1e-2, **options),
         build_run(folder / "b", lr=1e-3, seed=2, **options),
+        build_run(folder / "c", lr=1e-4, seed=3, finished=False, device="cpu", **options),
     ]
-    return views(
-        [*runs, build_run(folder / "c", lr=1e-4, seed=3, finished=False, device="cpu", **options)]
-    )
+    return views(runs)
 
 
 def read(table):
@@ -78,20 +77,12 @@ def test_speed_is_work_divided_by_time(tmp_path):
         rates = {"tokens_per_s": 1e6 / ms, "samples_per_s": 1e4 / ms, "step_ms": ms}
         add_lines(run, {"kind": "train", "step": step, "loss": 1.0, "tokens": 1000 * step, **rates})
     for step, samples, seconds in ((10, 100, 1.0), (20, 900, 3.0)):
-        line = {
-            "kind": "eval",
-            "suite": "loss",
-            "step": step,
-            "loss": 1.0,
-            "samples": samples,
-            "runtime_s": seconds,
-        }
-        add_lines(run, line | {"samples_per_s": samples / seconds})
+        line = {"kind": "eval", "suite": "loss", "step": step, "loss": 1.0, "samples": samples}
+        add_lines(run, line | {"runtime_s": seconds, "samples_per_s": samples / seconds})
     add_lines(run, {"kind": "summary", "step": 30, "tokens_per_s_mean": 5555.0})
     values = RunView(run).values
-    assert [
-        values[f"train_{what}_per_s"] for what in ("tokens", "samples", "steps")
-    ] == pytest.approx([2000, 20, 2])
+    speeds = [values[f"train_{what}_per_s"] for what in ("tokens", "samples", "steps")]
+    assert speeds == pytest.approx([2000, 20, 2])
     assert values["eval_samples_per_s"] == pytest.approx(250)
 
 
@@ -113,22 +104,15 @@ def test_the_table_has_the_loss_of_each_evaluation_and_full_precision_in_csv(one
 def test_evaluations_are_named_by_epoch_where_they_follow_the_epochs(one):
     steps = np.array([0.0, 251.0, 501.0, 620.0])
     track = Track({"step": steps, "epoch": steps / 250.4})
-    assert evaluation_names(track, "1 epoch") == [
-        "before training",
-        "epoch 1",
-        "epoch 2",
-        "step 620",
-    ]
+    names = ["before training", "epoch 1", "epoch 2", "step 620"]
+    assert evaluation_names(track, "1 epoch") == names
     assert evaluation_names(track, 0.25) == ["before training", "step 251", "step 501", "step 620"]
     half = Track({"step": np.array([126.0]), "epoch": np.array([126 / 250.4])})
     assert evaluation_names(half, "0.5 epochs") == ["epoch 0.5"]
     tables = evaluations(one)
     assert [int(row["step"]) for row in read(tables["loss"])] == list(range(0, 401, 50))
-    assert [column.name for column in tables["hellaswag"].columns[3:]] == [
-        "acc",
-        "acc_norm",
-        "items",
-    ]
+    columns = [column.name for column in tables["hellaswag"].columns]
+    assert columns[3:] == ["acc", "acc_norm", "items"]
 
 
 def test_settings_that_differ_come_first_then_those_changed(three):
@@ -139,15 +123,11 @@ def test_settings_that_differ_come_first_then_those_changed(three):
     assert settings[1].meaning.startswith("Peak learning rate")
     rows = read(comparison(three, all_settings(three)))
     assert list(rows[0])[:4] == ["run", "run.seed", "optim.lr", "state"]
-    assert [(row["run"], float(row["optim.lr"])) for row in rows] == [
-        ("a", 1e-2),
-        ("b", 1e-3),
-        ("c", 1e-4),
-    ]
+    rates = {row["run"]: float(row["optim.lr"]) for row in rows}
+    assert list(rates.items()) == [("a", 1e-2), ("b", 1e-3), ("c", 1e-4)]
     cpu = three[2].values  # no summary: the samples in training steps count
     assert cpu["util_pct"] == pytest.approx(93, abs=0.6)
-    assert cpu["state"] == "failed"
-    assert "mem_alloc_mb" not in cpu
+    assert cpu["state"] == "failed" and "mem_alloc_mb" not in cpu
     losses = [loss_at(100, i + 1, lr) for i, lr in enumerate((1e-2, 1e-3, 1e-4))]
     assert [float(row["train_loss"]) for row in rows] == losses and rows[2]["mem_alloc_mb"] == ""
 
@@ -157,16 +137,13 @@ def test_control_characters_pipes_and_tags_are_made_safe():
     assert markdown_cell("a|b\n<script> `x` *y*") == "a\\|b &lt;script&gt; \\`x\\` \\*y\\*"
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(allow_nan=False), st.text(st.characters(exclude_characters="\r\x00"))),
-        min_size=1,
-    )
-)
+TEXTS = st.text(st.characters(exclude_characters="\r\x00"))
+
+
+@given(st.lists(st.tuples(st.floats(allow_nan=False), TEXTS), min_size=1))
 def test_csv_reads_back_exactly(rows):
-    lines = list(
-        csv.reader(io.StringIO(Table("t", [Column("x"), Column("y")], rows).csv(), newline=""))
-    )
+    written = Table("t", [Column("x"), Column("y")], rows).csv()
+    lines = list(csv.reader(io.StringIO(written, newline="")))
     assert lines[0] == ["x", "y"] and [(float(x), y) for x, y in lines[1:]] == rows
 
 
