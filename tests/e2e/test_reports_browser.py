@@ -18,30 +18,20 @@ from report_fixtures import NASTY, add_lines, build_run, build_study
 from windlass.reports.charts import smoothed
 from windlass.reports.write import report
 
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-sync",
-]
+FLAGS = "--no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
 
 
 @pytest.fixture(scope="module")
 def browser():
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     path = os.environ.get("WINDLASS_TEST_BROWSER") or next(
-        filter(None, map(shutil.which, names)), None
+        filter(None, map(shutil.which, names)), ""
     )
-    if path is None:
-        pytest.skip(
-            f"no browser: none of {', '.join(names)} is installed, and WINDLASS_TEST_BROWSER names none"
-        )
-    api = pytest.importorskip(
-        "playwright.sync_api", reason="the Python package playwright is not installed"
-    )
+    if not path:
+        pytest.skip(f"no browser: install one of {', '.join(names)}, or set WINDLASS_TEST_BROWSER")
+    api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        started = playwright.chromium.launch(executable_path=path, args=FLAGS.split())
         yield started
         started.close()
 
@@ -55,27 +45,19 @@ def reports(tmp_path_factory):
     add_lines(bad, {"kind": "train", "step": 70, "loss": "NaN"})
     empty = build_run(folder / "empty", steps=20)
     empty.metrics_path.unlink()
-    sources = {
-        "one": one,
-        "two": [one, other],
-        "bad": bad,
-        "empty": empty,
-        "study": build_study(folder / "study"),
-    }
+    sources = {"one": one, "two": [one, other], "bad": bad, "empty": empty}
+    sources["study"] = build_study(folder / "study")
     sources["many"] = build_run(folder / "many", ranks=12, steps=40)
-    return {
-        name: report(runs, folder / "report" / name, plots=False).page
-        for name, runs in sources.items()
-    }
+    pages = folder / "report"
+    return {name: report(runs, pages / name, plots=False).page for name, runs in sources.items()}
 
 
 class Opened:
     """A page, with everything it complained about and everything it asked for."""
 
     def __init__(self, browser, path, width=1400, theme="light"):
-        self.context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=theme
-        )
+        size = {"width": width, "height": 900}
+        self.context = browser.new_context(viewport=size, color_scheme=theme)
         self.page = self.context.new_page()
         self.complaints, self.asked = [], []
         self.page.on("console", lambda message: self.complaints.append(message.text))
@@ -105,10 +87,8 @@ class Opened:
         return [float(x) for x in self.svg(chart, "data-domain").split()]
 
     def curves(self, chart, kind=".curve"):
-        nodes = f'figure[data-chart="{chart}"] svg {kind}'
-        return self.page.eval_on_selector_all(
-            nodes, "nodes => nodes.map(n => n.getAttribute('d') || n.tagName)"
-        )
+        drawn = "nodes => nodes.map(n => n.getAttribute('d') || n.tagName)"
+        return self.page.eval_on_selector_all(f'figure[data-chart="{chart}"] svg {kind}', drawn)
 
     def drag(self, chart, start, stop):
         box = self.page.locator(f'figure[data-chart="{chart}"] .plot').bounding_box()
@@ -138,21 +118,16 @@ def test_every_page_opens_without_a_complaint_and_fits_its_window(
         return t.left < s.left - 0.5 || t.right > s.right + 0.5; }).map(n => n.textContent)"""
     with Opened(browser, reports[name], width, theme) as opened:
         assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
-        figures = opened.page.eval_on_selector_all(
-            "figure", "nodes => nodes.map(n => n.dataset.chart)"
-        )
+        ids = "nodes => nodes.map(n => n.dataset.chart)"
+        figures = opened.page.eval_on_selector_all("figure", ids)
         assert (len(figures) == 0) == (name == "empty")
         for chart in figures:
             curves = opened.curves(chart)
-            assert curves and not [
-                path for path in curves if "NaN" in path or "undefined" in path
-            ], chart
-        for control in (
-            ("[data-toggle=logX]", "[data-axis=tokens]", "[data-axis=hours]") if figures else ()
-        ):
-            assert opened.page.eval_on_selector_all("figure svg .axes text", outside) == [], (
-                "no label is cut off"
-            )
+            assert curves and not [d for d in curves if "NaN" in d or "undefined" in d], chart
+        controls = ("[data-toggle=logX]", "[data-axis=tokens]", "[data-axis=hours]")
+        for control in controls if figures else ():
+            cut_off = opened.page.eval_on_selector_all("figure svg .axes text", outside)
+            assert cut_off == []
             opened.page.click(control)
         assert opened.page.title() == ("2 runs" if name == "two" else name)
         if name == "bad":
@@ -169,9 +144,8 @@ def test_the_loss_is_drawn_where_the_numbers_are(opened):
     (x0, y0), (x1, y1) = drawn[0], drawn[-1]
     for (x, y), step, loss in zip(drawn, steps, losses, strict=True):
         assert x == pytest.approx(x0 + (x1 - x0) * (step - 10) / 390, abs=0.2)
-        assert y == pytest.approx(
-            y0 + (y1 - y0) * (loss - losses[0]) / (losses[-1] - losses[0]), abs=0.3
-        )
+        share = (loss - losses[0]) / (losses[-1] - losses[0])
+        assert y == pytest.approx(y0 + (y1 - y0) * share, abs=0.3)
 
 
 def test_theme_and_axes(opened):
@@ -217,8 +191,7 @@ def test_the_pages_script_smooths_as_the_pictures_do(opened):
 def test_pointer_and_keyboard(opened):
     opened.drag("loss", 0.5, 0.8)
     low, high = opened.domain()[:2]
-    assert 180 < low < 220
-    assert 300 < high < 330
+    assert 180 < low < 220 and 300 < high < 330
     assert opened.domain("mfu")[:2] == pytest.approx([low, high])
     opened.page.click("#reset")
     assert opened.domain()[:2] == [0, 400]
@@ -231,9 +204,8 @@ def test_pointer_and_keyboard(opened):
     opened.page.focus('figure[data-chart="lr"] .plot')
     opened.page.keyboard.press("ArrowRight")
     assert opened.page.inner_text(".tip").startswith("step ")
-    assert "one: resumed at step 200" in opened.page.text_content(
-        'figure[data-chart="loss"] line.restart title'
-    )
+    title = opened.page.text_content('figure[data-chart="loss"] line.restart title')
+    assert "one: resumed at step 200" in title
 
 
 def test_runs_are_hidden_shown_and_singled_out_samples_and_tables_follow_their_controls(

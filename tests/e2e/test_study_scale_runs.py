@@ -16,28 +16,28 @@ from windlass.study.setups import read_setups
 pytestmark = pytest.mark.dist
 
 
+def small_cells(corpus, tmp_path, **settings):
+    """The overrides of quickstart for cells of a second or two; settings as `train__steps=60`."""
+    shared = {**TINY, "data.source": str(corpus), "data.dir": str(tmp_path / "data")}
+    more = {key.replace("__", "."): value for key, value in settings.items()}
+    return overrides(shared | {"parallel.device": "cpu"} | more)
+
+
 @pytest.fixture
 def words(corpus, tmp_path):
     """The words of a scaling study over small trainings; the study is in `tmp_path / "study"`."""
 
     def made(*more, **settings):
-        shared = {
-            **TINY,
-            "data.source": str(corpus),
-            "data.dir": str(tmp_path / "data"),
-            "parallel.device": "cpu",
-        }
-        shared |= {key.replace("__", "."): value for key, value in settings.items()}
-        return ["scale", "quickstart", *overrides(shared), "--dir", str(tmp_path / "study"), *more]
+        recipe = small_cells(corpus, tmp_path, **settings)
+        return ["scale", "quickstart", *recipe, "--dir", str(tmp_path / "study"), *more]
 
     return made
 
 
 def test_killed_in_the_middle_of_a_cell_the_same_command_resumes_it(words, tmp_path):
     path = tmp_path / "study"
-    given = words(
-        "--worlds", "1,2", "--no-probe", "--warmup", "2", train__steps=60, checkpoint__every=5
-    )
+    options = ["--worlds", "1,2", "--no-probe", "--warmup", "2"]
+    given = words(*options, train__steps=60, checkpoint__every=5)
     kill_when(given, lambda: list(path.glob("runs/world=2-*/checkpoints/step-*")))
     first, second = Study.open(path).runs()
     before = first.metrics_path.read_bytes()
@@ -65,12 +65,9 @@ def test_killed_in_the_middle_of_a_probe_it_is_measured_anew(words, tmp_path):
     assert read_json(probe / "probe.json")["state"] == "finished"
     for run in ("0", "1"):
         (start,) = [event for event in Run(probe / run).events if event["event"] == "started"]
-        assert start["world"] == 1
-        assert start["strategy"] == "single"
+        assert (start["world"], start["strategy"]) == (1, "single")
         assert start["global_batch"] == TINY["train.global_batch"] // 2
-        assert not (probe / run / "checkpoints").exists() or not list(
-            (probe / run / "checkpoints").iterdir()
-        )
+        assert not list(probe.glob(f"{run}/checkpoints/*"))
     machine = read_json(path / "machine.json")
     assert list(machine) == ["1x1", "1x2"] and machine["1x2"]["matrix_tflops"]["float32"] > 0
     one, two = json.loads(done.stdout)
@@ -82,13 +79,8 @@ def test_killed_in_the_middle_of_a_probe_it_is_measured_anew(words, tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_strategies_by_the_api(corpus, tmp_path):
-    settings = {
-        **TINY,
-        "data.source": str(corpus),
-        "data.dir": str(tmp_path / "data"),
-        "parallel.device": "cpu",
-    }
-    recipe, path = Recipe.load("quickstart", overrides(settings)), tmp_path / "study"
+    recipe = Recipe.load("quickstart", small_cells(corpus, tmp_path))
+    path = tmp_path / "study"
     study = scale(recipe, [2], mode="strategies", path=path, probes=False)
     table = read_setups(study)
     assert [row.state for row in table] == ["finished"] * len(table), [row.reason for row in table]

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from helpers import TINY, kill_when, overrides, windlass
-from windlass.run import Run
 from windlass.study.study import Study
 
 AXES = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]
@@ -18,17 +17,9 @@ def sweep(corpus, tmp_path):
     """The words of a sweep over small trainings; the study is in `tmp_path / "study"`."""
 
     def words(axes, *more, **settings):
-        shared = {
-            **TINY,
-            "data.source": str(corpus),
-            "data.dir": str(tmp_path / "data"),
-            "parallel.device": "cpu",
-        }
-        shared |= {
-            "train.steps": 6,
-            "eval.every": 3,
-            **{key.replace("__", "."): v for key, v in settings.items()},
-        }
+        shared = {**TINY, "data.source": str(corpus), "data.dir": str(tmp_path / "data")}
+        shared |= {"parallel.device": "cpu", "train.steps": 6, "eval.every": 3}
+        shared |= {key.replace("__", "."): value for key, value in settings.items()}
         flags = [part for setting in overrides(shared) for part in ("--set", setting)]
         return ["sweep", "quickstart", *axes, "--dir", tmp_path / "study", *flags, *more]
 
@@ -38,26 +29,18 @@ def sweep(corpus, tmp_path):
 @pytest.mark.dist
 def test_a_killed_sweep_resumes_and_leaves_finished_cells_alone(sweep, tmp_path):
     path = tmp_path / "study"
-    kill_when(
-        sweep(AXES),
-        lambda: (
-            Study.is_study(path) and any(r.state == "finished" for r in Study.open(path).runs())
-        ),
-    )
-    study = Study.open(path)
-    done = {
-        run.path: run.metrics_path.read_bytes() for run in study.runs() if run.state == "finished"
-    }
+
+    def finished():
+        runs = Study.open(path).runs() if Study.is_study(path) else []
+        return [run.metrics_path for run in runs if run.state == "finished"]
+
+    kill_when(sweep(AXES), finished)
+    study, done = Study.open(path), {ledger: ledger.read_bytes() for ledger in finished()}
     assert done
     again = windlass(*sweep(AXES, "--json", "--workers", "2"))
-    assert all(
-        Run(directory).metrics_path.read_bytes() == before for directory, before in done.items()
-    )
+    assert all(ledger.read_bytes() == before for ledger, before in done.items())
     results = study.results()
-    settings = [
-        (r.cell.assignment["optim.lr"], r.cell.assignment["run.seed"], r.state, r.step)
-        for r in results
-    ]
+    settings = [(*r.cell.assignment.values(), r.state, r.step) for r in results]
     assert settings == [(lr, seed, "finished", 6) for lr in (0.01, 0.001) for seed in (1, 2)]
     for r in results:
         losses = [x["loss"] for x in r.run.lines("eval")]
@@ -74,14 +57,8 @@ def test_a_killed_sweep_resumes_and_leaves_finished_cells_alone(sweep, tmp_path)
 @pytest.mark.full
 @pytest.mark.dist
 def test_killed_in_the_middle_of_cells_the_same_command_resumes_them(sweep, tmp_path):
-    words = sweep(
-        ["optim.lr=1e-2,1e-3"],
-        "--workers",
-        "2",
-        train__steps=150,
-        checkpoint__every=5,
-        eval__every=0,
-    )
+    settings = {"train__steps": 150, "checkpoint__every": 5, "eval__every": 0}
+    words = sweep(["optim.lr=1e-2,1e-3"], "--workers", "2", **settings)
     kill_when(words, lambda: len(list(tmp_path.glob("study/runs/*/checkpoints/step-*"))) > 2)
     windlass(*words)
     for run in Study.open(tmp_path / "study").runs():
@@ -92,10 +69,8 @@ def test_killed_in_the_middle_of_cells_the_same_command_resumes_them(sweep, tmp_
 
 @pytest.mark.dist
 def test_a_failing_cell_stays_visible_with_its_reason_and_stops_no_other(sweep, tmp_path):
-    done = windlass(
-        *sweep([f"data.max_tokens+data.dir=4000000+{tmp_path / 'all'},10+{tmp_path / 'few'}"]),
-        code=1,
-    )
+    axis = f"data.max_tokens+data.dir=4000000+{tmp_path / 'all'},10+{tmp_path / 'few'}"
+    done = windlass(*sweep([axis]), code=1)
     good, bad = Study.open(tmp_path / "study").results()
     assert (good.state, bad.state) == ("finished", "failed")
     assert "bad input" in bad.reason and "bad input" in done.stdout
@@ -105,18 +80,12 @@ def test_a_failing_cell_stays_visible_with_its_reason_and_stops_no_other(sweep, 
 @pytest.mark.dist
 def test_strategies_worlds_and_models_with_steps_of_their_own_are_axes(sweep, tmp_path):
     axes = ["parallel.strategy+parallel.world=single+1,ddp+2,full_shard+2", "model.layers=1,2"]
-    windlass(
-        *sweep(axes, train__steps="compute-optimal", train__tokens_per_parameter=0.1), timeout=300
-    )
+    steps = {"train__steps": "compute-optimal", "train__tokens_per_parameter": 0.1}
+    windlass(*sweep(axes, **steps), timeout=300)
     results = Study.open(tmp_path / "study").results()
     started = [r.run.lines("event", event="started")[0] for r in results]
-    assert [(e["strategy"], e["world"]) for e in started[::2]] == [
-        ("single", 1),
-        ("ddp", 2),
-        ("full_shard", 2),
-    ]
-    assert [r.step for r in results] == [r.steps for r in results]
-    assert [r.steps for r in results] == [
-        int(event["parameters"] * 0.1 / (8 * 32)) for event in started
-    ]
+    kinds = [(event["strategy"], event["world"]) for event in started[::2]]
+    assert kinds == [("single", 1), ("ddp", 2), ("full_shard", 2)]
+    optimal = [int(event["parameters"] * 0.1 / (8 * 32)) for event in started]
+    assert [r.step for r in results] == [r.steps for r in results] == optimal
     assert results[0].steps < results[1].steps

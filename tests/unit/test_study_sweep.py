@@ -126,8 +126,7 @@ def test_a_signal_saves_ends_with_75_and_the_same_command_resumes(play):
 
     slow = [{"pause": 30.0, "steps": 2}, {}]
     code, study, _ = play(slow, show=interrupt)
-    assert code == STOPPED
-    assert states(study) == ["interrupted", "waiting"]
+    assert (code, states(study)) == (STOPPED, ["interrupted", "waiting"])
     assert study.run_of(study.cells[0]).events[-1]["event"] == "preempted"
     code, study, _ = play([{}, {}])
     assert (code, states(study)) == (DONE, ["finished"] * 2)
@@ -155,10 +154,8 @@ def test_failed_cells_are_left_alone_until_asked_for(play):
     code, study, _ = play([{}, {}])
     assert (code, states(study), attempts(study)) == (1, ["failed", "finished"], ["started"])
     code, study, _ = play([{}, {}], retry_failed=True)
-    assert code == DONE
-    assert states(study) == ["finished"] * 2
-    assert attempts(study) == ["started", "resumed"]
-    assert attempts(study, 1) == ["started"]
+    assert (code, states(study)) == (DONE, ["finished"] * 2)
+    assert (attempts(study), attempts(study, 1)) == (["started", "resumed"], ["started"])
 
 
 def test_data_are_prepared_before_the_first_cell_and_once_for_all(tmp_path, monkeypatch):
@@ -167,28 +164,24 @@ def test_data_are_prepared_before_the_first_cell_and_once_for_all(tmp_path, monk
     """
     corpus, begun, prepared = write_corpus(tmp_path / "text.txt", 4000), [], []
     real = sweeps.prepare
-    monkeypatch.setattr(
-        sweeps, "prepare", lambda recipe: (real(recipe), prepared.append(data_dir(recipe)))
-    )
-    monkeypatch.setattr(
-        Sweep, "run", lambda self, cells: begun.append([cell.label for cell in cells])
-    )
+
+    def prepare(recipe):
+        real(recipe)
+        prepared.append(data_dir(recipe))
+
+    monkeypatch.setattr(sweeps, "prepare", prepare)
+    monkeypatch.setattr(Sweep, "run", lambda self, cells: begun.append(cells))
     recipe, seeds = tiny_recipe(corpus, tmp_path / "run"), {"run.seed": [1, 2, 3]}
+    missing = str(tmp_path / "missing.txt")
     with refused("missing.txt"):
-        sweeps.sweep(
-            recipe.replace({"data.source": str(tmp_path / "missing.txt")}),
-            seeds,
-            path=tmp_path / "none",
-        )
+        sweeps.sweep(recipe.replace({"data.source": missing}), seeds, path=tmp_path / "none")
     assert not begun and not prepared
     study = sweeps.sweep(recipe, seeds, {"train.steps": 3}, path=tmp_path / "seeds")
     assert {cell.recipe.train.steps for cell in study.cells} == {3}
     assert prepared == [tmp_path / "data"] and Index.load(prepared[0]) and len(begun) == 1
     own = recipe.replace({"data.dir": ""})
     monkeypatch.chdir(tmp_path)
-    sweeps.sweep(
-        own, {"data.source": [str(corpus), str(tmp_path / "missing.txt")]}, path=tmp_path / "some"
-    )
+    sweeps.sweep(own, {"data.source": [str(corpus), missing]}, path=tmp_path / "some")
     assert len(begun) == 2 and len(prepared) == 2
 
 
@@ -228,9 +221,8 @@ def test_halving_leaves_the_worse_half_behind(play):
 
 def test_halving_after_a_kill_decides_as_before(play):
     pytest.importorskip("optuna")
-    _, study, _ = play(
-        [{"losses": [2.0]}, {"losses": [1.0]}, {"losses": [3.0], "killed": 9, "steps": 9}]
-    )
+    killed = {"losses": [3.0], "killed": 9, "steps": 9}
+    _, study, _ = play([{"losses": [2.0]}, {"losses": [1.0]}, killed])
     assert states(study)[2] == "interrupted"
     last = study.cells[2]
     assert Halving(study).prune(study.result(last))
