@@ -37,24 +37,12 @@ CHOICES: dict[str, list[Any]] = {
     "qk_norm": [False, True],
     "tie_head": [True, False],
 }
-BIASES = [
-    {"attn_bias": True, "ff_bias": True, "norm_bias": True, "head_bias": True, "final_norm": True},
-    {
-        "attn_bias": False,
-        "ff_bias": True,
-        "norm_bias": False,
-        "head_bias": False,
-        "final_norm": False,
-    },
-    {
-        "attn_bias": False,
-        "ff_bias": False,
-        "norm_bias": True,
-        "head_bias": True,
-        "final_norm": True,
-        "logit_cap": 4.0,
-    },
+BIASES: list[dict[str, Any]] = [
+    {"head_bias": True},
+    {"attn_bias": False, "norm_bias": False, "final_norm": False},
+    {"attn_bias": False, "ff_bias": False, "head_bias": True, "logit_cap": 4.0},
 ]
+"""Beside the defaults: every bias but the head's, and a final norm."""
 
 
 def gpt(seed: int = 0, dtype: torch.dtype = torch.float64, **settings: Any) -> GPT:
@@ -68,10 +56,11 @@ def some_tokens(rows: int = 3, length: int = 24, seed: int = 1) -> Tensor:
 
 
 def combinations(stride: int) -> list[dict[str, Any]]:
-    every = [
-        dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())
+    values = itertools.islice(itertools.product(*CHOICES.values()), 0, None, stride)
+    choices = (dict(zip(CHOICES, chosen, strict=True)) for chosen in values)
+    return [
+        choice | biases for choice, biases in zip(choices, itertools.cycle(BIASES), strict=False)
     ]
-    return [{**choice, **BIASES[i % len(BIASES)]} for i, choice in enumerate(every[::stride])]
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.full)])
@@ -85,12 +74,10 @@ def test_combinations_are_built_counted_and_trained(stride: int) -> None:
         assert logits.shape == (2, 8, VOCAB), choice
         loss = model(tokens, labels)
         loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters()), (
-            choice
-        )
-        expected = nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), reduction="sum"
-        )
+        grads = [parameter.grad for parameter in model.parameters()]
+        assert all(grad is not None and grad.isfinite().all() for grad in grads), choice
+        flat = logits.flatten(0, 1), labels.flatten()
+        expected = nn.functional.cross_entropy(*flat, reduction="sum")
         torch.testing.assert_close(loss, expected, msg=str(choice))
         assert float(logits.detach().abs().max()) <= choice.get("logit_cap", math.inf)
         check_count(model)
@@ -113,9 +100,8 @@ def check_count(model: GPT) -> None:
     )
     assert count(model.settings, VOCAB) == expected and expected.total == sum(sizes.values())
     assert block_parameters(model.settings) == part("blocks.0.")
-    assert block_matrices(model.settings) == sum(
-        p.numel() for p in model.blocks[0].parameters() if p.ndim == 2
-    )
+    matrices = [p.numel() for p in model.blocks[0].parameters() if p.ndim == 2]
+    assert block_matrices(model.settings) == sum(matrices)
 
 
 @pytest.mark.parametrize("position", ["learned", "rope", "none"])
@@ -135,9 +121,8 @@ def test_rotation_turns_pairs_by_their_place() -> None:
     turned = RotaryEmbedding(100.0, 6, 3, 5, like=x)(x)
     for t, h, i in itertools.product(range(5), range(2), range(3)):
         angle = torch.tensor((t + 3) * 100.0 ** (-2 * i / 6), dtype=torch.float64)
-        pair = torch.complex(x[0, t, h, i], x[0, t, h, i + 3]) * torch.polar(
-            torch.ones_like(angle), angle
-        )
+        turn = torch.polar(torch.ones_like(angle), angle)
+        pair = torch.complex(x[0, t, h, i], x[0, t, h, i + 3]) * turn
         torch.testing.assert_close(turned[0, t, h, i], pair.real)
         torch.testing.assert_close(turned[0, t, h, i + 3], pair.imag)
     low = x.bfloat16()
@@ -169,19 +154,11 @@ def test_a_cache_gives_the_logits_of_the_whole(settings: dict[str, Any], cuts: l
 
 def test_names_are_stable() -> None:
     """Checkpoints and initial weights depend on them."""
-    model = gpt(
-        layers=1,
-        norm="rmsnorm",
-        activation="swiglu",
-        attn_bias=False,
-        ff_bias=False,
-        tie_head=False,
-    )
+    unbiased = {"norm": "rmsnorm", "attn_bias": False, "ff_bias": False}
+    model = gpt(layers=1, activation="swiglu", tie_head=False, **unbiased)
     inside = ["attn_norm", "attn.qkv", "attn.out", "ff_norm", "ff.gate", "ff.up", "ff.down"]
     modules = ["embedding", "positions", *(f"blocks.0.{name}" for name in inside), "norm", "head"]
-    assert [name for name, _ in model.named_parameters()] == [
-        f"{module}.weight" for module in modules
-    ]
+    assert list(dict(model.named_parameters())) == [f"{module}.weight" for module in modules]
     assert not list(model.buffers()) and model.get_submodule("blocks.0") is model.blocks()[0]
     assert "head.weight" not in gpt().state_dict()
 
@@ -190,22 +167,16 @@ def test_names_are_stable() -> None:
 
 
 def weights(seed: int, dtype: torch.dtype = torch.float32, layers: int = 3) -> dict[str, Tensor]:
-    return dict(
-        gpt(seed, dtype, layers=layers, width=64, head_bias=True, tie_head=False).state_dict()
-    )
+    model = gpt(seed, dtype, layers=layers, width=64, head_bias=True, tie_head=False)
+    return dict(model.state_dict())
 
 
 def test_initial_weights_depend_on_seed_and_name_not_on_device_or_other_layers() -> None:
     torch.manual_seed(0)
-    one = weights(1)
-    same = weights(1)
-    other = weights(2)
-    double = weights(1, torch.float64)
-    deep = weights(1, layers=5)
-    assert all(
-        torch.equal(one[name], same[name]) and torch.equal(one[name].double(), double[name])
-        for name in one
-    )
+    one, same, other = weights(1), weights(1), weights(2)
+    double, deep = weights(1, torch.float64), weights(1, layers=5)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert all(torch.equal(one[name].double(), double[name]) for name in one)
     assert all(torch.equal(deep[n], one[n]) for n in one if "out" not in n and "down" not in n)
     normal = [name for name in one if one[name].ndim == 2]
     assert normal and all(not torch.equal(one[name], other[name]) for name in normal)
@@ -221,25 +192,22 @@ def test_initial_weights_depend_on_seed_and_name_not_on_device_or_other_layers()
         initialise(model, 7)
     # the default generator is neither read nor moved
     assert torch.equal(state, torch.get_rng_state())
-    assert all(
-        torch.equal(a, b) for a, b in zip(direct.parameters(), late.parameters(), strict=True)
-    )
+    pairs = zip(direct.parameters(), late.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_spreads_are_those_of_gpt2() -> None:
-    for name, value in dict(
-        gpt(3, torch.float32, layers=3, width=256, init_std=0.05).state_dict()
-    ).items():
+    model = gpt(3, torch.float32, layers=3, width=256, init_std=0.05)
+    for name, value in model.state_dict().items():
         if name.endswith("bias"):
             assert not bool(value.any()), name
         elif "norm" in name:
             assert bool((value == 1).all()), name
         else:
             std = 0.05 / math.sqrt(6) if name.endswith(("out.weight", "down.weight")) else 0.05
-            spread = std / math.sqrt(value.numel())
-            assert (
-                abs(float(value.mean())) < 4 * spread and abs(float(value.std()) - std) < 4 * spread
-            ), name
+            bound = 4 * std / math.sqrt(value.numel())
+            assert abs(float(value.mean())) < bound, name
+            assert abs(float(value.std()) - std) < bound, name
     model, x = gpt(dtype=torch.float32, zero_init_output=True), torch.randn(2, 5, 32)
     assert all(torch.equal(block(x), x) for block in model.blocks())
     assert bool(model.state_dict()["blocks.0.ff.up.weight"].any())
@@ -301,18 +269,15 @@ def test_flops_are_those_that_torch_counts(settings: dict[str, Any]) -> None:
 def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    hf_fixtures.config(kind).save_pretrained(tmp_path)
+    config = hf_fixtures.config(kind)
+    config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     tree = {"kind": "hf", "name": str(tmp_path), "context": 48}
-    total = AutoModelForCausalLM.from_config(hf_fixtures.config(kind)).num_parameters()
+    total = AutoModelForCausalLM.from_config(config).num_parameters()
     whole = read_sizes(Recipe.model_validate({"model": tree}))
-    config = hf_fixtures.config(kind)
-    shape = {
-        "layers": config.num_hidden_layers,
-        "heads": config.num_attention_heads,
-        "width": config.hidden_size,
-    }
-    network = {"architecture": kind, **shape, "vocab": hf_fixtures.VOCAB}
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    network = {"architecture": kind, "layers": layers, "heads": heads, "width": config.hidden_size}
+    network["vocab"] = hf_fixtures.VOCAB
     assert whole == CountedSizes(total, total, hf_fixtures.VOCAB, network)
     assert (whole.flops_per_token(), whole.checkpoint_bytes()) == (6 * total, 12 * total)
     if kind == "llama":
@@ -331,7 +296,7 @@ def test_attention_cut_by_heads_adds_up_to_the_whole(kv_heads: int) -> None:
     model = GPT(ModelSettings(**SMALL, **settings), VOCAB).double()
     initialise(model, 1)
     x = torch.randn(2, 6, 32, dtype=torch.float64)
-    [name] = [n for n, _ in model.named_parameters() if n == "blocks.0.attn.qkv.weight"]
+    name = "blocks.0.attn.qkv.weight"
     whole, pieces, parts, seen = model.blocks[0].attn, 2, [], []
     for piece in range(pieces):
         ranges = model.rows_by_heads(name, piece, pieces)

@@ -15,10 +15,8 @@ def problem(
     dtype: torch.dtype = torch.float64, masked: int = 9
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    draws = [
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        for shape in ((N, D), (V, D), (V,))
-    ]
+    how = {"generator": generator, "dtype": torch.float64}
+    draws = [torch.randn(shape, **how) for shape in ((N, D), (V, D), (V,))]
     labels = torch.randint(V, (N,), generator=generator)
     labels[torch.randperm(N, generator=generator)[:masked]] = -100
     x, weight, bias = (draw.to(dtype).requires_grad_() for draw in draws)
@@ -32,15 +30,12 @@ def by_hand(
     if cap:
         logits = cap * (logits / cap).tanh()
     unmasked = labels >= 0
-    return (
-        -logits[unmasked].log_softmax(-1)[torch.arange(int(unmasked.sum())), labels[unmasked]].sum()
-    )
+    return -logits[unmasked].log_softmax(-1).gather(1, labels[unmasked].unsqueeze(1)).sum()
 
 
 def compare_gradients(one: Tensor, other: Tensor, inputs: list[Tensor]) -> None:
-    for a, b in zip(
-        torch.autograd.grad(one, inputs), torch.autograd.grad(other, inputs), strict=True
-    ):
+    grads = (torch.autograd.grad(loss, inputs) for loss in (one, other))
+    for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
 
 
@@ -94,18 +89,15 @@ def test_masked_rows_count_nothing_whatever_is_in_them() -> None:
 def test_only_what_is_asked_for_gets_a_gradient_and_gradients_add_up() -> None:
     x, weight, bias, labels = problem()
     fixed, frozen = x.detach(), weight.detach()
-    compare_gradients(
-        cross_entropy_sum(x, frozen, labels, chunk=8), by_hand(x, frozen, None, labels), [x]
-    )
+    one = cross_entropy_sum(x, frozen, labels, chunk=8)
+    compare_gradients(one, by_hand(x, frozen, None, labels), [x])
     one = cross_entropy_sum(fixed, frozen, labels, bias, chunk=8)
     other = by_hand(fixed, frozen, bias, labels)
     compare_gradients(one, other, [bias])
     with torch.no_grad():
         assert not cross_entropy_sum(x, weight, labels, chunk=8).requires_grad
-    parts = [
-        cross_entropy_sum(x[part], weight, labels[part], chunk=4)
-        for part in (slice(0, 10), slice(10, N))
-    ]
+    halves = (x[:10], weight, labels[:10]), (x[10:], weight, labels[10:])
+    parts = [cross_entropy_sum(*part, chunk=4) for part in halves]
     compare_gradients(parts[0] + parts[1], by_hand(x, weight, None, labels), [x, weight])
 
 
