@@ -35,11 +35,10 @@ def numbers(step: int) -> dict[str, torch.Tensor]:
     """All numbers are functions of step, tensor and place, so that a mixture of two saves cannot go
     unnoticed.
     """
+    starts = {name: float(1000 * step + 100 * index) for index, name in enumerate(SHAPES)}
     return {
-        name: (
-            torch.arange(math.prod(shape), dtype=torch.float32) + 1000 * step + 100 * index
-        ).reshape(shape)
-        for index, (name, shape) in enumerate(SHAPES.items())
+        name: torch.arange(start, start + math.prod(SHAPES[name])).reshape(SHAPES[name])
+        for name, start in starts.items()
     }
 
 
@@ -60,13 +59,9 @@ def save(
     directory: Path, step: int, files: Any = None, rank: int = 0, world: int = 1, **options: Any
 ) -> Save:
     """One save from begin to end, in this thread; raises nothing."""
-    options = {
-        "policy": Policy(last=options.pop("keep", 2)),
-        "background": False,
-        "piece_bytes": 128,
-        **options,
-    }
-    saver = Saver(directory, rank, world, files=files or Files(), **options)
+    options = {"background": False, "piece_bytes": 128, **options}
+    policy = Policy(last=options.pop("keep", 2))
+    saver = Saver(directory, rank, world, files=files or Files(), policy=policy, **options)
     saver.save(step, state(step, rank, world), {"step": step}, {"data": "x"})
     [outcome] = saver.poll()
     return outcome
@@ -195,9 +190,7 @@ def count_of_two(folder: Path) -> list[int]:
             with self.path.open("a") as file:
                 file.write(operation[0])
 
-    assert [ended(child) for child in two_ranks(run / "checkpoints", 2, Counter, deadline=20)] == [
-        0,
-        0,
-    ]
+    for child in two_ranks(run / "checkpoints", 2, Counter, deadline=20):
+        assert ended(child) == 0
     assert not (run / "error-0").read_text() and not (run / "error-1").read_text()
     return [(run / f"count-{rank}").stat().st_size for rank in range(2)]

@@ -45,11 +45,7 @@ def test_the_disk_stays_broken(scratch: Path, code: str) -> None:
     """From some operation on every write, create and sync fails; removing still works, as on a full
     disk.
     """
-    only = (
-        ("write", "create", "mkdir", "fsync", "fsync_dir")
-        if code == "EIO"
-        else ("write", "create", "mkdir")
-    )
+    only = ("write", "create", "mkdir", *(("fsync", "fsync_dir") if code == "EIO" else ()))
     recorder = Recorder()
     save(prepared(scratch / "traced", 1, 2) / "checkpoints", 2, recorder)
     for k in range(len(recorder.log)):
@@ -100,8 +96,7 @@ def test_a_rank_that_does_not_deliver_and_comes_late(scratch: Path) -> None:
 
 def test_retention_that_fails_is_a_warning(scratch: Path) -> None:
     run = prepared(scratch / "run", 1, 2)
-    outcome = save(
-        run / "checkpoints", 3, Failer(0, errno.EIO, lasting=True, only=("rmdir",)), keep=1
-    )
+    files = Failer(0, errno.EIO, lasting=True, only=("rmdir",))
+    outcome = save(run / "checkpoints", 3, files, keep=1)
     assert not outcome.error and "could not be removed" in outcome.warning and step_seen(run) == 3
     assert not save(run / "checkpoints", 4).error and step_seen(run) == 4

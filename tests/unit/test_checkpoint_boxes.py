@@ -21,13 +21,11 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 @st.composite
 def shapes_and_boxes(draw: Any) -> tuple[tuple[int, ...], list[Box]]:
     shape = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
-    count = draw(st.integers(0, 4))
     drawn = []
-    for _ in range(count):
+    for _ in range(draw(st.integers(0, 4))):
         low = tuple(draw(st.integers(0, n - 1)) for n in shape)
-        drawn.append(
-            (low, tuple(draw(st.integers(1, n - o)) for o, n in zip(low, shape, strict=True)))
-        )
+        sizes = tuple(draw(st.integers(1, n - o)) for o, n in zip(low, shape, strict=True))
+        drawn.append((low, sizes))
     return shape, drawn
 
 
@@ -51,12 +49,9 @@ def test_boxes_are_valid_if_they_hold_each_element_once(case: tuple[Any, list[Bo
 
 
 def grid(cuts: tuple[list[int], ...]) -> list[Box]:
-    spans = [list(itertools.pairwise(ends)) for ends in cuts]
-    cells = [
-        (tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
-        for cell in itertools.product(*spans)
-    ]
-    return cells[::-1]
+    cells = itertools.product(*(list(itertools.pairwise(ends)) for ends in cuts))
+    boxes = [(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in cells]
+    return boxes[::-1]
 
 
 @pytest.mark.parametrize(
@@ -95,9 +90,8 @@ def test_any_box_is_read_from_any_boxes(tmp_path, monkeypatch, cuts, short, piec
 
 def test_rows_are_read_as_they_lie_and_short_columns_with_their_neighbours() -> None:
     mib = 2**20
-    assert list(strips((100, mib), (10, 0), (20, mib), 4)) == [
-        (mib * at, [at, 0], (4, mib)) for at in (10, 14)
-    ] + [(mib * 18, [18, 0], (2, mib))]
+    rows = [(mib * at, [at, 0], (count, mib)) for at, count in ((10, 4), (14, 4), (18, 2))]
+    assert list(strips((100, mib), (10, 0), (20, mib), 4)) == rows
     columns = list(strips((100, mib), (0, 0), (100, mib // 2), 4))
     assert len(columns) == 100 and all(shape == (1, mib // 2) for _, _, shape in columns)
     assert list(strips((100, 64), (0, 0), (100, 8), 4)) == [(0, [0, 0], (100, 64))]
@@ -118,10 +112,6 @@ def test_ranks_divide_rows_without_gaps(rows: list[int], world: int) -> None:
 def test_a_local_tensor_of_several_runs_is_several_boxes() -> None:
     """Rows 2, 3, 8, 9 and columns 1, 5 of a whole tensor; local rows 1 to 3."""
     local = torch.arange(8).reshape(4, 2)
-    found = list(boxes(local[1:4], [[(2, 2), (8, 2)], [(1, 1), (5, 1)]], first=1))
-    assert [(offsets, box.tolist()) for offsets, box in found] == [
-        ((3, 1), [[2]]),
-        ((3, 5), [[3]]),
-        ((8, 1), [[4], [6]]),
-        ((8, 5), [[5], [7]]),
-    ]
+    found = boxes(local[1:4], [[(2, 2), (8, 2)], [(1, 1), (5, 1)]], first=1)
+    expected = {(3, 1): [[2]], (3, 5): [[3]], (8, 1): [[4], [6]], (8, 5): [[5], [7]]}
+    assert {offsets: box.tolist() for offsets, box in found} == expected

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import kept
+from helpers import kept, refused
 from windlass import cli
 from windlass.checkpoint.load import choose_checkpoint, find_checkpoint, list_checkpoints
 from windlass.checkpoint.retention import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
@@ -40,10 +40,10 @@ def damage(checkpoint: Path) -> None:
     shard.write_bytes(data)
 
 
-def write_ledger(run: Path, *lines: dict[str, Any]) -> None:
-    (run / "metrics.jsonl").write_text(
-        "".join(json.dumps({"kind": "eval", **line}) + "\n" for line in lines)
-    )
+def evaluated(run: Path, losses: dict[int, float], *lines: dict[str, Any]) -> None:
+    """Write a ledger with the loss of each step, and further lines."""
+    losses_of = ({"kind": "eval", "step": step, "loss": loss} for step, loss in losses.items())
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, (*lines, *losses_of))) + "\n")
 
 
 def back_to(run: Path, step: int) -> Lineage:
@@ -63,26 +63,16 @@ def test_what_resume_means(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert choose_checkpoint(run) is None and choose_checkpoint(run, "never") is None
     saved(run, 5, 10, 20, 15)
-    losses = [
-        {"step": s, "suite": "loss", "loss": loss}
-        for s, loss in ((5, 1.0), (10, 2.0), (20, float("nan")))
-    ]
-    write_ledger(
-        run,
-        *losses,
-        *({"step": s, "suite": "hellaswag", "acc": a} for s, a in ((5, 0.2), (10, 0.9))),
-    )
+    scores = {"kind": "eval", "suite": "hellaswag"}
+    scores_of = ({**scores, "step": step, "acc": acc} for step, acc in ((5, 0.2), (10, 0.9)))
+    evaluated(run, {5: 1.0, 10: 2.0, 20: float("nan")}, *scores_of)
     assert chosen(run) == 15, "the newest commit, not the highest step"
     assert chosen(run, "best") == 5 and chosen(run, "best", measure="hellaswag.acc") == 10
     assert chosen(run, "5") == 5 == chosen(run, str(at(run, 5))) and chosen(run, up_to=12) == 10
-    for wrong, remedy in (
-        ("7", "5, 10, 15, 20"),
-        ("never", "fresh=True"),
-        ("newest", "latest, best, a step"),
-    ):
-        with pytest.raises(UserError) as error:
+    remedies = {"7": "5, 10, 15, 20", "never": "fresh=True", "newest": "latest, best, a step"}
+    for wrong, remedy in remedies.items():
+        with refused(remedy):
             choose_checkpoint(run, wrong)
-        assert remedy in str(error.value)
     for source, step in ((run, 15), (f"{run}@5", 5), (f"{run}@best", 5), (at(run, 10), 10)):
         assert find_checkpoint(source).step == step
     for missing in (tmp_path / "nothing", f"{run}@6"):
@@ -91,7 +81,6 @@ def test_what_resume_means(tmp_path: Path) -> None:
 
 
 # -- lineage
-# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("deleted", [(), (6, 9)], ids=["", "newer ones deleted by hand"])
@@ -103,7 +92,7 @@ def test_only_later_commits_or_the_one_it_started_from(tmp_path, deleted):
     for step in deleted:
         shutil.rmtree(at(run, step))
     saved(run, 4, 5)
-    write_ledger(run, *({"step": step, "loss": 10.0 - step} for step in (3, 4, 6)))
+    evaluated(run, {3: 7.0, 4: 6.0, 6: 4.0})
     assert find_checkpoint(f"{run}@best").step == 4, (
         "the checkpoint of step 6 is not the model that has this score"
     )
@@ -122,9 +111,8 @@ def test_where_all_of_a_lineage_is_damaged_the_one_it_started_from_is_left(tmp_p
     assert "step 4" in choice.notes[0]
     shutil.rmtree(at(run, 3))
     shutil.rmtree(at(run, 4))
-    with pytest.raises(UserError) as error:
+    with refused(str(at(run, 3)), "checkpoint.resume=STEP"):
         choose_checkpoint(run)
-    assert str(at(run, 3)) in str(error.value) and "checkpoint.resume=STEP" in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 9, "step": 0}', '{"step": -1}'])
@@ -136,26 +124,16 @@ def test_a_lineage_that_cannot_be_read_is_not_guessed(tmp_path: Path, text: str)
 
 
 # -- `windlass checkpoints`
-# ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     run = saved(tmp_path / "run", 10, 20, 30)
-    recipe = Recipe.load(
-        "quickstart", ["checkpoint.keep_every=20", "checkpoint.keep_last=1", "train.global_batch=4"]
-    )
+    keep = {"keep_every": 20, "keep_last": 1}
+    recipe = Recipe.load("quickstart", {"checkpoint": keep, "train.global_batch": 4})
     (run / "recipe.toml").write_text(recipe.toml(), encoding="utf-8")
-    started = {
-        "kind": "event",
-        "event": "started",
-        "step": 0,
-        "steps": 40,
-        "samples_per_epoch": 100,
-    }
-    write_ledger(
-        run, started, *({"step": s, "loss": loss} for s, loss in ((10, 2.0), (20, 3.0), (25, 1.0)))
-    )
+    started = {"kind": "event", "event": "started", "step": 0}
+    evaluated(run, {10: 2.0, 20: 3.0, 25: 1.0}, started | {"steps": 40, "samples_per_epoch": 100})
     return run
 
 
@@ -166,18 +144,15 @@ def test_the_list_says_why_each_is_kept_and_verify_what_is_damaged(run: Path, ca
     lines = text.splitlines()
     assert code == 0 and lines[0].split() == "step saved (UTC) size loss kept because state".split()
     assert [line.split()[0] for line in lines[1:4]] == ["10", "20", "30"]
-    assert "2.0000" in lines[1]
-    assert "best" in lines[1]
-    assert "whole" in lines[1]
+    assert all(word in lines[1] for word in ("2.0000", "best", "whole"))
     assert "--verify" in lines[4]
     code, text = invoke(capsys, run, "--verify")
     assert code == 1 and "BAD" in text and text.count("every byte good") == 2
     code, text = invoke(capsys, run, "--verify", "--json")
     rows = json.loads(text)["checkpoints"]
     assert code == 1 and [bool(row["problem"]) for row in rows] == [False, True, False]
-    assert (
-        rows[2]["bytes"] > 0 and rows[2]["kept"] == ["last"] and rows[0]["scores"] == {"loss": 2.0}
-    )
+    assert rows[2]["bytes"] > 0 and rows[2]["kept"] == ["last"]
+    assert rows[0]["scores"] == {"loss": 2.0}
     assert rows[2]["scores"] == {"loss": None}, "of step 30 there is no evaluation"
 
 

@@ -1,5 +1,6 @@
 """Which checkpoints stay, as examples and as properties."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,12 +26,13 @@ from windlass.recipe.settings import CheckpointSettings
 NAN, INF = float("nan"), float("inf")
 
 
-def row(*steps: int, **reasons: str) -> list[Committed]:
-    return [
-        Committed(i + 1, step, reasons.get(f"s{step}", PERIODIC)) for i, step in enumerate(steps)
-    ]
+def row(*steps: int, stops: Sequence[int] = (), final: int = 0) -> list[Committed]:
+    """Checkpoints in the order of their commits."""
+    reasons = dict.fromkeys(stops, EMERGENCY) | {final: FINAL}
+    return [Committed(i, step, reasons.get(step, PERIODIC)) for i, step in enumerate(steps, 1)]
 
 
+STOPS = 23, 27, 29
 BEST = {10: 3.0, 20: 2.0, 30: 2.5, 25: 0.1, 40: 2.0}  # there is no checkpoint of step 25
 FOREVER = Policy(last=1, keep_forever=lambda step: step % 20 == 0, start=10)
 
@@ -38,52 +40,32 @@ FOREVER = Policy(last=1, keep_forever=lambda step: step % 20 == 0, start=10)
 @pytest.mark.parametrize(
     ("checkpoints", "policy", "scores", "expected"),
     [
-        (row(10, 20, 30, 40), Policy(last=2), {}, {40: "last", 30: "last"}),
+        (row(10, 20, 30, 40), Policy(last=2), {}, "40 last, 30 last"),
         # The best stays however old, and the first of equal ones.
-        (row(10, 20, 30, 40, 50), Policy(last=1), BEST, {50: "last", 20: "best"}),
-        (row(10, 20, 30, 40, 50), Policy(last=1, best=False), BEST, {50: "last"}),
-        (
-            row(10, 20, 30),
-            Policy(last=1, measure="squad.f1"),
-            {10: 20.0, 20: 80.0},
-            {30: "last", 20: "best"},
-        ),
-        (row(10, 20, 30, 40, 50), FOREVER, {}, {50: "last", 40: "every", 20: "every", 10: "start"}),
+        (row(10, 20, 30, 40, 50), Policy(last=1), BEST, "50 last, 20 best"),
+        (row(10, 20, 30, 40, 50), Policy(last=1, best=False), BEST, "50 last"),
+        (row(10, 20, 30), Policy(1, measure="squad.f1"), {10: 20, 20: 80}, "30 last, 20 best"),
+        (row(10, 20, 30, 40, 50), FOREVER, {}, "50 last, 40 every, 20 every, 10 start"),
         # Preemptions do not push out regular ones.
-        (
-            row(10, 20, 23, 27, s23=EMERGENCY, s27=EMERGENCY),
-            Policy(last=2),
-            {},
-            {27: "last", 20: "last", 10: "last"},
-        ),
-        (
-            row(10, 20, 23, 27, 30, s23=EMERGENCY, s27=EMERGENCY),
-            Policy(last=2),
-            {},
-            {30: "last", 20: "last"},
-        ),
+        (row(10, 20, *STOPS[:2], stops=STOPS), Policy(last=2), {}, "27 last, 20 last, 10 last"),
+        (row(10, 20, *STOPS[:2], 30, stops=STOPS), Policy(last=2), {}, "30 last, 20 last"),
         # ... unless some are asked for: those are the newest of them, beside the regular ones.
         (
-            row(10, 20, 23, 27, 29, 30, s23=EMERGENCY, s27=EMERGENCY, s29=EMERGENCY),
+            row(10, 20, *STOPS, 30, stops=STOPS),
             Policy(last=2, signal=2),
             {},
-            {30: "last", 20: "last", 29: "signal", 27: "signal"},
+            "30 last, 29 signal, 27 signal, 20 last",
         ),
         # The end of a run stays when it is extended.
-        (row(10, 20, 30, 40, s20=FINAL), Policy(last=1), {}, {40: "last", 20: "final"}),
+        (row(10, 20, 30, 40, final=20), Policy(last=1), {}, "40 last, 20 final"),
         # The newest is the last commit, not the highest step.
-        (row(20, 40, 60, 30), Policy(last=2), {}, {30: "last", 60: "last"}),
+        (row(20, 40, 60, 30), Policy(last=2), {}, "30 last, 60 last"),
     ],
 )
 def test_what_stays_and_why(checkpoints, policy, scores, expected) -> None:
-    steps = {c.serial: c.step for c in checkpoints}
-    measured = Scores(scores, policy.measure == "loss")
-    why = {
-        steps[serial]: reasons
-        for serial, reasons in retain(checkpoints, policy, measured).items()
-        if reasons
-    }
-    assert why == {step: [reason] for step, reason in expected.items()}
+    why = retain(checkpoints, policy, Scores(scores, policy.measure == "loss"))
+    reasons = [f"{c.step} {' '.join(why[c.serial])}" for c in checkpoints[::-1] if why[c.serial]]
+    assert reasons == expected.split(", ")
 
 
 def test_scores_are_the_finite_values_in_the_ledger() -> None:
@@ -133,12 +115,9 @@ def test_properties(checkpoints, scores, last, keep_best, signal):
     assert set(why) == {c.serial for c in checkpoints}
     staying = [c for c in checkpoints if why[c.serial]]
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
-    assert all(c in staying for c in newest_first[:1])
-    assert all(
-        c in staying for c in [c for c in newest_first if c.reason in (PERIODIC, FINAL)][:last]
-    )
+    regular = [c for c in newest_first if c.reason in (PERIODIC, FINAL)]
     stops = [c for c in newest_first if c.reason == EMERGENCY]
-    assert all(c in staying for c in stops[:signal])
+    assert all(c in staying for c in (*newest_first[:1], *regular[:last], *stops[:signal]))
     measured = {c.step: scores[c.step] for c in checkpoints if c.step in scores}
     assert not keep_best or not measured or Scores(measured).best in {c.step for c in staying}
     # What stays would stay again: a second look deletes nothing more.
@@ -149,8 +128,6 @@ def test_a_policy_with_two_horizons_keeps_what_either_wants() -> None:
     settings = CheckpointSettings(keep_every=0.5, keep_last=3)
     start = Lineage(checkpoint="checkpoints/x", step=4)
     policy = retention.policy_of(settings, [Horizon(16, 100, 1), Horizon(12, 100, 1)], start)
-    assert [s for s in range(17) if policy.keep_forever(s)] == [6, 8, 12, 16] and (
-        policy.last,
-        policy.start,
-    ) == (3, 4)
+    assert [s for s in range(17) if policy.keep_forever(s)] == [6, 8, 12, 16]
+    assert (policy.last, policy.start) == (3, 4)
     assert retention.policy_of(settings, [], Lineage(checkpoint="/elsewhere", step=4)).start is None

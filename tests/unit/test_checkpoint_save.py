@@ -68,18 +68,15 @@ def save(run: Path, model: nn.Module, optimizer: Any = None) -> Checkpoint:
 
 
 # -- what is written and read
-# -----------------------------------------------------------------------------------------
 
 
 def test_the_files_are_safetensors_and_tied_weights_are_written_once(tmp_path: Path) -> None:
     model, optimizer = trained()
     checkpoint = save(tmp_path, model, optimizer)
     file = checkpoint.path / "rank-00000.safetensors"
-    saved = load_file(file)
-    assert torch.equal(saved["model/embedding.weight"], model.embedding.weight)
-    assert torch.equal(
-        saved["optim/embedding.weight/exp_avg"], optimizer.state[model.embedding.weight]["exp_avg"]
-    )
+    saved, weight = load_file(file), model.embedding.weight
+    assert torch.equal(saved["model/embedding.weight"], weight)
+    assert torch.equal(saved["optim/embedding.weight/exp_avg"], optimizer.state[weight]["exp_avg"])
     with safe_open(file, "pt") as opened:
         assert opened.metadata()["format"] == "pt"
     assert checkpoint.counters == {"step": 3} and "model/head.weight" not in checkpoint.names()
@@ -94,15 +91,13 @@ def test_the_files_are_safetensors_and_tied_weights_are_written_once(tmp_path: P
 def test_every_dtype_bit_for_bit(tmp_path: Path, key: str) -> None:
     dtype = getattr(torch, DTYPES[key][0])
     assert dtype.itemsize == DTYPES[key][1]
-    raw = torch.randint(
-        0, 2 if dtype == torch.bool else 255, (5, 3, dtype.itemsize), dtype=torch.uint8
-    )
+    end = 2 if dtype == torch.bool else 255
+    raw = torch.randint(0, end, (5, 3, dtype.itemsize), dtype=torch.uint8)
     tensor = raw.view(dtype).reshape(5, 3)
     state = state_of({"x": tensor.t(), "s": tensor[0, 0], "odd": raw[:1, 0, 0]})
     checkpoint = open_checkpoint(commit(Saver(tmp_path / "checkpoints"), 1, state))
-    assert torch.equal(
-        checkpoint.tensor("x").view(torch.uint8), tensor.t().contiguous().view(torch.uint8)
-    )
+    transposed = tensor.t().contiguous()
+    assert torch.equal(checkpoint.tensor("x").view(torch.uint8), transposed.view(torch.uint8))
     assert torch.equal(checkpoint.tensor("s").view(-1).view(torch.uint8), raw[0, 0])
 
 
@@ -123,14 +118,11 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path
     frozen = Net().requires_grad_(False)
     frozen.norm.requires_grad_(True)
     adam = torch.optim.AdamW([p for p in frozen.parameters() if p.requires_grad])
+    linear = nn.Sequential(nn.Linear(6, 11))
     for other, optim, named in (
         (Net(width=8), None, ["embedding.weight is [11, 6] there and [11, 8] here", "norm.weight"]),
         (Net().double(), None, ["torch.float32 there and torch.float64 here"]),
-        (
-            nn.Sequential(nn.Linear(6, 11)),
-            None,
-            ["0.weight is missing", "embedding.weight is not in this model"],
-        ),
+        (linear, None, ["0.weight is missing", "embedding.weight is not in this model"]),
         (frozen, adam, ["embedding.weight"]),
     ):
         with refused(*named):
@@ -138,7 +130,6 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path
 
 
 # -- the saver
-# ------------------------------------------------------------------------------
 
 
 class Gate(Files):
@@ -203,8 +194,7 @@ def test_without_page_locked_memory_saves_work_and_say_so_once(cudart: Cudart) -
     buffer = HostBuffer()
     buffer.reserve(10_000, torch.device("cuda", 0))
     assert buffer._bytes.numel() >= 10_000
-    assert "error 2" in buffer.warning
-    assert "page-locked" in buffer.warning
+    assert "error 2" in buffer.warning and "page-locked" in buffer.warning
     buffer.warning = ""
     buffer.reserve(100_000, torch.device("cuda", 0))
     assert buffer._bytes.numel() >= 100_000 and not buffer.warning
@@ -228,9 +218,7 @@ def test_the_first_save_allocates_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     """The memory is reserved in the background, also where a save comes before it is there."""
     state = gather_state(*trained())
     saver = Saver(tmp_path / "checkpoints")
-    go_on = threading.Event()
-    real = mmap.mmap
-    sizes: list[int] = []
+    go_on, real, sizes = threading.Event(), mmap.mmap, list[int]()
 
     def late(*args: Any) -> mmap.mmap:
         go_on.wait(10)
@@ -250,12 +238,11 @@ def test_the_first_save_allocates_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_writer_uses_the_device_of_the_state(tmp_path, monkeypatch):
     """A new thread starts with CUDA device 0, whatever the device of its rank."""
-    calls: list[tuple[str, torch.device]] = []
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda d: calls.append((threading.current_thread().name, d))
-    )
+    calls: dict[str, torch.device] = {}
+    thread = threading.current_thread
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: calls.update({thread().name: d}))
     commit(Saver(tmp_path / "checkpoints", device=torch.device("cuda", 3)))
-    assert calls == [("checkpoint-writer", torch.device("cuda", 3))]
+    assert calls == {"checkpoint-writer": torch.device("cuda", 3)}
 
 
 @pytest.mark.parametrize("where", ["commit.parse", "save.HostBuffer.fill"])
