@@ -22,13 +22,10 @@ from windlass.recipe import Recipe, RecipeError
 
 def recipe_of(folder: Path, run: str = "run", **model: Any) -> Recipe:
     if not (folder / "base").exists():
-        hf_fixtures.save(
-            "llama", folder / "base", num_attention_heads=4, hidden_size=64, head_dim=16
-        )
-        (folder / "text.txt").write_text(
-            "the cat sat on the mat and the dog ran after the cat " * 40
-        )
-        hf_fixtures.save_tokenizer([(folder / "text.txt").read_text()], folder / "base")
+        text = "the cat sat on the mat and the dog ran after the cat " * 40
+        (folder / "text.txt").write_text(text)
+        hf_fixtures.save("llama", folder / "base", hidden_size=64, head_dim=16)
+        hf_fixtures.save_tokenizer([text], folder / "base")
     tree: dict[str, Any] = {
         "preset": "small",
         "model": {"kind": "hf", "name": str(folder / "base"), "context": 32, **model},
@@ -80,15 +77,11 @@ def test_adapters_on_weights_in_4_bits_learn_resume_and_are_exported(tmp_path: P
     assert losses[-1] < losses[0] == pytest.approx(whole[0][1], abs=0.2)
     assert losses[0] != whole[0][1]
     sizes, plain = read_sizes(recipe), read_sizes(recipe_of(tmp_path, lora={"rank": 4}))
-    assert (sizes.total, sizes.trained) == (
-        plain.total,
-        plain.trained,
-    ) and sizes.in_4bit > 0.4 * sizes.total
+    assert (sizes.total, sizes.trained) == (plain.total, plain.trained)
+    assert sizes.in_4bit > 0.4 * sizes.total
     layout = layout_of(recipe, 1)
-    assert (
-        memory(plain, 512, layout).parameters - memory(sizes, 512, layout).parameters
-        == sizes.in_4bit * 55 // 16
-    )
+    saved = memory(plain, 512, layout).parameters - memory(sizes, 512, layout).parameters
+    assert saved == sizes.in_4bit * 55 // 16
 
     from transformers import AutoModelForCausalLM
 

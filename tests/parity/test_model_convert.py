@@ -3,6 +3,7 @@ gradients.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +21,27 @@ from windlass.recipe.network import ModelSettings
 VOCAB, LENGTH = 101, 48
 SMALL: dict[str, Any] = {"layers": 3, "heads": 4, "width": 48, "context": 64, "ff_width": 100}
 
+UNBIASED = {"attn_bias": False, "ff_bias": False}
 GPT2: dict[str, dict[str, Any]] = {
     "GPT-2 itself": {"activation": "gelu_tanh", "ff_width": 0},
-    "nanoGPT's, without biases": {"attn_bias": False, "ff_bias": False, "norm_bias": False},
+    "nanoGPT's, without biases": {**UNBIASED, "norm_bias": False},
     "untied, ReLU": {"tie_head": False, "activation": "relu"},
     "squared ReLU": {"activation": "relu2", "norm_bias": False},
 }
 MODERN = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu"}
 LLAMA: dict[str, dict[str, Any]] = {
-    "LLaMA itself": {**MODERN, "attn_bias": False, "ff_bias": False, "tie_head": False},
-    "grouped queries, tied": {**MODERN, "attn_bias": False, "ff_bias": False, "kv_heads": 2},
-    "one key head, biases, another theta": {
-        **MODERN,
-        "kv_heads": 1,
-        "tie_head": False,
-        "rope_theta": 5e5,
-    },
+    "LLaMA itself": {**MODERN, **UNBIASED, "tie_head": False},
+    "grouped queries, tied": {**MODERN, **UNBIASED, "kv_heads": 2},
+    "one key head, biases": {**MODERN, "kv_heads": 1, "tie_head": False, "rope_theta": 5e5},
 }
-QUICKSTART = {"activation": "relu2", "attn_bias": False, "ff_bias": False, "qk_norm": True}
+QUICKSTART = {**UNBIASED, "activation": "relu2", "qk_norm": True}
 OTHERS: dict[str, dict[str, Any]] = {
     "Qwen3": {**MODERN, "qk_norm": True, "ff_bias": False, "kv_heads": 2, "tie_head": False},
     "Arcee, biased": {**MODERN, "activation": "relu2"},
-    "Arcee, GELU": {
-        **MODERN,
-        "activation": "gelu",
-        "attn_bias": False,
-        "ff_bias": False,
-        "kv_heads": 1,
-    },
+    "Arcee, GELU": {**MODERN, **UNBIASED, "activation": "gelu", "kv_heads": 1},
     "Apertus, as quickstart": {**MODERN, **QUICKSTART},
-    "Apertus, untied": {
-        **MODERN,
-        **QUICKSTART,
-        "activation": "gelu_tanh",
-        "attn_bias": True,
-        "kv_heads": 2,
-        "tie_head": False,
-    },
+    "Apertus, untied": {**MODERN, **QUICKSTART, "activation": "gelu_tanh", "attn_bias": True}
+    | {"kv_heads": 2, "tie_head": False},
 }
 MODELS = {**GPT2, **LLAMA, **OTHERS}
 
@@ -90,12 +75,10 @@ def weights_of(model: GPT) -> dict[str, Tensor]:
 
 def write(folder: Path, model: GPT, weights: dict[str, Tensor], **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(
-        json.dumps(convert.config(model.settings, VOCAB, None) | changes)
-    )
-    save_file(
-        {name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors"
-    )
+    config = convert.config(model.settings, VOCAB, None) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: value.contiguous() for name, value in weights.items()}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
@@ -136,10 +119,7 @@ def test_there_and_back_whatever_names_a_file_has(name: str, tmp_path: Path) -> 
     model = ours(MODELS[name])
     reference_of(model).save_pretrained(tmp_path / "whole")
     weights = load_file(tmp_path / "whole" / "model.safetensors")
-    bare = {
-        name.removeprefix("transformer.").removeprefix("model."): value
-        for name, value in weights.items()
-    }
+    bare = {re.sub(r"^(transformer|model)\.", "", name): value for name, value in weights.items()}
     mine = write(tmp_path / "mine", model, weights_of(model))
     for folder in (mine, tmp_path / "whole", write(tmp_path / "bare", model, bare)):
         back = read(folder, model.settings)
