@@ -76,7 +76,7 @@ def settings(
 def reference(dtype=torch.float64, frozen=()):
     """Losses, gradient norms and final parameters of a plain loop over whole batches."""
     recipe = settings()
-    model = build_model(recipe, VOCAB, device="cpu", dtype=dtype)
+    model = build_model(recipe, VOCAB, device="cpu").to(dtype)
     initialise(model, recipe.run.seed)
     trained = (
         [p for name, p in model.named_parameters() if not name.startswith(frozen)]

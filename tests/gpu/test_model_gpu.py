@@ -35,7 +35,7 @@ def both(settings: dict[str, Any], dtype: Any, device: str) -> list[Any]:
 
     shape = {"layers": 2, "heads": 4, "width": 64, "context": 48, "vocab": 101, "init_std": 0.1}
     recipe = Recipe.model_validate({"model": {**shape, **settings}})
-    models = [build_model(recipe, 101, where, dtype) for where in ("cpu", device)]
+    models = [build_model(recipe, 101, where).to(dtype) for where in ("cpu", device)]
     for model in models:
         initialise(model, 3)
     return models

@@ -152,7 +152,7 @@ def test_buffers_that_are_saved_are_read_and_missing_ones_refused(tmp_path: Path
     assert (ours(tokens) - reference(input_ids=tokens).logits).abs().max() < 1e-5
     # a layout that needs no converting: read slice by slice
     llama = hf_fixtures.save("llama", tmp_path / "llama")
-    model = open_hf(llama)
+    model = open_hf(llama, recipe(llama).model)
     model.model.register_buffer("shift", torch.zeros(3))
     with pytest.raises(UserError, match="shift"):
         materialise(model, torch.device("cpu"), torch.device("cpu"))

@@ -338,10 +338,11 @@ def rename_damaged(choice: Choice, run: Path) -> None:
     files = Files()
     for path in choice.damaged:
         if path.resolve().is_relative_to(run.resolve()):
-            names = (
-                f"bad-{path.name}{suffix}" for suffix in ("", *(f".{n}" for n in range(1, 99)))
-            )
-            files.rename(path, next(p for p in map(path.with_name, names) if not p.exists()))
+            bad, number = path.with_name(f"bad-{path.name}"), 0
+            while bad.exists():
+                number += 1
+                bad = path.with_name(f"bad-{path.name}.{number}")
+            files.rename(path, bad)
             files.sync_dir(path.parent)
 
 

@@ -174,13 +174,10 @@ def read_splits(recipe: Recipe, notify: Notify = print) -> list[list[Conversatio
         split, setting = data.eval_split or data.split, "data.eval_source"
         return [train, read(data.eval_sources or data.sources, split, setting, notify)]
     held_out: set[int] = set()
-    if data.val_fraction and len(train) > 1:
-        count, keys = (
-            int(len(train) * Fraction(str(data.val_fraction))),
-            map(str, range(len(train))),
-        )
-        held_out = set(choose_places(keys, max(1, count), recipe.run.seed, "split"))
     places = range(len(train))
+    if data.val_fraction and len(train) > 1:
+        count = max(1, int(len(train) * Fraction(str(data.val_fraction))))
+        held_out = set(choose_places(map(str, places), count, recipe.run.seed, "split"))
     return [[train[i] for i in places if (i in held_out) == held] for held in (False, True)]
 
 

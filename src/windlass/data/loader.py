@@ -174,12 +174,7 @@ def to_tensor(field: np.ndarray) -> Tensor:
 
 
 def eval_batches(
-    samples: Samples,
-    data_rank: int,
-    data_world: int,
-    micro_batch: int,
-    first: int,
-    stop: int,
+    samples: Samples, data_rank: int, data_world: int, micro_batch: int, first: int, stop: int
 ) -> Iterator[Batch[Tensor]]:
     """The samples from `first` to `stop`, each once over all data ranks.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -32,7 +32,6 @@ class Batch(NamedTuple, Generic[A]):
         return Batch(*(None if field is None else convert(field) for field in self))
 
 
-@runtime_checkable
 class Samples(Protocol):
     """A training or validation set; a user's own class can be one.
 

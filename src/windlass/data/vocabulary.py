@@ -123,14 +123,15 @@ def tokenizer_files(setting: str) -> dict[str, str]:
 # -- the kinds
 
 
-def _byte_level(kind: str, ids: dict[str, int], merges: Any, use_regex: bool = True) -> Tokenizer:
+def _byte_level(ids: dict[str, int] | None = None, merges: Any = None, cut: bool = True) -> Any:
+    """Byte pairs of the `tokenizers` library; `cut`: no pair crosses a word's end."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers
 
     inner = Inner(models.BPE(vocab=ids, merges=merges))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut)
     inner.decoder = decoders.ByteLevel()
-    return Tokenizer(kind, inner, _add_end(inner))
+    return inner
 
 
 def _add_end(inner: Any) -> int:
@@ -142,7 +143,8 @@ def _add_end(inner: Any) -> int:
 
 def byte_tokenizer() -> Tokenizer:
     """The bytes of UTF-8 as ids 0 to 255, and 256 for the end of a text."""
-    return _byte_level("byte", byte_letters(), [], use_regex=False)
+    inner = _byte_level(byte_letters(), [], cut=False)
+    return Tokenizer("byte", inner, _add_end(inner))
 
 
 def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
@@ -172,7 +174,8 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
         folder = Path(directory).expanduser()
         ids, merges = models.BPE.read_file(*(str(folder / name) for name in GPT2_FILES))
         ids.pop(END_OF_TEXT, None)
-        return _byte_level("gpt2", ids, merges)
+        inner = _byte_level(ids, merges)
+        return Tokenizer("gpt2", inner, _add_end(inner))
     except Exception as error:  # the library raises a bare Exception
         raise UserError(
             f"data.tokenizer: no vocab.bpe and encoder.json in {directory}: {first_line(error)}"
@@ -181,16 +184,13 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
     """Byte pairs learned from texts (Sennrich et al., arXiv 1508.07909); id 0 ends a text."""
-    from tokenizers import Tokenizer as Inner
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import trainers
 
-    inner = Inner(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
+    inner = _byte_level()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(byte_letters()),
         show_progress=False,
     )
     inner.train_from_iterator((text.encode("utf-8", "replace").decode() for text in texts), trainer)

@@ -19,7 +19,7 @@ import tomli_w
 from torch import Tensor
 
 from windlass import hub
-from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.load import Checkpoint, open_checkpoint
 from windlass.checkpoint.state_dict import MODEL
 from windlass.data.chat import PLAIN, Template, stop_tokens
 from windlass.data.tokenizer import Tokenizer
@@ -61,6 +61,7 @@ def export(
     source, directory = find_source(run), Path(directory)
     if source.checkpoint is None:
         raise UserError(f"{run} is a directory of transformers already")
+    checkpoint = open_checkpoint(source.checkpoint, deep=False)  # find_source has verified it
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         raise UserError(f"{directory} is a file or not empty: name a new directory")
     if adapter and not source.recipe.model.lora.rank:
@@ -72,15 +73,16 @@ def export(
     try:
         partial.mkdir()
         if source.own_model:
-            _write_own(source, source.checkpoint, partial)
+            _write_own(source, checkpoint, partial)
         else:
             if adapter:
                 _write_adapter(source, partial)
             elif source.recipe.model.kind == "gpt":
-                _write_gpt(source, source.checkpoint, partial)
+                _write_gpt(source, checkpoint, partial)
             else:
                 _write_hf(source, partial)
-            _write(partial / "README.md", card(source, push or directory.name, adapter))
+            text = card(source, checkpoint, push or directory.name, adapter)
+            _write(partial / "README.md", text)
         if source.recipe.data.format == "chat" and not source.template.source:
             # the plain template, with the tokenizer's own end of a text
             eot, inner = source.tokenizer.eot, source.tokenizer.inner
@@ -97,9 +99,8 @@ def export(
     return directory
 
 
-def _write_own(source: Source, path: Path, directory: Path) -> None:
+def _write_own(source: Source, checkpoint: Checkpoint, directory: Path) -> None:
     """The weights of a model of the user's own code, and how to load them."""
-    checkpoint = open_checkpoint(path, deep=False)
     # a model of `transformers` is inside an `HfModel`
     wrapped = source.run and source.run.environment.get("wrapped")
     prefix = f"{MODEL}model." if wrapped else MODEL
@@ -112,9 +113,8 @@ def _write_own(source: Source, path: Path, directory: Path) -> None:
     _write(directory / "README.md", text.format(**facts))
 
 
-def _write_gpt(source: Source, path: Path, directory: Path) -> None:
+def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path) -> None:
     settings, tokenizer, eot = source.recipe.model, source.tokenizer, source.tokenizer.eot
-    checkpoint = open_checkpoint(path, deep=False)  # find_source has verified it
     rows = checkpoint.info(f"{MODEL}embedding.weight").shape[0]
     generation: dict[str, Any] = {}
     if eot is not None:
@@ -181,12 +181,9 @@ def _write_adapter(source: Source, directory: Path) -> None:
 
 
 def save_weights(
-    tensors: Iterable[tuple[str, Tensor]],
-    directory: Path,
-    file_bytes: int = FILE_BYTES,
-    stem: str = "model",
+    tensors: Iterable[tuple[str, Tensor]], directory: Path, stem: str = "model"
 ) -> None:
-    """Tensors as safetensors files of about `file_bytes` or less; an index for several files."""
+    """Tensors as safetensors files of about FILE_BYTES or less; an index for several files."""
     from huggingface_hub import save_torch_state_dict
 
     # The format has no views of another tensor's storage.
@@ -195,7 +192,7 @@ def save_weights(
         copies,
         directory,
         filename_pattern=stem + "{suffix}.safetensors",
-        max_shard_size=file_bytes,
+        max_shard_size=FILE_BYTES,
         metadata={"format": "pt"},
     )
 
@@ -219,12 +216,12 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
     _write_json(directory / "tokenizer_config.json", config)
 
 
-def card(source: Source, name: str, adapter: bool = False) -> str:
+def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> str:
     """The model card: origin, data, results and recipe."""
     from jinja2 import Environment, StrictUndefined
 
-    run, recipe, step = source.run, source.recipe, source.step or 0
-    assert run is not None and source.checkpoint is not None
+    run, recipe, step = source.run, source.recipe, checkpoint.step
+    assert run is not None
     # Results at this step. Those of `windlass eval` take precedence over the training's.
     lines = {str(line["suite"]): line for line in run.lines("eval", step=step)}
     lines |= read_json(run.path / "eval" / f"step-{step:08d}.json").get("results", {})
@@ -237,7 +234,7 @@ def card(source: Source, name: str, adapter: bool = False) -> str:
         adapter=adapter,
         recipe=recipe,
         step=step,
-        tokens=open_checkpoint(source.checkpoint, deep=False).counters["tokens"],
+        tokens=checkpoint.counters["tokens"],
         loss=_shown(losses[-1]) if losses else "",
         data=", ".join(f"`{scrub(one)}`" for one in recipe.data.sources),
         code=", trust_remote_code=True" if convert.export_note(recipe.model) else "",

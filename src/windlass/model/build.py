@@ -18,13 +18,9 @@ from windlass.recipe import Recipe
 
 
 def build_model(
-    recipe: Recipe,
-    vocab: int,
-    device: str | torch.device = "meta",
-    dtype: torch.dtype = torch.float32,
-    run: Path | None = None,
+    recipe: Recipe, vocab: int, device: str | torch.device = "meta", run: Path | None = None
 ) -> nn.Module:
-    """The network of a recipe's `[model]`, with parameters of `dtype` on `device`, not initialised.
+    """The network of a recipe's `[model]`, with float32 parameters on `device`, not initialised.
 
     On the meta device it takes no memory. `parallelize` gives it storage, then `initialise` or a
     checkpoint gives it values. The embedding has `model.vocab` rows, or by default one for each of
@@ -34,7 +30,7 @@ def build_model(
     if recipe.model.kind == "hf":
         from windlass.model.hf import build_hf
 
-        model: Any = build_hf(recipe, vocab, dtype, run)
+        model: Any = build_hf(recipe, vocab, run)
         freeze(model.model, recipe.model.freeze)
     else:
         rows = recipe.model.vocab or vocab
@@ -42,7 +38,7 @@ def build_model(
             problem = f"model.vocab = {rows} is too small for the tokenizer"
             raise UserError(f"{problem}: write {vocab} or more, or 0")
         with torch.device("meta"):
-            model = GPT(recipe.model, rows).to(dtype)
+            model = GPT(recipe.model, rows)
         freeze(model, recipe.model.freeze)
     device = torch.device(device)
     if device.type != "meta":

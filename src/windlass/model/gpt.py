@@ -39,9 +39,8 @@ class LayerCache:
         start, stop = self.length, self.length + k.shape[2]
         assert k.shape[0] == self.batch and stop <= self.capacity, "the cache is too small"
         if not start:
-            self.keys, self.values = (
-                x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in (k, v)
-            )
+            shape = (*k.shape[:2], self.capacity, k.shape[3])
+            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
         self.keys[:, :, start:stop], self.values[:, :, start:stop], self.length = k, v, stop
         mask = None
         if start and stop - start > 1:

@@ -65,7 +65,7 @@ class HfModel(nn.Module):
             else:
                 tensors[name.replace(".base_layer.", ".")] = parameter
         if self.settings.from_scratch:
-            template = from_directory(self.directory, self.settings, torch.float32)
+            template = from_directory(self.directory, self.settings)
             hf_files.fill_from_seed(tensors, template, find_blocks(template), seed)
             return
         directory = directory or hf_files.weights_directory(self)
@@ -183,14 +183,14 @@ def is_filled(cache: Any, length: int) -> bool:
     return bool(layers)
 
 
-def build_hf(recipe: Recipe, vocab: int, dtype: torch.dtype, run: Path | None) -> HfModel:
+def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
     """The model of a recipe, with parameters on the meta device; arguments as in `build_model`.
 
     Raises UserError if it is not a causal language model, or its context or embedding is too short.
     """
     settings, name = recipe.model, recipe.model.name
     directory = hf_files.saved_origin(run, settings) if run else None
-    model = open_hf(directory or hub.directory(name, settings.revision), settings, dtype)
+    model = open_hf(directory or hub.directory(name, settings.revision), settings)
     if settings.context > model.limit:
         limit = f"{name}'s limit of {model.limit} tokens"
         problem = f"model.context = {settings.context} is longer than {limit}"
@@ -210,12 +210,9 @@ def build_hf(recipe: Recipe, vocab: int, dtype: torch.dtype, run: Path | None) -
     return model
 
 
-def open_hf(
-    directory: Path, settings: ModelSettings | None = None, dtype: torch.dtype = torch.float32
-) -> HfModel:
+def open_hf(directory: Path, settings: ModelSettings) -> HfModel:
     """The model in a directory with its own context, its parameters on the meta device."""
-    settings = settings or ModelSettings(kind="hf", name=str(directory))
-    model = from_directory(directory, settings, dtype)
+    model = from_directory(directory, settings)
     if settings.lora.base == "4bit":
         require("bitsandbytes", 'model.lora.base = "4bit"')
         if not quantise_linear(find_blocks(model)):
@@ -226,8 +223,8 @@ def open_hf(
     return HfModel(model, directory, settings)
 
 
-def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
-    """The network of a directory's configuration, its parameters on the meta device."""
+def from_directory(directory: Path, settings: ModelSettings) -> nn.Module:
+    """The network of a directory's configuration, its parameters float32 on the meta device."""
     hub.prepare()
     what, remote = f"model.name: {settings.name}", settings.trust_remote_code
     for package in ("transformers", "accelerate"):
@@ -245,7 +242,7 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
             raise UserError(f"{what} is quantised: name the model that it was made from")
         with no_init_weights(), init_empty_weights(include_buffers=False):
             model: nn.Module = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=remote, **how
+                config, dtype=torch.float32, trust_remote_code=remote, **how
             )
     except UserError:
         raise

@@ -102,12 +102,8 @@ def _fill_through_transformers(
     """Fill from an older layout, which `transformers` converts; needs the whole model in memory."""
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {
-        "use_safetensors": True,
-        "output_loading_info": True,
-        "dtype": "auto",
-    }
-    options["trust_remote_code"] = remote_code
+    options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
+    options |= {"dtype": "auto", "trust_remote_code": remote_code}
     try:
         whole, report = AutoModelForCausalLM.from_pretrained(directory, **options)
     except Exception as error:  # other shapes, damaged files, code that came with the model

@@ -69,13 +69,13 @@ def block_parameters(settings: ModelSettings) -> int:
     return (parts.non_embedding - final) // settings.layers
 
 
-def flops_per_token(settings: ModelSettings, vocab: int, length: int = 0) -> int:
+def flops_per_token(settings: ModelSettings, vocab: int) -> int:
     """FLOPs of one token's forward and backward pass, by the convention of MFU: 6 N + 12 L d T.
 
-    N counts the parameters that multiply every token. 12 L d T is attention without a mask over T
-    positions (`length`; 0: the context; arXiv 2204.02311, B). GPT-2 small at 1,024: 855 MFLOP.
+    N counts the parameters that multiply every token. 12 L d T is attention without a mask over the
+    T positions of the context (arXiv 2204.02311, B). GPT-2 small at 1,024: 855 MFLOP.
     """
-    attention = 12 * settings.layers * settings.width * (length or settings.context)
+    attention = 12 * settings.layers * settings.width * settings.context
     return 6 * count(settings, vocab).multiplied + attention
 
 
