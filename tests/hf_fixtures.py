@@ -2,6 +2,8 @@
 nothing is downloaded.
 """
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +25,23 @@ def config(kind: str, vocab: int = VOCAB, **changes: Any) -> Any:
     elif kind == "gpt2":
         fields = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
     elif kind in ("mamba", "rwkv"):
-        fields = {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "attention_hidden_size": 32,
-            "state_size": 4,
-        }
+        fields = {"hidden_size": 32, "num_hidden_layers": 2}
+        fields |= {"attention_hidden_size": 32, "state_size": 4}
     else:
-        fields = {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 128,
-            "head_dim": 8,
-        }
+        fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+        fields |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+        fields |= {"max_position_embeddings": 128}
+        if kind != "jamba":
+            fields |= {"head_dim": 8}
     if kind == "mistral":
         fields |= {"sliding_window": 6}
     elif kind == "glm4_moe":
         fields |= {"moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
         fields |= {"first_k_dense_replace": 1}
     elif kind == "jamba":
-        fields |= {
-            "num_hidden_layers": 4,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "num_experts": 4,
-            "mamba_d_state": 4,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-        }
-        del fields["head_dim"]
+        fields |= {"num_hidden_layers": 4, "num_experts": 4, "mamba_d_state": 4}
+        fields |= {"attn_layer_period": 2, "attn_layer_offset": 1}
+        fields |= {"expert_layer_period": 2, "expert_layer_offset": 1}
     return AutoConfig.for_model(kind, **{"vocab_size": vocab, **fields, **special, **changes})
 
 
@@ -80,10 +67,8 @@ def save_tokenizer(texts: list[str], directory: Path, vocab: int = VOCAB) -> Pat
     from windlass.data.vocabulary import train_bpe
 
     train_bpe(texts, vocab).save(directory)
-    (directory / "tokenizer.json").write_bytes(
-        (directory / "tokenizer" / "tokenizer.json").read_bytes()
-    )
-    (directory / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}'
-    )
+    shutil.copy(directory / "tokenizer" / "tokenizer.json", directory)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config |= dict.fromkeys(("eos_token", "bos_token"), "<|endoftext|>")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory

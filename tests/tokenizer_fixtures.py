@@ -43,25 +43,13 @@ MARKED = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CHATML_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+LLAMA3_ROLES = ["<|start_header_id|>", "<|end_header_id|>"]
 KINDS: dict[str, dict[str, Any]] = {
-    "chatml": {
-        "special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        "eos": "<|im_end|>",
-        "template": CHATML,
-    },
-    "marked": {
-        "special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        "eos": "<|endoftext|>",
-        "template": MARKED,
-    },
+    "chatml": {"special": CHATML_SPECIAL, "eos": "<|im_end|>", "template": CHATML},
+    "marked": {"special": CHATML_SPECIAL, "eos": "<|endoftext|>", "template": MARKED},
     "llama3": {
-        "special": [
-            "<|begin_of_text|>",
-            "<|end_of_text|>",
-            "<|start_header_id|>",
-            "<|end_header_id|>",
-            "<|eot_id|>",
-        ],
+        "special": ["<|begin_of_text|>", "<|end_of_text|>", *LLAMA3_ROLES, "<|eot_id|>"],
         "bos": "<|begin_of_text|>",
         "eos": "<|end_of_text|>",
         "template": LLAMA3,
@@ -115,9 +103,8 @@ def save(kind: str, directory: Path, vocab: int = 480) -> Path:
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         if kind == "llama3":
             cut = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
-            inner.pre_tokenizer = pre_tokenizers.Sequence(
-                [cut, pre_tokenizers.ByteLevel(False, use_regex=False)]
-            )
+            letters = pre_tokenizers.ByteLevel(False, use_regex=False)
+            inner.pre_tokenizer = pre_tokenizers.Sequence([cut, letters])
         inner.decoder = decoders.ByteLevel()
     else:
         if pieces == "first":
@@ -139,9 +126,8 @@ def save(kind: str, directory: Path, vocab: int = 480) -> Path:
         show_progress=False,
         max_token_length=6,
     )
-    inner.train_from_iterator(
-        [line + "\n" for line in TEXT.split("\n")] * 4 + TEXT.split(" ") * 4, trainer
-    )
+    lines = [line + "\n" for line in TEXT.split("\n")]
+    inner.train_from_iterator(lines * 4 + TEXT.split(" ") * 4, trainer)
     if not in_bytes:  # what it does not know is written in bytes
         tree = json.loads(inner.to_str())
         ids = tree["model"]["vocab"]
@@ -157,13 +143,8 @@ def save(kind: str, directory: Path, vocab: int = 480) -> Path:
         )
     directory.mkdir(parents=True, exist_ok=True)
     inner.save(str(directory / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": spec["eos"],
-        "chat_template": spec["template"],
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"eos_token": spec["eos"], "chat_template": spec["template"]}
     config |= {"bos_token": spec["bos"]} if "bos" in spec else {}
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps({**config, "clean_up_tokenization_spaces": False})
-    )
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory

@@ -2,7 +2,6 @@
 bit.
 """
 
-import datetime
 import itertools
 import math
 from pathlib import Path
@@ -16,11 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from windlass.checkpoint.load import Checkpoint, choose_checkpoint, open_checkpoint
@@ -64,16 +59,12 @@ def numbers(name: str) -> Tensor:
 def tensors(layout: str) -> dict[str, Tensor]:
     """Every tensor cut by torch; dimensions that a tensor lacks leave it whole."""
     sizes, placements = LAYOUTS[layout]
+    if not sizes:
+        return {name: numbers(name) for name in SHAPES}
     cut: dict[str, Tensor] = {}
-    mesh = (
-        init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)]) if sizes else None
-    )
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
     for number, name in enumerate(SHAPES):
-        whole = numbers(name)
-        if mesh is None:
-            cut[name] = whole
-            continue
-        part, wanted = mesh, list(placements)
+        whole, part, wanted = numbers(name), mesh, list(placements)
         if layout == "a part of the mesh":
             part = mesh["b"]
         elif len(wanted) > len(sizes):  # tensors with other replica groups, in turns
@@ -90,11 +81,8 @@ def opened(folder: str | Path) -> Checkpoint:
 
 
 def in_group(join: Join) -> None:
-    store = join.store or dist.HashStore()
-    limit = datetime.timedelta(seconds=60)
-    dist.init_process_group(
-        "gloo", store=store, rank=join.rank, world_size=join.world, timeout=limit
-    )
+    ranks = {"rank": join.rank, "world_size": join.world}
+    dist.init_process_group("gloo", store=join.store or dist.HashStore(), **ranks)
 
 
 def save(folder: str | Path, state: State, rank: int, world: int) -> int:
@@ -108,14 +96,11 @@ def save(folder: str | Path, state: State, rank: int, world: int) -> int:
 def write(join: Join, folder: str, layouts: list[str]) -> dict[str, int]:
     """Save every layout; the bytes that this rank has written."""
     in_group(join)
+    ranks = join.rank, join.world
+    states = {layout: state_of(tensors(layout), {}, *ranks) for layout in layouts}
     return {
-        layout: save(
-            f"{folder}/{layout}-{join.world}",
-            state_of(tensors(layout), {}, join.rank, join.world),
-            join.rank,
-            join.world,
-        )
-        for layout in layouts
+        layout: save(f"{folder}/{layout}-{join.world}", state, *ranks)
+        for layout, state in states.items()
     }
 
 
@@ -128,10 +113,8 @@ def read(join: Join, folders: list[str], layouts: list[str]) -> int:
         for name, expected in cut:
             target = expected.clone().fill_(math.nan)
             fill(checkpoint, name, target)
-            local, wanted = (
-                t.to_local() if isinstance(t, DTensor) else t for t in (target, expected)
-            )
-            assert torch.equal(local, wanted), (checkpoint.path, name, target)
+            pair = (t.to_local() if isinstance(t, DTensor) else t for t in (target, expected))
+            assert torch.equal(*pair), (checkpoint.path, name, target)
             compared += 1
     return compared
 
@@ -164,7 +147,6 @@ def test_every_layout_to_every_other(tmp_path: Path) -> None:
 
 
 # -- FSDP2 over tensor parallelism
-# --------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):

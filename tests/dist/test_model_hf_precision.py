@@ -32,11 +32,10 @@ def loss_and_norm(model, settings, ranks) -> tuple[float, float]:
 
 def hf_step(join, strategy: str, directory: Path, **train):
     """The loss and gradient norm of one step of a model of `transformers`, the types that its norms
-    gave, a text, and what was compiled while that was settings.
+    gave, a text, and the number of graphs that its generation compiled.
     """
-    warnings.simplefilter(
-        "ignore"
-    )  # the compiler looks at gradients of inner tensors, and warns itself
+    # the compiler looks at gradients of inner tensors, and warns itself
+    warnings.simplefilter("ignore")
     settings = recipe(
         model__kind="hf",
         model__name=str(directory),
@@ -63,20 +62,16 @@ def hf_step(join, strategy: str, directory: Path, **train):
 def test_norms_of_transformers_give_the_same_types_sharded_or_not(tmp_path):
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-    directory = hf_fixtures.save(
-        "qwen3", tmp_path, num_hidden_layers=2
-    )  # what its queries' norm gets is low already
+    # the norm of its queries gets low numbers already
+    directory = hf_fixtures.save("qwen3", tmp_path, num_hidden_layers=2)
     (plain,) = run_ranks(hf_step, 1, "single", directory)
+    step = partial(hf_step, train__precision="bf16")
     for strategy in ("ddp", "full_shard"):
-        for loss, size, kinds, _, _ in run_ranks(
-            partial(hf_step, train__precision="bf16"), 2, strategy, directory
-        ):
-            assert kinds == {torch.float32}, (
-                strategy
-            )  # as autocast leaves it: gains in float32 times what came in
-            assert loss == pytest.approx(plain[0], rel=5e-3) and size == pytest.approx(
-                plain[1], rel=3e-2
-            ), strategy
+        for loss, size, kinds, _, _ in run_ranks(step, 2, strategy, directory):
+            # as autocast leaves it: gains in float32 times what came in
+            assert kinds == {torch.float32}, strategy
+            assert loss == pytest.approx(plain[0], rel=5e-3), strategy
+            assert size == pytest.approx(plain[1], rel=3e-2), strategy
 
 
 @pytest.mark.full
@@ -91,11 +86,10 @@ def test_compiled_models_of_transformers_compute_the_same_and_generation_compile
     layers = {"n_layer": 2} if kind == "bloom" else {"num_hidden_layers": 2}
     directory = hf_fixtures.save(kind, tmp_path, **layers)
     (plain,) = run_ranks(hf_step, 1, "single", directory)
-    how = {"train__compile": True, "train__precision": precision}
+    step = partial(hf_step, train__compile=True, train__precision=precision)
     exact = precision == "fp32"
-    for loss, size, _, text, compiled in run_ranks(
-        partial(hf_step, **how), world, strategy, directory, timeout=280
-    ):
+    results = run_ranks(step, world, strategy, directory, timeout=280)
+    for loss, size, _, text, compiled in results:
         assert loss == pytest.approx(plain[0], rel=1e-5 if exact else 5e-3)
         assert size == pytest.approx(plain[1], rel=1e-4 if exact else 3e-2)
         assert compiled == 0 and (text == plain[3] or not exact)

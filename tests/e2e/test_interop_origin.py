@@ -33,14 +33,11 @@ def base(tmp_path: Path) -> Path:
 
 def recipe(base: Path, name: str, **model: Any) -> Recipe:
     folder = base.parent
+    data = {"source": str(folder / "text.txt"), "dir": str(folder / "data")}
     tree = {
         "preset": "origin",
         "model": {"kind": "hf", "name": str(base), "context": 32, **model},
-        "data": {
-            "source": str(folder / "text.txt"),
-            "tokenizer": f"hf:{base}",
-            "dir": str(folder / "data"),
-        },
+        "data": {**data, "tokenizer": f"hf:{base}"},
         "train": {"steps": 4, "global_batch": 4},
         "optim": {"lr": 1e-3},
         "checkpoint": {"every": 0},
@@ -67,9 +64,8 @@ def losses(run: Path) -> list[float]:
 def test_a_run_resumes_and_is_used_where_its_base_is_gone(lora, base):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    (base / "generation_config.json").write_text(
-        '{"temperature": 0.5, "do_sample": true, "eos_token_id": 0}'
-    )
+    generation = {"temperature": 0.5, "do_sample": True, "eos_token_id": 0}
+    (base / "generation_config.json").write_text(json.dumps(generation))
     whole, halves = (recipe(base, name, lora={"rank": lora}) for name in ("whole", "halves"))
     train(whole)
     train(halves, stop_at=2)
@@ -88,10 +84,8 @@ def test_a_run_resumes_and_is_used_where_its_base_is_gone(lora, base):
     ids = source.tokenizer.encode("the cat").tolist()
     assert len(generate(model, [ids], Sampling(max_tokens=8, temperature=0))[0]) == 8
     (moved / "eval").mkdir(exist_ok=True)
-    results = {
-        "lm-eval:words": {"words/acc": 0.25, "runtime_s": 1.5},
-        "hellaswag": {"acc": 0.5, "items": 3},
-    }
+    results = {"lm-eval:words": {"words/acc": 0.25, "runtime_s": 1.5}}
+    results["hellaswag"] = {"acc": 0.5, "items": 3}
     (moved / "eval" / "step-00000004.json").write_text(json.dumps({"step": 4, "results": results}))
     out = export(str(moved), base.parent / "out")
     exported, tokens = AutoModelForCausalLM.from_pretrained(out).eval(), torch.tensor([ids])
@@ -101,10 +95,8 @@ def test_a_run_resumes_and_is_used_where_its_base_is_gone(lora, base):
     assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.5
     card = (out / "README.md").read_text()
     assert "| lm-eval:words | words/acc | 0.2500 |\n| hellaswag | acc | 0.5000 |\n" in card
-    assert "runtime" not in card
-    assert "| loss | perplexity |" in card
-    assert "Trained further from `base`." in card
-    assert "base_model" not in card
+    assert "| loss | perplexity |" in card and "Trained further from `base`." in card
+    assert "runtime" not in card and "base_model" not in card
 
 
 CODE = """
@@ -162,9 +154,8 @@ def test_a_directory_of_older_tokenizer_files_is_read(tmp_path):
     from windlass.data.vocabulary import named_tokenizer
 
     hf_fixtures.save("gpt2", tmp_path)
-    inner = json.loads(
-        (hf_fixtures.save_tokenizer([TEXT], tmp_path) / "tokenizer.json").read_text()
-    )["model"]
+    hf_fixtures.save_tokenizer([TEXT], tmp_path)
+    inner = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in inner["merges"]]
     (tmp_path / "vocab.json").write_text(json.dumps(inner["vocab"]))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
@@ -189,9 +180,8 @@ def test_before_the_first_checkpoint_the_base_is_needed_and_must_be_the_same(bas
     assert again.directory == settings.run_dir / "origin"
     for model in (first, again):
         initialise(model, 1)
-    assert all(
-        torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)
-    )
+    pairs = zip(first.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
     change(base, rms_norm_eps=0.5)
     with refused("configuration"):
         initialise(again, 1)

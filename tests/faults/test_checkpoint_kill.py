@@ -85,11 +85,8 @@ def test_the_tidying_up_may_be_killed_too(scratch: Path) -> None:
     """
     _, step = SCENES["again"]
     log, tried = operations(scratch, "again"), 0
-    for k in [
-        k
-        for k, (operation, _) in enumerate(log)
-        if operation in ("rename", "unlink", "rmdir", "fsync_dir")
-    ]:
+    on_names = ("rename", "unlink", "rmdir", "fsync_dir")
+    for k in [k for k, (operation, _) in enumerate(log) if operation in on_names]:
         for j in range(40):
             run = scratch / f"run-{k}-{j}"
             killed(run, "again", k)
@@ -135,9 +132,8 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
     committed, begun = scratch / "committed", scratch / "begun"
 
     def train(first: int, attempt: int) -> None:
-        saver = Saver(
-            run / "checkpoints", attempt=str(attempt), policy=Policy(last=3), piece_bytes=128
-        )
+        options = {"attempt": str(attempt), "policy": Policy(last=3), "piece_bytes": 128}
+        saver = Saver(run / "checkpoints", **options)
         recover(run / "checkpoints")
         begun.touch()
         for step in range(first, first + 1000):
@@ -145,10 +141,8 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
                 saver.save(step, state(step), {"step": step})
                 for outcome in saver.wait():
                     assert not outcome.error
-                    os.symlink(
-                        str(outcome.step),
-                        committed.with_suffix(f".{attempt}.{outcome.step}.{turn}"),
-                    )
+                    note = committed.with_suffix(f".{attempt}.{outcome.step}.{turn}")
+                    os.symlink(str(outcome.step), note)
 
     last, pace = 0, 0.0
     for attempt in range(kills):
@@ -162,9 +156,8 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
         time.sleep(dice.uniform(0.0, 4 * pace))
         os.kill(child, signal.SIGKILL)
         assert ended(child) == KILLED
-        reported = max(
-            (int(os.readlink(p)) for p in scratch.glob(f"committed.{attempt}.*")), default=0
-        )
+        notes = scratch.glob(f"committed.{attempt}.*")
+        reported = max((int(os.readlink(note)) for note in notes), default=0)
         before, last = last, step_seen(run)
         assert last >= max(reported, before), "a checkpoint that was reported as committed is lost"
     assert last > 0

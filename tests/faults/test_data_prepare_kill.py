@@ -19,15 +19,9 @@ TEXT = "the quick brown fox jumps over the lazy dog and goes on to something els
 
 
 def prepare(source, directory):
-    return command(
-        "prepare",
-        "quickstart",
-        f"data.source={source}",
-        f"data.dir={directory}",
-        "data.max_tokens=0",
-        "data.shard_tokens=20000",
-        "data.workers=2",
-    )
+    places = f"data.source={source}", f"data.dir={directory}"
+    settings = "data.max_tokens=0", "data.shard_tokens=20000", "data.workers=2"
+    return command("prepare", "quickstart", *places, *settings)
 
 
 def start(source, directory, log):
@@ -37,11 +31,8 @@ def start(source, directory, log):
 
 def content(directory: Path):
     skipped = (".lock", "verified.json", "progress.json")
-    return {
-        p.name: p.read_bytes()
-        for p in directory.rglob("*")
-        if p.is_file() and p.name not in skipped
-    }
+    files = [p for p in directory.rglob("*") if p.is_file() and p.name not in skipped]
+    return {path.name: path.read_bytes() for path in files}
 
 
 def committed(directory: Path) -> int:
@@ -90,11 +81,10 @@ def works(process, directory) -> bool:
     """
     for _ in range(20):
         try:
-            if not any(
-                Path(file.path).name == ".lock" for file in psutil.Process(process.pid).open_files()
-            ):
-                return False
+            files = psutil.Process(process.pid).open_files()
         except psutil.Error:
+            return False
+        if not any(Path(file.path).name == ".lock" for file in files):
             return False
         time.sleep(0.005)
     return process.poll() is None
