@@ -6,16 +6,14 @@ const SVG = "http://www.w3.org/2000/svg";
 function make(name, attributes, parent) {
   const node = document.createElementNS(SVG, name);
   for (const key in attributes) node.setAttribute(key, attributes[key]);
-  if (parent) parent.appendChild(node);
-  return node;
+  return parent.appendChild(node);
 }
 
 function html(name, className, text, parent) {
   const node = document.createElement(name);
   if (className) node.className = className;
-  if (text !== undefined && text !== null) node.textContent = text;
-  if (parent) parent.appendChild(node);
-  return node;
+  node.textContent = text; // null: no text
+  return parent.appendChild(node);
 }
 
 // ---------------------------------------------------------------- numbers

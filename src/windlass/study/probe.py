@@ -29,7 +29,7 @@ from windlass.recipe import Recipe, typed
 from windlass.run import Run
 from windlass.study.grid import Cell
 from windlass.study.process import STOP_SIGNALS, CellProcess
-from windlass.study.study import Study
+from windlass.study.study import ALONE, Study
 
 # Of a probe after its warm-up, at least; a window lies between `train` lines.
 STEPS, WINDOWS = 10, 4
@@ -56,9 +56,7 @@ def probe_recipe(cell: Cell) -> Recipe:
             "optim.schedule.kind": "constant",
             "optim.schedule.warmup": 0,
             "optim.schedule.steps": 0,
-            "parallel.strategy": "single",
-            "parallel.offload": False,
-            "parallel.shard_size": 0,
+            **ALONE,
             "eval.every": 0,
             "eval.sample_every": 0,
             "checkpoint.every": 0,

@@ -62,6 +62,8 @@ from windlass.study.results import (
 
 # The command that trains a winner leaves these out: names, and what a study cuts down to be quick.
 NOT_REPEATED = ("run.name", "run.dir", "run.notes", "preset", "checkpoint.", "eval.", "telemetry.")
+ALONE = {"parallel.strategy": "single", "parallel.offload": False, "parallel.shard_size": 0}
+"""The settings of a rank that trains without communication."""
 # `["optim.lr=1e-2,1e-3"]` as typed, `{"optim.lr": [1e-2, 1e-3]}`, or the assignment of each cell
 Axes = Sequence[str] | Mapping[str, Sequence[Any]] | Sequence[Assignment]
 
@@ -237,8 +239,7 @@ class Study:
 
         Repeats share it, and so do strategies, because a probe leaves out their differences.
         """
-        alone = {"parallel.strategy": "single", "parallel.offload": False, "parallel.shard_size": 0}
-        text = f"{cell.recipe.replace(alone).toml()}{cell.world}x{cell.nodes}"
+        text = f"{cell.recipe.replace(ALONE).toml()}{cell.world}x{cell.nodes}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         return self.path / "probes" / f"{cell.world}-ranks-{digest}"
 

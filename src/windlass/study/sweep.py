@@ -169,16 +169,15 @@ class Sweep:
             devices = f"{len(self.devices)} devices, {world} for each cell"
             self.progress.notify(f"{devices}: {self.workers} cells side by side, not {asked}")
         # A cell that another process trains is left to it, and resumed here if that process dies.
-        self.open_states: tuple[str, ...] = (*OPEN_STATES, "running")
-        self.open_states += ("failed",) if self.retry_failed else ()
+        again = FAILED_STATES if self.retry_failed else ()
+        self.open_states = {*OPEN_STATES, "running", *again}
         self.pruner = Halving(self.study) if self.halving else None
 
     def start(self) -> None:
         """Prepare the data, and train every open cell; a scaling study adds its probes."""
         for note in self.study.notes:
             self.progress.notify(note)
-        states = (*self.open_states, *FAILED_STATES) if self.retry_failed else self.open_states
-        prepare_data([cell for cell in self.cells if self.study.result(cell).state in states])
+        prepare_data([c for c in self.cells if self.study.result(c).state in self.open_states])
         if not (self.study.scaling and self.probes):
             self.run(self.cells)
             return
