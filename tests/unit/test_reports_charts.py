@@ -132,7 +132,7 @@ def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_
     assert np.nanmin(first.y) > 85 and (np.diff(first.x) >= 0).all(), "in training steps only"
     assert first.at["tokens"][-1] == pytest.approx(400 * 2048, rel=0.01)
     many = described(RunView(build_run(tmp_path / "many", ranks=12, steps=30)))
-    mean, *ranks = many["utilisation"].series  # their mean, range and extremes
+    mean, *ranks = many["utilisation"].series  # their mean with its range, and the extremes
     assert [s.name for s in ranks] == ["rank 0", "rank 11"]
     assert (mean.low <= mean.y).all() and (mean.y <= mean.high).all()
     assert np.nanmean(ranks[1].y) < np.nanmean(ranks[0].y) - 10

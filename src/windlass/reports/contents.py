@@ -14,7 +14,7 @@ from windlass.reports.published import published
 from windlass.reports.run_charts import charts, time_chart
 from windlass.reports.scaling import ScalingView
 from windlass.reports.study import StudyView, study_tables, sweep_charts
-from windlass.reports.table import stacked
+from windlass.reports.table import Table, stacked
 from windlass.reports.text import plural, show
 from windlass.reports.view import RunView
 from windlass.study.results import BITS, common_measure
@@ -62,11 +62,11 @@ class Contents:
         if study:
             shown = [*(scaled.tables if scaled else ()), *study_tables(study)]
         keys, evals = [] if single else ["run"], [tables.evaluations(view) for view in views]
-        own: list[tuple[str, ...]] = [() if single else (view.label,) for view in views]
-        trains = {key: tables.curves(v.train) for key, v in zip(own, views, strict=True)}
-        parts = {
-            (*k, suite): t for k, each in zip(own, evals, strict=True) for suite, t in each.items()
-        }
+        trains, parts = dict[tuple[str, ...], Table](), dict[tuple[str, ...], Table]()
+        for view, suites in zip(views, evals, strict=True):
+            own = () if single else (view.label,)
+            trains[own] = tables.curves(view.train)
+            parts |= {(*own, suite): one for suite, one in suites.items()}
         csv = [tables.settings_table(views, self.settings), stacked("train", keys, trains)]
         csv += [stacked("evaluations", [*keys, "suite"], parts)] if parts else []
         # for people, in the order of report.md; the rest, as CSV alone; of a single run, by suite
