@@ -17,9 +17,8 @@ from windlass.run import Run
 def cluster() -> Iterator[slurm_cluster.Cluster]:
     """Two nodes of SLURM on this machine; skipped where the programs are not installed."""
     if missing := slurm_cluster.missing():
-        pytest.skip(
-            f"no {', '.join(missing)} on this machine (Debian's packages slurm-wlm and munge)"
-        )
+        programs = ", ".join(missing)
+        pytest.skip(f"no {programs} on this machine (Debian's packages slurm-wlm and munge)")
     with slurm_cluster.cluster() as made:
         yield made
 
@@ -31,7 +30,7 @@ def settings(tmp_path_factory) -> Callable[..., list[str]]:
     text = helpers.write_corpus(folder / "text.txt", words=400)
 
     def overrides(run: Path | None, **more: object) -> list[str]:
-        values = {
+        values = helpers.TINY | {
             "data.source": str(text),
             "data.dir": str(folder / "data"),
             "data.tokenizer": "char",
@@ -44,9 +43,8 @@ def settings(tmp_path_factory) -> Callable[..., list[str]]:
             "parallel.startup_timeout_seconds": 60,
             "optim.lr": 3e-3,
         }
-        return helpers.overrides(
-            {**helpers.TINY, **values, **({"run.dir": str(run)} if run else {}), **more}
-        )
+        values |= {"run.dir": str(run)} if run else {}
+        return helpers.overrides(values | more)
 
     return overrides
 

@@ -120,36 +120,24 @@ class Cluster:
         host, user = socket.gethostname().split(".")[0], getpass.getuser()
         port, *ports = free_ports(1 + len(self.nodes))
         text = CONFIGURATION.format(root=self.root, host=host, user=user, port=port)
-        lines = [
-            NODE.format(node=node, host=host, port=own)
-            for node, own in zip(self.nodes, ports, strict=True)
-        ]
-        (self.root / "slurm.conf").write_text(text + "".join(lines))
+        for node, own in zip(self.nodes, ports, strict=True):
+            text += NODE.format(node=node, host=host, port=own)
+        (self.root / "slurm.conf").write_text(text)
         (self.root / "state").mkdir()
         key = self.root / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        files = {
-            "key-file": "key",
-            "socket": "socket",
-            "pid-file": "pid",
-            "log-file": "log",
-            "seed-file": "seed",
-        }
-        munge = [f"--{option}={self.root}/munge.{end}" for option, end in files.items()]
+        munge = [f"--socket={self.root}/munge.socket"]
+        for file in ("key", "pid", "log", "seed"):
+            munge.append(f"--{file}-file={self.root}/munge.{file}")
         self.spawn("munged", "--foreground", "--force", "--num-threads=2", *munge)
         wait_for((self.root / "munge.socket").exists, 10)
         self.spawn("slurmctld", "-D", "-c")
         for node in self.nodes:
             (self.root / node).mkdir()
             self.spawn("slurmd", "-D", "-N", node)
-        wait_for(
-            lambda: (
-                self.call("sinfo", "--noheader", "-N", "-o", "%t").stdout.split()
-                == ["idle"] * len(self.nodes)
-            ),
-            30,
-        )
+        states, idle = ("sinfo", "--noheader", "-N", "-o", "%t"), ["idle"] * len(self.nodes)
+        wait_for(lambda: self.call(*states).stdout.split() == idle, 30)
 
     def spawn(self, name: str, *arguments: str) -> None:
         """A daemon in the foreground that dies with this process, however that ends."""
@@ -173,15 +161,18 @@ class Cluster:
         """
         number = 2 + self.nodes.index(node)  # munged, slurmctld, one slurmd for each node
         self.daemons[number].kill()
+        self.kill_processes(node)
+
+    def kill_processes(self, node: str = "") -> None:
+        """Kill what was started with this cluster's configuration, on one node or on any."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("SLURMD_NODENAME") == node and process.environ().get(
-                    "SLURM_CONF"
-                ) == str(self.root / "slurm.conf"):
-                    for one in (
-                        process,
-                        *(keeper for keeper in process.parents() if keeper.name() == "slurmstepd"),
-                    ):
+                environ = process.environ()
+                here = node in ("", environ.get("SLURMD_NODENAME"))
+                own = environ.get("SLURM_CONF") == str(self.root / "slurm.conf")
+                if here and own and process.pid != os.getpid():
+                    keepers = [one for one in process.parents() if one.name() == "slurmstepd"]
+                    for one in (process, *keepers):
                         one.kill()
 
     def stop(self) -> None:
@@ -195,20 +186,15 @@ class Cluster:
             daemon.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(10)
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if (
-                    process.environ().get("SLURM_CONF") == str(self.root / "slurm.conf")
-                    and process.pid != os.getpid()
-                ):
-                    for one in (
-                        process,
-                        *(keeper for keeper in process.parents() if keeper.name() == "slurmstepd"),
-                    ):
-                        one.kill()
+        self.kill_processes()
         for daemon in self.daemons:
             daemon.wait()
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+def log_of(directory: Path) -> str:
+    """The logs of the jobs of a run or a study."""
+    return "\n".join(path.read_text(errors="replace") for path in directory.glob("*.out"))
 
 
 def free_ports(number: int) -> list[int]:

@@ -1,15 +1,14 @@
 """Started by MPICH's mpiexec or by torchrun, two ranks do what `--world 2` does."""
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launching import DDP, TRAIN, assert_same, launched
+from launching import DDP, LONG, TRAIN, assert_same, launched
 
-from helpers import wait_for
+from helpers import programs, wait_for
 from windlass.run import Run
 
 pytestmark = pytest.mark.dist
@@ -31,21 +30,14 @@ def pbs_job(request, tmp_path, monkeypatch) -> str:
     """
     program = shutil.which(f"mpiexec.{request.param}")
     if program is None:
-        pytest.skip(
-            f"no mpiexec.{request.param} on this machine (Debian's packages mpich and openmpi-bin)"
-        )
-    (tmp_path / "bin").mkdir()
+        packages = "Debian's packages mpich and openmpi-bin"
+        pytest.skip(f"no mpiexec.{request.param} on this machine ({packages})")
     # MPICH looks for its parts beside a link
-    (tmp_path / "bin" / "mpiexec").write_text(f'#!/bin/sh\nexec {program} "$@"\n')
-    (tmp_path / "bin" / "mpiexec").chmod(0o755)
+    programs(tmp_path / "bin", monkeypatch, mpiexec=f'exec {program} "$@"')
     (tmp_path / "nodes").write_text("127.0.0.1\n127.0.0.1\n")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    for name, value in {
-        "PBS_JOBID": "7.server",
-        "PBS_NODEFILE": str(tmp_path / "nodes"),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }.items():
+    job = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    job |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    for name, value in job.items():
         monkeypatch.setenv(name, value)
     return request.param
 
@@ -62,15 +54,8 @@ def test_launch_trains_under_mpiexec(pbs_job, settings, tmp_path, two_local_rank
 
 def test_a_signal_to_launch_stops_all_ranks_with_everything_saved(pbs_job, settings, tmp_path):
     run = Run(tmp_path / "run")
-    long = DDP | {
-        "train.steps": 4000,
-        "telemetry.every": 20,
-        "checkpoint.every": 5000,
-        "eval.every": 5000,
-    }
-    process = subprocess.Popen(
-        [*LAUNCH, *TRAIN, *settings(run.path, **long)], stdin=subprocess.DEVNULL
-    )
+    words = [*LAUNCH, *TRAIN, *settings(run.path, **(LONG | {"train.steps": 4000}))]
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL)
     try:
         wait_for(lambda: run.path.exists() and run.lines("train"), 100)
         process.terminate()
@@ -86,11 +71,8 @@ def test_torchrun_starts_again_after_a_kill(settings, tmp_path, two_local_ranks)
     """Torch elastic's own restart: the second start resumes from the first's checkpoint."""
     run = tmp_path / "run"
     worker = str(Path(__file__).parent / "killed_once.py")
-    launched(
-        [*TORCHRUN, "--max-restarts", "1", worker, *settings(run, **DDP, **{"checkpoint.every": 3})]
-    )
-    starts = [
-        (e["event"], e["step"]) for e in Run(run).events if e["event"] in ("started", "resumed")
-    ]
-    assert [name for name, _ in starts] == ["started", "resumed"] and starts[1][1] >= 3
+    words = settings(run, **(DDP | {"checkpoint.every": 3}))
+    launched([*TORCHRUN, "--max-restarts", "1", worker, *words])
+    starts = [e for e in Run(run).events if e["event"] in ("started", "resumed")]
+    assert [e["event"] for e in starts] == ["started", "resumed"] and starts[1]["step"] >= 3
     assert_same(run, two_local_ranks)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from launching import DDP
-from slurm_cluster import Cluster
+from slurm_cluster import Cluster, log_of
 
 from windlass.fileio import read_json
 from windlass.study.study import Study
@@ -24,9 +24,7 @@ def test_strong_scaling_over_two_hosts(cluster: Cluster, settings, tmp_path):
     logs = ""
     for nodes, job in zip((1, 2), jobs, strict=True):
         ended = cluster.wait(job, 300)
-        logs += "\n".join(
-            log.read_text() for log in (path / "jobs" / f"{nodes}-nodes").glob("*.out")
-        )
+        logs += log_of(path / "jobs" / f"{nodes}-nodes")
         assert ended["JobState"] == "COMPLETED", logs + cluster.logs()
     study = Study.open(path)
     assert [result.state for result in study.results()] == ["finished"] * 2, logs
@@ -35,10 +33,8 @@ def test_strong_scaling_over_two_hosts(cluster: Cluster, settings, tmp_path):
         assert {event["world"] for event in starts} == {cell.world} == {cell.nodes}
     machine = read_json(path / "machine.json")
     assert list(machine) == ["1x1", "2x2"]
-    assert {rate["collective"] for rate in machine["2x2"]["collectives"]} >= {
-        "all_reduce",
-        "all_gather",
-    }
+    rates = {rate["collective"] for rate in machine["2x2"]["collectives"]}
+    assert rates >= {"all_reduce", "all_gather"}
     (probe,) = (path / "probes").iterdir()
     assert read_json(probe / "probe.json")["state"] == "finished", logs
     assert [run.name for run in sorted(probe.glob("*")) if run.is_dir()] == ["0"]  # one rank a host

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import DDP, TRAIN, assert_same
+from launching import DDP, LONG, TRAIN, assert_same
 from slurm_cluster import NODES, Cluster
 
 from helpers import wait_for
@@ -15,26 +15,13 @@ from windlass.run import Run
 pytestmark = pytest.mark.dist
 
 SHOW = "from dataclasses import asdict; from windlass.parallel.env import detect_env; print(asdict(detect_env()))"
-# long enough to be stopped on the way, with no checkpoint of its own before the end
-LONG = DDP | {
-    "train.steps": 400,
-    "telemetry.every": 20,
-    "checkpoint.every": 5000,
-    "eval.every": 5000,
-}
 
 
 def batch_script(path: Path, *lines: str, head: tuple[str, ...] = ()) -> Path:
-    options = [
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        f"--output={path.parent}/job-%j.out",
-        "--open-mode=append",
-        *head,
-    ]
-    path.write_text(
-        "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), *lines, ""])
-    )
+    options = ["--nodes=2", "--ntasks-per-node=1", "--open-mode=append", *head]
+    options += [f"--output={path.parent}/job-%j.out"]
+    lines = ("#!/bin/bash", *(f"#SBATCH {option}" for option in options), *lines, "")
+    path.write_text("\n".join(lines))
     return path
 
 
@@ -72,19 +59,16 @@ def test_a_stopped_batch_job_resumes(cluster: Cluster, settings, tmp_path, how):
     run = Run(tmp_path / "run")
     again = "[ $code = 75 ] && scontrol requeue $SLURM_JOB_ID" if how == "requeue" else ""
     line = f"srun {shlex.join([*TRAIN, *settings(run.path, **LONG)])}"
-    script = batch_script(
-        tmp_path / "job.sh", line, "code=$?", again, "exit $code", head=("--requeue",)
-    )
+    lines = (line, "code=$?", again, "exit $code")
+    script = batch_script(tmp_path / "job.sh", *lines, head=("--requeue",))
     job = cluster.submit(script)
     output = tmp_path / f"job-{job}.out"
     wait_for(lambda: run.path.exists() and run.lines("train"), 150)
     done = cluster.call("scancel", *([] if how == "cancel" else ["--signal=TERM"]), job)
     assert done.returncode == 0, done.stdout
     if how != "requeue":
-        ended = cluster.wait(job)
-        assert ended["JobState"] == ("CANCELLED" if how == "cancel" else "FAILED"), (
-            output.read_text()
-        )
+        ended, state = cluster.wait(job), "CANCELLED" if how == "cancel" else "FAILED"
+        assert ended["JobState"] == state, output.read_text()
         assert how == "cancel" or ended["ExitCode"] == "75:0"
         assert run.state == "preempted", output.read_text()
         job = cluster.submit(script)

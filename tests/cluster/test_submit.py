@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 import slurm_cluster
-from launching import DDP, TRAIN, assert_same, launched
-from slurm_cluster import NODES, Cluster
+from launching import DDP, LONG, TRAIN, assert_same, launched
+from slurm_cluster import NODES, Cluster, log_of
 
 from helpers import wait_for
 from windlass.fileio import read_json
@@ -24,32 +24,24 @@ from windlass.study.study import Study
 
 pytestmark = pytest.mark.dist
 SUBMIT = [sys.executable, "-m", "windlass", "submit"]
-LONG = DDP | {
-    "train.steps": 400,
-    "telemetry.every": 20,
-    "checkpoint.every": 5000,
-    "eval.every": 5000,
-}
 
 
 def submitted(cluster: Cluster, run: Path, settings: list[str], *options: str) -> str:
     """The id of the job that trains in `run` on two nodes."""
-    done = cluster.call(
-        *SUBMIT,
-        "quickstart",
-        *settings,
-        "parallel.device=cpu",
-        "--nodes",
-        "2",
-        *options,
-        cwd=run.parent,
-    )
+    words = ["quickstart", *settings, "parallel.device=cpu", "--nodes", "2", *options]
+    done = cluster.call(*SUBMIT, *words, cwd=run.parent)
     assert done.returncode == 0, done.stdout + cluster.logs()
     return read_json(run / "job.json")["job"]
 
 
-def log_of(run: Path) -> str:
-    return "\n".join(path.read_text(errors="replace") for path in run.glob("*.out"))
+def job_end(
+    cluster: Cluster, job: str, run: Run, expected: str, seconds: float = 200
+) -> dict[str, str]:
+    """What SLURM says of a job that has ended with this state, exit code and number of restarts."""
+    ended = cluster.wait(job, seconds)
+    shown = " ".join(ended[name] for name in ("JobState", "ExitCode", "Restarts"))
+    assert shown == expected, log_of(run.path) + cluster.logs()
+    return ended
 
 
 def test_a_run_over_two_nodes_followed_to_its_end(
@@ -71,9 +63,8 @@ def test_what_the_scheduler_refuses_is_one_message(cluster: Cluster, settings, t
     site.write_text('partition = "nowhere"\n')
     words = [*settings(tmp_path / "run", **DDP), "parallel.device=cpu", "--site", str(site)]
     done = cluster.call(*SUBMIT, "quickstart", *words, cwd=tmp_path)
-    assert done.returncode == 2 and "nvalid partition" in done.stdout and "--site" in done.stdout, (
-        done.stdout
-    )
+    assert done.returncode == 2, done.stdout
+    assert "nvalid partition" in done.stdout and "--site" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +84,7 @@ def test_at_its_limit_it_saves_and_requeues_itself_once(
     wait_for(lambda: run.path.exists() and run.lines("train"), 150)
     done = cluster.call("scancel", "--batch", "--signal=USR1", job)
     assert done.returncode == 0, done.stdout
-    ended = cluster.wait(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (
-        log_of(run.path) + cluster.logs()
-    )
+    job_end(cluster, job, run, "COMPLETED 0:0 1")
     assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [True]
     assert 0 < next(e["step"] for e in run.events if e["event"] == "resumed") < 400
     assert run.state == "finished"
@@ -122,9 +110,8 @@ def test_cancel_leaves_more_time_for_a_save_than_killwait(
     (tmp_path / "up").unlink()
     assert cancel(logs) == read_json(logs / "job.json")["job"]
     ended = cluster.wait(read_json(logs / "job.json")["job"])
-    assert [path.name for path in tmp_path.glob("saved*")] == ["saved0" if array else "saved"], (
-        log_of(logs)
-    )
+    saved = [path.name for path in tmp_path.glob("saved*")]
+    assert saved == ["saved0" if array else "saved"], log_of(logs)
     assert not (tmp_path / "up").exists() and ended["Restarts"] == "0"
 
 
@@ -135,15 +122,13 @@ def test_cancel_saves_and_does_not_requeue(cluster: Cluster, settings, tmp_path)
     wait_for(lambda: run.path.exists() and run.lines("train"), 150)
     shown = tmp_path / "shown"
     with shown.open("wb") as out:
-        watch = subprocess.Popen(
-            [*SUBMIT, "--watch", str(run.path)], env=cluster.environment, stdout=out
-        )
+        words = [*SUBMIT, "--watch", str(run.path)]
+        watch = subprocess.Popen(words, env=cluster.environment, stdout=out)
     wait_for(lambda: f"[{job}: running]" in shown.read_text(), 60)
     done = cluster.call(*SUBMIT, "--cancel", str(run.path))
     assert done.returncode == 0, done.stdout
     assert watch.wait(60) == 75 and "the run is preempted" in shown.read_text(), shown.read_text()
-    ended = cluster.wait(job)
-    assert (ended["ExitCode"], ended["Restarts"]) == ("75:0", "0"), log_of(run.path)
+    job_end(cluster, job, run, "FAILED 75:0 0")
     assert run.state == "preempted"
     assert cluster.call(*SUBMIT, "--cancel", str(run.path)).returncode == 2
 
@@ -151,15 +136,9 @@ def test_cancel_saves_and_does_not_requeue(cluster: Cluster, settings, tmp_path)
 @pytest.mark.full
 def test_an_ordinary_failure_is_not_started_again(cluster: Cluster, settings, tmp_path):
     run = Run(tmp_path / "run")
-    job = submitted(
-        cluster,
-        run.path,
-        settings(run.path, **DDP, **{"data.source": str(tmp_path / "missing.txt"), "data.dir": ""}),
-    )
-    ended = cluster.wait(job)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), (
-        log_of(run.path)
-    )
+    missing = {"data.source": str(tmp_path / "missing.txt"), "data.dir": ""}
+    job = submitted(cluster, run.path, settings(run.path, **(DDP | missing)))
+    job_end(cluster, job, run, "FAILED 2:0 0")
     assert log_of(run.path).count("there is no file") == 1, "each rank showed it"
 
 
@@ -175,12 +154,9 @@ def test_a_node_that_is_killed_restarts_the_run_on_the_other(cluster: Cluster, s
     node = cluster.call("squeue", "--noheader", "-o", "%N", "-j", job).stdout.strip()
     cluster.kill_node(node)
     try:
-        ended = cluster.wait(job, 400)
+        ended = job_end(cluster, job, run, "COMPLETED 0:0 1", 400)
     finally:
         cluster.spawn("slurmd", "-D", "-N", node)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (
-        log_of(run.path) + cluster.logs()
-    )
     assert ended["NodeList"] != node and run.state == "finished"
     assert next(e["step"] for e in run.events if e["event"] == "resumed") >= 20
 
@@ -189,14 +165,10 @@ def test_a_node_that_is_killed_restarts_the_run_on_the_other(cluster: Cluster, s
 def test_a_study_of_cells_on_two_nodes(cluster: Cluster, settings, tmp_path):
     """Each task of the array is one cell on both nodes; a second call has nothing to submit."""
     path, windlass = tmp_path / "study", [sys.executable, "-m", "windlass"]
-    flags = [
-        word
-        for setting in [*settings(None, **DDP), "parallel.device=cpu"]
-        for word in ("--set", setting)
-    ]
-    done = cluster.call(
-        *windlass, "sweep", "quickstart", "run.seed=1,2", "--dir", str(path), *flags, "--create"
-    )
+    words = ["sweep", "quickstart", "run.seed=1,2", "--dir", str(path), "--create"]
+    for setting in [*settings(None, **DDP), "parallel.device=cpu"]:
+        words += ["--set", setting]
+    done = cluster.call(*windlass, *words)
     assert done.returncode == 0, done.stdout
     done = cluster.call(*SUBMIT, str(path), "--nodes", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
@@ -207,18 +179,14 @@ def test_a_study_of_cells_on_two_nodes(cluster: Cluster, settings, tmp_path):
     )
     for run in study.runs():
         assert {event["world"] for event in run.events if event["event"] == "started"} == {2}
-    assert (
-        "nothing to submit" in cluster.call(*SUBMIT, str(path), "--nodes", "2", cwd=tmp_path).stdout
-    )
+    again = cluster.call(*SUBMIT, str(path), "--nodes", "2", cwd=tmp_path)
+    assert "nothing to submit" in again.stdout
 
 
 def test_check_under_its_bandwidth_ends_job_before_training(cluster: Cluster, settings, tmp_path):
     run = Run(tmp_path / "run")
     job = submitted(cluster, run.path, settings(run.path, **DDP), "--min-busbw", "100000")
-    ended = cluster.wait(job)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "46:0", "0"), (
-        log_of(run.path)
-    )
+    job_end(cluster, job, run, "FAILED 46:0 0")
     assert "TOO SLOW" in log_of(run.path) and not run.recipe_path.exists()
 
 
@@ -228,10 +196,7 @@ def test_a_check_that_cannot_measure_ends_the_job_with_44(cluster: Cluster, sett
     words = [*settings(run.path), *"parallel.device=cpu --nodes 1 --min-busbw 1 --watch".split()]
     done = cluster.call(*SUBMIT, "quickstart", *words, cwd=tmp_path)
     assert done.returncode == 44 and "exit code 44 before the run began" in done.stdout, done.stdout
-    ended = cluster.wait(read_json(run.path / "job.json")["job"])
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "44:0", "0"), (
-        log_of(run.path)
-    )
+    job_end(cluster, read_json(run.path / "job.json")["job"], run, "FAILED 44:0 0")
     assert "NOT MEASURED" in log_of(run.path) and not run.recipe_path.exists()
 
 
@@ -255,17 +220,13 @@ def test_a_rank_that_is_lost_starts_the_job_again_once(
     rank = next(p for p in psutil.process_iter() if is_rank_1(p, run.path))
     node = rank.environ()["SLURMD_NODENAME"]
     rank.kill()
-    ended = cluster.wait(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (
-        log_of(run.path) + cluster.logs()
-    )
+    ended = job_end(cluster, job, run, "COMPLETED 0:0 1")
     assert run.state == "finished"
     assert f"{node} was lost; the job is started again" in log_of(run.path)
     spare = nodes == "three_nodes"
     used = cluster.call("scontrol", "show", "hostnames", ended["NodeList"]).stdout.split()
-    assert (node not in used, ended["ExcNodeList"]) == (spare, node if spare else "(null)"), log_of(
-        run.path
-    )
+    left_out = (node not in used, ended["ExcNodeList"])
+    assert left_out == (spare, node if spare else "(null)"), log_of(run.path)
     assert next(e["step"] for e in run.events if e["event"] == "resumed") >= 20
     assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
     assert not list(run.path.glob(".open*")) and not list(run.path.glob(".ends*"))
@@ -274,10 +235,8 @@ def test_a_rank_that_is_lost_starts_the_job_again_once(
 def is_rank_1(process: psutil.Process, run: Path) -> bool:
     """Whether it trains in `run` as rank 1 under srun."""
     with contextlib.suppress(psutil.Error):
-        trains = (
-            any(str(run) in word for word in process.cmdline())
-            and "launch" not in process.cmdline()
-        )
+        words = process.cmdline()
+        trains = any(str(run) in word for word in words) and "launch" not in words
         return trains and process.environ().get("SLURM_PROCID") == "1"
     return False
 
@@ -292,10 +251,7 @@ def test_torchrun_as_the_launcher_of_the_site(cluster: Cluster, settings, tmp_pa
     job = submitted(cluster, run.path, settings(run.path, **LONG), "--site", str(site))
     wait_for(lambda: run.path.exists() and run.lines("train"), 150)
     assert cluster.call("scancel", "--batch", "--signal=USR1", job).returncode == 0
-    ended = cluster.wait(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (
-        log_of(run.path) + cluster.logs()
-    )
+    job_end(cluster, job, run, "COMPLETED 0:0 1")
     assert "torch.distributed.run" in log_of(run.path) and run.state == "finished"
     assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
 

@@ -24,10 +24,8 @@ def test_every_verb_is_a_documented_function() -> None:
     for name in "train plan prepare evaluate sample sweep report export track verify".split():
         function = getattr(windlass, name)
         assert inspect.isfunction(function) and function.__doc__, name
-        assert inspect.signature(function).return_annotation not in (
-            inspect.Signature.empty,
-            "None",
-        ), name
+        returned = inspect.signature(function).return_annotation
+        assert returned not in (inspect.Signature.empty, "None"), name
     nouns = set("Run Recipe Study Data Plan Report UserError RunFailed Stopped".split())
     assert nouns < set(dir(windlass)) == {*windlass._MODULES, "__version__"}
     with pytest.raises(AttributeError, match="trane"):
@@ -47,46 +45,33 @@ def test_importing_it_imports_no_torch_and_no_submodule_shadows_a_function() -> 
 @pytest.mark.parametrize(("given", "used"), [("", ":4096:8"), (":16:8", ":16:8")])
 def test_importing_it_sets_what_cublas_reads_at_its_first_product(given: str, used: str) -> None:
     """Deterministic training needs it, whatever the process computes before it trains."""
-    environ = {
-        name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"
-    }
+    environ = os.environ | {"CUBLAS_WORKSPACE_CONFIG": given}
+    if not given:
+        del environ["CUBLAS_WORKSPACE_CONFIG"]
     code = "import os, sys, windlass; print(os.environ['CUBLAS_WORKSPACE_CONFIG'], 'torch' in sys.modules)"
-    env = environ | ({"CUBLAS_WORKSPACE_CONFIG": given} if given else {})
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=env,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.stdout.split() == [used, "False"]
+    shown = subprocess.check_output([sys.executable, "-c", code], env=environ, text=True)
+    assert shown.split() == [used, "False"]
 
 
 def test_a_run_from_preparation_to_export(tmp_path, corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    architecture = {
-        "model__position": "learned",
-        "model__norm": "layernorm",
-        "model__activation": "gelu_tanh",
-    }
-    biases = {"model__attn_bias": True, "model__ff_bias": True, "model__qk_norm": False}
-    recipe = tiny_recipe(corpus, tmp_path / "run", eval__every=6, **architecture, **biases)
+    gpt2 = {"position": "learned", "norm": "layernorm", "activation": "gelu_tanh"}
+    gpt2 |= {"attn_bias": True, "ff_bias": True, "qk_norm": False}
+    model = {f"model__{name}": value for name, value in gpt2.items()}
+    recipe = tiny_recipe(corpus, tmp_path / "run", eval__every=6, **model)
     prepared = windlass.prepare(recipe)
     assert prepared.is_new and not windlass.prepare(recipe).is_new
     run = windlass.train(recipe)
     assert [step for step, *_ in curve(run)] == list(range(1, 13))
-    measured = windlass.evaluate(run, ["loss"])
-    assert measured.results["loss"]["loss"] == pytest.approx(
-        run.lines("eval")[-1]["loss"], rel=1e-5
-    )
+    measured = windlass.evaluate(run, ["loss"]).results["loss"]["loss"]
+    assert measured == pytest.approx(run.lines("eval")[-1]["loss"], rel=1e-5)
+    assert run.evaluate(["loss"]).results["loss"]["loss"] == measured
     pieces = list(windlass.sample(run, "the ", n=2, device="cpu", max_tokens=4))
     assert {number for number, _ in pieces} == {0, 1}
     texts = ["".join(piece for i, piece in pieces if i == number) for number in (0, 1)]
     same = {"device": "cpu", "max_tokens": 4}
     assert run.sample("the ", 2, **same) == windlass.generate(run, "the ", 2, **same) == texts
     assert windlass.generate(run, "the ", **same) == texts[0]
-    assert run.evaluate(["loss"]).results["loss"]["loss"] == measured.results["loss"]["loss"]
     assert run.report().page.read_text().startswith("<!doctype html>")
     assert windlass.plan(recipe).world == 1
     exported = run.export(tmp_path / "hf")
@@ -97,22 +82,13 @@ def test_a_recipe_takes_settings_as_a_dictionary(tmp_path: Path) -> None:
     typed = Recipe.load("quickstart", ["train.steps=5", "optim.lr=0.5", "data.source=a.txt"])
     changes = {"train.steps": np.int64(5), "optim": {"lr": 0.5}, "data.source": Path("a.txt")}
     assert Recipe.load("quickstart", changes) == typed
-    assert (
-        Recipe.load("quickstart").replace(changes)
-        == Recipe.load("quickstart").replace(**changes)
-        == typed
-    )
-    assert (
-        Recipe.from_dict({"extends": "quickstart", **changes})
-        == Recipe.from_dict(typed.flat())
-        == typed
-    )
-    assert (
-        repr(typed)
-        == str(typed)
-        == "Recipe(quickstart: data.source=a.txt, train.steps=5, optim.lr=0.5, eval.prompt=)"
-    )
-    assert repr(Recipe.load("quickstart")) == "Recipe(quickstart)"
+    quickstart = Recipe.load("quickstart")
+    assert quickstart.replace(changes) == quickstart.replace(**changes) == typed
+    assert Recipe.from_dict({"extends": "quickstart", **changes}) == typed
+    assert Recipe.from_dict(typed.flat()) == typed
+    shown = "Recipe(quickstart: data.source=a.txt, train.steps=5, optim.lr=0.5, eval.prompt=)"
+    assert repr(typed) == str(typed) == shown
+    assert repr(quickstart) == "Recipe(quickstart)"
     with refused("train.stepz", "train.steps?"):
         typed.replace({"train.stepz": 5})
     with refused("tran"):
@@ -130,20 +106,13 @@ def test_a_verb_takes_a_name_or_a_path_for_a_recipe(tmp_path: Path) -> None:
     ("message", "api", "typed"),
     [
         (f"{argument('fresh')} renames it", "fresh=True renames it", "--fresh renames it"),
+        (f"{argument('extend_to', 400)}!", "extend_to=400!", "--extend-to 400!"),
+        (f"{argument('stop_at', 'STEP')},", "stop_at=STEP,", "--stop-at STEP,"),
+        (argument("suites", ["loss", "squad"]), "suites=['loss', 'squad']", "--suite loss,squad"),
         (
-            f"{argument('extend_to', 400)}, {argument('stop_at', 'STEP')}",
-            "extend_to=400, stop_at=STEP",
-            "--extend-to 400, --stop-at STEP",
-        ),
-        (
-            f"{argument('suites', ['loss', 'squad'])}!",
-            "suites=['loss', 'squad']!",
-            "--suite loss,squad!",
-        ),
-        (
-            f"{argument('past', 'RUN')} {argument('path', 'DIR')}",
-            "past=RUN path=DIR",
-            "--from RUN --dir DIR",
+            argument("past", "RUN") + argument("path", "DIR"),
+            "past=RUNpath=DIR",
+            "--from RUN--dir DIR",
         ),
         (f"({argument('memory_bytes', 'GB*1e9')})", "(memory_bytes=GB*1e9)", "(--memory GB)"),
         (
@@ -163,14 +132,11 @@ def test_no_error_of_the_api_speaks_of_the_command_line() -> None:
         # it submits the command itself
         folder = path.relative_to(source).parts[0]
         if folder not in ("cli", "launch") and path.name != "sweep.py":
+            nodes = ast.walk(ast.parse(path.read_text()))
             raised = [
-                node
-                for node in ast.walk(ast.parse(path.read_text()))
-                if isinstance(node, ast.Raise)
+                inner for node in nodes if isinstance(node, ast.Raise) for inner in ast.walk(node)
             ]
-            text = " ".join(
-                str(n.value) for r in raised for n in ast.walk(r) if isinstance(n, ast.Constant)
-            )
+            text = " ".join(str(node.value) for node in raised if isinstance(node, ast.Constant))
             assert not re.search(r"--[a-z]{2}|windlass (?!init)[a-z]+ ", text), path
 
 
@@ -202,19 +168,14 @@ def test_a_run_as_a_data_frame_and_in_one_line(tmp_path: Path) -> None:
 
 def test_a_plan_is_shown_as_the_verb_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     shown = repr(windlass.plan("gpt2-124m", {"train.steps": 1000}, device="A100-40GB"))
-    assert "gpt2-124m" in shown
-    assert "memory of a rank" in shown
-    assert "to the end" in shown
+    assert all(words in shown for words in ("gpt2-124m", "memory of a rank", "to the end"))
     assert max(map(len, shown.split("\n"))) <= 100
 
 
 def test_a_callbacks_object_has_what_the_docs_say() -> None:
-    page = Path(__file__).parents[2] / "docs" / "train.md"
-    [described] = re.findall(
-        r"\| `on_step` .*?two methods",
-        page.read_text(encoding="utf-8").split("## From Python")[1],
-        re.S,
-    )
+    page = (Path(__file__).parents[2] / "docs" / "train.md").read_text(encoding="utf-8")
+    part = page.split("## From Python")[1]
+    [described] = re.findall(r"\| `on_step` .*?two methods", part, re.DOTALL)
     names = {name for name in re.findall(r"`(\w+)`", described) if not name.startswith("on_")}
     there = {
         name

@@ -26,9 +26,8 @@ class FakeDevice:
     queued_ms, done_ms, waits = 0.0, 0.0, 0
 
     def step(self, timer, forward, backward, micro=1):
-        for phase, ms in [("forward", forward), ("backward", backward)] * micro + [
-            ("optimizer", 1)
-        ]:
+        passes = [("forward", forward), ("backward", backward)]
+        for phase, ms in [*passes * micro, ("optimizer", 1)]:
             with timer.phase(phase):
                 self.queued_ms += ms
 
@@ -45,9 +44,7 @@ class FakeEvent:
         self.device.done_ms = max(self.device.done_ms, self.at)
 
     def elapsed_time(self, other):
-        assert max(self.at, other.at) <= self.device.done_ms, (
-            "asked for a time that the device has not reached"
-        )
+        assert max(self.at, other.at) <= self.device.done_ms, "the device has not reached it"
         return other.at - self.at
 
 
@@ -104,13 +101,9 @@ def test_the_parts_of_the_goodput_sum_to_the_whole():
 
 
 def line(attempt, step, event=None, world=None, **seconds):
-    fields = {
-        "kind": "event" if event else "train",
-        "step": step,
-        "attempt": attempt,
-        "seconds": seconds,
-    }
-    return fields | ({"event": event} if event else {}) | ({"world": world} if world else {})
+    fields = {"step": step, "attempt": attempt, "seconds": seconds}
+    fields |= {"kind": "event", "event": event} if event else {"kind": "train"}
+    return fields | ({"world": world} if world else {})
 
 
 KILLED = [
@@ -194,33 +187,22 @@ def test_times_of_a_step_by_phase_and_the_speed_of_evaluations():
         train(11, 100, 100, forward_ms=30.0, backward_ms=60.0),
         train(13, 400, 100, forward_ms=90.0, backward_ms=300.0),
         {"kind": "eval", "suite": "loss", "step": 5, "samples": 8, "runtime_s": 2.0, "loss": 2.0},
-        {
-            "kind": "eval",
-            "suite": "loss",
-            "step": 13,
-            "samples": 8,
-            "full_samples": 40,
-            "train_samples": 8,
-            "runtime_s": 6.0,
-        },
+        {"kind": "eval", "suite": "loss", "step": 13, "samples": 8, "runtime_s": 6.0}
+        | {"full_samples": 40, "train_samples": 8},
         {"kind": "eval", "suite": "squad", "step": 13, "items": 3, "runtime_s": 100.0},
     ]
-    times = step_times(ledger)
-    assert times == {
-        "step_ms_mean": 1800 / 12,
-        "forward_ms_mean": 480 / 12,
-        "backward_ms_mean": 1200 / 12,
-    }
+    totals = {"step_ms_mean": 1800, "forward_ms_mean": 480, "backward_ms_mean": 1200}
+    assert step_times(ledger) == {name: total / 12 for name, total in totals.items()}
     assert evaluation_speed(ledger) == {"eval_runtime_s": 8.0, "eval_samples_per_s": 56 / 8}
     assert step_times([]) == {} == evaluation_speed(ledger[:4])
 
 
 def test_mfu_by_the_numbers_of_a_known_run():
     # 124M at context 1,024: 855 MFLOP a token; 150,000 tokens/s on an A100
-    assert mfu(150_000, 855e6, peak_flops("NVIDIA A100-SXM4-40GB", "bf16"), 1) == pytest.approx(
-        0.411, abs=1e-3
-    )
-    assert mfu(8 * 150_000, 855e6, 312e12, 8) == pytest.approx(0.411, abs=1e-3)
+    peak = peak_flops("NVIDIA A100-SXM4-40GB", "bf16")
+    for devices in (1, 8):
+        reached = mfu(devices * 150_000, 855e6, peak, devices)
+        assert reached == pytest.approx(0.411, abs=1e-3)
     assert mfu(150_000, 855e6, None, 1) is None
 
 

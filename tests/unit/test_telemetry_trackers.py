@@ -22,9 +22,10 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def run(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.toml").write_text(Recipe().toml())
-    return Run(tmp_path / "run")
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    run.recipe_path.write_text(Recipe().toml())
+    return run
 
 
 def write(run, attempt, first, last, event=None):
@@ -55,31 +56,22 @@ def test_names_are_grouped_and_kinds_have_streams_of_their_own():
         "time/forward_ms": 3.0,
         "run/attempt": 1.0,
     }
-    evaluation = {"suite": "loss", "loss": 1.5, "runtime_s": 3.0, "samples_per_s": 3.0}
+    evaluation = {"kind": "eval", "suite": "loss", "loss": 1.5, "runtime_s": 3.0}
     summary = {"final_eval_loss": 1.5, "best_score": 1.4, "best_measure": "loss", "runtime_s": 7}
     summary |= {"avg_gpu_util_pct": 9.0, "forward_ms_mean": "NaN", "seconds": {"train": 6.0}}
+    summary |= {"kind": "summary", "wall_time": {"train": 6.0}}
+    shown_summary = {"summary/final_val_loss": 1.5, "summary/avg_gpu_util_pct": 9.0}
+    shown_summary |= {"summary/duration_s": 7, "summary/wall_time/train": 6.0}
+    log = {"kind": "log", "log.tokens": 9.0, "log.epoch": 8.0}
     for fields, stream, scalars in (
         (
-            {"kind": "eval", "samples": 9, **evaluation},
+            evaluation | {"samples": 9, "samples_per_s": 3.0},
             "eval/loss",
             {"eval/loss": 1.5, "eval/runtime_s": 3.0, "eval/samples_per_s": 3.0},
         ),
-        (
-            {"kind": "summary", **summary, "wall_time": {"train": 6.0}},
-            "summary",
-            {
-                "summary/final_val_loss": 1.5,
-                "summary/avg_gpu_util_pct": 9.0,
-                "summary/duration_s": 7,
-                "summary/wall_time/train": 6.0,
-            },
-        ),
+        (summary, "summary", shown_summary),
         ({"kind": "eval", "suite": "squad", "f1": 0.3}, "eval/squad", {"eval/squad/f1": 0.3}),
-        (
-            {"kind": "log", "log.tokens": 9.0, "log.epoch": 8.0},
-            "log",
-            {"log/tokens": 9.0, "log/epoch": 8.0},
-        ),
+        (log, "log", {"log/tokens": 9.0, "log/epoch": 8.0}),
     ):
         shown = point({"step": 5, "time": TIME, "attempt": 0} | fields)
         assert math.isnan(shown.scalars.pop("summary/forward_ms_mean", math.nan))
@@ -93,9 +85,11 @@ class FakeTracker:
 
     def __init__(self):
         self.rows, self.stored, self.ids, self.ended, self.fails = [], {}, [], [], 0
+        self.settings = []
 
     def connect(self, run, id, settings, started):
         self.ids.append(id)
+        self.settings.append(settings)
         self.marks = dict(self.stored)
         return self
 
@@ -123,9 +117,8 @@ def test_where_the_run_goes_back_the_tracker_is_opened_again(run):
     live.flush()
     write(run, 1, 2, 6)
     live.flush()
-    assert len(tracker.ids) == 2 and len(set(tracker.ids)) == 1, (
-        "one run in the tracker for all attempts"
-    )
+    first, again = tracker.ids
+    assert first == again, "one run in the tracker for all attempts"
     assert tracker.steps == [1, 2, 3, 4, 5, 6]
     live.flush(last=True)
     assert tracker.ended == ["running", "failed"], "no ending was written, and nobody trains"
@@ -191,9 +184,8 @@ def test_wandb_resumes_the_same_run_from_what_the_server_has(server, run):
     Follower(run, WandB).flush(last=True)
     Follower(run, WandB).flush(last=True)
     first, second, _ = server.starts
-    assert (
-        first["id"] == second["id"] and second["resume"] == "allow" and second["mode"] == "online"
-    )
+    assert first["id"] == second["id"]
+    assert (second["resume"], second["mode"]) == ("allow", "online")
     assert KEY not in str(server.starts)
     train = [(row["step"], row["train/loss"]) for _, row in server.rows if "train/loss" in row]
     assert train == [(step, step) for step in range(1, 11)]
@@ -229,9 +221,8 @@ def test_a_studys_runs_are_sent_too(tmp_path, monkeypatch):
     from windlass.study.study import Study
 
     sent = list[str]()
-    monkeypatch.setattr(
-        "windlass.telemetry.trackers.track", lambda run, *_: sent.append(Path(run).name) or []
-    )
+    replay = "windlass.telemetry.trackers.track"
+    monkeypatch.setattr(replay, lambda run, *_: sent.append(Path(run).name) or [])
     study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2,3"], tmp_path / "study")
     for cell in study.cells[1:]:
         write(study.run_of(cell), 0, 0, 1)
@@ -257,9 +248,8 @@ def write_samples(run, ranks=2):
         rows = [json.dumps(start) + "\n", '{"torn\n']
         for s in range(1, 7):
             use = {"phase": "eval", "util_pct": 5.0} if s == 3 else {"util_pct": 90.0 + rank}
-            rows.append(
-                sample(rank, s, mem_alloc_mb=100.0 * rank + s, mem_reserved_mb=500.0, **use)
-            )
+            use |= {"mem_alloc_mb": 100.0 * rank + s, "mem_reserved_mb": 500.0}
+            rows.append(sample(rank, s, **use))
         rows.append(sample(rank, 6, mem_alloc_mb=9e9, attempt=1))  # of a start that came later
         (run.devices_dir / f"rank-{rank:05d}.jsonl").write_text("".join(rows) + '{"is being wr')
 
@@ -296,34 +286,25 @@ def test_of_many_ranks_there_are_mean_lowest_and_highest(run):
     reader = DeviceReader(run)
     reader.find()
     found = reader.read(train_line(1))
-    assert [found[f"device/mem_alloc_mb_{name}"] for name in ("mean", "min", "max")] == [
-        401,
-        1,
-        801,
-    ]
+    memory = [found[f"device/mem_alloc_mb_{name}"] for name in ("mean", "min", "max")]
+    assert memory == [401, 1, 801]
     assert len(found) == 9
     reader.close()
 
 
 def test_a_tracker_is_opened_when_the_parameters_are_known(run):
     """A warning of the start-up comes before the event that has them."""
-    seen = []
-
-    class Tracker(FakeTracker):
-        def connect(self, run, id, settings, started):
-            seen.append(settings)
-            return super().connect(run, id, settings, started)
-
-    live = Follower(run, Tracker().connect)
+    tracker = FakeTracker()
+    live = Follower(run, tracker.connect)
     ledger = Ledger(run.metrics_path, 0)
     ledger.write("event", 0, event="warning", reason="the clock is slow")
     live.flush()
-    assert not seen
+    assert not tracker.settings
     facts = {"world": 2, "parameters": 28_952_064, "device": "NVIDIA A100", "precision": "bf16"}
     facts["steps"] = 4400
     ledger.write("event", 0, event="started", **facts)
     ledger.close()
     live.flush()
-    (settings,) = seen
+    (settings,) = tracker.settings
     assert facts.items() <= settings.items()
     assert settings["optim.lr"] == 1e-3 and "trained" not in settings
