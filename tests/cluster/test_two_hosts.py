@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from launching import DDP, assert_same
+from launching import DDP, LONG, assert_same
 
 from helpers import wait_for
 from windlass.fileio import read_json
@@ -21,6 +21,8 @@ from windlass.run import Run
 
 pytestmark = pytest.mark.dist
 PORTS = itertools.count(29_600)
+TORCHRUN = [sys.executable, *"-m torch.distributed.run --nnodes 2 --nproc-per-node 1".split()]
+TORCHRUN += ["--master-addr", "10.77.0.1"]
 
 
 def ip(*words: str) -> None:
@@ -47,40 +49,16 @@ class TwoHosts:
         port = str(next(PORTS))
         processes = []
         for number, name in enumerate(self.names):
-            mount = [
-                *"unshare -m sh -c".split(),
-                'mount -t tmpfs none "$0" && exec "$@"',
-                str(hidden),
-            ]
-            words = [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                *(mount if number and hidden else []),
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nnodes",
-                "2",
-                "--nproc-per-node",
-                "1",
-                "--node-rank",
-                str(number),
-                "--master-addr",
-                "10.77.0.1",
-                "--master-port",
-                port,
-                *"-m windlass train quickstart".split(),
-                *settings,
-            ]
+            words = ["ip", "netns", "exec", name]
+            if number and hidden:
+                words += [*"unshare -m sh -c".split(), 'mount -t tmpfs none "$0" && exec "$@"']
+                words.append(str(hidden))
+            words += [*TORCHRUN, "--node-rank", str(number), "--master-port", port]
+            words += [*"-m windlass train quickstart".split(), *settings]
             with Path(f"{log}-{number}").open("w") as out:
                 environ = os.environ | {"WINDLASS_QUIET_END": "1", "OMP_NUM_THREADS": "1"}
-                processes.append(
-                    subprocess.Popen(
-                        words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ
-                    )
-                )
+                pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+                processes.append(subprocess.Popen(words, env=environ, **pipes))
         self.started += processes
         return processes
 
@@ -97,12 +75,8 @@ def hosts() -> Iterator[TwoHosts]:
         try:
             for name in two.names:
                 ip("netns", "add", name)
-            ip(
-                "-n",
-                two.names[0],
-                *"link add cable type veth peer name cable netns".split(),
-                two.names[1],
-            )
+            link = "link add cable type veth peer name cable netns".split()
+            ip("-n", two.names[0], *link, two.names[1])
             for number, name in enumerate(two.names):
                 ip("-n", name, "address", "add", f"10.77.0.{number + 1}/24", "dev", "cable")
                 for device in ("lo", "cable"):
@@ -129,15 +103,12 @@ def test_torchrun_over_two_hosts(hosts, settings, tmp_path, two_local_ranks):
     assert_same(tmp_path / "run", two_local_ranks)
     assert "2 ranks on 2 hosts, started by torchrun; gloo between ranks" in text(log)
     for process in hosts.train(settings(tmp_path / "run", **DDP), tmp_path / "again"):
-        assert process.wait(60) == 0 and "is finished" in text(tmp_path / "again"), (
-            "the same command again"
-        )
+        assert process.wait(60) == 0 and "is finished" in text(tmp_path / "again")
     launch = read_json(tmp_path / "run" / "environment.json")["launch"]
     assert (launch["world"], launch["nodes"], launch["backend"]) == (2, 2, "gloo")
     assert launch["versions"]["torch"]
-    places = [
-        line for line in Run(tmp_path / "run").log_path.read_text().splitlines() if "[rank=" in line
-    ]
+    lines = Run(tmp_path / "run").log_path.read_text().splitlines()
+    places = [line for line in lines if "[rank=" in line]
     assert "[cpu][rank=0/1][local_rank=0/0][node=0/1]" in places[0]
     assert "[rank=1/1][local_rank=0/0][node=1/1]" in places[1]
 
@@ -154,11 +125,8 @@ def test_a_directory_that_one_host_does_not_see(hosts, settings, tmp_path, key):
         assert process.wait(100) == 1, text(tmp_path / "log")  # torchrun's code for any failure
     assert time.monotonic() - began < 60
     output = text(tmp_path / "log")
-    assert (
-        f"windlass: {key}: {own}/x of" in output
-        and "(rank 1)" in output
-        and f"{key}=PATH" in output
-    ), output
+    for words in (f"windlass: {key}: {own}/x of", "(rank 1)", f"{key}=PATH"):
+        assert words in output, output
     assert list(own.iterdir()) == [] and not any(path.exists() for path in places.values())
 
 
@@ -169,17 +137,9 @@ def test_a_cut_cable_ends_both_sides_and_a_restart_resumes(hosts, settings, tmp_
     six heartbeats.
     """
     run, log = Run(tmp_path / "run"), tmp_path / "log"
-    seconds = {
-        "parallel.heartbeat_seconds": 1,
-        "parallel.timeout_seconds": 20,
-        "checkpoint.every": 10,
-    }
-    long = settings(
-        run.path,
-        **DDP,
-        **seconds,
-        **{"train.steps": 300, "telemetry.every": 20, "eval.every": 5000},
-    )
+    quick = {"parallel.heartbeat_seconds": 1, "parallel.timeout_seconds": 20}
+    quick |= {"checkpoint.every": 10, "train.steps": 300}
+    long = settings(run.path, **(LONG | quick))
     both = hosts.train(long, log)
     wait_for(lambda: list(run.checkpoints_dir.glob("step-*")), 200)
     hosts.cable("down")

@@ -7,7 +7,6 @@ made here, fewer ranks.
 import glob
 import io
 import json
-import os
 import re
 import runpy
 import shlex
@@ -20,16 +19,15 @@ from pathlib import Path
 import pytest
 
 import hf_fixtures
-from helpers import overrides, write_corpus
+from helpers import write_corpus
 from windlass.cli import main
 from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon
 from windlass.run import Run
 
 PAGES = Path(__file__).parents[2] / "docs" / "tutorials"
-SMALL = (
-    "model.layers=1 model.width=32 model.heads=2 model.context=32 train.steps=8 checkpoint.every=4"
-)
+SMALL = "model.layers=1 model.width=32 model.heads=2 model.context=32 "
+SMALL += "train.steps=8 checkpoint.every=4"
 
 
 @dataclass
@@ -52,9 +50,7 @@ def book(folder: Path, data: Path) -> None:
 def chats(folder: Path, data: Path) -> None:
     articles = json.loads((data / "squad" / "dev-v1.1.json").read_text(encoding="utf-8"))["data"]
     texts, lines = [], []
-    for paragraph in (
-        paragraph for article in articles[:8] for paragraph in article["paragraphs"][:5]
-    ):
+    for paragraph in [one for article in articles[:8] for one in article["paragraphs"][:5]]:
         asked = f"{paragraph['context'][:200]}\n{paragraph['qas'][0]['question']}"
         answer = paragraph["qas"][0]["answers"][0]["text"]
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
@@ -136,12 +132,10 @@ def commands(page: str) -> Iterator[tuple[str, str]]:
 
 def words_of(command: str) -> list[str]:
     """A command's words without its comment, file patterns expanded, as a shell does it."""
-    words = shlex.split(command, comments=True)[1:]
-    return [
-        path
-        for word in words
-        for path in (sorted(glob.glob(word)) if "*" in word and "=" not in word else [word])
-    ]
+    words = list[str]()
+    for word in shlex.split(command, comments=True)[1:]:
+        words += sorted(glob.glob(word)) if "*" in word and "=" not in word else [word]
+    return words
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in PAGES.glob("*.md")))
@@ -175,11 +169,7 @@ def test_every_command_of_a_tutorial_runs(name, tmp_path, data_files, monkeypatc
         assert ended.value.code == 0, f"{text}\n{out.out[-3000:]}\n{out.err[-3000:]}"
         printed += out.out + out.err
     missing = [pattern for pattern in page.makes if not glob.glob(pattern)]
-    assert not missing and not unused, (
-        missing,
-        unused,
-        sorted(glob.glob("**", recursive=True))[:80],
-    )
+    assert not missing and not unused, (missing, unused, sorted(tmp_path.rglob("*"))[:80])
     assert [words for words in page.prints if words not in printed] == [], printed[-3000:]
 
 
@@ -190,33 +180,18 @@ def test_stitched_run_of_exercises_is_beginning_of_long_one(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WINDLASS_QUIET_END", "1")
     write_corpus(tmp_path / "web.txt", 4000)
-    small = overrides(
-        {
-            "data.source": "web.txt",
-            "data.tokenizer": "byte",
-            "data.streaming": False,
-            "data.max_tokens": 0,
-            "data.val_fraction": 0.1,
-            "model.vocab": 257,
-            "model.layers": 1,
-            "model.heads": 1,
-            "model.width": 16,
-            "model.context": 16,
-            "eval.batches": 1,
-            "train.global_batch": 2,
-            "telemetry.every": 1,
-            "eval.sample_every": 0,
-            "parallel.device": "cpu",
-        }
-    )
+    small = "data.source=web.txt data.tokenizer=byte data.streaming=false data.max_tokens=0 "
+    small += "data.val_fraction=0.1 model.vocab=257 model.layers=1 model.heads=1 model.width=16 "
+    small += "model.context=16 eval.batches=1 eval.sample_every=0 train.global_batch=2 "
+    small += "telemetry.every=1 parallel.device=cpu"
     page = (PAGES.parent / "exercises.md").read_text(encoding="utf-8")
     part = page.partition("\n## B.")[2].partition("\n## C.")[0]
-    typed = [
-        words_of(text) for kind, text in commands(part) if kind == "run" and "runs/longer" in text
-    ]
-    for words in typed:
-        words = [word for word in words if word not in ("--world", "2")]
-        more = small if "c4-29m" in words else ["--no-plots"] if words[0] == "report" else []
+    typed = [text for kind, text in commands(part) if kind == "run" and "runs/longer" in text]
+    for text in typed:
+        words = [word for word in words_of(text) if word not in ("--world", "2")]
+        more = (
+            small.split() if "c4-29m" in words else ["--no-plots"] if words[0] == "report" else []
+        )
         with pytest.raises(SystemExit) as ended:
             main([*words, *more])
         assert ended.value.code == 0, capsys.readouterr().err
@@ -236,26 +211,14 @@ def test_the_notebook_runs(tmp_path):
     """
     cells = json.loads((PAGES / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    shorter = {
-        '"train.steps": 300': '"train.steps": 60',
-        "stop_at=150": "stop_at=30",
-        '"eval.every": 50': '"eval.every": 20',
-    }
-    for old, new in shorter.items():
+    shorter = {'"train.steps": 300': '"train.steps": 60', "stop_at=150": "stop_at=30"}
+    for old, new in (shorter | {'"eval.every": 50': '"eval.every": 20'}).items():
         assert code.count(old) == 1, old
         code = code.replace(old, new)
-    (tmp_path / "cells.py").write_text(
-        f"{code}\nprint(shares.share.tolist(), run)\n", encoding="utf-8"
-    )
-    environ = {**os.environ, "MPLBACKEND": "Agg"}
-    done = subprocess.run(
-        [sys.executable, "cells.py"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    code += "\nprint(shares.share.tolist(), run)\n"
+    (tmp_path / "cells.py").write_text(code, encoding="utf-8")
+    words = [sys.executable, "cells.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     run = Run(tmp_path / "runs" / "sorting")
     assert [e["step"] for e in run.events if e["event"] == "resumed"] == [30]

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import distribution
+from importlib.metadata import distribution, distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -31,9 +32,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("checkout")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, copy)
-    shutil.copytree(
-        REPOSITORY / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__")
-    )
+    made = shutil.ignore_patterns("*.egg-info", "__pycache__")
+    shutil.copytree(REPOSITORY / "src", copy / "src", ignore=made)
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", cwd=copy)
     return next((copy / "dist").glob("windlass_lm-*.whl"))
 
@@ -45,49 +45,25 @@ def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     venv = tmp_path_factory.mktemp("base")
     run(sys.executable, "-m", "venv", "--without-pip", venv)
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        venv / "bin/python",
-        "install",
-        "-q",
-        "--no-deps",
-        wheel,
-    )
+    install = [sys.executable, "-m", "pip", "--python", venv / "bin/python", "install"]
+    run(*install, "-q", "--no-deps", wheel)
     site = next((venv / "lib").glob("python*/site-packages"))
-    with zipfile.ZipFile(wheel) as archive:
-        metadata = archive.read(
-            next(name for name in archive.namelist() if name.endswith("METADATA"))
-        ).decode()
-    needed = [
-        line.partition(": ")[2]
-        for line in metadata.splitlines()
-        if line.startswith("Requires-Dist: ")
-    ]
+    needed = next(iter(distributions(name="windlass-lm", path=[str(site)]))).requires
     for name in closure(needed):
         package = distribution(name)
-        for top in {
-            file.parts[0]
-            for file in package.files or ()
-            if file.parts[0] not in ("..", "__pycache__")
-        }:
-            (site / top).exists() or (site / top).symlink_to(
-                Path(str(package.locate_file(top))).absolute()
-            )
+        tops = {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}
+        for top in tops:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(package.locate_file(top))).absolute())
     return venv
 
 
 def run(
     *command: str | Path, cwd: Path | None = None, code: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == code, (
-        f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    )
+    how: dict[str, Any] = {"env": CLEAN, "capture_output": True, "text": True, "timeout": 280}
+    done = subprocess.run([*map(str, command)], cwd=cwd, **how)
+    assert done.returncode == code, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
 
@@ -112,11 +88,10 @@ def closure(requirements: list[str]) -> set[str]:
 
 def test_the_wheel_has_presets_and_the_page(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"windlass/presets/{name}.toml" for name in presets()} <= names
-    assert {
-        f"windlass/reports/{name}" for name in ("page.html", "page.css", "page.js", "chart.js")
-    } <= names
-    assert {"windlass/py.typed", "windlass/interop/modeling_windlass.py"} <= names
+    files = {f"presets/{name}.toml" for name in presets()}
+    files |= {f"reports/{name}" for name in ("page.html", "page.css", "page.js", "chart.js")}
+    files |= {"py.typed", "interop/modeling_windlass.py"}
+    assert {f"windlass/{name}" for name in files} <= names
     assert not any(name.startswith("tests") for name in names)
 
 
@@ -126,9 +101,8 @@ def trains(venv: Path, folder: Path) -> None:
     done = run(venv / "bin/windlass", "train", "quickstart", *few, "run.dir=run", cwd=folder)
     assert "run/report/index.html" in done.stdout and (folder / "run/report/index.html").is_file()
     assert Run(folder / "run").lines("sample")[-1]["step"] == 4
-    where = run(
-        venv / "bin/python", "-c", "import windlass; print(windlass.__file__)", cwd=folder
-    ).stdout
+    show = "import windlass; print(windlass.__file__)"
+    where = run(venv / "bin/python", "-c", show, cwd=folder).stdout
     assert where.startswith(str(venv))
 
 
@@ -140,9 +114,7 @@ def count(venv: Path) -> list[str]:
 
 def test_the_base_is_small_and_trains_quickstart(base, tmp_path):
     names = count(base)
-    assert "windlass-lm" in names and "torch" in names and len(names) <= MOST_PACKAGES, sorted(
-        names
-    )
+    assert {"windlass-lm", "torch"} <= {*names} and len(names) <= MOST_PACKAGES, sorted(names)
     trains(base, tmp_path)
 
 
@@ -161,58 +133,31 @@ def test_what_is_missing_is_one_message_at_the_start(base, tmp_path):
     compressed.touch()
     windlass = base / "bin/windlass"
     tiny = overrides({**TINY, "data.source": str(corpus), "run.dir": "run"})
-    train = [windlass, "train", "quickstart", *tiny]
-    (tmp_path / "hf.toml").write_text(
-        '[model]\nkind = "hf"\nname = "some/model"\n[train]\nsteps = 1\n'
-    )
+    train, prepare = ([windlass, verb, "quickstart"] for verb in ("train", "prepare"))
+    suite = ['eval.suites=["lm-eval:arc_easy"]', "eval.every=4"]
+    halving = [windlass, "sweep", "quickstart", *tiny, "optim.lr=1,2", "--halving"]
+    bpe = ["data.tokenizer=gpt2", "model.vocab=0"]
+    hf = '[model]\nkind = "hf"\nname = "some/model"\n[train]\nsteps = 1\n'
+    (tmp_path / "hf.toml").write_text(hf)
     for command, package, extra, key in [
-        ([*train, 'telemetry.trackers=["wandb"]'], "wandb", "wandb", "telemetry.trackers"),
-        (
-            [*train, 'eval.suites=["lm-eval:arc_easy"]', "eval.every=4"],
-            "lm_eval",
-            "lm-eval",
-            "eval.suites",
-        ),
+        ([*train, *tiny, 'telemetry.trackers=["wandb"]'], "wandb", "wandb", "telemetry.trackers"),
+        ([*train, *tiny, *suite], "lm_eval", "lm-eval", "eval.suites"),
         ([windlass, "train", "hf.toml"], "transformers", "hf", "model.kind"),
-        (
-            [windlass, "sweep", "quickstart", *tiny, "optim.lr=1,2", "--halving"],
-            "optuna",
-            "sweep",
-            "--halving",
-        ),
-        (
-            [windlass, "prepare", "quickstart", "data.tokenizer=gpt2", "model.vocab=0"],
-            "tiktoken",
-            "data",
-            "data.tokenizer",
-        ),
-        (
-            [windlass, "prepare", "quickstart", f"data.source={compressed}"],
-            "pyarrow",
-            "data",
-            "data.source",
-        ),
-        (
-            [windlass, "prepare", "quickstart", "data.source=hf:some/data"],
-            "datasets",
-            "hf",
-            "data.source",
-        ),
+        (halving, "optuna", "sweep", "--halving"),
+        ([*prepare, *bpe], "tiktoken", "data", "data.tokenizer"),
+        ([*prepare, f"data.source={compressed}"], "pyarrow", "data", "data.source"),
+        ([*prepare, "data.source=hf:some/data"], "datasets", "hf", "data.source"),
     ]:
         error = run(*command, cwd=tmp_path, code=2).stderr
-        assert (
-            f"pip install 'windlass-lm[{extra}]'" in error and package in error and key in error
-        ), error
-        assert len(error.splitlines()) == 1 and not [
-            *tmp_path.glob("run*"),
-            *tmp_path.glob("stud*"),
-        ], error
+        for words in (f"pip install 'windlass-lm[{extra}]'", package, key):
+            assert words in error, error
+        assert len(error.splitlines()) == 1, error
+        assert not [*tmp_path.glob("run*"), *tmp_path.glob("stud*")], error
 
 
 def test_every_optional_package_is_in_the_extra_that_the_message_names():
-    declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    declared = project["optional-dependencies"]
     for extra, packages in EXTRAS.items():
         names = {canonicalize_name(Requirement(text).name) for text in declared[extra]}
         assert {canonicalize_name(package) for package in packages} <= names, extra

@@ -28,41 +28,17 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 PASSWORD, TOKEN = "correct-horse-battery", "9f8e7d6c5b4a"
 PROJECT = "proofs"
 NAMES = ["tensorboard", "mlflow", "wandb"]
-# What a run's `summary` line has, and the names of its numbers in the trackers where they are
-# others.
-SUMMARY = {
-    "steps": 12,
-    "epochs": 4 / 3,
-    "steps_per_epoch": 9.0,
-    "tokens": 12_000,
-    "samples": 96,
-    "world": 2,
-    "startup_s": 4.25,
-    "final_loss": 1 / 3,
-    "train_loss_mean": 1.25,
-    "best_eval_loss": 0.25,
-    "best_step": 12,
-    "runtime_s": 98.5,
-    "samples_per_s_mean": 11.5,
-    "samples_per_s_whole_run": 8.125,
-    "tokens_per_s_mean": 1437.5,
-    "mfu_mean": 0.375,
-    "eval_samples_per_s": 40.5,
-    "eval_runtime_s": 2.5,
-    "step_ms_mean": 700.5,
-    "forward_ms_mean": 200.25,
-    "backward_ms_mean": 400.5,
-    "avg_gpu_util_pct": 91.5,
-    "std_gpu_util_pct": 4.5,
-    "avg_mem_alloc_mb": 1510.0,
-    "avg_mem_reserved_mb": 1930.0,
-    "avg_mem_used_mb": 2100.5,
-    "peak_mem_mb": 1760.0,
-    "device_hours": 0.0625,
-    "updates_skipped": 0,
-    "attempts": 2,
-    "wall_time": {"startup": 1.5, "train": 97.0},
-}
+# What a run's `summary` line has, and the names of its numbers in the trackers if they differ.
+SUMMARY = {"steps": 12, "epochs": 4 / 3, "steps_per_epoch": 9.0, "tokens": 12_000, "samples": 96}
+SUMMARY |= {"world": 2, "startup_s": 4.25, "runtime_s": 98.5, "device_hours": 0.0625, "attempts": 2}
+SUMMARY |= {"final_loss": 1 / 3, "train_loss_mean": 1.25, "best_eval_loss": 0.25, "best_step": 12}
+SUMMARY |= {"samples_per_s_mean": 11.5, "samples_per_s_whole_run": 8.125, "updates_skipped": 0}
+SUMMARY |= {"tokens_per_s_mean": 1437.5, "mfu_mean": 0.375}
+SUMMARY |= {"eval_samples_per_s": 40.5, "eval_runtime_s": 2.5}
+SUMMARY |= {"step_ms_mean": 700.5, "forward_ms_mean": 200.25, "backward_ms_mean": 400.5}
+SUMMARY |= {"avg_gpu_util_pct": 91.5, "std_gpu_util_pct": 4.5, "avg_mem_alloc_mb": 1510.0}
+SUMMARY |= {"avg_mem_reserved_mb": 1930.0, "avg_mem_used_mb": 2100.5, "peak_mem_mb": 1760.0}
+WALL_TIME = {"startup": 1.5, "train": 97.0}
 RENAMED = {
     "final_loss": "final_train_loss",
     "best_eval_loss": "best_val_loss",
@@ -71,10 +47,8 @@ RENAMED = {
     "tokens_per_s_mean": "tokens_per_s",
     "samples": "samples_trained",
 }
-HEADLINE = {
-    RENAMED.get(name, name): value for name, value in SUMMARY.items() if name != "wall_time"
-}
-HEADLINE |= {f"wall_time/{name}": value for name, value in SUMMARY["wall_time"].items()}
+HEADLINE = {RENAMED.get(name, name): value for name, value in SUMMARY.items()}
+HEADLINE |= {f"wall_time/{name}": value for name, value in WALL_TIME.items()}
 
 FACTS = {"parameters": 28_952_064, "device": "NVIDIA A100-SXM4-40GB", "precision": "bf16"}
 
@@ -84,38 +58,23 @@ def train(run: Path, attempt: int, first: int, last: int, end: str = "") -> None
     steps.
     """
     ledger = Ledger(run / "metrics.jsonl", attempt, stamp=lambda: {"seconds": {"train": 1.5}})
-    ledger.write(
-        "event", first, event="resumed" if attempt else "started", world=2, steps=12, **FACTS
-    )
+    start = {"event": "resumed" if attempt else "started", "world": 2, "steps": 12}
+    ledger.write("event", first, **start, **FACTS)
+    same = {"lr": 1e-3 / 3, "samples_per_s": 8.5, "step_ms": 3.5}
+    same |= {"forward_ms": 1.25, "backward_ms": 2.0}
     for step in range(first + 1, last + 1):
         loss = 5 / step + attempt / 7
-        ledger.write(
-            "train",
-            step,
-            loss=loss,
-            lr=1e-3 / 3,
-            grad_norm=math.inf if step == 3 else loss / 3,
-            tokens=1000 * step,
-            tokens_per_s=1e4 / 3 + step,
-            samples_per_s=8.5,
-            step_ms=3.5,
-            forward_ms=1.25,
-            backward_ms=2.0,
-            epoch=step / 9,
-        )
+        numbers = {"loss": loss, "grad_norm": math.inf if step == 3 else loss / 3}
+        numbers |= {"tokens": 1000 * step, "tokens_per_s": 1e4 / 3 + step, "epoch": step / 9}
+        ledger.write("train", step, **numbers, **same)
         if step % 4 == 0:
-            scores = {
-                "loss": 4 / step + attempt,
-                "perplexity": math.exp(4 / step),
-                "runtime_s": 0.1,
-            }
-            ledger.write("eval", step, suite="loss", **scores)
+            scores = {"loss": 4 / step + attempt, "perplexity": math.exp(4 / step)}
+            ledger.write("eval", step, suite="loss", runtime_s=0.1, **scores)
             ledger.write("eval", step, suite="hellaswag", acc_norm=0.25 + step / 100)
-            ledger.write(
-                "sample", step, index=0, prompt="To", text=f"To <be>\nor **not** {step} \N{SNOWMAN}"
-            )
+            text = f"To <be>\nor **not** {step} \N{SNOWMAN}"
+            ledger.write("sample", step, index=0, prompt="To", text=text)
     if end:
-        ledger.write("summary", last, **SUMMARY)
+        ledger.write("summary", last, **SUMMARY, wall_time=WALL_TIME)
         ledger.write("event", last, event=end)
     ledger.close()
 
@@ -128,19 +87,12 @@ def finished(tmp_path_factory):
     top = tmp_path_factory.mktemp("trackers")
     run = top / "runs" / "the-run"
     about = {"dir": str(run), "notes": f"from https://me:{PASSWORD}@example.org/data"}
-    telemetry = {
-        "trackers": NAMES,
-        "project": PROJECT,
-        "entity": "a-team",
-        "tags": ["baseline", "lr: high"],
-    }
-    sources = [
-        f"https://me:{PASSWORD}@example.org/a",
-        f"https://example.org/b?access_token={TOKEN}&rows=1",
-    ]
-    recipe = Recipe.model_validate(
-        {"run": about, "telemetry": telemetry, "data": {"source": sources, "sha256": "0" * 64}}
-    )
+    telemetry = {"trackers": NAMES, "project": PROJECT, "entity": "a-team"}
+    telemetry["tags"] = ["baseline", "lr: high"]
+    sources = [f"https://me:{PASSWORD}@example.org/a"]
+    sources += [f"https://example.org/b?access_token={TOKEN}&rows=1"]
+    data = {"source": sources, "sha256": "0" * 64}
+    recipe = Recipe.model_validate({"run": about, "telemetry": telemetry, "data": data})
     run.mkdir(parents=True)
     (top / "study.json").write_text("{}")  # a run in STUDY/runs is a cell of it
     (run / "recipe.toml").write_text(recipe.toml())
@@ -159,9 +111,8 @@ def finished(tmp_path_factory):
             notes += trackers.finish(120)
             patch.setenv("WANDB_MODE", "offline")
         text = "\n".join(note.text for note in notes)
-        assert "tensorboard --logdir runs/" in text
-        assert "mlflow ui --backend" in text
-        assert "wandb sync runs/" in text
+        for hint in ("tensorboard --logdir runs/", "mlflow ui --backend", "wandb sync runs/"):
+            assert hint in text
         assert not any(note.warning for note in notes)
         (top / "under_way.json").write_text(json.dumps(under_way))
         yield top, run
@@ -177,29 +128,27 @@ def shown_so_far(top, run):
                 return None  # its client would create the tables itself, at the same time as the exporter
         _, stored, curves = from_mlflow(top)
         records, rows = from_wandb(run)
-        (config,) = [
-            config_of(record.run) for record in records if record.WhichOneof("record_type") == "run"
-        ]
-        return (
-            stored.data.params,
-            curves["train/loss"][-1],
-            stored.info.status,
-            config,
-            rows[-1]["train/loss"],
-        )
-    except (
-        AttributeError,
-        ValueError,
-        AssertionError,
-        LookupError,
-        struct.error,
-        sqlite3.Error,
-    ):  # not written yet
+        (begin,) = of_kind(records, "run")
+        shown = (stored.data.params, curves["train/loss"][-1], stored.info.status)
+        return (*shown, config_of(begin), rows[-1]["train/loss"])
+    # not written yet
+    except (AttributeError, ValueError, AssertionError, LookupError, struct.error, sqlite3.Error):
         return None
 
 
+def of_kind(records, kind):
+    """The records of W&B of one kind."""
+    found = [record for record in records if record.WhichOneof("record_type") == kind]
+    return [getattr(record, kind) for record in found]
+
+
+def items_of(items):
+    """Values by name, as W&B's records have them."""
+    return {x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in items}
+
+
 def config_of(run):
-    return {item.key: json.loads(item.value_json) for item in run.config.update}
+    return items_of(run.config.update)
 
 
 def curves_of(lines):
@@ -222,9 +171,8 @@ def from_tensorboard(run):
 
     everything = dict.fromkeys(("scalars", "tensors"), 0)
     events = EventAccumulator(str(run / "tensorboard"), size_guidance=everything).Reload()
-    return events, {
-        tag: [(x.step, x.value) for x in events.Scalars(tag)] for tag in events.Tags()["scalars"]
-    }
+    tags = events.Tags()["scalars"]
+    return events, {tag: [(x.step, x.value) for x in events.Scalars(tag)] for tag in tags}
 
 
 def from_mlflow(top):
@@ -232,12 +180,11 @@ def from_mlflow(top):
 
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{top}/runs/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name(PROJECT).experiment_id])
-    history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
-    return (
-        client,
-        run,
-        {name: sorted((x.step, x.value) for x in values) for name, values in history.items()},
-    )
+    curves = dict[str, list]()
+    for name in run.data.metrics:
+        history = client.get_metric_history(run.info.run_id, name)
+        curves[name] = sorted((x.step, x.value) for x in history)
+    return client, run, curves
 
 
 def from_wandb(run):
@@ -261,12 +208,7 @@ def from_wandb(run):
         whole = chunk if kind in (1, 2) else whole + chunk
         if kind in (1, 4):
             records.append(Record.FromString(whole))
-    history = [
-        record.history.item for record in records if record.WhichOneof("record_type") == "history"
-    ]
-    return records, [
-        {x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in row} for row in history
-    ]
+    return records, [items_of(history.item) for history in of_kind(records, "history")]
 
 
 def test_tensorboard_holds_the_effective_ledger(finished):
@@ -281,12 +223,9 @@ def test_tensorboard_holds_the_effective_ledger(finished):
     }
     assert without(curves, "summary/") == rounded
     assert len(list((run / "tensorboard").glob("events.*"))) == 1
-    summary = {
-        name.removeprefix("summary/"): values
-        for name, values in curves.items()
-        if name[:8] == "summary/"
-    }
-    assert summary == {name: [(12, float(np.float32(value)))] for name, value in HEADLINE.items()}
+    summary = {name: values for name, values in curves.items() if name[:8] == "summary/"}
+    rounded = {name: [(12, float(np.float32(value)))] for name, value in HEADLINE.items()}
+    assert summary == {f"summary/{name}": values for name, values in rounded.items()}
     texts = [x.tensor_proto.string_val[0].decode() for x in events.Tensors("samples/0")]
     assert texts == [f"To <be>\nor **not** {step} \N{SNOWMAN}" for step in (4, 8, 12)]
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
@@ -302,19 +241,16 @@ def test_mlflow_holds_each_step_once(finished):
     first: dict = {}
     for line in read_lines(run / "metrics.jsonl"):
         first.setdefault((line["step"], stream(line)), line)
-    # SQL has no infinity: MLflow stores the largest number there is
-    expected = {
-        k: [(s, min(x, sys.float_info.max)) for s, x in v]
-        for k, v in curves_of(first.values()).items()
-    }
+    expected = curves_of(first.values())
+    for name, points in expected.items():  # SQL has no infinity: MLflow stores the largest number
+        expected[name] = [(step, min(value, sys.float_info.max)) for step, value in points]
     assert without(curves, "summary/") == expected
     assert stored.info.status == "FINISHED" and stored.info.run_name == "the-run"
     assert stored.data.params["optim.lr"] == "0.001"
     assert stored.data.params["telemetry.project"] == PROJECT
     assert stored.data.params["world"] == "2" and PASSWORD not in str(stored.data.tags)
-    assert {name: curves[f"summary/{name}"] for name in HEADLINE} == {
-        name: [(12, x)] for name, x in HEADLINE.items()
-    }
+    for name, value in HEADLINE.items():
+        assert curves[f"summary/{name}"] == [(12, value)]
     tags = [stored.data.tags[name] for name in ("baseline", "lr: high", "group")]
     assert tags == ["true", "true", top.name]
     artifacts = {x.path for x in client.list_artifacts(stored.info.run_id, "samples/0")}
@@ -324,15 +260,12 @@ def test_mlflow_holds_each_step_once(finished):
 def test_while_the_run_goes_on_each_has_its_parameters_device_and_settings(finished):
     top, _ = finished
     params, loss, status, config, offline_loss = json.loads((top / "under_way.json").read_text())
-    assert {name: params[name] for name in FACTS} == {
-        name: str(value) for name, value in FACTS.items()
-    }
-    assert {name: config[name] for name in FACTS} == FACTS
+    for name, value in FACTS.items():
+        assert (params[name], config[name]) == (str(value), value)
     assert params["optim.lr"] == "0.001" == str(config["optim.lr"])
     assert (params["world"], config["world"], config["steps"], status) == ("2", 2, 12, "RUNNING")
-    assert loss == [8, 5 / 8] and offline_loss in (5 / 7, 5 / 8), (
-        "W&B writes a step's row when the next one comes"
-    )
+    # W&B writes a step's row when the next one comes
+    assert loss == [8, 5 / 8] and offline_loss in (5 / 7, 5 / 8)
 
 
 def test_wandb_holds_the_effective_ledger_in_one_offline_run(finished):
@@ -346,30 +279,20 @@ def test_wandb_holds_the_effective_ledger_in_one_offline_run(finished):
     own = without(curves, "_", "step", "marks/", "samples/", "summary/")
     assert own == curves_of(Run(run).ledger())
     assert [row["_step"] for row in rows] == list(range(1, 13)), "a row a step"
-    pages = sorted(
-        run.glob("wandb/offline-run-*/files/media/html/samples/0_*.html"),
-        key=lambda x: x.stat().st_mtime,
-    )
-    assert "To &lt;be&gt;\nor **not** 12 \N{SNOWMAN}" in pages[-1].read_text()
-    (begin,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-    config = config_of(begin)
-    assert (
-        config["optim.lr"] == 1e-3 and begin.display_name == "the-run" and begin.project == PROJECT
-    )
-    updates = [
-        record.summary.update for record in records if record.WhichOneof("record_type") == "summary"
-    ]
-    summary = {
-        x.key or "/".join(x.nested_key): json.loads(x.value_json)
-        for update in updates
-        for x in update
-    }
+    pages = run.glob("wandb/offline-run-*/files/media/html/samples/0_*.html")
+    newest = max(pages, key=lambda path: path.stat().st_mtime)
+    assert "To &lt;be&gt;\nor **not** 12 \N{SNOWMAN}" in newest.read_text()
+    (begin,) = of_kind(records, "run")
+    assert config_of(begin)["optim.lr"] == 1e-3
+    assert (begin.display_name, begin.project) == ("the-run", PROJECT)
+    summary = {}
+    for one in of_kind(records, "summary"):
+        summary |= items_of(one.update)
     assert summary["state"] == "finished" and {name: summary[name] for name in HEADLINE} == HEADLINE
     shown = {name.partition("/")[0] for name in summary if name[0] != "_"}
     groups = {"train", "eval", "throughput", "time", "run", "marks", "samples"}
     assert shown == {*groups, *(name.partition("/")[0] for name in HEADLINE), "state", "step"}
-    assert begin.entity == "a-team"
-    assert begin.run_group == run.parents[1].name
+    assert (begin.entity, begin.run_group) == ("a-team", run.parents[1].name)
     assert list(begin.tags) == ["baseline", "lr: high"]
 
 
@@ -377,10 +300,9 @@ def test_a_replay_into_a_tracker_that_has_all_changes_nothing(finished):
     top, run = finished
 
     def stored():
-        rows = [
-            {key: value for key, value in row.items() if key != "_runtime"}
-            for row in from_wandb(run)[1]
-        ]
+        rows = from_wandb(run)[1]
+        for row in rows:
+            row.pop("_runtime")
         return from_tensorboard(run)[1], from_mlflow(top)[2], rows
 
     before = stored()

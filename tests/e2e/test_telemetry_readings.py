@@ -30,9 +30,8 @@ def test_the_loss_of_a_sample_of_the_training_data(corpus: Path, tmp_path: Path)
     lines = run.lines("eval")
     assert [line["step"] for line in lines] == [0, 4, 8, 12]
     data = open_data(recipe)
-    tokens, labels, *_ = data.train.read(
-        permute(np.arange(16), len(data.train), "windlass/evaluation/train/1337")
-    )
+    order = permute(np.arange(16), len(data.train), "windlass/evaluation/train/1337")
+    tokens, labels, *_ = data.train.read(order)
     # by hand: these 16 rows, through each checkpoint's model, without dropout
     for line in lines[1:]:
         model = open_model(find_source(f"{run.path}@{line['step']}"), alone("cpu")).eval()
@@ -43,40 +42,30 @@ def test_the_loss_of_a_sample_of_the_training_data(corpus: Path, tmp_path: Path)
         assert (line["train_samples"], line["train_tokens"]) == (16, labels.size)
         samples = line.get("full_samples", line["samples"]) + 16
         assert line["samples_per_s"] == pytest.approx(samples / line["runtime_s"])
-    assert (
-        f"train loss {lines[-1]['train_loss']:.4f} | val loss" in (run.path / "log.txt").read_text()
-    )
+    assert f"train loss {lines[-1]['train_loss']:.4f} | val loss" in run.log_path.read_text()
     seen = RunView(run)
     assert "a sample of the training data" in [one.name for one in charts([seen])[0].series]
     samples = sum(line.get("full_samples", line["samples"]) + 16 for line in lines)
-    assert seen.values["eval_samples_per_s"] == pytest.approx(
-        samples / sum(line["runtime_s"] for line in lines)
-    )
+    seconds = sum(line["runtime_s"] for line in lines)
+    assert seen.values["eval_samples_per_s"] == pytest.approx(samples / seconds)
 
-    assert curve(untouched(recipe, "eval.train_batches=0")) == curve(run), (
-        "it leaves no trace in the training"
-    )
+    # it leaves no trace in the training, and takes the same samples at any world size
+    assert curve(untouched(recipe, "eval.train_batches=0")) == curve(run)
     assert start(2, settings(corpus, tmp_path / "two", "full_shard", **more)) == 0
-    two = [line["train_loss"] for line in Run(tmp_path / "two").lines("eval")]
-    assert two == pytest.approx([line["train_loss"] for line in lines], rel=1e-5), (
-        "the same samples at any world size"
-    )
-    groups = [
-        [(g["tensors"], g["parameters"]) for g in one.events[0]["optimizer_groups"]]
-        for one in (run, Run(tmp_path / "two"))
-    ]
-    assert groups[0] == groups[1] == [(9, 6288), (5, 80)], "of all shards"
-    means = [one.summary["train_loss_mean"] for one in (run, Run(tmp_path / "two"))]
-    assert (
-        means[0]
-        == pytest.approx(means[1], rel=1e-5)
-        == pytest.approx(np.mean([x[1] for x in curve(run)]), rel=1e-6)
-    )
+    two = Run(tmp_path / "two")
+    losses = [line["train_loss"] for line in two.lines("eval")]
+    assert losses == pytest.approx([line["train_loss"] for line in lines], rel=1e-5)
+    for one in (run, two):
+        groups = one.events[0]["optimizer_groups"]  # of all shards
+        assert [(g["tensors"], g["parameters"]) for g in groups] == [(9, 6288), (5, 80)]
+    mean = run.summary["train_loss_mean"]
+    assert mean == pytest.approx(two.summary["train_loss_mean"], rel=1e-5)
+    assert mean == pytest.approx(np.mean([x[1] for x in curve(run)]), rel=1e-6)
 
 
 def lines_of(run: Run, word: str) -> list[str]:
     """The lines of the log that have a word, without their time."""
-    lines = (run.path / "log.txt").read_text().splitlines()
+    lines = run.log_path.read_text().splitlines()
     return [line.partition(" ")[2] for line in lines if word in line]
 
 
@@ -84,13 +73,8 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
     """transformers' `train_loss` is the mean over all steps; 14 steps of 8 of 48 samples are 2
     epochs and a third.
     """
-    more = {
-        "train.steps": 14,
-        "telemetry.every": 5,
-        "eval.every": "'1 epoch'",
-        "checkpoint.every": 4,
-        "eval.train_batches": 0,
-    }
+    more = {"train.steps": 14, "telemetry.every": 5, "eval.every": "'1 epoch'"}
+    more |= {"checkpoint.every": 4, "eval.train_batches": 0}
     recipe = recipe_of(corpus, tmp_path / "run", **more)
     losses: list[float] = []
     whole = untouched(recipe, callbacks=[each_step(lambda now: losses.append(now.loss))])
@@ -104,12 +88,9 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
     order = "samples shuffled anew, seed 1337"
     expected = [(0, None, 1, "samples shuffled, seed 1337"), (6, 1, 2, order), (12, 2, 3, order)]
     for one in (run, whole):
-        events = [
-            (e["step"], e.get("ended"), e.get("begins"), e["order"])
-            for e in one.events
-            if e["event"] == "epoch"
-        ]
-        assert events == expected
+        epochs = [e for e in one.events if e["event"] == "epoch"]
+        shown = [(e["step"], e.get("ended"), e.get("begins"), e["order"]) for e in epochs]
+        assert shown == expected
     assert lines_of(whole, "samples shuffled") == [
         "step 0/14 | epoch 1 of 3 begins: samples shuffled, seed 1337",
         f"step 6/14 | epoch 1 ends; epoch 2 begins: {order}",
@@ -119,54 +100,35 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
 
     numbers, summary = RunView(run).values, run.summary
     assert numbers["train_loss_mean"] == summary["train_loss_mean"] != numbers["train_loss"]
-    seconds = summary["wall_time"]
-    assert numbers["samples_per_s_whole_run"] == pytest.approx(
-        112 / (seconds["total"] - seconds["startup"])
-    )
-    assert numbers["samples_per_s_whole_run"] < numbers["train_samples_per_s"], (
-        "evaluations and saves take time too"
-    )
-    shown = {
-        name: summary[name]
-        for name in ("steps_per_epoch", "forward_ms_mean", "backward_ms_mean", "startup_s")
-    }
-    assert shown["steps_per_epoch"] == numbers["steps_per_epoch"] and min(shown.values()) > 0
+    seconds, speed = summary["wall_time"], numbers["samples_per_s_whole_run"]
+    assert speed == pytest.approx(112 / (seconds["total"] - seconds["startup"]))
+    assert speed < numbers["train_samples_per_s"], "evaluations and saves take time too"
+    positive = ("steps_per_epoch", "startup_s", "eval_runtime_s", "forward_ms_mean")
+    assert all(summary[name] > 0 for name in (*positive, "backward_ms_mean"))
+    assert summary["steps_per_epoch"] == numbers["steps_per_epoch"]
     assert summary["eval_samples_per_s"] == pytest.approx(numbers["eval_samples_per_s"])
-    assert summary["eval_runtime_s"] > 0
     by_epoch = {line["step"]: line["loss"] for line in run.lines("eval")}
-    assert [numbers.get(f"eval_loss_epoch_{k}") for k in (0, 1, 2, 3)] == [
-        None,
-        by_epoch[6],
-        by_epoch[12],
-        None,
-    ]
+    losses = [numbers.get(f"eval_loss_epoch_{k}") for k in (0, 1, 2, 3)]
+    assert losses == [None, by_epoch[6], by_epoch[12], None]
 
 
 def test_what_a_start_says_of_the_optimizer_and_of_its_time(corpus: Path, tmp_path: Path) -> None:
-    model = {
-        "model.norm_bias": False,
-        "model.attn_bias": False,
-        "model.ff_bias": False,
-        "model.position": "learned",
-    }
-    recipe = recipe_of(corpus, tmp_path / "run", **model)
+    model = {f"model.{part}_bias": False for part in ("norm", "attn", "ff")}
+    recipe = recipe_of(corpus, tmp_path / "run", **model, **{"model.position": "learned"})
     run = stopped(recipe, 2)
     # nanoGPT's own: the two tables and four matrices a block decay, two norms a block and the last
     # one do not
     matrices, norms = (9 + 16) * 16 + 2 * 12 * 16 * 16, 5 * 16
-    log = (run.path / "log.txt").read_text()
+    log = run.log_path.read_text()
     assert (
-        f"optim   adamw: 10 decayed tensors with {matrices:,} parameters, 5 undecayed with {norms}"
-        in log
+        f"adamw: 10 decayed tensors with {matrices:,} parameters, 5 undecayed with {norms}" in log
     )
     assert f"{matrices + norms:,} parameters ({matrices + norms - 256:,} without positions)" in log
     start, first = (
         next(e for e in run.events if e["event"] == name) for name in ("started", "first_step")
     )
-    assert [(g["name"], g["tensors"], g["parameters"]) for g in start["optimizer_groups"]] == [
-        ("decay", 10, matrices),
-        ("no_decay", 5, norms),
-    ]
+    groups = [(g["name"], g["tensors"], g["parameters"]) for g in start["optimizer_groups"]]
+    assert groups == [("decay", 10, matrices), ("no_decay", 5, norms)]
     assert RunView(run).values["startup_s"] == first["startup_s"] > 0 and first["step"] == 1
     (line,) = lines_of(run, "first step done")
     shown = [float(part.split()[-2]) for part in line.partition(": ")[2].split(", ")]
