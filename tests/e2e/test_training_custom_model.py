@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
 
-from helpers import each_step, refused
+from helpers import curve, each_step, refused
 from hf_fixtures import config
 from windlass import Callback, Recipe, evaluate, export, sample, train
 from windlass.launch.local import launch
@@ -24,9 +24,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 @pytest.fixture
 def page_code() -> str:
     """The page's longest example, up to where it trains."""
-    example = max(
-        re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL), key=len
-    )
+    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    example = max(examples, key=len)
     return example[: example.index("recipe =")]
 
 
@@ -43,20 +42,14 @@ PAGE_MODEL = ["model.vocab=0", "model.layers=1", "model.width=16", "model.heads=
 
 
 def recipe(folder: Path, *more: str) -> Recipe:
-    small = (
-        "train.steps=6 train.global_batch=8 model.context=16 eval.every=3 telemetry.every=1".split()
-    )
-    return Recipe.load("quickstart", [*small, f"run.dir='{folder}'", *more])
+    small = "train.steps=6 train.global_batch=8 model.context=16 eval.every=3 telemetry.every=1"
+    return Recipe.load("quickstart", [*small.split(), f"run.dir='{folder}'", *more])
 
 
 def test_a_model_and_samples_of_ones_own(tmp_path, page):
     losses = []
-    run = train(
-        recipe(tmp_path / "run"),
-        page["MyModel"](),
-        page["data"],
-        callbacks=[each_step(lambda now: losses.append((now.step, now.loss)))],
-    )
+    watch = each_step(lambda now: losses.append((now.step, now.loss)))
+    run = train(recipe(tmp_path / "run"), page["MyModel"](), page["data"], callbacks=[watch])
     lines, evaluated = run.lines("train"), run.lines("eval")
     assert run.state == "finished" and losses == [(line["step"], line["loss"]) for line in lines]
     assert evaluated[-1]["loss"] < evaluated[0]["loss"]
@@ -82,36 +75,23 @@ for strategy in {strategies}:
 
 
 @pytest.mark.dist
-def test_the_pages_model_trains_under_every_strategy_on_two_ranks(tmp_path, page_code):
+def test_the_pages_model_trains_under_every_strategy_on_two_ranks(tmp_path, page_code, page):
     (tmp_path / "example.py").write_text(page_code)
     (tmp_path / "rank.py").write_text(RANK.format(strategies=STRATEGIES))
-    command = [
-        sys.executable,
-        str(tmp_path / "rank.py"),
-        str(tmp_path / "example.py"),
-        str(tmp_path),
-    ]
-    assert launch(command, 2) == 0
-    names: dict = {}
-    exec(page_code, names)
+    files = [str(tmp_path / name) for name in ("rank.py", "example.py", "")]
+    assert launch([sys.executable, *files], 2) == 0
     torch.manual_seed(0)
-    alone = train(
-        recipe(
-            tmp_path / "alone",
-            *"train.steps=3 train.micro_batch=2 train.precision=fp64 eval.batches=1".split(),
-        ),
-        names["MyModel"](),
-        names["data"],
-    )
+    small = "train.steps=3 train.micro_batch=2 train.precision=fp64 eval.batches=1".split()
+    alone = train(recipe(tmp_path / "alone", *small), page["MyModel"](), page["data"])
     for strategy in STRATEGIES:
         run = Run(tmp_path / strategy)
         assert run.state == "finished", strategy
+        assert run.environment["own_model"] == "MyModel", strategy
         for line, expected in zip(run.lines("train"), alone.lines("train"), strict=True):
             for number in ("loss", "grad_norm"):
                 assert line[number] == pytest.approx(expected[number], rel=1e-9), (strategy, number)
-        assert run.lines("eval")[-1]["loss"] == pytest.approx(
-            alone.lines("eval")[-1]["loss"], rel=1e-9
-        ), strategy
+        losses = [one.lines("eval")[-1]["loss"] for one in (run, alone)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-9), strategy
 
 
 def test_what_cannot_be_with_a_model_of_ones_own_is_refused(tmp_path, page):
@@ -139,23 +119,11 @@ def test_a_model_of_transformers_is_trained_as_it_is(tmp_path, page):
     model = llama()
     model.save_pretrained(tmp_path / "base")
     before = model.lm_head.weight.detach().clone()
-    small = {
-        "train.steps": 6,
-        "train.global_batch": 8,
-        "model.context": 16,
-        "telemetry.every": 1,
-        "optim.lr": 2e-3,
-    }
-    own, by_name = (
-        Recipe().replace({**small, "run.dir": str(tmp_path / name)}) for name in ("run", "named")
-    )
+    small = {"train.steps": 6, "train.global_batch": 8, "model.context": 16, "optim.lr": 2e-3}
+    own = Recipe().replace({**small, "telemetry.every": 1, "run.dir": str(tmp_path / "run")})
     run = train(own, model, page["data"])
-    named = train(
-        by_name.replace(
-            {"model.kind": "hf", "model.name": str(tmp_path / "base"), "optim.lr": own.optim.lr}
-        ),
-        data=page["data"],
-    )
+    by_name = {"model.kind": "hf", "model.name": str(tmp_path / "base"), "optim.lr": 2e-3}
+    named = train(own.replace({**by_name, "run.dir": str(tmp_path / "named")}), data=page["data"])
     losses = [[line["loss"] for line in one.lines("train")] for one in (run, named)]
     assert run.state == "finished" and losses[0] == losses[1]
     assert not model.lm_head.weight.equal(before)
@@ -181,9 +149,8 @@ def test_a_model_that_cannot_be_trained_leaves_no_run_behind(tmp_path, page):
         with refused(*words):
             train(recipe(tmp_path / "run"), model, page["data"])
         assert not (tmp_path / "run" / "recipe.toml").exists()
-    assert train(recipe(tmp_path / "run"), llama(), page["data"]).state == "finished", (
-        "the directory is free"
-    )
+    # the directory is free
+    assert train(recipe(tmp_path / "run"), llama(), page["data"]).state == "finished"
 
 
 def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):
@@ -194,20 +161,13 @@ def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):
     train(recipe(tmp_path / "whole"), model(), page["data"])
     train(recipe(tmp_path / "halves"), model(), page["data"], stop_at=3)
     train(recipe(tmp_path / "halves"), model(), page["data"])
-    whole, halves = (
-        [x["loss"] for x in Run(tmp_path / name).lines("train")] for name in ("whole", "halves")
-    )
-    assert whole == halves
+    assert curve(tmp_path / "whole") == curve(tmp_path / "halves")
 
 
 def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
     seen = []
-    settings = [
-        *PAGE_MODEL,
-        "checkpoint.every=2",
-        "checkpoint.best=own:even.score",
-        "checkpoint.keep_last=1",
-    ]
+    best = "checkpoint.every=2 checkpoint.best=own:even.score checkpoint.keep_last=1".split()
+    changed = recipe(tmp_path / "run", *PAGE_MODEL, *best)
 
     class AtStep(Callback):
         def on_step(self, now):
@@ -225,25 +185,18 @@ def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
         def on_save(self, now):
             seen.append((now.step, now.path.name))
 
-    def train_on(**callbacks):
-        suites = {
-            "even": lambda model, step: {
-                "score": float(step % 2 == 0 and not model.training) + step / 100
-            }
-        }
-        return train(
-            recipe(tmp_path / "run", *settings), data=page["data"], suites=suites, **callbacks
-        )
+    def even(model, step):
+        return {"score": float(step % 2 == 0 and not model.training) + step / 100}
 
-    run = train_on(
-        callbacks=[AtStep(), Others()],
-    )
+    def train_on(callbacks=()):
+        return train(changed, data=page["data"], suites={"even": even}, callbacks=callbacks)
+
+    run = train_on([AtStep(), Others()])
     assert run.state == "stopped"
     assert [e["reason"] for e in run.events if e["event"] == "stopped"] == ["enough"]
-    assert [line["step"] for line in run.lines("train")] == [1, 2, 3, 4], (
-        "it ends after the next step, as at any world size"
-    )
-    assert [line["step"] for line in run.lines("log")] == [1, 2, 3, 4]
+    # it ends after the next step, as at any world size
+    for kind in ("train", "log"):
+        assert [line["step"] for line in run.lines(kind)] == [1, 2, 3, 4]
     assert run.to_pandas()["log.norm"].count() == 4
     assert run.to_pandas()["log.loss"].tolist()[1:] == [-1.0] * 4
     assert min(run.to_pandas()["loss"].dropna()) > 0
@@ -253,7 +206,7 @@ def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
     assert done.lines("eval", suite="own:even")[-1]["score"] == pytest.approx(1.06)
     assert done.summary["best_step"] == 6
     untouched = train(recipe(tmp_path / "whole", *PAGE_MODEL), data=page["data"])
-    assert [x["loss"] for x in untouched.lines("train")] == [x["loss"] for x in done.lines("train")]
+    assert curve(untouched) == curve(done)
 
 
 @pytest.mark.parametrize(
@@ -280,12 +233,9 @@ def test_blocks_are_asked_for_where_they_are_needed(tmp_path, page):
         blocks = None
 
     assert train(recipe(tmp_path / "run"), Plain(), page["data"]).state == "finished"
+    checkpointing = recipe(tmp_path / "other", "parallel.activation_checkpointing=full")
     with refused("parallel.activation_checkpointing", "Plain", "def blocks"):
-        train(
-            recipe(tmp_path / "other", "parallel.activation_checkpointing=full"),
-            Plain(),
-            page["data"],
-        )
+        train(checkpointing, Plain(), page["data"])
 
 
 def test_stop_at_returns_run_and_second_training_leaves_nothing_behind(tmp_path, page, capsys):
@@ -307,35 +257,16 @@ def test_stop_at_returns_run_and_second_training_leaves_nothing_behind(tmp_path,
     assert "6 steps are done" in capsys.readouterr().out
 
 
-def test_samples_of_ones_own_for_the_recipes_model(tmp_path, page):
-    run = train(
-        recipe(tmp_path / "run", "model.vocab=0", "model.layers=1", "model.width=16"),
-        data=page["data"],
-    )
-    assert run.state == "finished"
-
-
 def test_a_loss_that_is_no_sum_is_refused_before_the_first_step(tmp_path, page):
     class Mean(page["MyModel"]):
         def forward(self, tokens, labels):
             return super().forward(tokens, labels) / max(1, int((labels != -100).sum()))
 
-    for model in (Mean(), page["MyModel"]()):
-        where = recipe(tmp_path / type(model).__name__)
-        if isinstance(model, Mean):
-            with refused(
-                "forward(tokens, labels)", 'reduction="sum"', "train.startup_checks=false"
-            ):
-                train(where, model, page["data"])
-            assert not Run(where.run_dir).lines("train")
-            train(
-                where.replace("train.startup_checks=false", "train.steps=1"),
-                model,
-                page["data"],
-                fresh=True,
-            )
-        else:
-            assert train(where, model, page["data"]).state == "finished"
+    where, model = recipe(tmp_path / "run"), Mean()
+    with refused("forward(tokens, labels)", 'reduction="sum"', "train.startup_checks=false"):
+        train(where, model, page["data"])
+    assert not Run(where.run_dir).lines("train")
+    train(where.replace("train.startup_checks=false", "train.steps=1"), model, page["data"])
 
 
 def test_a_run_of_ones_own_model_is_opened_with_it(tmp_path, page):

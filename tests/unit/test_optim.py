@@ -94,7 +94,7 @@ def test_decayed_and_undecayed_tensors_are_counted():
             f"with {tables:,} parameters, 13 undecayed with 4,992",
         ),
     ):
-        assert describe_groups(count_groups(model, OptimSettings(**settings))) == text
+        assert describe_groups(count_groups(make_groups(model, OptimSettings(**settings)))) == text
 
 
 def test_muon_takes_the_blocks_matrices_and_lr_keeps_the_ratio():

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from windlass import hub
+from windlass.data.chat import stop_tokens
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, require
 from windlass.evaluation.generate import Sampling, generate_divided, prompt_ids, window
@@ -118,13 +119,13 @@ def generate_until(
     model: Any, tokenizer: Tokenizer, ranks: Ranks, requests: Sequence[tuple[str, Any]], **how: Any
 ) -> list[str]:
     """A text for each request (context and settings), on every rank; may raise Interrupted."""
-    samplings, stop = list[Sampling](), frozenset() if tokenizer.eot is None else {tokenizer.eot}
+    samplings, stop = list[Sampling](), stop_tokens(tokenizer)
     for _, settings in requests:
         # the likeliest tokens unless `do_sample` is set
         options = settings if settings.get("do_sample") else {"temperature": 0.0}
         count, top_k = settings.get("max_gen_toks", MAX_TOKENS), int(options.get("top_k", 0))
         temperature, top_p = (float(options.get(key, 1.0)) for key in ("temperature", "top_p"))
-        samplings.append(Sampling(int(count), temperature, top_k, top_p, stop=frozenset(stop)))
+        samplings.append(Sampling(int(count), temperature, top_k, top_p, stop=stop))
     empty = prompt_ids(model, tokenizer, "")
     ids = [tokenizer.encode(context).tolist() or empty for context, _ in requests]
     texts: dict[int, str] = {}

@@ -161,7 +161,7 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     return [*groups, *({**g, "muon": False} for g in rest_groups)]
 
 
-def count_groups(model: Any, settings: OptimSettings) -> list[dict[str, Any]]:
+def count_groups(groups: list[ParameterGroup]) -> list[dict[str, Any]]:
     """The tensors and parameters (over all shards) of each group, with its weight decay."""
     return [
         {
@@ -170,7 +170,7 @@ def count_groups(model: Any, settings: OptimSettings) -> list[dict[str, Any]]:
             "tensors": len(g["params"]),
             "parameters": sum(p.numel() for p in g["params"]),
         }
-        for g in make_groups(model, settings)
+        for g in groups
     ]
 
 

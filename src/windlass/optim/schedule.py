@@ -47,7 +47,6 @@ def phases(schedule: ScheduleSettings, horizon: Horizon) -> tuple[int, int]:
 
 def lr_multiplier(schedule: ScheduleSettings, horizon: Horizon, step: int) -> float:
     """The factor of the peak learning rate in the update numbered `step` (0 is the first)."""
-    assert step >= 0, step
     steps, (warmup, fall) = schedule_horizon(schedule, horizon).steps, phases(schedule, horizon)
     if step < warmup - 1:
         return schedule.start + (1 - schedule.start) * (step + 1) / warmup

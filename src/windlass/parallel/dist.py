@@ -130,8 +130,8 @@ class Ranks:
                 self.store.set(f"done/{self.rank}", "1")
                 if self.main:
                     self.store.wait(everyone, timedelta(seconds=STOP_SECONDS))
-        if self.store is not None and dist.is_initialized():
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
         self.store, self.mesh = None, Mesh(Sizes(), 0)
 
     def fail(self, error: BaseException) -> processes.Failure:

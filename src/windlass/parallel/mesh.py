@@ -81,11 +81,6 @@ class Mesh:
         rows: list[list[int]] = ranks.reshape(-1, self.data_world * self.sizes.cp).tolist()
         return rows
 
-    def data_leaders(self) -> list[int]:
-        """The first rank of each data rank, in their order."""
-        step = self.sizes.cp * self.sizes.tp
-        return list(range(0, self.data_world * step, step))
-
     def part(self, *names: str) -> DeviceMesh | None:
         """The mesh of some dimensions; None if none of them is in use."""
         in_use = (self.devices.mesh_dim_names or ()) if self.devices is not None else ()

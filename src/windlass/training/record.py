@@ -16,7 +16,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
 
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.retention import LOSS, Scores, scores_by_step, without_improvement
@@ -25,7 +24,7 @@ from windlass.data.loader import StepBatch
 from windlass.data.order import describe_order, step_samples
 from windlass.estimate.milestones import evaluations
 from windlass.model.size import CountedSizes, describe_sizes
-from windlass.optim.build import count_groups, describe_groups
+from windlass.optim.build import describe_groups
 from windlass.parallel.dist import Ranks
 from windlass.recipe import BatchPlan, Horizon
 from windlass.recipe.load import MEASURED_ON
@@ -55,6 +54,7 @@ class ModelFacts:
     dropout: bool
     ties: list[list[str]]  # names of weights that were tied before the model was parallelized
     hf: bool  # whether the recipe names a model of `transformers`
+    own_model: str  # the class of a user's own model; else empty
     flops_per_token: float | None  # forward and backward, 6N plus attention; None: unknown
     device_name: str
     peak_flops: float | None  # FLOP/s of the device; None: unknown
@@ -148,15 +148,17 @@ class Recorder:
         batch: BatchPlan,
         threads: str,
         facts_of_data: Facts,
-        model: nn.Module,
+        groups: list[dict[str, Any]],
         resumed_from: str,
         notes: list[str],
     ) -> None:
-        """Show the header and warnings, and write the event of this start."""
+        """Show the header and warnings, and write the event of this start.
+
+        `groups` are those of `count_groups`.
+        """
         facts, state, plan, horizon = self.facts, self.state, self.plan, self.horizon
         shared: dict[str, Any] = {"world": self.ranks.world, "strategy": self.ranks.strategy.name}
         shared |= {"precision": facts.precision, "device": facts.device_name}
-        groups = count_groups(model, plan.recipe.optim)
         val_samples = facts_of_data.get("val", {}).get("samples", 0)
         measured = evaluations(plan.recipe, horizon, val_samples)
         ranks = f"{self.ranks.world} rank{'s' * (self.ranks.world != 1)} x {facts.device_name}"

@@ -45,7 +45,6 @@ from windlass.training.start import (
     candidate_checkpoints,
     choose_undamaged,
     decide_on_rank_0,
-    rename_old_run,
 )
 from windlass.training.state import TrainState
 
@@ -114,7 +113,7 @@ def lock_directory(plan: StartPlan, stack: ExitStack) -> tuple[int, str, list[st
     """Lock the run directory on rank 0; returns the attempt, its name and warnings."""
     run = plan.run
     if plan.fresh:
-        rename_old_run(run.path)
+        start.rename_old_run(run.path)
     Files().make_dirs(run.path)
     if (lock := start.acquire_run_lock(run.path)) is not None:
         stack.enter_context(lock)
@@ -163,12 +162,15 @@ def prepare_model(
     counted = hf or bool(recipe.model.freeze)
     flops = sizes.flops_per_token() if counted else flops_per_token(recipe.model, data.vocab)
     pretrained = recipe.model.kind == "hf" and not recipe.model.from_scratch
+    # FSDP2 gives the module another class.
+    own_class = type(model.model if isinstance(model, HfModel) else model).__name__
     facts = ModelFacts(
         sizes,
         precision,
         uses_dropout(model),
         tie_groups(model),
         hf,
+        own_class if custom else "",
         None if custom else flops,
         device_name,
         peak_flops(device_name, precision, tf32=recipe.train.tf32),
@@ -274,15 +276,12 @@ def describe_checkpoints(recipe: Recipe, data: Data, facts: ModelFacts) -> dict[
     }
 
 
-def describe_origin(
-    module: nn.Module | None, model: nn.Module, facts: ModelFacts, ranks: Ranks
-) -> dict[str, Any]:
+def describe_origin(model: nn.Module, facts: ModelFacts, ranks: Ranks) -> dict[str, Any]:
     """The model's origin for `environment.json`: a user's class, or files of `transformers`."""
     origin: dict[str, Any] = {}
-    if module is not None:
-        wrapped = isinstance(module, HfModel)
-        name = type(module.model if wrapped else module).__name__
-        origin = {"own_model": name, "wrapped": wrapped}
+    if facts.own_model:
+        wrapped = isinstance(unwrap(model), HfModel)
+        origin = {"own_model": facts.own_model, "wrapped": wrapped}
     if facts.hf and ranks.main:
         origin["model"] = hf_files.describe_origin(unwrap(model))
     return origin

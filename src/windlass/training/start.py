@@ -384,7 +384,7 @@ def write_settings(plan: StartPlan) -> None:
     Files().replace(plan.run.recipe_path, plan.recipe.replace(**once).toml().encode())
 
 
-def rename_old_run(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> None:
+def rename_old_run(path: Path) -> None:
     """Rename a run directory to `….old-N` (`--fresh`); UserError if a process may train in it."""
     if not path.exists():
         return
@@ -392,20 +392,20 @@ def rename_old_run(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> None:
     if lock_held(run.lock_path) is None and run.state == "running":
         problem = f"{path} has a fresh heartbeat: another host may train in it"
         raise UserError(f"{problem}; try again in a minute")
-    lock = acquire_run_lock(path, seconds)
+    lock = acquire_run_lock(path)
     names = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
     path.rename(next(name for name in names if not name.exists()))
     if lock is not None:
         lock.close()
 
 
-def acquire_run_lock(run: Path, seconds: float = LOCK_WAIT_SECONDS) -> IO[str] | None:
+def acquire_run_lock(run: Path) -> IO[str] | None:
     """Hold the lock of a run directory until the returned file is closed or this process ends.
 
     Returns None if the file system has no locks. Raises UserError, with the holder, after
-    `seconds`.
+    LOCK_WAIT_SECONDS.
     """
     try:
-        return acquire_lock(run / LOCK, seconds)
+        return acquire_lock(run / LOCK, LOCK_WAIT_SECONDS)
     except LockHeld as held:
         raise UserError(f"{OCCUPIED} {run} already ({held}); wait for it, or stop it") from None

@@ -34,7 +34,7 @@ from windlass.data.prepare import Data
 from windlass.errors import RunFailed, Stopped, UserError, first_line
 from windlass.model.build import build_model, own_module
 from windlass.model.convert import export_note
-from windlass.optim.build import build_optimizer, set_lr
+from windlass.optim.build import build_optimizer, count_groups, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
 from windlass.parallel.dist import init_process_group, init_store
@@ -95,8 +95,7 @@ class Trainer:
         if not custom:  # otherwise the run begins once the module's forward pass has worked
             decide_on_rank_0(ranks, "write", begin)
         console.begin("building the model, with its first weights")
-        prepared = setup.prepare_model(plan, ranks, data, built, custom, place.choice)
-        self.model, self.facts = prepared
+        self.model, self.facts = setup.prepare_model(plan, ranks, data, built, custom, place.choice)
         if custom:
             decide_on_rank_0(ranks, "write", begin)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -118,7 +117,7 @@ class Trainer:
 
         self.saver = setup.open_saver(plan, ranks, self.horizon, place.name)
         self.meta = setup.describe_checkpoints(recipe, data, self.facts)
-        origin = setup.describe_origin(module and built, self.model, self.facts, ranks)
+        origin = setup.describe_origin(self.model, self.facts, ranks)
         facts, horizon, attempt = self.facts, self.horizon, place.attempt
         self.recorder = recorder = Recorder(
             plan, ranks, facts, horizon, self.state, attempt, origin, console, stack
@@ -138,7 +137,7 @@ class Trainer:
         self, plan: StartPlan, place: setup.RunPlace, threads: str, custom: bool
     ) -> None:
         """Report the start, and write the settings that a resume has changed."""
-        notes, step, model = [*place.notes], self.state.step, unwrap(self.model)
+        notes, step = [*place.notes], self.state.step
         if self.ranks.main:
             # torch's optimizers have no state before their first step.
             size = state_bytes(named_state(self.model, self.optimizer)[0])
@@ -146,7 +145,8 @@ class Trainer:
             notes += setup.disk_shortage(plan, self.horizon, step, size)
         notes += [note] if not custom and (note := export_note(self.recipe.model)) else []
         path = str(place.choice.path) if place.choice else ""
-        self.recorder.started(self.batch, threads, describe(self.data), model, path, notes)
+        groups = count_groups(self.optimizer.param_groups)
+        self.recorder.started(self.batch, threads, describe(self.data), groups, path, notes)
         if plan.changes:
             self.recorder.settings_changed()
             decide_on_rank_0(self.ranks, "settings", lambda: start.write_settings(plan))
