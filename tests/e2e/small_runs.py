@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import helpers
 from helpers import each_step, record_trainers
 from windlass import train
 from windlass.errors import RunFailed
@@ -18,7 +19,6 @@ from windlass.run import Run
 from windlass.training.trainer import Trainer
 
 KILLED = Path(__file__).parent / "killed.py"
-KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "epoch")
 WSD = {
     "optim.schedule.kind": "wsd",
     "optim.schedule.warmup": 2,
@@ -86,9 +86,8 @@ def start(world: int, overrides: list[str], kill_after: int = 0) -> int:
 
 def untouched(recipe: Recipe, *overrides: str, **options: Any) -> Run:
     """The same training in one go, in a directory of its own beside the recipe's."""
-    return train(
-        recipe.replace(f"run.dir='{recipe.run_dir.with_name('whole')}'", *overrides), **options
-    )
+    place = f"run.dir='{recipe.run_dir.with_name('whole')}'"
+    return train(recipe.replace(place, *overrides), **options)
 
 
 def stopped(recipe: Recipe, step: int) -> Run:
@@ -107,10 +106,9 @@ def failed(recipe: Recipe, **options: Any) -> Run:
     return Run(recipe.run_dir)
 
 
-def curve(run: Path | Run) -> list[tuple]:
-    run = run if isinstance(run, Run) else Run(run)
-    return [tuple(line[k] for k in KEYS) for line in run.lines("train")]
+def curve(run: Run) -> list[tuple]:
+    return helpers.curve(run, "loss", "grad_norm", "lr", "tokens", "samples", "epoch")
 
 
-def evaluations(run: Path) -> list[tuple]:
-    return [(line["step"], line["loss"], line["tokens"]) for line in Run(run).lines("eval")]
+def evaluations(run: Run) -> list[tuple]:
+    return [(line["step"], line["loss"], line["tokens"]) for line in run.lines("eval")]

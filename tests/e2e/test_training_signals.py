@@ -9,7 +9,6 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from small_runs import (
 )
 
 from helpers import best_step, command, each_step, refused, wait_for
-from windlass import Callback, train
+from windlass import train
 from windlass.checkpoint import commit
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.save import Saver
@@ -53,6 +52,7 @@ SLOW = {
     "checkpoint.every": 3,
     "model.context": 8,
 }
+ENDLESS = {"train.steps": 100_000, "checkpoint.every": 100_000, "eval.every": 0}
 full = pytest.mark.full
 
 
@@ -66,16 +66,9 @@ def output_of(
     """What a command prints that is signalled when it is ready; `alone`: that rank of its children
     gets the signal.
     """
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.monotonic() + 90
-    while not ready() and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.05)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env={**os.environ, **env}, **pipes)
+    wait_for(lambda: ready() or process.poll() is not None, 90)
     assert process.poll() is None, process.communicate()[0]
     ranks = [p for p in psutil.Process(process.pid).children() if alone is not None]
     target = next((p for p in ranks if p.environ().get("RANK") == str(alone)), process)
@@ -103,6 +96,13 @@ def signalled(
     output = output_of(command, here.exists, alone=alone, STRUCK_HERE=str(here))
     assert "again" in output
     return output
+
+
+def assert_last_step_saved(run: Run) -> None:
+    """A signal stopped the run, whose only checkpoint is of its last step."""
+    last = run.lines("train")[-1]["step"]
+    assert run.state == "preempted"
+    assert [p.name for p in run.checkpoints_dir.glob("step-*")] == [f"step-{last:08d}"]
 
 
 def files(run: Run) -> dict[Path, bytes]:
@@ -173,19 +173,11 @@ def test_in_training_every_phase_ends_with_the_step_saved(corpus, tmp_path, phas
 )
 def test_a_signal_saves_the_same_step_on_every_rank_and_exits_75(corpus, tmp_path, world, number):
     run = Run(tmp_path / "run")
-    more = {"train.steps": 100_000, "checkpoint.every": 100_000, "eval.every": 0}
-    overrides = settings(corpus, run.path, **more)
-    command = [
-        sys.executable,
-        *"-m windlass train quickstart".split(),
-        *overrides,
-        "--world",
-        str(world),
-    ]
-    output = output_of(command, lambda: len(run.lines("train")) >= 3, number=number)
-    last = run.lines("train")[-1]["step"]
-    assert run.state == "preempted" and "again" in output
-    assert [p.name for p in run.checkpoints_dir.glob("step-*")] == [f"step-{last:08d}"]
+    overrides = settings(corpus, run.path, **ENDLESS)
+    words = command("train", "quickstart", *overrides, "--world", str(world))
+    output = output_of(words, lambda: len(run.lines("train")) >= 3, number=number)
+    assert "again" in output
+    assert_last_step_saved(run)
 
 
 @pytest.mark.parametrize("verb", ["train", "sweep", pytest.param("scale", marks=full)])
@@ -193,17 +185,12 @@ def test_a_dropped_connection_stops_with_everything_saved(corpus, tmp_path, verb
     """The other end of the terminal goes away, as when ssh is cut: the kernel sends SIGHUP, and
     every write fails.
     """
-    more = {"train.steps": 100_000, "checkpoint.every": 100_000, "eval.every": 0}
-    values = [
-        value
-        for value in settings(corpus, tmp_path / "run", **more)
-        if verb == "train" or "run.dir" not in value
-    ]
-    grid = [word for value in values for word in ("--set", value)]
+    place, *others = settings(corpus, tmp_path / "run", **ENDLESS)
+    grid = [word for value in others for word in ("--set", value)]
     words = {
-        "train": values,
+        "train": [place, *others],
         "sweep": ["optim.lr=1e-3", *grid, "--dir", tmp_path / "study"],
-        "scale": [*values, "--worlds", "1", "--no-probe", "--dir", tmp_path / "study"],
+        "scale": [*others, "--worlds", "1", "--no-probe", "--dir", tmp_path / "study"],
     }[verb]
     here, there = os.openpty()
     process = subprocess.Popen(
@@ -212,27 +199,23 @@ def test_a_dropped_connection_stops_with_everything_saved(corpus, tmp_path, verb
         stdout=there,
         stderr=there,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        cwd=tmp_path,  # its controlling terminal
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # its controlling terminal
+        cwd=tmp_path,
     )
     os.close(there)
-    threading.Thread(
-        target=lambda: [None for _ in iter(partial(read, here), b"")], daemon=True
-    ).start()
+    threading.Thread(target=lambda: list(iter(partial(read, here), b"")), daemon=True).start()
 
     def runs() -> list[Run]:
         return [Run(path.parent) for path in tmp_path.rglob("metrics.jsonl")]
 
-    wait_for(
-        lambda: process.poll() is not None or any(len(run.lines("train")) >= 3 for run in runs()),
-        120,
-    )
+    def trains() -> bool:
+        return any(len(run.lines("train")) >= 3 for run in runs())
+
+    wait_for(lambda: process.poll() is not None or trains(), 120)
     os.close(here)
     assert process.wait(90) == 75
     (run,) = runs()
-    last = run.lines("train")[-1]["step"]
-    assert run.state == "preempted"
-    assert [p.name for p in run.checkpoints_dir.glob("step-*")] == [f"step-{last:08d}"]
+    assert_last_step_saved(run)
     reason = next(e["reason"] for e in run.events if e["event"] == "preempted")
     # a cell has no terminal: its study stops it
     assert reason == ("SIGHUP" if verb == "train" else "SIGTERM")
@@ -257,9 +240,8 @@ def test_a_second_interrupt_of_one_process_ends_it_at_once():
     assert "step 1,234" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("every", "lost"), [(3, "; 1 steps are lost"), (4, "; 0 steps are lost")]
-)  # of four
+# Of four steps.
+@pytest.mark.parametrize(("every", "lost"), [(3, "; 1 steps are lost"), (4, "; 0 steps are lost")])
 def test_a_late_second_rank_of_data_ends_after_the_grace(
     corpus, tmp_path, monkeypatch, trainers, every, lost
 ):
@@ -277,20 +259,14 @@ def test_a_late_second_rank_of_data_ends_after_the_grace(
         return None
 
     monkeypatch.setattr(Loader, "poll", late)
+    more = {"checkpoint.grace_seconds": 0.01, "checkpoint.every": every, "eval.every": 0}
     with refused("rank 0", "step 5", lost, "checkpoint.grace_seconds", error=RunFailed):
-        train(
-            recipe_of(
-                corpus,
-                tmp_path / "run",
-                **{"checkpoint.grace_seconds": 0.01, "checkpoint.every": every, "eval.every": 0},
-            )
-        )
+        train(recipe_of(corpus, tmp_path / "run", **more))
 
 
 def test_the_default_grace_ends_before_torchrun_kills():
-    assert Recipe.load("quickstart").checkpoint.grace_seconds < 30, (
-        "torchrun sends SIGKILL 30 s after SIGTERM"
-    )
+    grace = Recipe.load("quickstart").checkpoint.grace_seconds
+    assert grace < 30, "torchrun sends SIGKILL 30 s after SIGTERM"
 
 
 @pytest.mark.parametrize(("takes", "saved"), [(50.0, True), (70.0, False)])
@@ -302,17 +278,15 @@ def test_save_is_begun_only_where_grace_allows_it(corpus, tmp_path, monkeypatch,
         Saver, "last_seconds", property(lambda self: takes, lambda self, value: None), raising=False
     )
 
-    class AtStep(Callback):
-        def on_step(self, now: Any) -> None:
-            if now.step == 4:  # all ranks act on it one step later
-                os.kill(os.getpid(), signal.SIGTERM)
+    def stop(now: Any) -> None:
+        if now.step == 4:  # all ranks act on it one step later
+            os.kill(os.getpid(), signal.SIGTERM)
 
     words = () if saved else ("70 s", "60 s", "2 steps are lost", "checkpoint.every")
     with refused(*words, error=Stopped if saved else RunFailed):
-        train(recipe, callbacks=[AtStep()])
-    assert sorted(int(p.name[5:]) for p in run.checkpoints_dir.glob("step-*")) == (
-        [3, 5] if saved else [3]
-    )
+        train(recipe, callbacks=[each_step(stop)])
+    saves = sorted(int(p.name[5:]) for p in run.checkpoints_dir.glob("step-*"))
+    assert saves == ([3, 5] if saved else [3])
     assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [saved]
     assert train(recipe).state == "finished"
 
@@ -324,9 +298,8 @@ def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, wha
     of an untouched run.
     """
     own = {"data.val_fraction": 0.3, "data.dir": f"'{tmp_path / 'data'}'"}
-    recipe = recipe_of(
-        corpus, tmp_path / "run", **{"eval.sample_every": 4, "eval.sample_tokens": 3, **own}
-    )
+    own |= {"eval.sample_every": 4, "eval.sample_tokens": 3}
+    recipe = recipe_of(corpus, tmp_path / "run", **own)
     whole = untouched(recipe)
     place, name = (evaluator.Suites, "measure") if what == "evaluation" else (evaluator, "generate")
     original, steps = getattr(place, name), []
@@ -341,9 +314,8 @@ def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, wha
         train(recipe, callbacks=[each_step(lambda now: steps.append(now.step))])
     run = Run(recipe.run_dir)
     assert run.state == "preempted"
-    assert at not in [
-        line["step"] for line in run.lines("eval" if what == "evaluation" else "sample")
-    ]
+    kind = "eval" if what == "evaluation" else "sample"
+    assert at not in [line["step"] for line in run.lines(kind)]
     as_if_untouched(train(recipe), whole)
 
 
@@ -351,24 +323,22 @@ def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, wha
 @pytest.mark.dist
 @pytest.mark.parametrize(("step", "call"), [(4, 5), (12, 13)])
 def test_what_a_stop_of_two_ranks_cut_short_is_made_up(corpus, tmp_path, step, call):
-    overrides = [
-        *settings(corpus, tmp_path / "run", "ddp"),
-        f"data.dir='{tmp_path / 'data'}'",
-        "data.val_fraction=0.4",
-    ]
+    more = {"data.dir": f"'{tmp_path / 'data'}'", "data.val_fraction": 0.4}
+    overrides = settings(corpus, tmp_path / "run", "ddp", **more)
     assert f"after step {step}," in signalled(tmp_path, overrides, f"evaluation@{call}", world=2)
     for name in ("run", "whole"):
         assert start(2, [*overrides, f"run.dir='{tmp_path / name}'"]) == 0
     as_if_untouched(Run(tmp_path / "run"), Run(tmp_path / "whole"))
 
 
+def texts(run: Run) -> list[tuple[int, str]]:
+    return [(line["step"], line["text"]) for line in run.lines("sample")]
+
+
 def as_if_untouched(run: Run, whole: Run) -> None:
     assert run.state == "finished"
-    assert curve(run) == curve(whole) and evaluations(run.path) == evaluations(whole.path)
-    (texts, expected) = (
-        [(x["step"], x["text"]) for x in one.lines("sample")] for one in (run, whole)
-    )
-    assert texts == expected and best_step(run) == best_step(whole)
+    assert curve(run) == curve(whole) and evaluations(run) == evaluations(whole)
+    assert texts(run) == texts(whole) and best_step(run) == best_step(whole)
     for key in ("final_loss", "final_eval_loss", "best_eval_loss", "best_step"):
         assert run.summary.get(key) == whole.summary.get(key), key
     assert open_checkpoint(run.checkpoints_dir / "step-00000012").meta["reason"] == "final"
@@ -390,14 +360,10 @@ def test_a_save_without_room_fails_and_training_continues(corpus, tmp_path, monk
 def test_a_run_whose_saves_fail_again_and_again_ends(corpus, tmp_path, monkeypatch):
     """`checkpoint.max_failed_saves`: it would continue for days with nothing to resume from."""
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    more = {
-        "checkpoint.every": 2,
-        "checkpoint.max_failed_saves": 3,
-        "checkpoint.background": "false",
-        "eval.every": 0,
-    }
+    more = {"checkpoint.every": 2, "checkpoint.max_failed_saves": 3, "train.steps": 30}
+    more |= {"checkpoint.background": "false", "eval.every": 0}
     with refused("3 saves in a row", "checkpoint.max_failed_saves", error=RunFailed):
-        train(recipe_of(corpus, tmp_path / "run", **{"train.steps": 30, **more}))
+        train(recipe_of(corpus, tmp_path / "run", **more))
     run = Run(tmp_path / "run")
     assert [e["step"] for e in run.events if e["event"] == "save_failed"] == [2, 4, 6]
     assert max(line["step"] for line in run.lines("train")) <= 8 and run.state == "failed"
@@ -407,13 +373,12 @@ def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypa
     """The save of the last step fails, which is reported before the run ends: it is tried once
     more.
     """
-    original, waited = commit.shutil.disk_usage, []
-    monkeypatch.setattr(
-        commit.shutil,
-        "disk_usage",
-        lambda path: original(path) if waited else SimpleNamespace(free=0),
-    )
-    evaluate = trainer.Trainer.evaluate
+    evaluate, waited = trainer.Trainer.evaluate, []
+
+    def disk_usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=10**12 if waited else 0)
+
+    monkeypatch.setattr(commit.shutil, "disk_usage", disk_usage)
 
     def evaluate_and_wait(self: trainer.Trainer) -> bool:
         whole = evaluate(self)
@@ -424,9 +389,8 @@ def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypa
     monkeypatch.setattr(trainer.Trainer, "evaluate", evaluate_and_wait)
     run = train(recipe_of(corpus, tmp_path / "run", **{"train.steps": 3, "eval.every": 3}))
     assert waited == [False]
-    saves = [
-        (e["event"], e["step"]) for e in run.events if e["event"] in ("save_failed", "checkpoint")
-    ]
+    names = ("save_failed", "checkpoint")
+    saves = [(e["event"], e["step"]) for e in run.events if e["event"] in names]
     assert saves == [("save_failed", 3), ("checkpoint", 3)]
     assert run.state == "finished"
     assert open_checkpoint(run.checkpoints_dir / "step-00000003").step == 3

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from small_runs import WSD, corpus, curve, failed, recipe_of, settings, stopped, untouched
 
-from helpers import best_step, kept, refused
+from helpers import best_step, kept, refused, wait_for
 from windlass import train
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.retention import Lineage, write_lineage
@@ -26,19 +25,14 @@ from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon, Recipe
 from windlass.reports.view import RunView
 from windlass.run import Run, read_lines
-from windlass.training import setup, trainer
-from windlass.training.start import (
-    acquire_run_lock,
-    is_restart,
-    job_id,
-    rename_old_run,
-    resolve_start,
-)
+from windlass.training import setup, start, trainer
+from windlass.training.start import is_restart, job_id, resolve_start
 
 __all__ = ["corpus"]
 
-KEEP_ALL = {"checkpoint.keep_last": 10}
+KEEP_ALL = {"checkpoint.keep_last": 20}
 KEEP_ONE = {"checkpoint.keep_last": 1, "checkpoint.keep_best": False}
+BOUNDED = {"eval.batches": 1, "data.val_fraction": 0.3}
 FLAT = {"optim.schedule.kind": "constant"}
 # A rank that is killed after step 8 of its first attempt, and a training that waits after step 2
 # for a file.
@@ -76,12 +70,14 @@ def same(one: Run, other: Run, step: int) -> bool:
 
 
 def starts(run: Run) -> list[tuple[str, int]]:
-    lines = [
-        line
-        for line in read_lines(run.metrics_path)
-        if line.get("event") in ("started", "resumed", "branched")
-    ]
-    return [(line["event"], line["step"]) for line in lines]
+    names, lines = ("started", "resumed", "branched"), read_lines(run.metrics_path)
+    return [(line["event"], line["step"]) for line in lines if line.get("event") in names]
+
+
+def rates(recipe: Recipe, schedule_steps: int) -> list[float]:
+    """The learning rates of 20 steps."""
+    schedule, horizon = recipe.optim.schedule, Horizon(schedule_steps, 44, 8)
+    return [recipe.optim.lr * lr_multiplier(schedule, horizon, step) for step in range(20)]
 
 
 def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monkeypatch):
@@ -133,17 +129,12 @@ def test_each_multiple_of_keep_every_is_saved_and_stops_have_a_quota(corpus, tmp
 
 
 def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path):
-    recipe = recipe_of(
-        corpus, tmp_path / "run", **{"optim.schedule.decay": 4, "checkpoint.keep_last": 20}
-    )
+    recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL, **{"optim.schedule.decay": 4})
     train(recipe)
     longer = train(recipe, extend_to=20)
     extended = [(e["step"], e["extended_from"]) for e in longer.events if e.get("extended_from")]
     assert extended == [(6, 12)], "the decay began at step 8"
-    rates = [lr_multiplier(recipe.optim.schedule, Horizon(20, 44, 8), step) for step in range(20)]
-    assert [line["lr"] for line in longer.lines("train")] == [
-        recipe.optim.lr * rate for rate in rates
-    ]
+    assert [line["lr"] for line in longer.lines("train")] == rates(recipe, 20)
     assert curve(longer) == curve(untouched(recipe, "train.steps=20"))
     with pytest.raises(UserError):
         train(recipe)
@@ -155,17 +146,15 @@ def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_pa
     """So the extension resumes from the newest checkpoint, and is bit for bit the run that was as
     long from the start.
     """
-    own = {"optim.schedule.steps": 16, "optim.schedule.kind": kind, "checkpoint.keep_last": 20}
+    own = {"optim.schedule.steps": 16, "optim.schedule.kind": kind}
     recipe = recipe_of(corpus, tmp_path / "run", **WSD | own)
     train(recipe)
     longer = train(recipe, extend_to=20)
     assert starts(longer)[1:] == [("resumed", 12)]
     assert same(longer, untouched(recipe, "train.steps=20"), 20)
-    rates = [lr_multiplier(recipe.optim.schedule, Horizon(16, 44, 8), step) for step in range(20)]
-    assert [line["lr"] for line in longer.lines("train")] == [
-        recipe.optim.lr * rate for rate in rates
-    ]
-    assert rates[16:] == [0.0] * 4, "past its end"
+    expected = rates(recipe, 16)
+    assert [line["lr"] for line in longer.lines("train")] == expected
+    assert expected[16:] == [0.0] * 4, "past its end"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +165,7 @@ def test_a_length_in_epochs_is_extended_in_steps_or_epochs(
     corpus, tmp_path, monkeypatch, length, longer
 ):
     """48 samples an epoch, 8 a step: 2 epochs are 12 steps, 3 are 18."""
-    own = {"optim.schedule.steps": 16, "checkpoint.keep_last": 20, "train.steps": length}
+    own = {"optim.schedule.steps": 16, "train.steps": length}
     recipe = recipe_of(corpus, tmp_path / "run", **WSD | own)
     train(recipe)
     assert resolve_start(recipe).finished
@@ -198,9 +187,7 @@ def test_a_length_in_epochs_is_extended_in_steps_or_epochs(
 
 
 def test_a_branch_from_the_best_checkpoint(corpus, tmp_path):
-    recipe = recipe_of(
-        corpus, tmp_path / "run", **{"checkpoint.keep_last": 20, "checkpoint.every": 4}
-    )
+    recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL, **{"checkpoint.every": 4})
     origin = train(recipe)
     best = best_step(origin)
     assert best in (4, 8), "not the newest"
@@ -211,9 +198,8 @@ def test_a_branch_from_the_best_checkpoint(corpus, tmp_path):
     assert [x["step"] for x in run.lines("train")] == [best + 1]
     assert starts(run) == [("branched", best)]
     again = train(branch, branch_from=f"{origin.path}@best")
-    assert [x["step"] for x in again.lines("train")] == list(range(best + 1, 15)), (
-        "the same command resumes"
-    )
+    # the same command resumes
+    assert [x["step"] for x in again.lines("train")] == list(range(best + 1, 15))
 
 
 def test_a_run_resumed_from_an_earlier_step_stays_on_its_new_lineage(corpus, tmp_path):
@@ -267,17 +253,13 @@ def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(
 
 @pytest.mark.parametrize(("first", "second"), [("adamw", "muon"), ("muon", "adamw")])
 def test_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, capsys, first, second):
-    origin = train(
-        recipe_of(corpus, tmp_path / "origin", **{"optim.kind": f"'{first}'", "train.steps": 6})
-    )
-    recipe = recipe_of(
-        corpus, tmp_path / "branch", **{"optim.kind": f"'{second}'", "train.steps": 8}
-    )
+    kind = "optim.kind"
+    origin = train(recipe_of(corpus, tmp_path / "origin", **{kind: first, "train.steps": 6}))
+    recipe = recipe_of(corpus, tmp_path / "branch", **{kind: second, "train.steps": 8})
     failed(recipe, branch_from=f"{origin.path}@3")
     run = train(recipe)
-    notes = [
-        line for line in "".join(capsys.readouterr()).splitlines() if "optimizer state" in line
-    ]
+    shown = "".join(capsys.readouterr())
+    notes = [line for line in shown.splitlines() if "optimizer state" in line]
     assert len(notes) == 2 and all(first in note and second in note for note in notes)
     saved = open_checkpoint(run.path / "checkpoints" / "step-00000008")
     assert saved.tensor(next(n for n in saved.names("optim/") if n.endswith("/step"))).item() == 5
@@ -297,9 +279,8 @@ def test_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, cap
 )
 def test_a_restart_resumes_from_the_latest_checkpoint(corpus, tmp_path, what, how):
     """Whatever the command says of the start: that was done by the first attempt."""
-    overrides = settings(
-        corpus, tmp_path / "run", **KEEP_ALL, **FLAT, **{"checkpoint.background": "false"}
-    )
+    more = KEEP_ALL | FLAT | {"checkpoint.background": "false"}
+    overrides = settings(corpus, tmp_path / "run", **more)
     recipe = Recipe.load("quickstart", overrides)
     options: dict[str, object] = {"fresh": True} if what != "resume" else {}
     if how != "never":  # there is an old run
@@ -313,17 +294,14 @@ def test_a_restart_resumes_from_the_latest_checkpoint(corpus, tmp_path, what, ho
         path = tmp_path / "origin" / "checkpoints" / "step-00000003"
         overrides.append(f"checkpoint.resume='{path if how == 'path' else how}'")
     best = best_step(tmp_path / "run") if (tmp_path / "run").is_dir() else None
-    assert (
-        launch([sys.executable, "-c", AGAIN, json.dumps(options), *overrides], 1, max_restarts=1)
-        == 0
-    )
+    words = [sys.executable, "-c", AGAIN, json.dumps(options), *overrides]
+    assert launch(words, 1, max_restarts=1) == 0
     run = Run(tmp_path / "run")
     first, again = starts(run)[-2:]
     assert first[1] == {"never": 0, "": 0, "best": best}.get(how, 3) and again == ("resumed", 6)
     assert run.state == "finished" and run.lines("train")[-1]["step"] == 12
-    assert sorted(p.name for p in tmp_path.glob("run*")) == (
-        ["run", "run.old-1"] if "fresh" in options else ["run"]
-    )
+    expected = ["run", "run.old-1"] if "fresh" in options else ["run"]
+    assert sorted(p.name for p in tmp_path.glob("run*")) == expected
 
 
 def test_a_requeued_slurm_job_resumes_and_another_job_does_as_it_is_told(
@@ -343,13 +321,8 @@ def test_a_requeued_slurm_job_resumes_and_another_job_does_as_it_is_told(
 
 
 def test_a_restart_by_torchrun_is_one_of_the_same_job(tmp_path):
-    first = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "h",
-        "MASTER_PORT": "1",
-        "TORCHELASTIC_RUN_ID": "a",
-    }
+    first = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    first["TORCHELASTIC_RUN_ID"] = "a"
     run, again = Run(tmp_path), first | {"TORCHELASTIC_RESTART_COUNT": "1"}
     assert not is_restart(run, again), "nothing was begun yet"
     write_lineage(tmp_path, Lineage(job=job_id(first)), Files())
@@ -364,14 +337,13 @@ def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):
     overrides, go = settings(corpus, tmp_path / "run", **{"train.steps": 4}), tmp_path / "go"
     living = subprocess.Popen([sys.executable, "-c", HOLD, str(go), *overrides])
     try:
-        run, end = Run(tmp_path / "run"), time.monotonic() + 90
-        while not run.lines("train") and time.monotonic() < end and living.poll() is None:
-            time.sleep(0.05)
+        run = Run(tmp_path / "run")
+        wait_for(lambda: run.lines("train") or living.poll() is not None, 90)
         run.heartbeat_path.unlink()  # its lock alone tells
         assert run.alive and run.state == "running"
-        monkeypatch.setattr(setup, "rename_old_run", lambda path: rename_old_run(path, seconds=0.2))
+        monkeypatch.setattr(start, "LOCK_WAIT_SECONDS", 0.2)
         with refused(str(living.pid)):
-            acquire_run_lock(run.path, seconds=0.2)
+            start.acquire_run_lock(run.path)
         with refused(str(living.pid)):
             train(Recipe.load("quickstart", overrides), fresh=True)
         assert sorted(p.name for p in tmp_path.glob("run*")) == ["run"]
@@ -418,37 +390,27 @@ def test_a_new_run_cannot_resume_from_what_it_will_not_have(tmp_path, fresh, res
         (run / "recipe.toml").write_text(recipe.toml())
     with refused("checkpoint.resume", resume):
         resolve_start(recipe, fresh=fresh)
-    assert [p.name for p in tmp_path.iterdir()] == (["run"] if fresh else []), (
-        "nothing was set aside"
-    )
+    # nothing was renamed
+    assert [p.name for p in tmp_path.iterdir()] == ["run"] * fresh
 
 
 def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tmp_path):
     """Evaluations of 8 and of all samples are on one curve: the best is one of those that compare
     with the last.
     """
-    values = {
-        "eval.every": 2,
-        "eval.batches": 1,
-        "data.val_fraction": 0.3,
-        "data.dir": f"'{tmp_path / 'data'}'",
-    }
-    recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL | values)
+    values = {"eval.every": 2, "data.dir": f"'{tmp_path / 'data'}'"}
+    recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL | BOUNDED | values)
     stopped(recipe, 7)
     changed = ("eval.batches=0", "telemetry.every=3", "checkpoint.resume=6")
     run = train(recipe.replace(*changed, "data.workers=1"))
     events = [(e["step"], e["settings"]) for e in run.events if e["event"] == "settings_changed"]
-    assert events == [
-        (6, {"data.workers": [0, 1], "eval.batches": [1, 0], "telemetry.every": [1, 3]})
-    ]
-    assert (run.recipe.eval.batches, run.recipe.telemetry.every) == (
-        0,
-        3,
-    ) and run.recipe.checkpoint.resume == "latest"
+    changes = {"data.workers": [0, 1], "eval.batches": [1, 0], "telemetry.every": [1, 3]}
+    assert events == [(6, changes)]
+    assert (run.recipe.eval.batches, run.recipe.telemetry.every) == (0, 3)
+    assert run.recipe.checkpoint.resume == "latest"
     losses = {line["step"]: (line["samples"], line["loss"]) for line in run.lines("eval")}
-    assert [losses[step][0] for step in (0, 2, 4, 6)] == [8] * 4, (
-        "of step 6 there is an evaluation already"
-    )
+    # step 6 was evaluated before the stop
+    assert [losses[step][0] for step in (0, 2, 4, 6)] == [8] * 4
     after = {step: loss for step, (samples, loss) in losses.items() if samples > 8}
     assert set(after) == {8, 10, 12} and best_step(run) == min(after, key=lambda step: after[step])
     assert run.summary["best_step"] == best_step(run)
@@ -457,9 +419,8 @@ def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tm
     assert seen.values["best_eval_loss"] == min(after.values())
     assert [r.what for r in seen.restarts] == ["settings changed"]
     assert "eval.batches 1 -> 0 after step 6" in seen.values["changed"]
-    assert train(run.recipe).state == "finished" and len(Run(run.path).events) == len(run.events), (
-        "the same settings"
-    )
+    # the same settings
+    assert train(run.recipe).state == "finished" and len(Run(run.path).events) == len(run.events)
 
 
 def test_an_extension_takes_the_other_settings_along(corpus, tmp_path):
@@ -478,23 +439,15 @@ def test_an_extension_takes_the_other_settings_along(corpus, tmp_path):
 
 
 def test_evaluations_are_bounded_and_the_last_one_also_measures_all_data(corpus, tmp_path, capsys):
-    more = {
-        "eval.every": 6,
-        "eval.batches": 1,
-        "data.val_fraction": 0.3,
-        "data.dir": f"'{tmp_path / 'data'}'",
-    }
+    more = BOUNDED | {"eval.every": 6, "data.dir": f"'{tmp_path / 'data'}'"}
     bounded = train(recipe_of(corpus, tmp_path / "bounded", **more))
     whole = train(recipe_of(corpus, tmp_path / "whole", **more | {"eval.batches": 0}))
     first, middle, last = bounded.lines("eval")
     of_all = whole.lines("eval")[-1]
     assert [line["samples"] for line in (first, middle, last)] == [8] * 3 and of_all["samples"] > 8
     assert not any("full_loss" in line for line in (first, middle, *whole.lines("eval")))
-    fields = ("perplexity", "tokens", "samples", "bits_per_byte")
-    assert [last[f"full_{key}"] for key in fields] == pytest.approx(
-        [of_all[key] for key in fields], rel=1e-12
-    )
-    assert last["full_loss"] == pytest.approx(of_all["loss"], rel=1e-12)
+    for key in ("loss", "perplexity", "tokens", "samples", "bits_per_byte"):
+        assert last[f"full_{key}"] == pytest.approx(of_all[key], rel=1e-12), key
     assert last["loss"] != last["full_loss"]
     assert bounded.summary["best_eval_loss"] == min(line["loss"] for line in (first, middle, last))
     seen = RunView(bounded).values
