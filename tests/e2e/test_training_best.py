@@ -3,12 +3,11 @@
 import json
 import random
 import shutil
-import sys
 
 import pytest
 from small_runs import corpus, curve, recipe_of, stopped
 
-from helpers import best_step, refused
+from helpers import best_step, command, refused
 from windlass import train
 from windlass.checkpoint.load import find_checkpoint, list_checkpoints
 from windlass.launch.local import launch
@@ -26,15 +25,10 @@ def by_accuracy(corpus, tmp_path_factory):
     """Makes a recipe with HellaSwag items of made-up words: the accuracy goes up and down while the
     loss falls.
     """
-    draw, words = random.Random(3), (corpus / "text.txt").read_text().split()
-    items = [
-        {
-            "ctx": draw.choice(words),
-            "endings": [draw.choice(words) for _ in range(4)],
-            "label": draw.randrange(4),
-        }
-        for _ in range(24)
-    ]
+    draw, words, items = random.Random(3), (corpus / "text.txt").read_text().split(), []
+    for _ in range(24):
+        context, *endings = (draw.choice(words) for _ in range(5))
+        items.append({"ctx": context, "endings": endings, "label": draw.randrange(4)})
     file = tmp_path_factory.mktemp("items") / "items.jsonl"
     file.write_text("\n".join(map(json.dumps, items)))
     values = {
@@ -73,15 +67,12 @@ def test_the_first_step_with_the_highest_accuracy_is_saved_and_named(whole):
     assert 1 < best < 11 and best % 3 and best != lowest_loss, "else this would show nothing"
     listed = list_checkpoints(whole.path)
     assert best_step(whole) == best and listed.measure == MEASURE
-    assert {c.step: c.scores[MEASURE] for c in listed.checkpoints} == {
-        step: scores[step] for step in (best, 12)
-    }
+    listed_scores = {c.step: c.scores[MEASURE] for c in listed.checkpoints}
+    assert listed_scores == {step: scores[step] for step in (best, 12)}
     assert find_checkpoint(f"{whole.path}@best").step == best
-    summary = whole.summary
-    assert summary["best_measure"] == MEASURE
-    assert summary["best_score"] == scores[best]
-    assert summary["best_step"] == best
-    assert summary["best_eval_loss"] == min(losses(whole).values())
+    expected = {"best_measure": MEASURE, "best_score": scores[best], "best_step": best}
+    expected["best_eval_loss"] = min(losses(whole).values())
+    assert whole.summary.items() >= expected.items()
 
 
 def test_a_stop_changes_nothing_of_it(by_accuracy, whole, tmp_path):
@@ -140,22 +131,14 @@ def test_a_run_ends_early_by_any_measure_and_does_not_start_again(by_accuracy, w
     assert resolve_start(recipe).finished and "0, continues" in resolve_start(recipe).why_finished
     assert [(row.state, row.step) for row in overview(run.path)] == [("ended early", end)]
     assert RunView(run).values["ended_early"] == ended[0]["reason"]
-    assert curve(train(recipe.replace("train.early_stop=0"))) == curve(whole), (
-        "it continues, as if it never had"
-    )
+    # it continues, as if it had never ended
+    assert curve(train(recipe.replace("train.early_stop=0"))) == curve(whole)
 
 
 def test_the_last_evaluation_of_a_run_that_ends_early_measures_all_data(corpus, tmp_path):
-    values = {
-        "eval.every": 2,
-        "eval.batches": 1,
-        "train.early_stop": 2,
-        "optim.lr": 1e-30,
-        "data.val_fraction": 0.3,
-    }
-    run = train(
-        recipe_of(corpus, tmp_path / "run", **values, **{"data.dir": f"'{tmp_path / 'data'}'"})
-    )
+    values = {"eval.every": 2, "eval.batches": 1, "train.early_stop": 2, "optim.lr": 1e-30}
+    values |= {"data.val_fraction": 0.3, "data.dir": f"'{tmp_path / 'data'}'"}
+    run = train(recipe_of(corpus, tmp_path / "run", **values))
     # weights do not move: no evaluation is better than the one before training
     lines = run.lines("eval")
     assert [(x["step"], "full_loss" in x) for x in lines] == [(0, False), (2, False), (4, True)]
@@ -170,8 +153,6 @@ def test_the_last_evaluation_of_a_run_that_ends_early_measures_all_data(corpus, 
 def test_two_ranks_end_early_at_the_same_step(by_accuracy, whole, tmp_path):
     recipe = by_accuracy(tmp_path / "run", **{"train.early_stop": 3, "train.micro_batch": 4})
     (tmp_path / "recipe.toml").write_text(recipe.toml())
-    assert (
-        launch([sys.executable, "-m", "windlass", "train", str(tmp_path / "recipe.toml")], 2) == 0
-    )
+    assert launch(command("train", tmp_path / "recipe.toml"), 2) == 0
     run = Run(tmp_path / "run")
     assert run.state == "finished" and run.events[-1]["step"] == last_useful(accuracies(run), 3)

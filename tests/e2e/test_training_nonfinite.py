@@ -3,13 +3,14 @@
 import json
 import sys
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from small_runs import corpus, recipe_of, settings, stopped, trainers
+from small_runs import corpus, recipe_of, settings, stopped
 
 from helpers import each_step, refused
-from windlass import Callback, train
+from windlass import train
 from windlass.checkpoint.load import open_checkpoint
 from windlass.errors import RunFailed
 from windlass.launch.local import launch
@@ -18,28 +19,28 @@ from windlass.run import Run
 from windlass.training import setup, state, trainer
 from windlass.training.state import SCALE_START
 
-__all__ = ["corpus", "trainers"]
+__all__ = ["corpus"]
 
 NAN, JUMP = float("nan"), -40.0  # factors of the weights: with the second the loss jumps up
+REWIND = {"train.on_nonfinite": "rewind"}
 SPIKES = {"train.steps": 60, "train.spike_sigmas": 50.0}
 
 
 @pytest.fixture
-def spoil(trainers):
+def spoil():
     """A callback that multiplies the weights after a step, once or each time."""
 
     def after(step: int, factor: float, once: bool = True):
         done: list[int] = []
 
-        class AtStep(Callback):
-            def on_step(self, now: Any) -> None:
-                if now.step == step and not (once and done):
-                    done.append(now.step)
-                    with torch.no_grad():
-                        for parameter in trainers[-1].model.parameters():
-                            parameter.mul_(factor)
+        def multiply(now: Any) -> None:
+            if now.step == step and not (once and done):
+                done.append(now.step)
+                with torch.no_grad():
+                    for parameter in now.model.parameters():
+                        parameter.mul_(factor)
 
-        return AtStep()
+        return each_step(multiply)
 
     return after
 
@@ -50,9 +51,8 @@ def events(run: Run, event: str, field: str) -> list[tuple]:
 
 def test_a_nonfinite_step_stops_the_run_with_step_and_rank(corpus, tmp_path, spoil):
     recipe, run = recipe_of(corpus, tmp_path / "run"), Run(tmp_path / "run")
-    with refused(
-        "step 8:", "loss not finite on rank 0", "optim.lr", "train.on_nonfinite", error=RunFailed
-    ):
+    words = ("step 8:", "loss not finite on rank 0", "optim.lr", "train.on_nonfinite")
+    with refused(*words, error=RunFailed):
         train(recipe, callbacks=[spoil(7, NAN)])
     assert run.state == "failed"
     assert ["step 8" in reason for _, reason in events(run, "failed", "reason")] == [True]
@@ -64,19 +64,15 @@ def test_bad_step_that_is_only_seen_later_is_in_no_checkpoint(corpus, tmp_path, 
     looks before it saves.
     """
     monkeypatch.setattr(trainer, "check_is_deferred", lambda *_: True)
+    recipe = recipe_of(corpus, tmp_path / "run", **{"telemetry.every": 100, "eval.every": 0})
     with refused("step 5:", "loss not finite", error=RunFailed):
-        train(
-            recipe_of(corpus, tmp_path / "run", **{"telemetry.every": 100, "eval.every": 0}),
-            callbacks=[spoil(4, NAN)],
-        )
+        train(recipe, callbacks=[spoil(4, NAN)])
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000003"]
 
 
 def test_rewind_goes_back_and_leaves_the_samples_out(corpus, tmp_path, spoil):
-    run = train(
-        recipe_of(corpus, tmp_path / "run", **{"train.on_nonfinite": "rewind"}),
-        callbacks=[spoil(7, NAN)],
-    )
+    recipe = recipe_of(corpus, tmp_path / "run", **REWIND)
+    run = train(recipe, callbacks=[spoil(7, NAN)])
     assert events(run, "rewound", "left_out") == [(6, [48, 64])]
     assert [line["step"] for line in run.lines("train")] == list(range(1, 13))
     saved = json.loads((run.checkpoints_dir / "step-00000012" / "state.json").read_text())
@@ -84,19 +80,18 @@ def test_rewind_goes_back_and_leaves_the_samples_out(corpus, tmp_path, spoil):
 
 
 def test_a_rewind_that_does_not_help_ends(corpus, tmp_path, spoil):
-    recipe = recipe_of(
-        corpus, tmp_path / "run", **{"train.on_nonfinite": "rewind", "train.steps": 5}
-    )
-    with refused(
-        "returned to step 3 3 times", "checkpoint.resume=STEP", "optim.lr", error=RunFailed
-    ):
+    recipe = recipe_of(corpus, tmp_path / "run", **REWIND, **{"train.steps": 5})
+    words = ("returned to step 3 3 times", "checkpoint.resume=STEP", "optim.lr")
+    with refused(*words, error=RunFailed):
         train(recipe, callbacks=[spoil(4, NAN, once=False)])
 
 
 def test_rewind_before_first_save_of_lineage_goes_back_to_its_start(corpus, tmp_path, spoil):
     """The newest commit in the directory is one of the lineage that was left."""
-    more = {"checkpoint.keep_last": 10, "train.on_nonfinite": "rewind"}
-    recipe, steps = recipe_of(corpus, tmp_path / "run", **more), []
+    recipe, steps = (
+        recipe_of(corpus, tmp_path / "run", **REWIND, **{"checkpoint.keep_last": 10}),
+        [],
+    )
     stopped(recipe, 9)
     back = recipe.replace("checkpoint.resume='3'")
     callbacks = [each_step(lambda now: steps.append(now.step)), spoil(4, NAN)]
@@ -107,12 +102,8 @@ def test_rewind_before_first_save_of_lineage_goes_back_to_its_start(corpus, tmp_
 
 def test_skips_are_counted_and_many_in_a_row_stop(corpus, tmp_path, spoil):
     """A value that is not finite does not measure spikes and does not prevent a save."""
-    more = {
-        "train.on_spike": "skip",
-        "train.on_nonfinite": "skip",
-        "train.max_skips": 3,
-        "checkpoint.every": 1,
-    }
+    more = {"train.on_spike": "skip", "train.on_nonfinite": "skip"}
+    more |= {"train.max_skips": 3, "checkpoint.every": 1}
     with refused("3 updates in a row", "train.max_skips", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run", **more), callbacks=[spoil(7, NAN)])
     run = Run(tmp_path / "run")
@@ -123,17 +114,14 @@ def test_skips_are_counted_and_many_in_a_row_stop(corpus, tmp_path, spoil):
 
 
 def test_a_loss_spike_stops_the_run_or_rewinds_it(corpus, tmp_path, spoil):
-    recipe = recipe_of(
-        corpus, tmp_path / "run", **SPIKES | {"train.on_spike": "stop", "telemetry.every": 7}
-    )
+    more = SPIKES | {"train.on_spike": "stop", "telemetry.every": 7}
+    recipe = recipe_of(corpus, tmp_path / "run", **more)
     with refused("step 32:", "spike", "train.on_spike", error=RunFailed):
         train(recipe, callbacks=[spoil(31, JUMP)])
-    back = recipe.replace(
-        "train.on_spike=rewind", "train.steps=40", f"run.dir='{tmp_path / 'back'}'"
-    )
-    assert [
-        step for step, _ in events(train(back, callbacks=[spoil(31, JUMP)]), "rewound", "reason")
-    ] == [30]
+    place = f"run.dir='{tmp_path / 'back'}'"
+    back = recipe.replace("train.on_spike=rewind", "train.steps=40", place)
+    run = train(back, callbacks=[spoil(31, JUMP)])
+    assert [step for step, _ in events(run, "rewound", "reason")] == [30]
 
 
 def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, spoil):
@@ -143,12 +131,8 @@ def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, spoil):
     more = SPIKES | {"train.on_spike": "skip", "train.max_skips": 4}
     with refused("4 updates in a row", "train.spike_sigmas", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run", **more), callbacks=[spoil(31, JUMP)])
-    assert events(Run(tmp_path / "run"), "spike", "in_a_row") == [
-        (32, 1),
-        (33, 2),
-        (34, 3),
-        (35, 4),
-    ]
+    spikes = [(32, 1), (33, 2), (34, 3), (35, 4)]
+    assert events(Run(tmp_path / "run"), "spike", "in_a_row") == spikes
 
 
 def test_fp16_trains_on_a_cpu(corpus, tmp_path):
@@ -169,20 +153,15 @@ def test_a_resume_in_another_precision_is_noted_and_scales_from_the_start(
     recipe, run = recipe_of(corpus, tmp_path / "run", **more), Run(tmp_path / "run")
     for steps, precision in ((6, before), (7, after), (12, before)):
         for module in (setup, parallelize):
-            monkeypatch.setattr(
-                module, "resolve_precision", lambda *_, precision=precision: precision
-            )
+            monkeypatch.setattr(module, "resolve_precision", Mock(return_value=precision))
         train(recipe, stop_at=steps)
     saved = {path.name: open_checkpoint(path) for path in run.checkpoints_dir.glob("step-*")}
     assert [saved[f"step-{n:08d}"].meta["precision"] for n in (6, 7, 12)] == [before, after, before]
     assert saved["step-00000007"].counters["loss_scale"] == (scale or 0)
     scales = {line["step"]: line.get("loss_scale") for line in run.lines("train")}
     assert scales[7] == scale and scales[8] == (SCALE_START if before == "fp16" else None)
-    notes = [
-        line
-        for line in run.log_path.read_text().splitlines()
-        if "warning" in line and "train.precision" in line
-    ]
+    shown = run.log_path.read_text().splitlines()
+    notes = [line for line in shown if "warning" in line and "train.precision" in line]
     assert [(before in note, after in note) for note in notes] == [(True, True)] * 2
 
 
@@ -212,14 +191,13 @@ Path(recipe.run_dir, f"calls-{rank}").write_text(json.dumps(calls))
 
 @pytest.mark.dist
 def test_every_rank_verifies_its_share_before_a_rewind(corpus, tmp_path):
-    more = {"train.on_nonfinite": "rewind", "eval.every": 0, "checkpoint.background": "false"}
+    more = REWIND | {"eval.every": 0, "checkpoint.background": "false"}
     words = [sys.executable, "-c", REWINDS, *settings(corpus, tmp_path / "run", **more)]
     assert launch(words, 2) == 0
     run = Run(tmp_path / "run")
     for rank in (0, 1):
-        assert json.loads((run.path / f"calls-{rank}").read_text()) == [
-            [step, rank, 2] for step in (6, 3)
-        ]
+        calls = json.loads((run.path / f"calls-{rank}").read_text())
+        assert calls == [[step, rank, 2] for step in (6, 3)]
     assert [step for step, _ in events(run, "rewound", "reason")] == [3]
     assert (run.checkpoints_dir / "bad-step-00000006").is_dir()
     assert [line["step"] for line in run.lines("train")] == list(range(1, 13))

@@ -49,25 +49,23 @@ def untied(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("broken", ["master weights", "ties", "norm"])
-def test_a_run_that_is_wrong_from_the_start_makes_no_step(corpus, tmp_path, monkeypatch, broken):
+@pytest.mark.parametrize(
+    ("broken", "word"),
+    [
+        ("master weights", "torch.float32"),
+        ("ties", "embedding.weight and head.weight"),
+        ("norm", "gradient norm"),
+    ],
+)
+def test_run_that_is_wrong_from_the_start_makes_no_step(
+    corpus, tmp_path, monkeypatch, broken, word
+):
     parallelize, norm = setup.parallelize, collectives.global_grad_norm
-    owner, name, wrong, word = {
-        "master weights": (
-            setup,
-            "parallelize",
-            lambda *a: parallelize(*a).bfloat16(),
-            "torch.float32",
-        ),
-        "ties": (
-            setup,
-            "parallelize",
-            lambda *a: untied(parallelize(*a)),
-            "embedding.weight and head.weight",
-        ),
-        "norm": (collectives, "global_grad_norm", lambda *a: norm(*a) * 1.001, "gradient norm"),
-    }[broken]
-    monkeypatch.setattr(owner, name, wrong)
+    if broken == "norm":
+        monkeypatch.setattr(collectives, "global_grad_norm", lambda *a: norm(*a) * 1.001)
+    else:
+        spoil = untied if broken == "ties" else nn.Module.bfloat16
+        monkeypatch.setattr(setup, "parallelize", lambda *a: spoil(parallelize(*a)))
     with refused(word, "train.startup_checks", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run"), Tied())
     run = Run(tmp_path / "run")
@@ -80,22 +78,17 @@ def test_a_disk_too_small_for_what_is_kept_is_warned_of_and_one_with_room_is_not
     corpus, tmp_path, monkeypatch, capsys
 ):
     """Room for two checkpoints, where three are kept and the next one is written beside them."""
-    wanted = {
-        "train.steps": 4,
-        "checkpoint.every": 1,
-        "checkpoint.keep_last": 3,
-        "checkpoint.keep_best": "false",
-    }
+    wanted = {"train.steps": 4, "checkpoint.every": 1}
+    wanted |= {"checkpoint.keep_last": 3, "checkpoint.keep_best": "false"}
     first = train(recipe_of(corpus, tmp_path / "roomy", **wanted))
     assert "the run needs" not in "".join(capsys.readouterr())
     size = max(e["bytes"] for e in first.events if e["event"] == "checkpoint")
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * size + RESERVE_BYTES)
-    )
+    free = 2 * size + RESERVE_BYTES
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     run = train(recipe_of(corpus, tmp_path / "tight", **wanted))
     output = " ".join("".join(capsys.readouterr()).split())
     assert output.count("the run needs") == 1
-    assert f"and {format_bytes(2 * size + RESERVE_BYTES)} are free" in output
+    assert f"and {format_bytes(free)} are free" in output
     assert output.index("the run needs") < output.index(" 1/4")
     assert run.state == "finished" and len(run.lines("train")) == 4
 
@@ -104,10 +97,8 @@ def test_the_first_loss_is_held_against_guessing():
     """No module of 512 tokens starts at 25.9 with its own tokenizer; a trained one starts below ln
     512 = 6.24.
     """
-    assert all(
-        word in check_first_loss(25.9, 512, fresh=False)
-        for word in ("25.9", "6.238", "data.tokenizer")
-    )
+    text = check_first_loss(25.9, 512, fresh=False)
+    assert all(word in text for word in ("25.9", "6.238", "data.tokenizer"))
     # 0: every label was masked; NaN has a message of its own
     for loss in (6.3, 9.0, 1.2, 0.01, 0.0, math.nan):
         assert check_first_loss(loss, 512, fresh=False) == ""
@@ -117,11 +108,8 @@ def test_the_first_loss_is_held_against_guessing():
 
 
 def test_a_suspicious_first_loss_is_said_and_stays_in_the_run(corpus, tmp_path, capsys):
-    recipe = recipe_of(
-        corpus,
-        tmp_path / "run",
-        **{"train.steps": 1, "model.init_std": 8, "model.zero_init_output": "false"},
-    )
+    more = {"train.steps": 1, "model.init_std": 8, "model.zero_init_output": "false"}
+    recipe = recipe_of(corpus, tmp_path / "run", **more)
     said = [e["reason"] for e in train(recipe).events if e["event"] == "warning"]
     assert len(said) == 1 and "model.init_std" in said[0] and said[0] in capsys.readouterr().out
     off = train(recipe.replace("train.startup_checks=false", f"run.dir='{tmp_path / 'off'}'"))
@@ -132,9 +120,8 @@ def test_a_suspicious_first_loss_is_said_and_stays_in_the_run(corpus, tmp_path, 
 @pytest.mark.parametrize("launcher", ["by hand", "--world"])
 def test_a_finished_training_writes_its_report_once(tmp_path, launcher):
     """Rank 0 does under a foreign launcher, and with `--world` the process that started the ranks."""
-    recipe = tiny_recipe(
-        write_corpus(tmp_path / "text.txt", words=2000), tmp_path / "run", train__steps=2
-    )
+    text = write_corpus(tmp_path / "text.txt", words=2000)
+    recipe = tiny_recipe(text, tmp_path / "run", train__steps=2)
     (tmp_path / "recipe.toml").write_text(recipe.toml())
     words = ["train", tmp_path / "recipe.toml"]
     if launcher == "--world":
@@ -142,16 +129,8 @@ def test_a_finished_training_writes_its_report_once(tmp_path, launcher):
     else:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
-        numbers = {
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        ranks = [
-            helpers.start(*words, env={**numbers, "RANK": rank, "LOCAL_RANK": rank})
-            for rank in "01"
-        ]
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks = [helpers.start(*words, env=place | {"RANK": rank}) for rank in "01"]
         outputs = [process.communicate(timeout=120)[0] for process in ranks]
         assert [process.returncode for process in ranks] == [0, 0], outputs
     assert [text.count("report: ") for text in outputs] == [1, 0][: len(outputs)]
