@@ -15,7 +15,7 @@ from helpers import tiny_recipe
 from windlass import Recipe, train
 from windlass.cli import main
 from windlass.evaluation.suites import evaluate
-from windlass.evaluation.text import TextSampler, sample
+from windlass.evaluation.text import TextSampler, generate, sample
 
 ITEM = {"ctx": "the cat", "endings": ["sat", "flew", "is blue", "the"], "label": 0}
 
@@ -40,11 +40,8 @@ def test_eval_writes_what_it_measured(run: Path, tmp_path: Path, capsys: Any) ->
     squad = tmp_path / "s.json"
     squad.write_text(json.dumps({"data": [{"title": "t", "paragraphs": [paragraph]}]}))
     (tmp_path / "h.jsonl").write_text(json.dumps(ITEM) + "\n")
-    files = (
-        f"eval.hellaswag_file={tmp_path / 'h.jsonl'}",
-        f"eval.squad_file={squad}",
-        "eval.squad_items=2",
-    )
+    items = f"eval.hellaswag_file={tmp_path / 'h.jsonl'}"
+    files = (items, f"eval.squad_file={squad}", "eval.squad_items=2")
     assert typed("eval", run, "--suite", "loss,hellaswag,squad", *files, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown == json.loads((run / "eval" / "step-00000012.json").read_text())
@@ -73,17 +70,12 @@ def test_results_tell_what_they_were_measured_on(run: Path, tmp_path: Path) -> N
 
     first = record("eval.hellaswag_items=2")
     assert first["results"]["hellaswag"]["items"] == 2
-    assert first["measured"]["hellaswag"]["files"] == {
-        str(file): hashlib.sha256(file.read_bytes()).hexdigest()
-    }
-    settings = {
-        "train.precision": "fp32",
-        "eval.hellaswag_file": str(file),
-        "eval.hellaswag_items": 2,
-    }
-    assert first["measured"]["hellaswag"]["settings"].items() >= settings.items()
+    measured = first["measured"]["hellaswag"]
+    assert measured["files"] == {str(file): hashlib.sha256(file.read_bytes()).hexdigest()}
+    settings = {"eval.hellaswag_file": str(file), "eval.hellaswag_items": 2}
+    assert measured["settings"].items() >= (settings | {"train.precision": "fp32"}).items()
     # a suite measured again replaces its scores, the others stay
-    whole, both = (record(), record(suite="loss"))
+    whole, both = record(), record(suite="loss")
     assert whole["results"]["hellaswag"]["items"] == 3
     assert both["results"]["hellaswag"] == whole["results"]["hellaswag"]
     assert len(both["measured"]["loss"]["data"]) >= 12
@@ -111,24 +103,12 @@ def test_a_conversation_remembers_its_turns(run: Path, capsys: Any, monkeypatch:
     assert [m["role"] for m in sampler.messages] == ["user", "assistant"] * 2
     assert [m["content"] for m in sampler.messages[1::2]] == [answer.strip() for answer in answers]
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\nthe dog\n"))
-    assert typed("sample", run, "--chat", "--max-tokens", "4", "--temperature", "0") == 0
+    chat = ("sample", run, "--chat", "--max-tokens", "4", "--temperature", "0")
+    assert typed(*chat) == 0
     assert capsys.readouterr().out == f"{answers[0]}\n{answers[1]}\n"
     # is not read: a prompt has one answer
     monkeypatch.setattr("sys.stdin", io.StringIO("the dog\n"))
-    assert (
-        typed(
-            "sample",
-            run,
-            "--chat",
-            "--prompt",
-            "the cat",
-            "--max-tokens",
-            "4",
-            "--temperature",
-            "0",
-        )
-        == 0
-    )
+    assert typed(*chat, "--prompt", "the cat") == 0
     assert capsys.readouterr().out == f"{answers[0]}\n"
 
 
@@ -151,28 +131,14 @@ def test_a_book_is_learned_exported_and_told_alike(tmp_path: Path, data_files: P
 
     from windlass.interop.export import export
 
-    model = {
-        "layers": 3,
-        "heads": 4,
-        "width": 96,
-        "context": 96,
-        "position": "rope",
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "ff_width": 256,
-        "kv_heads": 2,
-        "attn_bias": False,
-        "ff_bias": False,
-    }
-    data = {
-        "source": str(data_files / "gutenberg" / "*.txt"),
-        "dir": str(tmp_path / "data"),
-        "tokenizer": "bpe",
-    }
+    model = {"layers": 3, "heads": 4, "kv_heads": 2, "width": 96, "ff_width": 256, "context": 96}
+    model |= {"position": "rope", "norm": "rmsnorm", "activation": "swiglu"}
+    data = {"source": str(data_files / "gutenberg" / "*.txt"), "dir": str(tmp_path / "data")}
+    data |= {"tokenizer": "bpe", "tokenizer_vocab": 512, "val_fraction": 0.25}
     tree: dict[str, Any] = {
         "preset": "books",
-        "model": model,
-        "data": data | {"tokenizer_vocab": 512, "val_fraction": 0.25},
+        "model": model | {"attn_bias": False, "ff_bias": False},
+        "data": data,
         "train": {"steps": 400, "global_batch": 8},
         "optim": {"lr": 3e-3},
         "eval": {"batches": 8, "every": 200},
@@ -183,13 +149,9 @@ def test_a_book_is_learned_exported_and_told_alike(tmp_path: Path, data_files: P
     assert losses[-1] < 0.75 * losses[0]
     directory = export(str(tmp_path / "run"), tmp_path / "out")
     prompt = "It is a truth"
-    ours = "".join(
-        piece
-        for _, piece in sample(tmp_path / "run", prompt, max_tokens=60, temperature=0, device="cpu")
-    )
+    ours = generate(tmp_path / "run", prompt, device="cpu", max_tokens=60, temperature=0)
     reference = AutoModelForCausalLM.from_pretrained(directory).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    output = reference.generate(
-        **tokenizer(prompt, return_tensors="pt"), max_new_tokens=60, do_sample=False
-    )
+    inputs = tokenizer(prompt, return_tensors="pt")
+    output = reference.generate(**inputs, max_new_tokens=60, do_sample=False)
     assert tokenizer.decode(output[0]) == prompt + ours

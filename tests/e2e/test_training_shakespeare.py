@@ -3,10 +3,10 @@ test-full`.
 """
 
 import math
-import sys
 
 import pytest
 
+from helpers import command
 from windlass import train
 from windlass.launch.local import launch
 from windlass.recipe import Recipe
@@ -29,11 +29,8 @@ def test_the_validation_loss_of_2000_steps(data_files, tmp_path, preset, reaches
     batches: 1.912.
     """
     recipe = Recipe.load(preset, overrides(data_files, tmp_path))
-    train_, steps = recipe.train, 2000
-    assert train_.steps == steps
-    assert train_.global_batch == 12
-    assert recipe.model.context == 64
-    assert recipe.eval.batches == 0
+    assert (recipe.train.steps, recipe.train.global_batch) == (2000, 12)
+    assert (recipe.model.context, recipe.eval.batches) == (64, 0)
     last = train(recipe).lines("eval")[-1]
     assert last["tokens"] == 111_539, "every token of the split that has one before it"
     assert last["loss"] <= reaches
@@ -49,22 +46,14 @@ def test_the_10m_model_learns_alike_on_one_and_on_two_ranks(data_files, tmp_path
     sqrt(384) = 0.39, which costs half its square: 4.25 in the mean, and 4.26, 4.22, 4.29, 4.36 with
     the seeds 1, 2, 3, 1337.
     """
-    short = (
-        "train.steps=100 model.dropout=0 eval.every=0 eval.sample_every=0 telemetry.every=1".split()
-    )
+    short = "train.steps=100 model.dropout=0 eval.every=0 eval.sample_every=0 telemetry.every=1"
+    settings = [*overrides(data_files, tmp_path), *short.split(), "checkpoint.every=0"]
     curves = {}
     for world in (1, 2):
-        where = [
-            *overrides(data_files, tmp_path),
-            *short,
-            "checkpoint.every=0",
-            f"run.dir='{tmp_path / str(world)}'",
-        ]
-        assert (
-            launch([sys.executable, "-m", "windlass", "train", "shakespeare-char", *where], world)
-            == 0
-        )
-        curves[world] = [line["loss"] for line in Run(tmp_path / str(world)).lines("train")]
+        run = Run(tmp_path / str(world))
+        words = command("train", "shakespeare-char", *settings, f"run.dir='{run.path}'")
+        assert launch(words, world) == 0
+        curves[world] = [line["loss"] for line in run.lines("train")]
     assert curves[1][0] == pytest.approx(math.log(65) + 0.02**2 * 384 / 2, abs=0.15)
     assert curves[1][-1] < 2.6
     assert curves[2] == pytest.approx(curves[1], rel=2e-3)

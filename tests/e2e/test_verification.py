@@ -22,6 +22,7 @@ from windlass.verification import (
     world_changes_nothing,
 )
 
+FULL_DIST = [pytest.mark.full, pytest.mark.dist]
 # Two threads wait for each other if the cores have other work.
 ONE_THREAD = ["train.threads=1"]
 
@@ -31,15 +32,12 @@ class Wrong(Bench):
 
     wrong = ""
 
-    def train(self, run: str, *arguments: Any, **settings: Any) -> Run:
-        return self._spoiled(super().train(run, *arguments, **settings))
-
-    def _spoiled(self, run: Run) -> Run:
-        if run.name == self.wrong:
+    def train(self, name: str, *arguments: Any, **settings: Any) -> Run:
+        run = super().train(name, *arguments, **settings)
+        if name == self.wrong:
             lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
-            next(line for line in lines if line["kind"] == "train" and line["step"] == 10)[
-                "grad_norm"
-            ] *= 1 + 1e-6
+            spoiled = next(x for x in lines if x["kind"] == "train" and x["step"] == 10)
+            spoiled["grad_norm"] *= 1 + 1e-6
             run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return run
 
@@ -63,18 +61,15 @@ def test_worlds_are_equal_with_dropout_on(tmp_path):
     bench.base["train.micro_batch"] = 4  # on one rank only: other masks, another run
     one = bench.train("w-one", train__precision="fp64")
     two = bench.train("w-2", 2, train__precision="fp64", train__micro_batch=2)
-    assert [line["loss"] for line in one.lines("train")] != pytest.approx(
-        [x["loss"] for x in two.lines("train")]
-    )
+    losses = [[line["loss"] for line in run.lines("train")] for run in (one, two)]
+    assert losses[0] != pytest.approx(losses[1])
 
 
 @pytest.mark.parametrize(
     ("proof", "wrong", "worlds"),
     [
         (resume_exact, "from-7", (1,)),
-        pytest.param(
-            strategies_agree, "s-full_shard", (1, 2), marks=[pytest.mark.full, pytest.mark.dist]
-        ),
+        pytest.param(strategies_agree, "s-full_shard", (1, 2), marks=FULL_DIST),
     ],
 )
 def test_a_run_that_is_not_exact_fails_the_proof(tmp_path, proof, wrong, worlds):
@@ -126,28 +121,14 @@ def test_a_recipe_of_a_hugging_face_model_is_proved(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    shape = GPT2Config(
-        vocab_size=257,
-        n_positions=32,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        attn_pdrop=0.0,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
-        bos_token_id=256,
-        eos_token_id=256,
-    )
-    GPT2LMHeadModel(shape).save_pretrained(tmp_path / "gpt2")
+    shape = {"vocab_size": 257, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    shape |= {"bos_token_id": 256, "eos_token_id": 256}
+    no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    GPT2LMHeadModel(GPT2Config(**shape, **no_dropout)).save_pretrained(tmp_path / "gpt2")
     (tmp_path / "text.txt").write_text(Path(__file__).read_text()[:1500])
-    recipe = Recipe().replace(
-        "model.kind=hf",
-        f"model.name={tmp_path / 'gpt2'}",
-        "model.context=16",
-        "data.tokenizer=byte",
-        f"data.source={tmp_path / 'text.txt'}",
-    )
-    (tmp_path / "own.toml").write_text(recipe.toml())
+    model = ("model.kind=hf", f"model.name={tmp_path / 'gpt2'}", "model.context=16")
+    data = ("data.tokenizer=byte", f"data.source={tmp_path / 'text.txt'}")
+    (tmp_path / "own.toml").write_text(Recipe().replace(*model, *data).toml())
     (tmp_path / "bench").mkdir()
     bench = Bench(tmp_path / "bench", str(tmp_path / "own.toml"), worlds=(1,))
     assert all(proof(bench)[0] for proof in (world_changes_nothing, resume_exact, export_equal))
@@ -158,11 +139,5 @@ def test_a_recipe_of_a_hugging_face_model_is_proved(tmp_path):
 def test_the_verb_and_the_function_prove_everything_here(tmp_path):
     done = windlass("verify", "--json", "--kills", "3", cwd=tmp_path, timeout=900)
     assert [proof["passed"] for proof in json.loads(done.stdout)["proofs"]] == [True] * 6
-    assert [proof.passed for proof in verify(world=1, kills=1)] == [
-        True,
-        None,
-        True,
-        True,
-        True,
-        True,
-    ]
+    passed = [proof.passed for proof in verify(world=1, kills=1)]
+    assert passed == [True, None, True, True, True, True]
