@@ -63,10 +63,8 @@ def names(m, groups):
 def test_adamw_groups_by_dimension_and_ties_once():
     m = model()
     vectors = [f"layers.{i}.{part}" for i in (0, 1) for part in ("0.weight", "0.bias", "1.bias")]
-    assert names(m, make_groups(m, OptimSettings())) == {
-        "decay": ["embedding.weight", *MATRICES],
-        "no_decay": vectors,
-    }
+    expected = {"decay": ["embedding.weight", *MATRICES], "no_decay": vectors}
+    assert names(m, make_groups(m, OptimSettings())) == expected
     (group,) = make_groups(m, OptimSettings(decay_on="all", weight_decay=0.3))
     assert group["weight_decay"] == 0.3 and len(group["params"]) == len(list(m.parameters()))
     m.embedding.weight.requires_grad_(False)
@@ -77,22 +75,17 @@ def test_decayed_and_undecayed_tensors_are_counted():
     """nanoGPT's line for its character model: its vocabulary of 65, 6 layers, 384 wide, no biases."""
     model = build_model(Recipe.load("shakespeare-char"), 65)
     assert describe_sizes(sizes_of(model)) == "10,745,088 parameters (10.65M without positions)"
-    tables, matrices = (65 + 256) * 384, 6 * 12 * 384**2
+
+    def line(decayed, parameters, undecayed, others):
+        first = f"{decayed} decayed tensors with {parameters:,} parameters"
+        return f"{first}, {undecayed} undecayed with {others:,}"
+
+    blocks, tables = line(24, 6 * 12 * 384**2, 0, 0), line(2, (65 + 256) * 384, 13, 4992)
     for settings, text in (
-        ({}, "26 decayed tensors with 10,740,096 parameters, 13 undecayed with 4,992"),
-        (
-            {"weight_decay": 0.0},
-            "0 decayed tensors with 0 parameters, 39 undecayed with 10,745,088",
-        ),
-        (
-            {"decay_on": "all", "kind": "torch.optim.SGD"},
-            "39 decayed tensors with 10,745,088 parameters, 0 undecayed with 0",
-        ),
-        (
-            {"kind": "muon"},
-            f"muon: 24 decayed tensors with {matrices:,} parameters, 0 undecayed with 0; adamw: 2 decayed tensors "
-            f"with {tables:,} parameters, 13 undecayed with 4,992",
-        ),
+        ({}, line(26, 10_740_096, 13, 4992)),
+        ({"weight_decay": 0.0}, line(0, 0, 39, 10_745_088)),
+        ({"decay_on": "all", "kind": "torch.optim.SGD"}, line(39, 10_745_088, 0, 0)),
+        ({"kind": "muon"}, f"muon: {blocks}; adamw: {tables}"),
     ):
         assert describe_groups(count_groups(make_groups(model, OptimSettings(**settings)))) == text
 
@@ -107,12 +100,8 @@ def test_muon_takes_the_blocks_matrices_and_lr_keeps_the_ratio():
     assert [g["lr"] for g in optimizer.param_groups] == [0.01, 0.005, 0.005]
     assert all(type(g["lr"]) is float for g in optimizer.param_groups)
     gpt = GPT(ModelSettings(layers=1, heads=4, kv_heads=2, width=8, context=4), 11)
-    assert make_groups(gpt, OptimSettings(kind="muon"))[0]["parts"] == [
-        (8, 4, 4),
-        (8,),
-        (32,),
-        (8,),
-    ]
+    parts = make_groups(gpt, OptimSettings(kind="muon"))[0]["parts"]
+    assert parts == [(8, 4, 4), (8,), (32,), (8,)]
 
 
 def adamw_by_hand(weights, grads, lr, decay):
@@ -144,9 +133,8 @@ def test_adamw_against_numpy(dtype, tolerance, kind):
         optimizer.step()
     for n, decay in watched.items():
         want = adamw_by_hand(before[n], seen[n], [1e-2 * r for r in rates], decay)
-        np.testing.assert_allclose(
-            m.get_parameter(n).detach().double().numpy(), want, atol=tolerance, rtol=0
-        )
+        updated = m.get_parameter(n).detach().double().numpy()
+        np.testing.assert_allclose(updated, want, atol=tolerance, rtol=0)
 
 
 def test_muon_against_torch():
@@ -208,14 +196,11 @@ def test_matrices_that_lie_in_one_are_taken_apart():
     for parameters, parts in ((one, [(3, 6)]), (two, [(3,), (6,)])):
         for p, g in zip(parameters, grad.split([p.shape[0] for p in parameters]), strict=True):
             p.grad = g.clone()
-        Muon(
-            [{"params": parameters, "lr": 0.1, "weight_decay": 0.1, "muon": True, "parts": parts}]
-        ).step()
-    # The step of the taller part of 6 x 4 is larger, and one tensor has one step: that of its
-    # tallest part.
-    first = whole[:3] * (1 - 0.01) - 0.1 * update_scale((6, 4)) * orthogonalise(
-        grad[:3], torch.float32
-    )
+        group = {"params": parameters, "muon": True, "parts": parts}
+        Muon([group | {"lr": 0.1, "weight_decay": 0.1}]).step()
+    # The tallest part, of 6 x 4, has the largest step; all parts of a tensor have its step.
+    update = update_scale((6, 4)) * orthogonalise(grad[:3], torch.float32)
+    first = whole[:3] * (1 - 0.01) - 0.1 * update
     torch.testing.assert_close(one[0].detach()[3:], two[1].detach(), atol=1e-6, rtol=0)
     torch.testing.assert_close(one[0].detach()[:3], first, atol=1e-5, rtol=0)
 
@@ -228,48 +213,34 @@ def horizon(steps):
 
 
 def curve(updates, **settings):
-    return [
-        lr_multiplier(ScheduleSettings(**settings), horizon(updates), i) for i in range(updates)
-    ]
+    schedule = ScheduleSettings(**settings)
+    return [lr_multiplier(schedule, horizon(updates), i) for i in range(updates)]
+
+
+RISE, HALF = [0.4, 0.6, 0.8, 1], 0.45 * math.sqrt(0.5)
 
 
 @pytest.mark.parametrize(
-    ("steps", "settings", "expected"),
+    ("kind", "settings", "expected"),
     [
-        (10, {"kind": "wsd", "warmup": 2, "decay": 4}, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
-        (
-            8,
-            {"kind": "wsd", "warmup": 4, "decay": 2, "start": 0.2, "final": 0.5},
-            [0.4, 0.6, 0.8, 1, 1, 1, 1, 0.75],
-        ),
+        ("wsd", {"warmup": 2, "decay": 4}, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
+        ("wsd", {"warmup": 4, "decay": 2, "start": 0.2, "final": 0.5}, [*RISE, 1, 1, 1, 0.75]),
         # A warm-up and a decay that overlap shorten the decay.
-        (
-            10,
-            {"kind": "wsd", "warmup": 8, "decay": 6},
-            [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1, 0.5],
-        ),
-        (6, {"kind": "linear", "warmup": 2}, [0.5, 1, 1, 0.75, 0.5, 0.25]),
-        (4, {"kind": "linear", "warmup": 0, "final": 0.2}, [1, 0.8, 0.6, 0.4]),
-        (
-            6,
-            {"kind": "cosine", "warmup": 2, "final": 0.1},
-            [0.5, 1, 1, 0.1 + 0.45 * (1 + 0.5**0.5), 0.55, 0.1 + 0.45 * (1 - 0.5**0.5)],
-        ),
-        (5, {"kind": "constant", "warmup": 2}, [0.5, 1, 1, 1, 1]),
+        ("wsd", {"warmup": 8, "decay": 6}, [*(i / 8 for i in range(1, 9)), 1, 0.5]),
+        ("linear", {"warmup": 2}, [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("linear", {"warmup": 0, "final": 0.2}, [1, 0.8, 0.6, 0.4]),
+        ("cosine", {"warmup": 2, "final": 0.1}, [0.5, 1, 1, 0.55 + HALF, 0.55, 0.55 - HALF]),
+        ("constant", {"warmup": 2}, [0.5, 1, 1, 1, 1]),
         # Of a length of its own: the run ends on the way, or stays at the schedule's end; fractions
         # are of the schedule.
-        (3, {"kind": "linear", "warmup": 0.5, "steps": 4}, [0.5, 1, 1]),
-        (
-            6,
-            {"kind": "wsd", "warmup": 0, "decay": 0.5, "final": 0.2, "steps": 4},
-            [1, 1, 1, 0.6, 0.2, 0.2],
-        ),
-        (4, {"kind": "linear", "warmup": 0, "steps": 0.5}, [1, 0.5, 0, 0]),
-        (3, {"kind": "linear", "warmup": 0, "steps": "0.05 epochs"}, [1, 0.8, 0.6]),
+        ("linear", {"warmup": 0.5, "steps": 4}, [0.5, 1, 1]),
+        ("wsd", {"warmup": 0, "decay": 0.5, "final": 0.2, "steps": 4}, [1, 1, 1, 0.6, 0.2, 0.2]),
+        ("linear", {"warmup": 0, "steps": 0.5}, [1, 0.5, 0, 0]),
+        ("linear", {"warmup": 0, "steps": "0.05 epochs"}, [1, 0.8, 0.6]),
     ],
 )
-def test_schedules_by_hand(steps, settings, expected):
-    assert curve(steps, **settings) == pytest.approx(expected)
+def test_schedules_by_hand(kind, settings, expected):
+    assert curve(len(expected), kind=kind, **settings) == pytest.approx(expected)
 
 
 def test_gpt2_124m():
@@ -279,11 +250,8 @@ def test_gpt2_124m():
     s, h, lr = ScheduleSettings(kind="cosine", warmup=715, final=0.1), horizon(19073), 6e-4
     for it in [0, 1, 100, 713, 714, 715, 716, 5000, 9894, 19071, 19072]:
         ratio = (it - 715) / (19073 - 715)  # as build-nanogpt computes it
-        want = (
-            lr * (it + 1) / 715
-            if it < 715
-            else 6e-5 + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (lr - 6e-5)
-        )
+        fall = 6e-5 + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (lr - 6e-5)
+        want = lr * (it + 1) / 715 if it < 715 else fall
         assert lr * lr_multiplier(s, h, it) == pytest.approx(want, rel=1e-12), it
     assert lr * lr_multiplier(s, h, 0) == pytest.approx(8.391608e-07, rel=1e-6)
 
@@ -295,9 +263,8 @@ def test_nanogpt_decays_over_more_steps_than_it_runs():
     s, h = ScheduleSettings(kind="cosine", warmup=100, final=0.1, steps=5000), horizon(300)
     for it in range(100, 300):
         coefficient = 0.5 * (1.0 + math.cos(math.pi * (it - 100) / (5000 - 100)))
-        assert 1e-3 * lr_multiplier(s, h, it) == pytest.approx(
-            1e-4 + coefficient * (1e-3 - 1e-4), rel=1e-12
-        )
+        want = 1e-4 + coefficient * (1e-3 - 1e-4)
+        assert 1e-3 * lr_multiplier(s, h, it) == pytest.approx(want, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])

@@ -41,43 +41,30 @@ def test_a_stopped_run_continues_bit_for_bit(name: str, corpus: Path, tmp_path: 
 def test_adamw_by_its_name_is_adamw_with_the_same_groups(corpus: Path, tmp_path: Path) -> None:
     own = tiny_recipe(corpus, tmp_path / "own", train__steps=4)
     options = {"betas": list(own.optim.betas), "eps": own.optim.eps, "fused": True}
-    named = own.replace(
-        **{
-            "optim.kind": "torch.optim.AdamW",
-            "optim.options": options,
-            "run.dir": str(tmp_path / "named"),
-        }
-    )
+    adamw = {"optim.kind": "torch.optim.AdamW", "optim.options": options}
+    named = own.replace({**adamw, "run.dir": str(tmp_path / "named")})
     assert curve(train(own)) == curve(train(named))
     initialise(model := build_model(named, 257, device="cpu"), 0)
     groups = build_optimizer(model, named.optim, "cpu").param_groups
-    assert [(g["name"], g["weight_decay"], g["base_lr"]) for g in groups] == [
-        ("decay", 0.1, 1e-2),
-        ("no_decay", 0.0, 1e-2),
-    ]
+    fields = [(g["name"], g["weight_decay"], g["base_lr"]) for g in groups]
+    assert fields == [("decay", 0.1, 1e-2), ("no_decay", 0.0, 1e-2)]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("kind", "options", "words"),
     [
-        (["optim.kind=torch.optim.Adafctor"], ("optim.kind", "did you mean Adafactor")),
-        (["optim.kind=torch.optim.LBFGS"], ("optim.kind", "LBFGS")),
-        (
-            ["optim.kind=torch.optim.SGD", "optim.options.momentun=0.9"],
-            ("optim.options", "did you mean momentum"),
-        ),
-        (
-            ["optim.kind=torch.optim.SGD", "optim.options.momentum=-1"],
-            ("optim.options", "momentum"),
-        ),
-        (["optim.kind=torch.optim.Muon"], ("optim.kind", "does not take this model")),
+        ("Adafctor", {}, ("optim.kind", "did you mean Adafactor")),
+        ("LBFGS", {}, ("optim.kind", "LBFGS")),
+        ("SGD", {"momentun": 0.9}, ("optim.options", "did you mean momentum")),
+        ("SGD", {"momentum": -1}, ("optim.options", "momentum")),
+        ("Muon", {}, ("optim.kind", "does not take this model")),
     ],
 )
-def test_what_torch_does_not_have_or_take_is_one_message(overrides, words, corpus, tmp_path):
-    recipe = tiny_recipe(corpus, tmp_path / "run").replace(*overrides)
+def test_what_torch_does_not_have_or_take_is_one_message(kind, options, words, corpus, tmp_path):
+    settings = {"optim__kind": f"torch.optim.{kind}", "optim__options": options}
     with refused(*words):
-        train(recipe)
-    assert "Muon" in overrides[0] or not (tmp_path / "run").exists()
+        train(tiny_recipe(corpus, tmp_path / "run", **settings))
+    assert kind == "Muon" or not (tmp_path / "run").exists()
 
 
 def test_a_kind_that_is_none_and_options_of_our_own_are_refused_by_the_recipe() -> None:

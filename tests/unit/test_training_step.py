@@ -1,6 +1,4 @@
-"""One step: what a non-finite gradient does, in each precision and policy, seen at once and seen
-later.
-"""
+"""One step: a non-finite gradient in each precision and policy, seen at once and seen later."""
 
 import math
 from contextlib import nullcontext
@@ -11,6 +9,7 @@ import torch
 from torch import nn
 
 from bare_trainer import bare_trainer
+from helpers import refused
 from windlass.data.loader import MicroBatch
 from windlass.data.samples import Batch
 from windlass.errors import RunFailed
@@ -24,9 +23,7 @@ from windlass.training.trainer import step_seed
 
 
 class Line(nn.Module):
-    """loss_sum = sum over tokens of (w * token - label)^2, times a factor that a test may make
-    infinite.
-    """
+    """The sum over tokens of (w * token - label)^2, times a factor that may be infinite."""
 
     def __init__(self, dropout: float = 0.0):
         super().__init__()
@@ -45,9 +42,8 @@ class Line(nn.Module):
 def batch(step: int = 1, parts: int = 1) -> SimpleNamespace:
     tokens = torch.arange(1, 9).reshape(8, 1).chunk(parts)
     labels = torch.arange(2, 10).reshape(8, 1).chunk(parts)
-    micro = [
-        MicroBatch(k, Batch(t, y)) for k, (t, y) in enumerate(zip(tokens, labels, strict=True))
-    ]
+    pairs = enumerate(map(Batch, tokens, labels))
+    micro = [MicroBatch(number, pair) for number, pair in pairs]
     return SimpleNamespace(micro=micro, step=step, valid_tokens=8, real_tokens=8)
 
 
@@ -55,6 +51,10 @@ def make(deferred: bool = False, dropout: float = 0.0, **settings):
     tree = {"train": {"grad_clip": 0.0, **settings}, "optim": {"lr": 0.01, "weight_decay": 0.0}}
     recipe, model = Recipe.model_validate(tree), Line(dropout)
     return model, bare_trainer(model, recipe, Ranks(DistEnv(), torch.device("cpu")), deferred)
+
+
+def sgd(trainer, lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": trainer.parameters, "base_lr": lr}], lr=lr)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
@@ -69,9 +69,7 @@ def test_loss_and_gradient_are_those_of_the_mean_over_tokens(parts):
 
 def test_clipping_takes_the_global_norm():
     model, trainer = make(grad_clip=1.0)
-    trainer.optimizer = torch.optim.SGD(
-        [{"params": list(model.parameters()), "base_lr": 0.01}], lr=0.01
-    )
+    trainer.optimizer = sgd(trainer, 0.01)
     before = model.weight
     result = trainer.step(batch(), 1.0)
     assert float(result.grad_norm) > 1
@@ -110,34 +108,24 @@ def test_an_infinite_loss_with_a_finite_gradient_is_a_bad_step(deferred):
     ("pattern", "ends"), [("bgbgbgbgbgbg", False), ("gbbgbbgbbgbb", False), ("gggbbbgggggg", True)]
 )
 def test_skips_in_a_row_are_counted_by_step_and_not_by_look(deferred, pattern, ends):
-    """Twelve steps, looked at after every fourth: three bad ones in a row end the run, as many
-    apart do not.
-    """
+    """Three bad steps in a row end the run, three apart do not; the host looks every four steps."""
     model, trainer = make(deferred, on_nonfinite="skip", max_skips=3)
 
-    def run() -> None:
+    error = refused("3 updates in a row", "train.max_skips", error=RunFailed)
+    with error if ends else nullcontext():
         for number, kind in enumerate(pattern, 1):
             model.factor, before = math.nan if kind == "b" else 1.0, model.weight
             result = trainer.step(batch(number), 1.0)
             assert (model.weight == before) == (kind == "b")
             trainer.state.step += 1
             trainer.bad_steps.decide(result.grad_norm, None, look=number % 4 == 0 or not deferred)
-
-    with (
-        pytest.raises(RunFailed, match=r"3 updates in a row.*train\.max_skips")
-        if ends
-        else nullcontext()
-    ):
-        run()
     if not ends:
         assert trainer.state.updates_skipped == pattern.count("b")
         assert trainer.state.skips_in_a_row == len(pattern) - len(pattern.rstrip("b"))
 
 
-def test_the_device_decides_about_an_update_only_where_the_optimizer_is_on_it():
-    """With offload the optimizer is on the CPU, to which torch would copy the flag without waiting
-    for it.
-    """
+def test_the_device_decides_about_an_update_only_if_the_optimizer_is_on_it():
+    """torch would copy the flag to an offloaded optimizer on the CPU without waiting for it."""
     optimizer = build_optimizer(nn.Linear(2, 2), Recipe.model_validate({}).optim, "cpu")
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert check_is_deferred(cuda, optimizer, offload=False)
@@ -192,9 +180,7 @@ def test_state_survives_json_and_no_counter_is_lost_unnoticed():
 def test_dropout_is_a_pure_function_of_seed_step_and_micro_batch():
     def losses(order):
         trainer = make(dropout=0.5)[1]
-        trainer.optimizer = torch.optim.SGD(
-            [{"params": trainer.parameters, "base_lr": 0.0}], lr=0.0
-        )
+        trainer.optimizer = sgd(trainer, 0.0)
         return {number: float(trainer.step(batch(number, 2), 0.0).loss) for number in order}
 
     torch.manual_seed(0)
@@ -208,9 +194,8 @@ def test_dropout_is_a_pure_function_of_seed_step_and_micro_batch():
 def test_a_spike_needs_a_history():
     flat = [2.0 + 0.01 * (-1) ** i for i in range(30)]
     assert is_spike(flat, 3.0, 6) and not is_spike(flat, 2.02, 6)
-    assert not is_spike(flat[:10], 3.0, 6) and not is_spike([2.0] * 30, 3.0, 6), (
-        "no spread, no measure"
-    )
+    assert not is_spike(flat[:10], 3.0, 6), "too few losses"
+    assert not is_spike([2.0] * 30, 3.0, 6), "no spread"
 
 
 @pytest.mark.parametrize(
@@ -225,12 +210,9 @@ def test_a_spike_needs_a_history():
     ],
 )
 def test_what_a_nonfinite_step_means(policy, ranks, fp16, action):
-    """With fp16 an overflow of the gradient alone is an ordinary event; a loss that is not finite
-    never is.
-    """
+    """With fp16 an overflow of the gradient alone is an ordinary event."""
     settings = Recipe.model_validate({"train": {"on_nonfinite": policy}}).train
-    decided, reason = decide_nonfinite(
-        Counts(1, 1, 1, bool(ranks)), ranks, 7, math.inf, settings, fp16
-    )
+    counts = Counts(1, 1, 1, bool(ranks))
+    decided, reason = decide_nonfinite(counts, ranks, 7, math.inf, settings, fp16)
     assert decided == action
     assert ("rank 0" in reason) == (0 in ranks)
