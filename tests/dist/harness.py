@@ -1,6 +1,4 @@
-"""Real ranks for tests: forked processes over gloo, whose results or first traceback come back to
-pytest.
-"""
+"""Real ranks for tests: forked processes over gloo, which return results or the first traceback."""
 
 import contextlib
 import dataclasses
@@ -26,9 +24,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Join:
-    """What a test's function gets: its rank, and `join(recipe)`, which starts the ranks (as often
-    as one likes in turn).
-    """
+    """The argument of a test's function: its rank, and `join(recipe)`, which starts the ranks."""
 
     def __init__(self, env: DistEnv, store: dist.Store | None):
         self.env, self.store, self.rank, self.world = env, store, env.rank, env.world
@@ -42,13 +38,16 @@ class Join:
 
 def recipe(**overrides: Any) -> Recipe:
     """A recipe for tests, quick to give up; dotted keys as `parallel__strategy="ddp"`."""
-    quick = {
-        "parallel__timeout_seconds": 30,
-        "parallel__startup_timeout_seconds": 30,
-        "parallel__device": "cpu",
-    }
-    return Recipe().replace(
-        **{key.replace("__", "."): value for key, value in (quick | overrides).items()}
+    limits = {"parallel__timeout_seconds": 30, "parallel__startup_timeout_seconds": 30}
+    settings = {"parallel__device": "cpu", **limits, **overrides}
+    return Recipe().replace({key.replace("__", "."): value for key, value in settings.items()})
+
+
+def tcp_store(env: DistEnv, listening: socket.socket) -> dist.TCPStore:
+    """The ranks' store, which rank 0 serves on the listening socket."""
+    fd, options = listening.detach() if env.rank == 0 else None, {"wait_for_workers": False}
+    return dist.TCPStore(
+        env.addr, env.port, env.world, env.rank == 0, master_listen_fd=fd, **options
     )
 
 
@@ -61,22 +60,20 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     listening = socket.create_server(("127.0.0.1", 0), backlog=64)
     os.set_inheritable(listening.fileno(), True)
     receivers, senders = zip(*(FORK.Pipe(duplex=False) for _ in range(world)), strict=True)
-    ranks = [
-        FORK.Process(
-            target=_rank, args=(fn, rank, world, listening, senders[rank], args), daemon=True
-        )
-        for rank in range(world)
-    ]
-    for rank in ranks:
-        rank.start()
+    host, port = listening.getsockname()
+    ranks = []
+    for rank, sender in enumerate(senders):
+        env = DistEnv(rank, world, rank, world, launcher="none", addr=host, port=port)
+        arguments = (fn, env, listening, sender, args)
+        ranks.append(FORK.Process(target=_rank, args=arguments, daemon=True))
+        ranks[-1].start()
     for mine in (listening, *senders):
         mine.close()
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     try:
-        while missing := {
-            receiver: rank for rank, receiver in enumerate(receivers) if rank not in results
-        }:
+        while len(results) < world:
+            missing = {receivers[rank]: rank for rank in range(world) if rank not in results}
             ready = wait(list(missing), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise TimeoutError(f"ranks {list(missing.values())} gave no result in time")
@@ -100,8 +97,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
 
 def _rank(
     fn: Callable[..., Any],
-    rank: int,
-    world: int,
+    env: DistEnv,
     listening: socket.socket,
     sender: Connection,
     args: tuple[Any, ...],
@@ -109,28 +105,18 @@ def _rank(
     torch.set_num_threads(1)
     code, store = 1, None
     try:
-        host, port = listening.getsockname()
-        env = DistEnv(rank, world, rank, world, launcher="none", addr=host, port=port)
-        if world > 1:
-            fd = listening.detach() if rank == 0 else None
-            store = dist.TCPStore(
-                host, port, world, rank == 0, wait_for_workers=False, master_listen_fd=fd
-            )
+        store = tcp_store(env, listening) if env.world > 1 else None
         sender.send_bytes(pickle.dumps((True, fn(Join(env, store), *args))))  # tensors by value
         code = 0
     except BaseException:
         sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         sender.close()
-        if code and world > 1:
-            time.sleep(
-                0.5
-            )  # the first traceback is the cause: it arrives before those of the others
+        if code and env.world > 1:
+            time.sleep(0.5)  # the first traceback, which is the cause, arrives before the others
         elif store is not None:
-            with contextlib.suppress(
-                Exception
-            ):  # the store lives in rank 0, which therefore leaves last
-                store.set(f"left/{rank}", "1")
-                if rank == 0:
-                    store.wait([f"left/{other}" for other in range(world)])
+            with contextlib.suppress(Exception):  # rank 0 holds the store, so it leaves last
+                store.set(f"left/{env.rank}", "1")
+                if env.rank == 0:
+                    store.wait([f"left/{other}" for other in range(env.world)])
         os._exit(code)  # no tear-down of what the parent owns

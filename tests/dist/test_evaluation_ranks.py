@@ -2,7 +2,9 @@
 never a hang.
 """
 
+import itertools
 import math
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -30,13 +32,8 @@ from windlass.recipe.strategies import STRATEGIES, Sizes
 
 pytestmark = pytest.mark.dist
 
-SHAPE = {
-    "model__layers": 2,
-    "model__heads": 2,
-    "model__width": 32,
-    "model__context": 64,
-    "model__init_std": 0.3,
-}
+SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 64, "init_std": 0.3}
+SHAPE = {f"model__{key}": value for key, value in SIZES.items()}
 TOKENIZER = byte_tokenizer()
 
 
@@ -44,9 +41,8 @@ def rows(count: int) -> Rows:
     """Rows of unequal length; the validation set of one of them has nothing that counts at all."""
     generator = np.random.default_rng(1)
     lengths = generator.integers(2, 40, count)
-    return Rows(
-        [(generator.integers(0, 256, n), generator.random(n) < 0.5) for n in lengths], pad=256
-    )
+    examples = [(generator.integers(0, 256, n), generator.random(n) < 0.5) for n in lengths]
+    return Rows(examples, pad=256)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -65,56 +61,46 @@ REQUESTS = [
     ("cat " * (i % 3), {"max_gen_toks": 6 + i % 2, "until": ["e"], "do_sample": i == 4, "top_k": 5})
     for i in range(5)
 ]
-SAMPLING = Sampling(
-    max_tokens=24, seed=3, stop=frozenset(range(40))
-)  # stops soon, and each text elsewhere
+# Stops soon, and each text elsewhere.
+SAMPLING = Sampling(max_tokens=24, seed=3, stop=frozenset(range(40)))
 
 
-def sharded(join: Join, strategy: str) -> tuple[Any, Ranks]:
+def on_this_process() -> Any:
+    model = build_model(recipe(**SHAPE), 257, device="cpu")
+    initialise(model, 1)
+    return model
+
+
+def with_sharded(join: Join, strategy: str, call: Callable[..., Any], *args: Any) -> Any:
+    """`call(model, ranks, *args)` on the ranks of a parallelized model."""
     settings = recipe(**SHAPE, parallel__strategy=strategy)
-    ranks = join(settings)
-    model = parallelize(build_model(settings, 257), ranks, settings)
-    initialise(unwrap(model), 1)
-    return model, ranks
-
-
-def measure(join: Join, strategy: str) -> dict[str, Any]:
-    model, ranks = sharded(join, strategy)
-    results = measured(model, ranks)
-    ranks.stop()
-    return results
+    with join(settings) as ranks:
+        model = parallelize(build_model(settings, 257), ranks, settings)
+        initialise(unwrap(model), 1)
+        return call(model, ranks, *args)
 
 
 def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
-    """All that is measured, with counts that no world divides; rank 3 of 4 gets no prompt at all."""
+    """All measurements, with counts that no world divides; rank 3 of 4 gets no prompt at all."""
     texts = prompts(7)
-    mine = [
-        i
-        for i in range(7)
-        if i % ranks.world == ranks.rank and not (ranks.world == 4 and ranks.rank == 3)
-    ]
+    mine = [] if ranks.rank == 3 else list(range(7))[ranks.rank :: ranks.world]
     continued = generate(model, [texts[i] for i in mine], SAMPLING, ranks, indices=mine, batch=2)
     scored = log_likelihoods(model, [Continuation(texts[i], texts[i + 1]) for i in range(6)], ranks)
     assert continued is not None and scored is not None
-    # One text that ends at its first token, while the other ranks go on for long; and of three
-    # ranks of four no text at all.
-    brief = Sampling(
-        max_tokens=24, temperature=0, stop=frozenset(range(257)) if ranks.rank == 0 else frozenset()
-    )
-    uneven = generate(model, [texts[0]], brief, ranks)
+    # One text ends at its first token, while the other ranks go on for long. Then only the last
+    # rank has a text.
+    stop = frozenset(range(257 if ranks.rank == 0 else 0))
+    uneven = generate(model, [texts[0]], Sampling(24, temperature=0, stop=stop), ranks)
     assert uneven is not None and len(uneven[0]) == (0 if ranks.rank == 0 else 24)
     lone = generate(model, texts[:1] if ranks.rank == ranks.world - 1 else [], SAMPLING, ranks)
-    hellaswag = likelihood.evaluate_hellaswag(
-        model, ITEMS, likelihood.continuations(ITEMS, TOKENIZER), ranks
-    )
     squad = evaluate_squad(model, TOKENIZER, QUESTIONS, ranks, max_tokens=8, batch=2)
-    assert hellaswag is not None and squad is not None
+    assert squad is not None
     return {
         "loss": [evaluate_loss(model, rows(11), ranks, 2, limit) for limit in (0, 1, 5)],
         "both": evaluate_loss(model, rows(11), ranks, 2, 5, whole=True),
         "texts": dict(zip(mine, continued, strict=True)),
         "sums": [one.sum for one in scored],
-        "hellaswag": {k: hellaswag[k] for k in ("acc", "acc_norm", "acc_per_token", "items")},
+        "hellaswag": hellaswag(model, ITEMS, ranks),
         "squad": squad[1],
         "lone": lone or None,
         "few": [few(model, ranks, count) for count in (1, 3)],
@@ -122,26 +108,22 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def hellaswag(model: Any, items: list[Item], ranks: Ranks) -> dict[str, float] | None:
+    rows = likelihood.continuations(items, TOKENIZER)
+    return likelihood.evaluate_hellaswag(model, items, rows, ranks)
+
+
 def few(model: Any, ranks: Ranks, count: int) -> tuple[Any, ...]:
     """Fewer items than ranks, and an odd number of them."""
-    scored, items = (
-        log_likelihoods(model, [Continuation([1], [2, i]) for i in range(count)], ranks),
-        ITEMS[:count],
-    )
-    chosen = likelihood.evaluate_hellaswag(
-        model, items, likelihood.continuations(items, TOKENIZER), ranks
-    )
-    assert scored is not None and chosen is not None
-    return (
-        scored[0].tokens,
-        chosen["acc"],
-        evaluate_squad(model, TOKENIZER, QUESTIONS[:count], ranks, max_tokens=8)[1],
-    )  # type: ignore[index]
+    rows = [Continuation([1], [2, i]) for i in range(count)]
+    scored, chosen = log_likelihoods(model, rows, ranks), hellaswag(model, ITEMS[:count], ranks)
+    squad = evaluate_squad(model, TOKENIZER, QUESTIONS[:count], ranks, max_tokens=8)
+    assert scored is not None and chosen is not None and squad is not None
+    return scored[0].tokens, chosen["acc"], squad[1]
 
 
 def scores_of(ranks: Ranks) -> tuple[Any, Any]:
-    model = build_model(recipe(**SHAPE), 257, device="cpu")
-    initialise(model, 1)
+    model = on_this_process()
     loss = evaluate_loss(model, rows(11), ranks, 2)
     scored = log_likelihoods(model, [Continuation([1, 2], [3, i]) for i in range(3)], ranks)
     assert loss is not None and scored is not None
@@ -163,19 +145,16 @@ def test_ranks_that_share_sequences_count_them_once() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
 def test_all_that_is_measured_is_that_of_one_process(strategy: str, world: int) -> None:
-    model = build_model(recipe(**SHAPE), 257, device="cpu")
-    initialise(model, 1)
-    expected = measured(model, alone("cpu"))
-    results = run_ranks(measure, world, strategy)
+    expected = measured(on_this_process(), alone("cpu"))
+    results = run_ranks(with_sharded, world, strategy, measured)
     for one in results:
         for mine, whole in zip(one["loss"], expected["loss"], strict=True):
             assert (mine["tokens"], mine["samples"]) == (whole["tokens"], whole["samples"])
             assert mine["loss"] == pytest.approx(whole["loss"], rel=1e-6)
             assert mine["perplexity"] == pytest.approx(math.exp(mine["loss"]))
         both = one["both"]
-        assert both["loss"] == one["loss"][2]["loss"] and both["full_samples"] == 11, (
-            "the bits of the bounded pass"
-        )
+        assert both["loss"] == one["loss"][2]["loss"], "the bits of the bounded pass"
+        assert both["full_samples"] == 11
         assert both["full_loss"] == pytest.approx(expected["loss"][0]["loss"], rel=1e-6)
         assert one["sums"] == pytest.approx(expected["sums"], rel=1e-5)
         assert all(one[name] == expected[name] for name in ("hellaswag", "squad", "few", "written"))
@@ -185,25 +164,21 @@ def test_all_that_is_measured_is_that_of_one_process(strategy: str, world: int) 
     assert len(lengths) > 2, "texts end at different places"
 
 
-def stopped(join: Join, poll_on: int, after: int) -> list[Any]:
-    model, ranks = sharded(join, "full_shard")
-
+def stopped(model: Any, ranks: Ranks) -> list[Any]:
     def poll_of() -> Any:
-        asked = iter(range(10**6))
-        return lambda: ranks.rank == poll_on and next(asked) >= after
+        asked = itertools.count()
+        return lambda: ranks.rank == 1 and next(asked) >= 3
 
-    results = [
+    return [
         evaluate_loss(model, rows(64), ranks, 2, poll=poll_of()),
         generate(model, prompts(3 + ranks.rank), SAMPLING, ranks, batch=2, poll=poll_of()),
         log_likelihoods(model, [Continuation([1] * 60, [2] * 4)] * 512, ranks, poll=poll_of()),
         evaluate_loss(model, rows(5), ranks, 2, poll=lambda: False),
     ]
-    ranks.stop()
-    return results
 
 
 def test_a_stop_signal_on_one_rank_stops_all_after_the_same_pass() -> None:
-    for one in run_ranks(stopped, 2, 1, 3):
+    for one in run_ranks(with_sharded, 2, "full_shard", stopped):
         assert one[:3] == [None, None, None]
         assert one[3]["samples"] == 5
 
@@ -218,9 +193,7 @@ def test_a_stop_signal_on_one_rank_stops_all_after_the_same_pass() -> None:
         ("fp16", ("train.precision",), False, "fp16"),
     ],
 )
-def test_a_saved_model_is_measured_on_a_gpu_in_the_precision_of_its_run(
-    trained, changes, gpu, used
-):
+def test_precision_of_the_measurements_of_a_saved_model(trained, changes, gpu, used):
     assert precision_of(recipe(train__precision=trained), changes, gpu) == used
 
 

@@ -11,20 +11,14 @@ from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim.build import build_optimizer
 from windlass.parallel.parallelize import parallelize, unwrap
+from windlass.recipe import dotted
 
 # Rows that 2, 3 and 4 ranks share unevenly, and 12 matrices.
-MODEL = {
-    "model__layers": 3,
-    "model__heads": 2,
-    "model__width": 10,
-    "model__context": 4,
-    "model__ff_width": 14,
-    "optim__kind": "muon",
-    "optim__weight_decay": 0.1,
-}
+SIZES = {"layers": 3, "heads": 2, "width": 10, "context": 4, "ff_width": 14}
+MODEL = dotted({"model": SIZES, "optim": {"kind": "muon", "weight_decay": 0.1}})
 
 
-def updated(join, r, shared, steps=3):
+def updated(join, r, shared):
     """The blocks' matrices after a few updates with the same gradients on every rank."""
     with join(r) as ranks:
         model = parallelize(build_model(r, 7), ranks, r)
@@ -32,7 +26,7 @@ def updated(join, r, shared, steps=3):
         replicas = ranks.mesh.replicas if shared else None
         optimizer = build_optimizer(unwrap(model), r.optim, "cpu", replicas)
         generator = torch.Generator().manual_seed(1)
-        for _ in range(steps):
+        for _ in range(3):
             for p in unwrap(model).parameters():
                 p.grad = torch.randn(p.shape, generator=generator)
                 if isinstance(p, DTensor):

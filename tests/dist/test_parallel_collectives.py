@@ -21,10 +21,8 @@ pytestmark = pytest.mark.dist
 
 def exchange(join: Join) -> dict[str, Any]:
     with join(recipe()) as ranks:
-        first, second = (
-            sum_async([2**53 + ranks.rank, 1], ranks),
-            sum_async([0.1 * (ranks.rank + 1)], ranks),
-        )
+        first = sum_async([2**53 + ranks.rank, 1], ranks)
+        second = sum_async([0.1 * (ranks.rank + 1)], ranks)
         flags = max_async([ranks.rank == 1, ranks.rank], ranks)
         return {
             "ints": first.wait(),
@@ -32,31 +30,21 @@ def exchange(join: Join) -> dict[str, Any]:
             "floats": second.wait(),
             "tensor": sum_over_ranks(torch.full((2,), 1.5, dtype=torch.float64), ranks),
             "flags": flags.wait(),
-            "gathered": [
-                ranks.all_gather_object("x", value)
-                for value in ({"rank": ranks.rank}, ranks.rank * 10)
-            ],
-            "broadcast": [
-                ranks.broadcast_object("y", ranks.rank),
-                ranks.broadcast_object("y", f"from {ranks.rank}"),
-            ],
+            "gathered": [ranks.all_gather_object("x", n * ranks.rank) for n in (1, 10)],
+            "broadcast": [ranks.broadcast_object("y", {"from": [n, ranks.rank]}) for n in (1, 2)],
         }
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_what_ranks_tell_each_other(world: int):
     for seen in run_ranks(exchange, world):
-        assert (
-            seen["ints"] == seen["again"] == [world * 2**53 + sum(range(world)), world]
-        )  # exact beyond float64
+        ints = [world * 2**53 + sum(range(world)), world]  # exact beyond float64
+        assert seen["ints"] == seen["again"] == ints
         assert seen["floats"] == pytest.approx([0.1 * sum(range(1, world + 1))])
         assert seen["tensor"].tolist() == [1.5 * world] * 2
         assert seen["flags"] == [world > 1, world - 1]  # the largest, on every rank
-        assert seen["gathered"] == [
-            [{"rank": r} for r in range(world)],
-            [10 * r for r in range(world)],
-        ]
-        assert seen["broadcast"] == [0, "from 0"]
+        assert seen["gathered"] == [[n * rank for rank in range(world)] for n in (1, 10)]
+        assert seen["broadcast"] == [{"from": [n, 0]} for n in (1, 2)]
 
 
 def test_the_norm_is_as_exact_as_float64_sums_of_float32_gradients():
@@ -65,10 +53,9 @@ def test_the_norm_is_as_exact_as_float64_sums_of_float32_gradients():
     parameters = [torch.nn.Parameter(torch.zeros_like(t)) for t in (big, small)]
     for parameter, grad in zip(parameters, (big, small), strict=True):
         parameter.grad = grad
+    others = [torch.nn.Parameter(torch.zeros(3)), parameters[0]]  # no gradient; tied
     with init_ranks(DistEnv(), recipe()) as ranks:
-        norm = global_grad_norm(
-            [*parameters, torch.nn.Parameter(torch.zeros(3)), parameters[0]], ranks
-        )
+        norm = global_grad_norm([*parameters, *others], ranks)
     exact = (big.double().square().sum() + small.double().square().sum()).sqrt()
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(exact.item(), rel=2e-7)

@@ -1,6 +1,4 @@
-"""What `train.compile` compiles: one graph for all blocks, without breaks, whatever is evaluated in
-between.
-"""
+"""`train.compile` makes one graph for all blocks, without breaks, despite evaluations in between."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,12 +29,8 @@ Work = Callable[[Any, Ranks, Callable[..., None]], object]
 
 
 @pytest.fixture
-def compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[..., list[torch.fx.GraphModule]]]:
-    """A function that does some work with a compiled model, and gives the graphs; a break in one is
-    a failure.
-    """
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
+    """A function that works with a compiled model and returns its graphs, which have no breaks."""
     warnings.simplefilter("ignore")
     graphs = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
@@ -55,9 +49,8 @@ def compiled(
                 loss.backward()
 
             work(model, ranks, train)
-        assert (
-            not counters["graph_break"] and counters["frames"]["ok"] == counters["frames"]["total"]
-        )
+        assert not counters["graph_break"]
+        assert counters["frames"]["ok"] == counters["frames"]["total"]
         return graphs.graphs
 
     torch._dynamo.reset()
@@ -68,15 +61,10 @@ def compiled(
 
 def static(graph: torch.fx.GraphModule) -> bool:
     """Whether every size that a graph is given is a number."""
-    values = [
-        node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"
-    ]
-    return all(
-        isinstance(size, int)
-        for value in values
-        if isinstance(value, torch.Tensor)
-        for size in value.shape
-    )
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("example_value") for node in inputs]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
 
 
 @pytest.mark.parametrize(
@@ -90,15 +78,12 @@ def test_all_blocks_are_one_graph(compiled, settings):
 
 
 def ddp_step(join: Join) -> tuple[int, int]:
-    """The graphs of a step of DDP whose blocks lie in several buckets, and what splits graphs
-    afterwards.
-    """
+    """The graphs of a step of DDP with several buckets, and Dynamo's setting afterwards."""
     warnings.simplefilter("ignore")
     graphs = CompileCounterWithBackend("eager")
     torch.compile = partial(torch.compile, backend=graphs)
-    chosen = recipe(
-        **SMALL, train__compile=True, parallel__strategy="ddp", parallel__bucket_mb=0.005
-    )
+    ddp = {"parallel__strategy": "ddp", "parallel__bucket_mb": 0.005}
+    chosen = recipe(**SMALL, **ddp, train__compile=True)
     with join(chosen) as ranks:
         model = parallelize(build_model(chosen, VOCAB), ranks, chosen)
         initialise(unwrap(model), 1)
@@ -132,19 +117,14 @@ def test_an_evaluation_leaves_the_trainings_graph_static(compiled, monkeypatch):
         rows = [Continuation([1] * n, [2, 3]) for n in (3, 9, 20, 28)]
 
         def harness(tasks: str, *_: Any, **how: Any) -> dict[str, Any]:
-            return {
-                "rows": len(
-                    log_likelihoods(model, rows[: 4 if tasks == "a" else 2], ranks, **how) or []
-                )
-            }
+            scored = log_likelihoods(model, rows[: 4 if tasks == "a" else 2], ranks, **how)
+            return {"rows": len(scored or [])}
+
+        def own(model: Any) -> dict[str, Any]:
+            return {"score": float(unwrap(model)(torch.zeros(3, 7, dtype=torch.int64)).sum())}
 
         monkeypatch.setattr("windlass.evaluation.suites.run_harness", harness)
-        own = {
-            "own:x": lambda m: {
-                "score": float(unwrap(m)(torch.zeros(3, 7, dtype=torch.int64)).sum())
-            }
-        }
-        suites = Suites(recipe(**SMALL), None, ranks, own=own)  # type: ignore[arg-type]
+        suites = Suites(recipe(**SMALL), None, ranks, own={"own:x": own})  # type: ignore[arg-type]
         for suite in ("lm-eval:a", "lm-eval:b", "own:x"):
             assert suites.measure(suite, model) is not None
         generate(model, [[1, 2, 3]], Sampling(max_tokens=4, temperature=0), ranks)

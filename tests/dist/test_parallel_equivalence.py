@@ -4,6 +4,7 @@ The reference shares nothing with the trained path but the network itself: one b
 pass, torch's own AdamW and clipping.
 """
 
+import dataclasses
 import math
 
 import numpy as np
@@ -21,7 +22,7 @@ from windlass.model.gpt import initialise
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import parallelize, unwrap
-from windlass.recipe import Horizon
+from windlass.recipe import Horizon, dotted
 
 STEPS, BATCH, CONTEXT, VOCAB = 5, 16, 12, 37
 ACCUMULATIONS = (1, 2, 4)
@@ -32,8 +33,9 @@ CELLS = {
 
 
 def rows() -> Rows:
-    """Rows of 2 to 12 tokens with ragged marks; of each 16, four in a row count nothing at all (one
-    rank's whole share).
+    """Rows of 2 to 12 tokens with ragged marks.
+
+    Four rows in a row of each 16, perhaps all rows of a rank, have no unmasked label.
     """
     draw = np.random.default_rng(0)
     examples = []
@@ -49,40 +51,27 @@ def rows() -> Rows:
 def settings(
     precision: str = "fp64", strategy: str = "auto", world: int = 1, accumulation: int = 1, **more
 ):
-    return make_recipe(
-        model__layers=2,
-        model__heads=2,
-        model__width=16,
-        model__context=CONTEXT,
-        model__vocab=VOCAB,
-        data__source="none",
-        data__order="sequential",
-        data__tokenizer="char",
-        train__steps=STEPS,
-        train__global_batch=BATCH,
-        train__micro_batch=BATCH // world // accumulation,
-        train__precision=precision,
-        train__grad_clip=0.5,
-        optim__lr=3e-3,
-        optim__weight_decay=0.1,
-        optim__schedule__kind="wsd",
-        optim__schedule__warmup=2,
-        optim__schedule__decay=2,
-        parallel__strategy=strategy,
-        **more,
-    )
+    model = {"layers": 2, "heads": 2, "width": 16, "context": CONTEXT, "vocab": VOCAB}
+    train = {"steps": STEPS, "global_batch": BATCH, "grad_clip": 0.5, "precision": precision}
+    train["micro_batch"] = BATCH // world // accumulation
+    schedule = {"kind": "wsd", "warmup": 2, "decay": 2}
+    sections = {
+        "model": model,
+        "data": {"source": "none", "order": "sequential", "tokenizer": "char"},
+        "train": train,
+        "optim": {"lr": 3e-3, "weight_decay": 0.1, "schedule": schedule},
+        "parallel": {"strategy": strategy},
+    }
+    return make_recipe(**dotted(sections), **more)
 
 
-def reference(dtype=torch.float64, frozen=()):
+def reference(frozen=()):
     """Losses, gradient norms and final parameters of a plain loop over whole batches."""
     recipe = settings()
-    model = build_model(recipe, VOCAB, device="cpu").to(dtype)
+    model = build_model(recipe, VOCAB, device="cpu").to(torch.float64)
     initialise(model, recipe.run.seed)
-    trained = (
-        [p for name, p in model.named_parameters() if not name.startswith(frozen)]
-        if frozen
-        else [*model.parameters()]
-    )
+    parameters = model.named_parameters()
+    trained = [p for name, p in parameters if not name.startswith(tuple(frozen))]
     decayed, others = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, fused=False)
@@ -104,9 +93,7 @@ def reference(dtype=torch.float64, frozen=()):
 
 
 def trained(join, recipe, divisor: float = 1.0):
-    """The same by way of everything that `windlass train` uses; `divisor` falsifies the count of
-    valid tokens.
-    """
+    """The same by the parts of `windlass train`; `divisor` falsifies the count of valid tokens."""
     with join(recipe) as ranks:
         model = build_model(recipe, VOCAB, device="meta")
         if recipe.train.precision == "fp64":
@@ -121,19 +108,17 @@ def trained(join, recipe, divisor: float = 1.0):
         horizon = Horizon(STEPS, len(data), BATCH)
         losses, norms = [], []
         for number, micro_batches in zip(range(STEPS), loader, strict=False):
-            if divisor != 1.0:
-                object.__setattr__(
-                    micro_batches, "valid_tokens", int(micro_batches.valid_tokens * divisor)
-                )
+            valid = int(micro_batches.valid_tokens * divisor)
+            micro_batches = dataclasses.replace(micro_batches, valid_tokens=valid)
             result = step(micro_batches, lr_multiplier(recipe.optim.schedule, horizon, number))
             losses.append(float(collectives.sum_over_ranks(result.loss, ranks)))
             norms.append(float(result.grad_norm))
         loader.close()
         whole = {
-            n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
+            n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
             for n, p in unwrap(model).named_parameters()
         }
-        return losses, norms, {n: p.clone() for n, p in whole.items()}
+        return losses, norms, whole
 
 
 def every_cell(join, world: int, precision: str):
@@ -145,17 +130,14 @@ def every_cell(join, world: int, precision: str):
 
 
 def distance(outcome, wanted) -> tuple[float, float, float]:
-    """The largest relative difference of losses and norms, and the largest absolute one of
-    parameters.
-    """
-    losses = max(abs(a - b) / abs(b) for a, b in zip(outcome[0], wanted[0], strict=True))
-    norms = max(abs(a - b) / abs(b) for a, b in zip(outcome[1], wanted[1], strict=True))
-    assert set(outcome[2]) == set(wanted[2])
-    return (
-        losses,
-        norms,
-        max(float((outcome[2][n].double() - wanted[2][n].double()).abs().max()) for n in wanted[2]),
+    """The largest relative difference of losses and norms, and absolute one of parameters."""
+    losses, norms = (
+        max(abs(a - b) / abs(b) for a, b in zip(outcome[i], wanted[i], strict=True)) for i in (0, 1)
     )
+    own, expected = outcome[2], wanted[2]
+    assert set(own) == set(expected)
+    parameters = max(float((own[n].double() - p).abs().max()) for n, p in expected.items())
+    return losses, norms, parameters
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +159,11 @@ def test_every_strategy_in_float64(plain, world):
             assert max(distance(outcome, plain)) < 1e-9, cell
 
 
+def assert_exact(outcomes, wanted) -> None:
+    for strategy, outcome in zip(CELLS[2], outcomes, strict=True):
+        assert max(distance(outcome, wanted)) < 1e-9, strategy
+
+
 def frozen_cells(join):
     freeze = {"model__freeze": ["blocks.0.*", "norm.*"]}
     return [trained(join, settings("fp64", strategy, 2, 2, **freeze)) for strategy in CELLS[2]]
@@ -186,9 +173,7 @@ def frozen_cells(join):
 def test_frozen_parts_stay_and_the_rest_trains_as_in_one_process():
     wanted = reference(frozen=("blocks.0.", "norm."))
     for per_rank in run_ranks(frozen_cells, 2):
-        assert [max(distance(outcome, wanted)) < 1e-9 for outcome in per_rank] == [True] * len(
-            CELLS[2]
-        )
+        assert_exact(per_rank, wanted)
 
 
 def torch_cells(join):
@@ -202,9 +187,7 @@ def torch_cells(join):
 @pytest.mark.dist
 def test_an_optimizer_of_torch_by_its_name_on_every_strategy_and_one_that_cannot_be_sharded(plain):
     for per_rank in run_ranks(torch_cells, 2):
-        assert [max(distance(outcome, plain)) < 1e-9 for outcome in per_rank] == [True] * len(
-            CELLS[2]
-        )
+        assert_exact(per_rank, plain)
 
 
 @pytest.mark.dist
@@ -219,9 +202,8 @@ def test_every_strategy_in_float32(plain, world):
         assert parameters < 1.4e-5, cell
         for other in results[1:]:
             assert other[cell][0] == outcome[0], "ranks disagree on the loss"
-            assert all(torch.equal(other[cell][2][n], outcome[2][n]) for n in outcome[2]), (
-                "ranks disagree on parameters"
-            )
+            for name, parameter in outcome[2].items():
+                assert torch.equal(other[cell][2][name], parameter), "ranks disagree on parameters"
 
 
 @pytest.mark.dist

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from harness import FORK, recipe
+from harness import FORK, recipe, tcp_store
 
 from helpers import process_state
 from windlass.errors import RunFailed, Stopped
@@ -41,8 +41,9 @@ def end(
     joined=True,
     **settings: float,
 ) -> list[Ended]:
-    """Run `fn` on forked ranks, `joined` in a process group or before, and see how each ends;
-    `missing` never comes.
+    """How each forked rank ends that runs `fn`, `joined` in a process group or before.
+
+    The rank `missing` never comes.
     """
     listening = socket.create_server(("127.0.0.1", 0), backlog=16)
     port = listening.getsockname()[1]
@@ -51,17 +52,12 @@ def end(
         torch.set_num_threads(1)
         os.dup2(os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
         sys.stderr = os.fdopen(2, "w")
-        fd = listening.detach() if rank == 0 else None
-        store = dist.TCPStore(
-            "127.0.0.1", port, world, rank == 0, wait_for_workers=False, master_listen_fd=fd
-        )
-        code, quick = 0, recipe(**settings)
+        env = DistEnv(rank, world, rank, world, addr="127.0.0.1", port=port)
+        store, code, quick = tcp_store(env, listening), 0, recipe(**settings)
         try:
             if rank == missing:
                 time.sleep(60)
-            with init_store(
-                DistEnv(rank, world, rank, world, addr="127.0.0.1", port=port), quick, store
-            ) as ranks:
+            with init_store(env, quick, store) as ranks:
                 if joined:
                     init_process_group(ranks, quick)
                 fn(ranks)
@@ -77,11 +73,14 @@ def end(
     for process in processes:
         process.start()
     listening.close()
+
+    def over(rank: int) -> bool:
+        process = processes[rank]
+        suspended = process_state(process.pid) == "T"
+        return rank == missing or process.exitcode is not None or suspended
+
     until, ended = time.monotonic() + 30, []
-    while time.monotonic() < until and not all(
-        p.exitcode is not None or rank == missing or process_state(p.pid) == "T"
-        for rank, p in enumerate(processes)
-    ):
+    while time.monotonic() < until and not all(map(over, range(world))):
         time.sleep(0.02)
     for rank, process in enumerate(processes):
         code = process.exitcode
@@ -121,14 +120,9 @@ def test_an_exception_ends_the_others_with_its_rank_step_and_phase(tmp_path: Pat
         if rank == culprit:
             assert "ValueError: a shape is wrong" in one.text and "RunFailed" not in one.text
         else:
-            assert (
-                f"RunFailed: rank {rank} on {HOST} at step 12, phase backward: it lost the others"
-                in one.text
-            )
-            assert (
-                f"rank {culprit} on {HOST} at step 12, phase backward: ValueError: a shape is wrong"
-                in one.text
-            )
+            place = f"on {HOST} at step 12, phase backward"
+            assert f"RunFailed: rank {rank} {place}: it lost the others" in one.text
+            assert f"rank {culprit} {place}: ValueError: a shape is wrong" in one.text
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -147,11 +141,9 @@ def test_a_failure_before_the_groups_are_joined_ends_the_others(tmp_path: Path, 
     began, patient = time.monotonic(), {"parallel__startup_timeout_seconds": 600}
     ended = end(fn, 3, tmp_path, joined=False, **patient)
     assert [e.code for e in ended] == [1, 1, 1] and time.monotonic() - began < 15
+    place = f"rank {culprit} on {HOST} at step 0, phase load"
     for one in (e for rank, e in enumerate(ended) if rank != culprit):
-        assert (
-            f"rank {culprit} on {HOST} at step 0, phase load: FileNotFoundError: no such corpus"
-            in one.text
-        )
+        assert f"{place}: FileNotFoundError: no such corpus" in one.text
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path):
@@ -172,20 +164,14 @@ def test_a_suspended_rank_is_named_by_the_others(tmp_path: Path, culprit: int):
     ended = end(fn, 3, tmp_path, parallel__heartbeat_seconds=0.1)
     others = [one for rank, one in enumerate(ended) if rank != culprit]
     assert ended[culprit].code is None
+    place = f"the run lost rank {culprit} on {HOST} at step 7, phase save: "
     for one in others:
-        assert (
-            one.code == 1
-            and f"the run lost rank {culprit} on {HOST} at step 7, phase save: " in one.text
-        ), one.text
-    assert any(
-        ("no heartbeat for" if culprit else "its store did not answer") in one.text
-        for one in others
-    )
+        assert one.code == 1 and place in one.text, one.text
+    why = "no heartbeat for" if culprit else "its store did not answer"
+    assert any(why in one.text for one in others)
 
 
-def test_a_rank_that_does_not_come_to_the_collective_ends_the_run_after_the_time_limit(
-    tmp_path: Path,
-):
+def test_a_rank_that_misses_a_collective_ends_the_run_after_the_time_limit(tmp_path: Path):
     def fn(ranks: Ranks) -> None:
         collective(ranks)
         ranks.set_timeout(1.0)
@@ -212,10 +198,9 @@ def test_ranks_that_hang_in_a_kernel_are_ended_and_the_one_behind_is_named(tmp_p
 
     ended = end(fn, 3, tmp_path, parallel__heartbeat_seconds=0.1)
     assert [e.code for e in ended] == [1, 1, 1]
+    place = f"lost rank 1 on {HOST} at step 12, phase backward"
     for one in ended:
-        assert (
-            f"lost rank 1 on {HOST} at step 12, phase backward: no progress for 1 s" in one.text
-        ), one.text
+        assert f"{place}: no progress for 1 s" in one.text, one.text
         assert "parallel.timeout_seconds" in one.text
 
 
@@ -223,16 +208,10 @@ def test_ranks_that_hang_in_a_kernel_are_ended_and_the_one_behind_is_named(tmp_p
     ("places", "still", "named"),
     [
         ([(5, "step"), (5, "step"), (5, "step")], [90, 99, 95], 1),  # the first to stand still
-        (
-            [(6, "forward"), (5, "step"), (6, "forward")],
-            [99, 95, 99],
-            1,
-        ),  # the one that is a step behind
-        (
-            [(6, "forward"), (6, "data"), (6, "backward")],
-            [99, 1, 99],
-            1,
-        ),  # it looks for data again and again
+        # the one that is a step behind
+        ([(6, "forward"), (5, "step"), (6, "forward")], [99, 95, 99], 1),
+        # it looks for data again and again
+        ([(6, "forward"), (6, "data"), (6, "backward")], [99, 1, 99], 1),
         ([(5, "evaluation"), (5, "step")], [99, 95], 1),
         ([(6, "data"), (6, "data")], [999, 999], None),  # nobody waits in a collective
         ([(5, "callback"), (5, "callback")], [999, 999], None),

@@ -14,46 +14,29 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from toy import Toy, fill, micro_batch, toy
 
-from windlass.parallel.collectives import (
-    global_grad_norm,
-    scale_gradients,
-    sum_async,
-    sum_over_ranks,
-)
-from windlass.parallel.dist import init_ranks
+from windlass.parallel import collectives
+from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import LOW, autocast, parallelize, sync_gradients, unwrap
+from windlass.recipe import Recipe
 
 pytestmark = pytest.mark.dist
 
-FULL = {"parallel__strategy": "full_shard"}
-CASES: dict[str, dict[str, Any]] = {
-    strategy: {"parallel__strategy": strategy}
-    for strategy in ("ddp", "full_shard", "shard_grad_op", "hybrid_shard")
-} | {
-    "auto": {},
-    "offload": {"parallel__strategy": "full_shard", "parallel__offload": True},
-    "ddp, full recompute": {
-        "parallel__strategy": "ddp",
-        "parallel__activation_checkpointing": "full",
-    },
-    "full_shard, full recompute": {
-        "parallel__strategy": "full_shard",
-        "parallel__activation_checkpointing": "full",
-    },
-    "full_shard, selective recompute": FULL | {"parallel__activation_checkpointing": "selective"},
-    "full_shard, reduced once": FULL | {"parallel__reduce_each_micro_batch": False},
-    "shard_grad_op, reduced each time": {
-        "parallel__strategy": "shard_grad_op",
-        "parallel__reduce_each_micro_batch": True,
-    },
-    "prefetch": {
-        "parallel__strategy": "full_shard",
-        "parallel__forward_prefetch": 2,
-        "parallel__backward_prefetch": 2,
-    },
-    "hybrid_shard of everything": {"parallel__strategy": "hybrid_shard", "parallel__shard_size": 2},
+STRATEGIES = ("ddp", "full_shard", "shard_grad_op", "hybrid_shard")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full_shard, offload": {"offload": True},
+    "ddp, full recompute": {"activation_checkpointing": "full"},
+    "full_shard, full recompute": {"activation_checkpointing": "full"},
+    "full_shard, selective recompute": {"activation_checkpointing": "selective"},
+    "full_shard, reduced once": {"reduce_each_micro_batch": False},
+    "shard_grad_op, reduced each time": {"reduce_each_micro_batch": True},
+    "full_shard, prefetch": {"forward_prefetch": 2, "backward_prefetch": 2},
+    "hybrid_shard, of everything": {"shard_size": 2},
 }
+CASES: dict[str, dict[str, Any]] = {"auto": {}}
+"""Settings of `parallel`."""
+for name in (*STRATEGIES, *VARIANTS):
+    CASES[name] = {"strategy": name.partition(",")[0], **VARIANTS.get(name, {})}
 BARREN = 1  # the rank whose micro-batches hold no valid token
 
 
@@ -76,26 +59,26 @@ def reference(world: int, accumulation: int) -> dict[str, Any]:
     return {"loss": loss.item(), "norm": norm.item(), "grads": grads}
 
 
+def case_settings(case: str) -> Recipe:
+    settings = {f"parallel__{key}": value for key, value in CASES[case].items()}
+    return recipe(train__precision="fp64", **settings)
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def step(
-    model: nn.Module, join: Join, ranks: Any, settings: Any, accumulation: int
-) -> torch.Tensor:
-    """Forward and backward of one step as the training does it; returns this rank's share of the
-    loss.
-    """
+def step(model: nn.Module, join: Join, ranks: Ranks, accumulation: int) -> torch.Tensor:
+    """Forward and backward of a step in float64; returns this rank's part of the loss."""
     mine = batches(join.world, accumulation, join.rank)
-    valid = sum_async([int(sum((labels != -100).sum() for _, labels in mine))], ranks).wait()[0]
+    valid = collectives.sum_async(
+        [int(sum((labels != -100).sum() for _, labels in mine))], ranks
+    ).wait()[0]
     total = torch.zeros((), dtype=torch.float64)
     for k, (tokens, labels) in enumerate(mine):
-        with (
-            sync_gradients(model, ranks.strategy, k == len(mine) - 1),
-            autocast(settings, ranks.device),
-        ):
+        with sync_gradients(model, ranks.strategy, k == len(mine) - 1):
             loss = model(tokens, labels) / valid
-        loss.backward()
+            loss.backward()
         total += loss.detach()
     return total
 
@@ -104,9 +87,9 @@ def every_case(join: Join, accumulation: int) -> dict[str, Any]:
     """All cases on this rank; the values of rank 0 come back, whole."""
     results = {}
     for name, overrides in CASES.items():
-        if join.world % overrides.get("parallel__shard_size", 1):
+        if join.world % overrides.get("shard_size", 1):
             continue
-        settings = recipe(train__precision="fp64", **overrides)
+        settings = case_settings(name)
         with join(settings) as ranks:
             with torch.device("meta"):
                 bare = Toy().double()
@@ -115,15 +98,12 @@ def every_case(join: Join, accumulation: int) -> dict[str, Any]:
             tied = bare.head.weight is bare.embedding.weight
             for _ in range(2):  # the second step finds what the first left behind
                 model.zero_grad()
-                loss = step(model, join, ranks, settings, accumulation)
-            norm = global_grad_norm(model.parameters(), ranks)
-            scale_gradients(model.parameters(), torch.tensor(0.5, dtype=torch.float64))
-            grads = {
-                n: whole(p.grad).clone()
-                for n, p in unwrap(model).named_parameters()
-                if p.grad is not None
-            }
-            loss = sum_over_ranks(loss, ranks)
+                loss = step(model, join, ranks, accumulation)
+            norm = collectives.global_grad_norm(model.parameters(), ranks)
+            collectives.scale_gradients(model.parameters(), torch.tensor(0.5, dtype=torch.float64))
+            trained = [(n, p) for n, p in unwrap(model).named_parameters() if p.grad is not None]
+            grads = {n: whole(p.grad).clone() for n, p in trained}
+            loss = collectives.sum_over_ranks(loss, ranks)
             results[name] = {"loss": loss.item(), "norm": norm, "grads": grads, "tied": tied}
     return results
 
@@ -165,13 +145,13 @@ def exchanges(join: Join) -> dict[str, list[collections.Counter[str]]]:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "8192"
     results = {}
     for case in ("ddp", "full_shard", "shard_grad_op", "hybrid_shard", "full_shard, reduced once"):
-        settings, counts = recipe(train__precision="fp64", **CASES[case]), []
+        settings, counts = case_settings(case), []
         with join(settings) as ranks:
             model = parallelize(toy(), ranks, settings)
-            step(model, join, ranks, settings, 1)
+            step(model, join, ranks, 1)
             for accumulation in (1, 4):
                 before = recorded()
-                step(model, join, ranks, settings, accumulation)
+                step(model, join, ranks, accumulation)
                 counts.append(recorded() - before)
         results[case] = counts
     return results
@@ -185,17 +165,16 @@ def test_gradients_are_exchanged_once_a_step_or_after_each_micro_batch():
         # `hybrid_shard` of 2 ranks has shards of one rank each: what is left is the reduction
         # between the shards' replicas.
         assert reduced[1] - 1 == (4 if case == "full_shard" else 1) * (reduced[0] - 1), case
-        if case.startswith(
-            ("full_shard", "shard_grad_op")
-        ):  # ZeRO-2 gathers once for the whole step
+        # ZeRO-2 gathers once for the whole step.
+        if case.startswith(("full_shard", "shard_grad_op")):
             assert gathered[1] == (1 if case == "shard_grad_op" else 4) * gathered[0] > 0, case
 
 
 def gradient_bytes(join: Join) -> dict[str, int]:
-    """What this rank holds of gradients between the micro-batches, in whole tensors and in shards."""
+    """Bytes of gradients on this rank between micro-batches, in whole tensors and in shards."""
     results = {}
     for case in ("full_shard", "full_shard, reduced once"):
-        settings = recipe(train__precision="fp64", **CASES[case])
+        settings = case_settings(case)
         with join(settings) as ranks:
             model = parallelize(toy(), ranks, settings)
             with sync_gradients(model, ranks.strategy, False):
@@ -221,15 +200,11 @@ def differing(join: Join) -> dict[str, bool]:
         with join(settings) as ranks:
             mine = toy(seed=join.rank, dtype=torch.float32)
             mine.shift += join.rank
-            values = {
-                name: whole(p)
-                for name, p in unwrap(parallelize(mine, ranks, settings)).named_parameters()
-            }
+            model = unwrap(parallelize(mine, ranks, settings))
+            values = {name: whole(p) for name, p in model.named_parameters()}
             equal = [torch.equal(values.pop(name), p) for name, p in wanted.named_parameters()]
-            tied = mine.head.weight is mine.embedding.weight
-            same[strategy] = (
-                all(equal) and not values and torch.equal(mine.shift, wanted.shift) and tied
-            )
+            equal += [torch.equal(mine.shift, wanted.shift), not values]
+            same[strategy] = all(equal) and mine.head.weight is mine.embedding.weight
     return same
 
 
@@ -240,15 +215,9 @@ def test_a_model_made_differently_on_each_rank_becomes_rank_0s():
 def low_precision(join: Join) -> dict[tuple[str, str], Any]:
     results = {}
     for precision in ("fp32", "bf16", "fp16"):
-        for strategy in (
-            ("ddp", "full_shard", "shard_grad_op", "hybrid_shard")
-            if join.world > 1
-            else ("single", "rounded")
-        ):
-            settings = recipe(
-                train__precision=precision,
-                parallel__strategy="single" if strategy == "rounded" else strategy,
-            )
+        for strategy in STRATEGIES if join.world > 1 else ("single", "rounded"):
+            used = "single" if strategy == "rounded" else strategy
+            settings = recipe(train__precision=precision, parallel__strategy=used)
             with join(settings) as ranks:
                 bare = toy(dtype=torch.float32)
                 for p in bare.parameters() if strategy == "rounded" and precision != "fp32" else ():
@@ -257,18 +226,19 @@ def low_precision(join: Join) -> dict[tuple[str, str], Any]:
                 loss = torch.zeros(())
                 numbers = range(join.rank, 4, join.world)
                 for k in numbers:
-                    tokens, labels = micro_batch(k)
-                    with (
-                        sync_gradients(model, ranks.strategy, k == numbers[-1]),
-                        autocast(settings, ranks.device),
-                    ):
-                        part = model(tokens, labels) / 20
-                    part.backward()
+                    with sync_gradients(model, ranks.strategy, k == numbers[-1]):
+                        with autocast(settings, ranks.device):
+                            part = model(*micro_batch(k)) / 20
+                        part.backward()
                     loss += part.detach()
                 gradients = [p.grad for p in model.parameters() if p.grad is not None]
                 kinds = {tensor.dtype for tensor in [*model.parameters(), *gradients]}
                 grads = torch.cat([whole(grad).flatten() for grad in gradients])
-                results[precision, strategy] = (float(sum_over_ranks(loss, ranks)), grads, kinds)
+                results[precision, strategy] = (
+                    float(collectives.sum_over_ranks(loss, ranks)),
+                    grads,
+                    kinds,
+                )
     return results
 
 
@@ -282,17 +252,10 @@ def test_strategies_agree_in_low_precision_and_keep_master_weights():
         assert kinds == {torch.float32}
         assert loss == pytest.approx(wanted_loss, rel=1e-6), (precision, strategy)
         # and it rounds their gradients once
-        tolerance = (
-            1e-6
-            if precision == "fp32" or strategy == "ddp"
-            else 2**-9
-            if precision == "bf16"
-            else 2**-11
-        )
-        assert (grads - wanted_grads).norm() <= tolerance * wanted_grads.norm(), (
-            precision,
-            strategy,
-        )
+        rounded = {"fp32": 1e-6, "bf16": 2**-9, "fp16": 2**-11}[precision]
+        tolerance = 1e-6 if strategy == "ddp" else rounded
+        distance = (grads - wanted_grads).norm()
+        assert distance <= tolerance * wanted_grads.norm(), (precision, strategy)
         if precision != "fp32":
             assert not torch.equal(grads, exact_grads)  # it does compute in low precision
             assert loss == pytest.approx(exact_loss, rel=2e-2)
@@ -313,9 +276,8 @@ def embeddings_gradient(join: Join, world_strategy: str) -> torch.Tensor:
 def test_gradients_of_a_frequent_token_are_added_in_float32():
     (wanted,) = run_ranks(embeddings_gradient, 1, "single")
     for grad in run_ranks(embeddings_gradient, 2, "full_shard"):
-        assert (
-            grad - wanted
-        ).norm() <= 2**-6 * wanted.norm()  # of sums in bf16 nothing would be left
+        # Sums in bf16 would lose almost all of it.
+        assert (grad - wanted).norm() <= 2**-6 * wanted.norm()
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
@@ -329,9 +291,6 @@ def test_recomputing_changes_no_bit_also_with_dropout(how: str, dropout: float):
             torch.manual_seed(7)
             model(*micro_batch(2)).backward()
             model(*micro_batch(3)).backward()
-            # And the generator stands where it stood.
-            grads[way] = [
-                *(p.grad for p in model.parameters() if p.grad is not None),
-                torch.rand(1),
-            ]
+            grads[way] = [p.grad for p in model.parameters() if p.grad is not None]
+            grads[way].append(torch.rand(1))  # the generator's state is equal, too
     assert all(torch.equal(a, b) for a, b in zip(grads["none"], grads[how], strict=True))

@@ -1,10 +1,11 @@
-"""A small model with the protocol of the package's own, and one with everything that makes wrapping
-hard in it.
-"""
+"""A small model with everything that makes wrapping hard."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from windlass.parallel.parallelize import unwrap
 
 VOCAB = 29
 
@@ -12,18 +13,14 @@ VOCAB = 29
 class Attention(nn.Module):
     def __init__(self, width: int, dropout: float):
         super().__init__()
-        self.qkv, self.out, self.dropout = (
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width, bias=False),
-            dropout,
-        )
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
+        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, D = x.shape
         q, k, v = (t.view(B, T, 2, D // 2).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
-        )
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
         return self.out(mixed.transpose(1, 2).reshape(B, T, D))
 
 
@@ -31,12 +28,8 @@ class Block(nn.Module):
     def __init__(self, width: int, dropout: float):
         super().__init__()
         self.norm1, self.attn = nn.LayerNorm(width), Attention(width, dropout)
-        self.norm2, self.up, self.down = (
-            nn.RMSNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(3 * width, width),
-        )
-        self.drop = nn.Dropout(dropout)
+        self.norm2, self.drop = nn.RMSNorm(width), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.attn(self.norm1(x)))
@@ -44,9 +37,7 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Tied head, biases, sizes that no world divides, a buffer, a frozen parameter. `forward` gives
-    the sum of the losses.
-    """
+    """Tied head, biases, sizes that no world divides, a buffer and a frozen parameter."""
 
     def __init__(self, width: int = 10, layers: int = 3, dropout: float = 0.0, tied: bool = True):
         super().__init__()
@@ -77,19 +68,14 @@ def toy(seed: int = 0, dtype: torch.dtype = torch.float64, **how: object) -> Toy
 
 
 def fill(model: nn.Module, like: nn.Module) -> None:
-    """Values into a model that came from the meta device: parameters whole or sharded, and buffers."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    from windlass.parallel.parallelize import unwrap
-
+    """Fill the parameters (perhaps sharded) and buffers of a model from the meta device."""
     values = dict(like.named_parameters()) | dict(like.named_buffers())
     with torch.no_grad():
         for name, tensor in [*unwrap(model).named_parameters(), *unwrap(model).named_buffers()]:
             value = values[name].detach()
             if isinstance(tensor, DTensor):
-                value = distribute_tensor(
-                    value, tensor.device_mesh, tensor.placements, src_data_rank=None
-                )
+                mesh, placements = tensor.device_mesh, tensor.placements
+                value = distribute_tensor(value, mesh, placements, src_data_rank=None)
             tensor.copy_(value)
 
 
