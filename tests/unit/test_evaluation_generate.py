@@ -1,6 +1,4 @@
-"""Generation: which token is chosen, the same text in any batch, the sliding window, streaming,
-stopping.
-"""
+"""Generation: choosing tokens, the same text in any batch, sliding windows, streaming, stopping."""
 
 import pytest
 import torch
@@ -48,9 +46,8 @@ def plain(model: Toy, prompt: list[int], index: int, sampling: Sampling) -> list
         if len(row) - start > model.context:
             start = len(row) - 1 - model.context // 2
         logits = model(torch.tensor([row[start:]]))[0, -1:]
-        token = int(
-            next_tokens(logits, sampling, [uniform(sampling.seed, index, len(row) - len(prompt))])
-        )
+        draw = uniform(sampling.seed, index, len(row) - len(prompt))
+        token = int(next_tokens(logits, sampling, [draw]))
         if token in sampling.stop:
             break
         row.append(token)
@@ -98,14 +95,8 @@ def test_tokens_are_streamed_in_order_and_an_end_is_told_once() -> None:
 
 
 def test_progress_counts_complete_texts() -> None:
-    seen = list[tuple[int, int]]()
-    generate(
-        Toy(),
-        prompts(5, 6),
-        Sampling(max_tokens=3, temperature=0),
-        batch=2,
-        progress=lambda *now: seen.append(now),
-    )
+    seen, sampling = list[tuple[int, int]](), Sampling(max_tokens=3, temperature=0)
+    generate(Toy(), prompts(5, 6), sampling, batch=2, progress=lambda *now: seen.append(now))
     assert seen == [(done, 5) for done in range(1, 6)]
 
 
@@ -121,9 +112,8 @@ def test_padding_of_the_vocabulary_is_never_chosen_modes_stay_and_a_poll_ends_it
 
 def test_draws_are_uniform_and_fixed_for_ever() -> None:
     assert (uniform(0, 0, 0), uniform(1337, 4, 17)) == (0.2392922395374626, 0.7414650227874517)
-    draws = torch.tensor(
-        [uniform(1, i % 100, i // 100) for i in range(20_000)], dtype=torch.float64
-    )
+    numbers = [uniform(1, i % 100, i // 100) for i in range(20_000)]
+    draws = torch.tensor(numbers, dtype=torch.float64)
     assert draws.min() >= 0 and draws.max() < 1
     assert abs(draws.mean() - 0.5) < 0.01 and abs(draws.var() - 1 / 12) < 0.002
     histogram = torch.histc(draws, 20, 0, 1)

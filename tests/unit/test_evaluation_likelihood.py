@@ -1,11 +1,10 @@
-"""Log-likelihoods of endings, and HellaSwag from them, against a plain reference that takes one row
-at a time.
-"""
+"""Log-likelihoods of endings, and HellaSwag, against a plain reference of one row at a time."""
 
 import gc
 import json
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +54,11 @@ def plain(model: nn.Module, row: Continuation, context: int) -> tuple[float, int
 
 def rows(count: int, longest: int) -> list[Continuation]:
     random.seed(4)
-    texts = [
-        [random.randrange(257) for _ in range(random.randrange(1, longest))]
-        for _ in range(2 * count)
-    ]
-    return [Continuation(texts[i], texts[i + 1]) for i in range(0, 2 * count, 2)]
+
+    def text() -> list[int]:
+        return [random.randrange(257) for _ in range(random.randrange(1, longest))]
+
+    return [Continuation(text(), text()) for _ in range(count)]
 
 
 @pytest.mark.parametrize("tokens_per_pass", [1, 100, 10**6])
@@ -78,9 +77,7 @@ def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass, monkeypa
 
 
 class Reads(TorchDispatchMode):
-    """Counts the numbers that the host reads from tensors, for each of which it would wait for a
-    GPU.
-    """
+    """Counts the numbers that the host reads from tensors; for each it would wait for a GPU."""
 
     count = 0
 
@@ -96,61 +93,51 @@ def test_the_host_does_not_wait_for_each_row() -> None:
     assert scores is not None and len(scores) == 30 and reads.count == 0
 
 
+class Eight:
+    """Samples of four tokens, each its own number; `on_read` gets the numbers that are read."""
+
+    def __init__(self, on_read: Callable[[np.ndarray], None]):
+        self.on_read = on_read
+
+    def __len__(self) -> int:
+        return 8
+
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self.on_read(indices)
+        tokens = indices[:, None].repeat(4, axis=1)
+        return tokens, np.ones_like(tokens)
+
+
 def test_validation_batches_are_read_while_one_is_computed() -> None:
-    class Watched:
-        """Samples that say when each batch of two is read."""
-
-        def __init__(self) -> None:
-            self.read_batches = [threading.Event() for _ in range(4)]
-
-        def __len__(self) -> int:
-            return 8
-
-        def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            self.read_batches[int(indices[0]) // 2].set()
-            return indices[:, None] + np.zeros((1, 4), dtype=np.int64), np.ones(
-                (len(indices), 4), dtype=np.int64
-            )
+    read_batches = [threading.Event() for _ in range(4)]
 
     class Model(nn.Module):
         def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
             following = int(tokens[0, 0]) // 2 + 1
-            assert following == 4 or samples.read_batches[following].wait(20), (
-                "the next batch was not read meanwhile"
-            )
+            meanwhile = following == 4 or read_batches[following].wait(20)
+            assert meanwhile, "the next batch was not read meanwhile"
             return tokens.sum().float()
 
-    samples = Watched()
+    samples = Eight(lambda indices: read_batches[int(indices[0]) // 2].set())
     result = likelihood.evaluate_loss(Model(), samples, ALONE, 2)
     assert result is not None and result["samples"] == 8 and result["loss"] == sum(range(8)) / 8
 
 
 def test_an_evaluation_that_is_cut_short_or_fails_leaves_no_thread() -> None:
-    class Broken:
-        def __len__(self) -> int:
-            return 8
+    def fail(indices: np.ndarray) -> None:
+        if 6 in indices:
+            raise ValueError("a broken shard")
 
-        def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            if 6 in indices:
-                raise ValueError("a broken shard")
-            return np.zeros((len(indices), 4), dtype=np.int64), np.ones(
-                (len(indices), 4), dtype=np.int64
-            )
-
-    model, before = gpt(), threading.active_count()
-    assert likelihood.evaluate_loss(model, Broken(), ALONE, 1, poll=lambda: True) is None
+    model, samples, before = gpt(), Eight(fail), threading.active_count()
+    assert likelihood.evaluate_loss(model, samples, ALONE, 1, poll=lambda: True) is None
     with pytest.raises(ValueError, match="broken shard"):
-        likelihood.evaluate_loss(model, Broken(), ALONE, 1)
+        likelihood.evaluate_loss(model, samples, ALONE, 1)
     gc.collect()
     assert threading.active_count() == before
 
 
 ITEMS = [
-    Item(
-        "A man is on a roof. he",
-        ("falls off.", "sings a song.", "eats.", "removes the tiles with a bar."),
-        3,
-    ),
+    Item("A man is on a roof. he", ("falls off.", "sings.", "eats.", "removes the tiles."), 3),
     Item("The cat", ("sat.", "ran away.", "is.", "x"), 1),
     Item("Then she", ("put it in the oven.", "swam.", "paints it red and blue.", "goes"), 0),
 ]
@@ -159,29 +146,25 @@ ITEMS = [
 def test_accuracies_are_those_of_the_likeliest_ending() -> None:
     """`acc_norm` as lm-eval has it: per character of the ending, without the space before it."""
     model, tokenizer = gpt(context=64), byte_tokenizer()
-    items = [
-        *ITEMS,
-        *(
-            Item(f"No {i}.", ("é" * (2 + i % 3), "abcdef"[: 1 + i % 6], "it is.", "🙂"), i % 4)
-            for i in range(40)
-        ),
-    ]
+    items = list(ITEMS)
+    for i in range(40):
+        endings = ("é" * (2 + i % 3), "abcdef"[: 1 + i % 6], "it is.", "🙂")
+        items.append(Item(f"No {i}.", endings, i % 4))
     result = evaluate_hellaswag(model, items, continuations(items, tokenizer), ALONE)
     right = {"acc": 0, "acc_norm": 0, "acc_per_token": 0}
     for item in items:
-        scores = [plain(model, row, 64)[:2] for row in continuations([item], tokenizer)]
-        right["acc"] += max(range(4), key=lambda i: scores[i][0]) == item.label
-        right["acc_norm"] += (
-            max(range(4), key=lambda i: scores[i][0] / len(item.endings[i])) == item.label
-        )
-        right["acc_per_token"] += (
-            max(range(4), key=lambda i: scores[i][0] / scores[i][1]) == item.label
-        )
-    assert result is not None and len(set(right.values())) == 3, "the three differ on these items"
-    assert {name: result[name] for name in right} == {
-        name: count / len(items) for name, count in right.items()
-    }
-    assert result["items"] == len(items)
+        rows = [plain(model, row, 64)[:2] for row in continuations([item], tokenizer)]
+        pairs = list(zip(rows, item.endings, strict=True))
+        scores = {
+            "acc": [total for total, _ in rows],
+            "acc_norm": [total / len(ending) for (total, _), ending in pairs],
+            "acc_per_token": [total / tokens for total, tokens in rows],
+        }
+        for name, values in scores.items():
+            right[name] += int(np.argmax(values)) == item.label
+    assert len(set(right.values())) == 3, "the three differ on these items"
+    expected = {name: count / len(items) for name, count in right.items()}
+    assert result == expected | {"items": len(items)}
 
 
 def test_items_are_read_from_lines_and_bad_ones_are_named(tmp_path: Path) -> None:
@@ -190,12 +173,8 @@ def test_items_are_read_from_lines_and_bad_ones_are_named(tmp_path: Path) -> Non
     path.write_text(json.dumps(good) + "\n\n" + json.dumps({**good, "label": "1"}) + "\n")
     assert read_items(str(path)) == [Item("A man", ("a", "b", "c", "d"), label) for label in (2, 1)]
     assert len(read_items(str(path), limit=1)) == 1
-    for bad in (
-        {**good, "label": 4},
-        {**good, "endings": ["a", ""]},
-        {"ctx": "x"},
-        {**good, "ctx": ""},
-    ):
+    changes = ({"label": 4}, {"endings": ["a", ""]}, {"ctx": ""})
+    for bad in [{"ctx": "x"}, *(good | change for change in changes)]:
         path.write_text(json.dumps(good) + "\n" + json.dumps(bad))
         with pytest.raises(UserError, match="line 2"):
             read_items(str(path))

@@ -1,6 +1,4 @@
-"""The hand-over to EleutherAI's harness: without it a message says what to install; with it, a task
-of our own is scored through it.
-"""
+"""EleutherAI's harness: a task of our own, and the adapter without the harness."""
 
 import importlib.util
 import json
@@ -72,22 +70,13 @@ def parity(folder: Path) -> Any:
 
 
 def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
-    ranks = join(
-        recipe(
-            **{f"model__{key}": value for key, value in SHAPE.items()},
-            parallel__strategy="full_shard",
-        )
-    )
-    gpt = parallelize(
-        model("meta"), ranks, Recipe.model_validate({"parallel": {"strategy": "full_shard"}})
-    )
-    initialise(gpt, 1)
-    os.environ["LOCAL_RANK"] = str(ranks.rank)  # as under a launcher
-    numbers = run_harness(
-        "parity", gpt, BYTES, ranks, task_manager=parity(folder / str(ranks.rank))
-    )
-    ranks.stop()
-    return numbers
+    sharded = recipe(parallel__strategy="full_shard")
+    with join(sharded) as ranks:
+        gpt = parallelize(model("meta"), ranks, sharded)
+        initialise(gpt, 1)
+        os.environ["LOCAL_RANK"] = str(ranks.rank)  # as under a launcher
+        manager = parity(folder / str(ranks.rank))
+        return run_harness("parity", gpt, BYTES, ranks, task_manager=manager)
 
 
 @pytest.mark.dist
@@ -97,34 +86,26 @@ def test_a_task_has_the_same_scores_on_one_rank_and_on_two_of_a_sharded_model(tm
     gpt, right = model(), 0
     numbers = run_harness("parity", gpt, BYTES, ALONE, task_manager=parity(tmp_path / "alone"))
     for row in ROWS:
-        pairs = [
-            Continuation([*row["q"].encode()], [*choice.encode()]) for choice in row["choices"]
-        ]
+        question, choices = row["q"].encode(), [choice.encode() for choice in row["choices"]]
+        pairs = [Continuation([*question], [*choice]) for choice in choices]
         scores = [one.sum for one in log_likelihoods(gpt, pairs, ALONE)]
         right += scores.index(max(scores)) == row["gold"]
     assert numbers["parity/acc"] == pytest.approx(right / 9) and not gpt.training
-    assert [one["parity/acc"] for one in run_ranks(on_a_rank, 2, tmp_path)] == [
-        numbers["parity/acc"]
-    ] * 2
+    for one in run_ranks(on_a_rank, 2, tmp_path):
+        assert one["parity/acc"] == numbers["parity/acc"]
 
 
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A stand-in for the harness: it seeds the generators and makes the calls in the list on the
-    adapter.
-    """
+    """A stand-in for the harness: it seeds the generators and calls the adapter as in the list."""
     calls: list[Any] = []
 
     def simple_evaluate(model: Any, tasks: list[str], **_: Any) -> dict[str, Any]:
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
         if tasks == ["unknown"]:
             raise KeyError("unknown")
-        return {
-            "results": {
-                "task": {f"{i},none": call(model) for i, call in enumerate(calls)}
-                | {"alias": "task"}
-            }
-        }
+        metrics = {f"{i},none": call(model) for i, call in enumerate(calls)}
+        return {"results": {"task": metrics | {"alias": "task"}}}
 
     monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=simple_evaluate))  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", SimpleNamespace(LM=object))  # type: ignore[arg-type]
@@ -133,19 +114,16 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_stop_cuts_the_harness_short_and_the_random_numbers_are_as_they_were(harness):
     harness.append(lambda lm: lm.loglikelihood([SimpleNamespace(args=("Is it? ", "yes"))])[0][0])
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    def states() -> tuple[Any, ...]:
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    before, score = states(), Continuation([*b"Is it?"], [*b" yes"])
     assert run_harness("task", model(), BYTES, ALONE, poll=lambda: True) is None
     numbers = run_harness("task", model(), BYTES, ALONE, poll=lambda: False)
     assert numbers is not None and set(numbers) == {"task/0"}
-    assert (
-        numbers["task/0"]
-        == log_likelihoods(model(), [Continuation([*b"Is it?"], [*b" yes"])], ALONE)[0].sum
-    )
-    assert (
-        random.getstate(),
-        np.random.get_state()[1].tolist(),
-        torch.get_rng_state().tolist(),
-    ) == before
+    assert numbers["task/0"] == log_likelihoods(model(), [score], ALONE)[0].sum
+    assert states() == before
     with pytest.raises(UserError, match="unknown"):
         run_harness("unknown", model(), BYTES, ALONE)
 
@@ -160,9 +138,8 @@ def test_rolling_scores_and_texts(harness: list[Any]) -> None:
         Continuation([256], [*text[:32].encode()]),
         Continuation([*text[31:32].encode()], [*text[32:].encode()]),
     ]
-    assert rolling == pytest.approx(
-        sum(one.sum for one in log_likelihoods(model(), pieces, ALONE)), rel=1e-5
-    )
+    expected = sum(one.sum for one in log_likelihoods(model(), pieces, ALONE))
+    assert rolling == pytest.approx(expected, rel=1e-5)
     how = {"until": [], "max_gen_toks": 12}
     (whole,) = lm.generate_until([SimpleNamespace(args=("the", how))])
     (cut,) = lm.generate_until([SimpleNamespace(args=("the", {**how, "until": [whole[3:5]]}))])

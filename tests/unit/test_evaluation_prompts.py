@@ -1,6 +1,4 @@
-"""Where texts begin and end for tokenizers of every kind: first tokens, spaces after a prompt,
-endings, stops.
-"""
+"""Texts of tokenizers of every kind: first tokens, spaces after a prompt, endings, stops."""
 
 import json
 from pathlib import Path
@@ -47,9 +45,8 @@ def test_a_model_of_texts_alone_knows_no_first_token(tmp_path: Path) -> None:
     place = tokenizer_fixtures.save("llama3", tmp_path)
 
     def load(model: dict[str, Any], **data: str) -> Tokenizer:
-        return load_tokenizer(
-            Recipe.model_validate({"model": model, "data": {"tokenizer": f"hf:{place}", **data}})
-        )
+        tree = {"model": model, "data": {"tokenizer": f"hf:{place}", **data}}
+        return load_tokenizer(Recipe.model_validate(tree))
 
     model = {"kind": "hf", "name": "x"}
     assert load(model).bos and load({"init_from": "x"}).bos and load({}, format="chat").bos
@@ -63,20 +60,17 @@ def test_our_gpt_starts_an_empty_prompt_as_the_model_it_was_made_from(tmp_path: 
     """By the BOS of the configuration, which the tokenizer does not write; after a save as well."""
     directory = hf_fixtures.save_tokenizer(["the cat and the dog " * 20], tmp_path / "base")
     (directory / "config.json").write_text(json.dumps({"bos_token_id": 5, "eos_token_id": 0}))
-    tree: dict[str, Any] = {
-        "data": {"tokenizer": f"hf:{directory}"},
-        "model": {"init_from": str(directory)},
-    }
-    ours = load_tokenizer(Recipe.model_validate(tree))
+    data = {"tokenizer": f"hf:{directory}"}
+    recipe = Recipe.model_validate({"data": data, "model": {"init_from": str(directory)}})
+    ours = load_tokenizer(recipe)
     assert ours.encode_prompt("") == [5]
     assert ours.encode_prompt("cat") == ours.encode("cat").tolist()
     assert ours.first == 5
     ours.save(tmp_path / "run")
-    assert load_tokenizer(Recipe.model_validate(tree), tmp_path / "run").encode_prompt("") == [5]
+    assert load_tokenizer(recipe, tmp_path / "run").encode_prompt("") == [5]
     assert hf_tokenizer(str(tmp_path / "run" / "tokenizer")).encode_prompt("") == [5]
-    assert load_tokenizer(
-        Recipe.model_validate({**tree, "model": {}}), tmp_path / "run"
-    ).encode_prompt("") == [0]
+    plain = Recipe.model_validate({"data": data})
+    assert load_tokenizer(plain, tmp_path / "run").encode_prompt("") == [0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,4 @@
-"""Exact Match and F1 against the official definition: worked by hand, a second reading of it,
-published predictions.
-"""
+"""Exact Match and F1: worked by hand, a second implementation, and published predictions."""
 
 import json
 import lzma
@@ -34,11 +32,7 @@ from windlass.evaluation.squad import exact_match, f1, score
 )
 def test_worked_by_hand(prediction, references, exact, overlap):
     result = score({"q": prediction}, {"q": references})
-    assert result == {
-        "exact_match": 100.0 * exact,
-        "f1": pytest.approx(100.0 * overlap),
-        "items": 1,
-    }
+    assert result == {"exact_match": 100 * exact, "f1": pytest.approx(100 * overlap), "items": 1}
 
 
 def test_question_without_prediction_counts_nothing_and_unknown_prediction_is_no_matter() -> None:
@@ -52,19 +46,15 @@ def test_question_without_prediction_counts_nothing_and_unknown_prediction_is_no
     ("file", "exact", "overlap"),
     [
         ("bert-ensemble", 86.2, 92.2),  # arXiv 1810.04805, table 2: BERT LARGE (Ens.+TriviaQA), dev
-        (
-            "match-lstm-ensemble",
-            67.6,
-            76.8,
-        ),  # arXiv 1608.07905, table 2: Match-LSTM, Ans-Ptr (Boundary+Search+en), dev
+        # arXiv 1608.07905, table 2: Match-LSTM, Ans-Ptr (Boundary+Search+en), dev
+        ("match-lstm-ensemble", 67.6, 76.8),
     ],
 )
 def test_scores_of_published_predictions(data_files, file, exact, overlap):
     """Answers of two models to all of dev-v1.1, see squad_predictions/README.md."""
     tree = json.loads((data_files / "squad" / "dev-v1.1.json").read_text(encoding="utf-8"))
-    questions = [
-        q for article in tree["data"] for part in article["paragraphs"] for q in part["qas"]
-    ]
+    parts = [part for article in tree["data"] for part in article["paragraphs"]]
+    questions = [question for part in parts for question in part["qas"]]
     packed = (Path(__file__).parent / "squad_predictions" / f"{file}.txt.xz").read_bytes()
     answers = lzma.decompress(packed).decode("utf-8").split("\n")[:-1]
     predictions = {q["id"]: text for q, text in zip(questions, answers, strict=True)}

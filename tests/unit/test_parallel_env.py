@@ -1,3 +1,4 @@
+import itertools
 import socket
 from dataclasses import replace
 
@@ -21,21 +22,20 @@ OURS = variables(
     "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=4711 "
     "WINDLASS_LAUNCHED=1 WINDLASS_ATTEMPT=3 SLURM_PROCID=0 PMI_RANK=0"
 )
+OPEN_MPI = variables("OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4")
 BY_HAND = variables("RANK=1 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=29500")
 
 
 def slurm(rank: int, **more: str) -> dict[str, str]:
     """As `srun` of SLURM 22.05 sets it: 3 hosts with 2, 2 and 1 tasks."""
     node, local_rank = divmod(rank, 2)
-    return (
-        variables(
-            f"SLURM_PROCID={rank} SLURM_LOCALID={local_rank} SLURM_NODEID={node} SLURM_JOB_ID=812 "
-            "SLURM_STEP_ID=3 SLURM_NTASKS=5 SLURM_STEP_NUM_TASKS=5 SLURM_NNODES=3 "
-            "SLURM_STEP_NUM_NODES=3 SLURM_STEP_TASKS_PER_NODE=2(x2),1 "
-            "SLURM_STEP_NODELIST=gpu[07-08,12] SLURM_JOB_NODELIST=gpu[05-12]"
-        )
-        | more
+    text = (
+        f"SLURM_PROCID={rank} SLURM_LOCALID={local_rank} SLURM_NODEID={node} SLURM_JOB_ID=812 "
+        "SLURM_STEP_ID=3 SLURM_NTASKS=5 SLURM_STEP_NUM_TASKS=5 SLURM_NNODES=3 "
+        "SLURM_STEP_NUM_NODES=3 SLURM_STEP_TASKS_PER_NODE=2(x2),1 "
+        "SLURM_STEP_NODELIST=gpu[07-08,12] SLURM_JOB_NODELIST=gpu[05-12]"
     )
+    return variables(text) | more
 
 
 @pytest.mark.parametrize(
@@ -84,14 +84,8 @@ def test_torchrun_our_own_launcher_and_variables_set_by_hand(environ: dict[str, 
         ({"WINDLASS_LAUNCHED": "1"}, "RANK is missing"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
         ({"PMI_RANK": "1"}, "PMI_SIZE"),
-        (
-            variables("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2"),
-            "MASTER_ADDR",
-        ),
-        (
-            variables("PMI_RANK=0 PMI_SIZE=2 PMI_LOCAL_SIZE=1 PBS_NODEFILE=/no/such/file"),
-            "MASTER_ADDR",
-        ),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "MASTER_ADDR"),
+        (variables("PMI_RANK=0 PMI_SIZE=2 PMI_LOCAL_SIZE=1 PBS_NODEFILE=/no/file"), "MASTER_ADDR"),
         (slurm(0, SLURM_STEP_NODELIST="n[a-b]"), "MASTER_ADDR"),
     ],
 )
@@ -102,16 +96,11 @@ def test_half_an_environment_is_refused(environ: dict[str, str], says: str):
 
 def test_srun_with_unequal_hosts():
     envs = [detect_env(slurm(rank)) for rank in range(5)]
-    assert [(env.rank, env.local_rank, env.local_world, env.node) for env in envs] == [
-        (0, 0, 2, 0),
-        (1, 1, 2, 0),
-        (2, 0, 2, 1),
-        (3, 1, 2, 1),
-        (4, 0, 1, 2),
-    ]
-    assert {(env.world, env.nodes, env.launcher, env.addr) for env in envs} == {
-        (5, 3, "slurm", "gpu07")
-    }
+    assert [env.rank for env in envs] == list(range(5))
+    places = [(env.node, env.local_rank, env.local_world) for env in envs]
+    assert places == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2), (2, 0, 1)]
+    common = {(env.world, env.nodes, env.launcher, env.addr) for env in envs}
+    assert common == {(5, 3, "slurm", "gpu07")}
     assert len({env.port for env in envs}) == 1
     assert 15_000 <= envs[0].port < 30_000
     assert detect_env(slurm(3, PMI_RANK="3", PMI_SIZE="5")) == envs[3]  # PMI of srun's own
@@ -121,19 +110,16 @@ def test_srun_with_unequal_hosts():
 
 
 def test_srun_ports_differ_between_jobs_and_steps_and_can_be_chosen():
-    ports = {
-        detect_env(slurm(0, SLURM_JOB_ID=job, SLURM_STEP_ID=step)).port
-        for job in "123"
-        for step in "01"
-    }
+    places = itertools.product("123", "01")
+    envs = [slurm(0, SLURM_JOB_ID=job, SLURM_STEP_ID=step) for job, step in places]
+    ports = {detect_env(environ).port for environ in envs}
     assert len(ports) == 6
     chosen = detect_env(slurm(0, MASTER_PORT="31000", MASTER_ADDR="login", SLURM_RESTART_COUNT="2"))
     assert (chosen.addr, chosen.port, chosen.attempt) == ("login", 31000, 2)
 
 
 def test_open_mpi_on_one_host_and_on_many_under_pbs(tmp_path):
-    rank = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
-    local = rank | variables(
+    local = OPEN_MPI | variables(
         "OMPI_COMM_WORLD_LOCAL_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=ns-1"
     )
     env = detect_env(local)
@@ -141,7 +127,7 @@ def test_open_mpi_on_one_host_and_on_many_under_pbs(tmp_path):
     assert (env.rank, env.local_rank, env.nodes) == (3, 3, 1)
     assert env.port != detect_env(local | {"PMIX_NAMESPACE": "ns-2"}).port
     (tmp_path / "nodes").write_text("x1003\nx1003\nx1004\nx1004\n")
-    many = rank | variables(
+    many = OPEN_MPI | variables(
         "OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 PBS_JOBID=77.pbs"
     )
     env = detect_env(many | {"PBS_NODEFILE": str(tmp_path / "nodes")})
@@ -183,17 +169,12 @@ def test_tasks_per_node_are_used_where_they_add_up(tasks: str, local_world: int)
 
 
 def test_numbers_by_hosts_with_unequal_numbers_of_ranks():
-    """MPI's variables do not say which host is which: with 2, 1 and 1 ranks `rank // local_world`
-    would be wrong.
-    """
+    """With 2, 1 and 1 ranks `rank // local_world` would be wrong; MPI's variables name no hosts."""
     hosts = ["n1", "n1", "n2.site.org", "n3"]
     envs = [by_hosts(DistEnv(rank, 4, 0, 1, 0, 4, "mpi"), hosts) for rank in range(4)]
-    assert [(e.node, e.nodes, e.local_rank, e.local_world) for e in envs] == [
-        (0, 3, 0, 2),
-        (0, 3, 1, 2),
-        (1, 3, 0, 1),
-        (2, 3, 0, 1),
-    ]
+    places = [(env.node, env.local_rank, env.local_world) for env in envs]
+    assert places == [(0, 0, 2), (0, 1, 2), (1, 0, 1), (2, 0, 1)]
+    assert {env.nodes for env in envs} == {3}
 
 
 def test_the_store_listens_at_its_address_alone_and_a_port_in_use_is_bad_input():
@@ -203,8 +184,6 @@ def test_the_store_listens_at_its_address_alone_and_a_port_in_use_is_bad_input()
             listen_at(env)
     with socket.socket(fileno=listen_at(env)) as listening:
         assert listening.getsockname() == ("127.0.0.1", env.port)
-    assert listen_at(replace(env, nodes=2)) is None, (
-        "another host does not get to a loopback address"
-    )
+    assert listen_at(replace(env, nodes=2)) is None, "other hosts cannot reach a loopback address"
     assert listen_at(replace(env, addr="192.0.2.1")) is None, "an address of another machine"
     assert interface_to("127.0.0.1") == interface_to("no.such.host.invalid") == ""

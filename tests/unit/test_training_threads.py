@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers import each_step, tiny_recipe, wait_for, write_corpus
+from helpers import curve, each_step, tiny_recipe, wait_for, write_corpus
 from windlass import evaluate, train
 from windlass.checkpoint.load import candidates, open_checkpoint
 from windlass.training import setup, threads, trainer
@@ -27,11 +27,8 @@ def same_threads_afterwards():
     ("seconds", "expected", "tried"),
     [
         (lambda n: 0.002 * n, 1, [1, 2, 4, 8]),  # a tiny model: threads only wait for each other
-        (
-            lambda n: 0.08 / n,
-            8,
-            [4, 8],
-        ),  # scales: half as many are clearly slower, and fewer are not tried
+        # scales: half the threads are clearly slower, and fewer are not tried
+        (lambda n: 0.08 / n, 8, [4, 8]),
         (lambda n: 0.04 / min(n, 4), 4, [2, 4, 8]),  # scales up to four
     ],
 )
@@ -70,9 +67,8 @@ def test_the_choice_is_recorded_and_a_resume_takes_it_up(corpus, tmp_path, monke
     used = set[int]()
     run = train(recipe, callbacks=[each_step(lambda now: used.add(torch.get_num_threads()))])
     assert used == {1}
-    assert [
-        event["threads"] for event in run.events if event["event"] in ("started", "resumed")
-    ] == [1, 1]
+    starts = [event for event in run.events if event["event"] in ("started", "resumed")]
+    assert [event["threads"] for event in starts] == [1, 1]
     log = (run.path / "log.txt").read_text()
     assert "1 of 2 cores" in log and "1: 10 ms, 2: 20 ms" in log and "as in the run so far" in log
     newest = open_checkpoint(candidates(run.path)[0], deep=False)
@@ -83,20 +79,17 @@ def test_the_choice_is_recorded_and_a_resume_takes_it_up(corpus, tmp_path, monke
 
 def test_a_training_and_an_evaluation_give_the_process_its_settings_back(corpus, tmp_path):
     def settings():
-        exact = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        return torch.get_num_threads(), torch.get_float32_matmul_precision(), *exact
+        exact = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        return torch.get_num_threads(), torch.get_float32_matmul_precision(), exact, warns
 
     network = os.environ.get("GLOO_SOCKET_IFNAME")
     torch.set_num_threads(2)
     torch.set_float32_matmul_precision("high")
     before, during = settings(), set()
     try:
-        recipe = tiny_recipe(
-            corpus, tmp_path / "run", train__threads=1, train__deterministic=True, train__steps=2
-        )
+        changed = {"train__threads": 1, "train__deterministic": True, "train__steps": 2}
+        recipe = tiny_recipe(corpus, tmp_path / "run", **changed)
         run = train(recipe, callbacks=[each_step(lambda now: during.add(settings()))])
         assert during == {(1, "highest", True, False)} and settings() == before
         evaluate(run, overrides=["train.threads=1"], on_result=lambda *_: during.add(settings()))
@@ -122,8 +115,7 @@ def test_timing_changes_no_bit_of_the_training(corpus, tmp_path, monkeypatch):
     torch.set_num_threads(2)
     monkeypatch.setattr(threads, "fewest", lambda seconds: 1)
     timed = train(tiny_recipe(corpus, tmp_path / "timed", model__dropout=0.1))
-    losses = [[(x["loss"], x["grad_norm"]) for x in run.lines("train")] for run in (plain, timed)]
-    assert losses[0] == losses[1]
+    assert curve(plain) == curve(timed)
     assert "a pass" in (timed.path / "log.txt").read_text()
 
 
@@ -132,13 +124,12 @@ def test_timing_changes_no_bit_of_the_training(corpus, tmp_path, monkeypatch):
     [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "")],
 )
 def test_the_command_line_has_threads_wait_a_short_while_unless_told_otherwise(given, expected):
-    code = "import os; from windlass.cli import main\ntry: main(['--version'])\nfinally: print(os.environ.get('GOMP_SPINCOUNT', ''))"
-    environ = {
-        k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))
-    } | given
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60
-    )
+    code = "import os; from windlass.cli import main\ntry: main(['--version'])\n"
+    code += "finally: print(os.environ.get('GOMP_SPINCOUNT', ''))"
+    ours = ("GOMP_", "OMP_WAIT")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(ours)} | given
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
     assert done.stdout.split("\n")[1] == expected
 
 
@@ -167,7 +158,8 @@ def test_busy_process_beside_training_is_warned_about_once(monkeypatch, own_thre
     torch.set_num_threads(own_threads)
     watch = threads.Contention()
     texts = []
-    for now[0] in (2.0, 10.0, 20.0):
+    for second in (2.0, 10.0, 20.0):
+        now[0] = second
         texts.append(watch.poll())
     assert texts[0] == texts[2] == "", "too soon, and once"
     assert bool(texts[1]) == bool(words) and all(word in texts[1] for word in words)
