@@ -197,8 +197,8 @@ class Tokenizer:
         """
         if text and (ids := self.encode_with_bos(text)):
             return ids
-        if self.bos or self.first is not None:
-            return list(self.bos) or [self.first]  # type: ignore[list-item]
+        if self.first is not None:
+            return list(self.bos) or [self.first]
         if self.kind == "char" and "\n" not in self.inner.get_vocab():
             return [0]
         return self.encode("\n").tolist()[:1]
