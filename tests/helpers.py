@@ -42,8 +42,8 @@ def windlass(
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `windlass ARGUMENTS` in a process of its own; fails where it exits with another code
-    (None: any will do).
+    """Run `windlass ARGUMENTS` in a process of its own; fails if it exits with another code (None:
+    any will do).
     """
     done = subprocess.run(
         command(*arguments),
@@ -53,9 +53,8 @@ def windlass(
         capture_output=True,
         text=True,
     )
-    assert code is None or done.returncode == code, (
-        f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    )
+    shown = f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert code is None or done.returncode == code, shown
     return done
 
 
@@ -118,14 +117,12 @@ def curve(run: Run | Path, *fields: str) -> list[tuple[Any, ...]]:
     the effective ledger.
     """
     run = run if isinstance(run, Run) else Run(run)
-    return [
-        tuple(line[f] for f in ("step", *(fields or ("loss", "grad_norm", "lr"))))
-        for line in run.lines("train")
-    ]
+    names = ("step", *(fields or ("loss", "grad_norm", "lr")))
+    return [tuple(line[name] for name in names) for line in run.lines("train")]
 
 
 def write_ledger(run: Run, *lines: Mapping[str, Any]) -> None:
-    """Append lines to the ledger of a run that has no trainer, a second apart where they have no
+    """Append lines to the ledger of a run that has no trainer, a second apart unless they have a
     time.
     """
     run.path.mkdir(parents=True, exist_ok=True)
@@ -136,7 +133,7 @@ def write_ledger(run: Run, *lines: Mapping[str, Any]) -> None:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Until something holds; fails where it takes longer."""
+    """Return as soon as a condition holds; fails if that takes longer."""
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, f"it did not happen within {seconds:.0f} s"
@@ -154,7 +151,7 @@ def programs(folder: Path, patch: pytest.MonkeyPatch, **scripts: str) -> None:
 
 def process_state(pid: int) -> str:
     """The kernel's letter for a process: `T` is suspended, `Z` ended but not yet collected; empty
-    where it is gone.
+    if it is gone.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

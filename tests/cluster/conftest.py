@@ -15,7 +15,7 @@ from windlass.run import Run
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[slurm_cluster.Cluster]:
-    """Two nodes of SLURM on this machine; skipped where the programs are not installed."""
+    """Two nodes of SLURM on this machine; skipped if the programs are not installed."""
     if missing := slurm_cluster.missing():
         programs = ", ".join(missing)
         pytest.skip(f"no {programs} on this machine (Debian's packages slurm-wlm and munge)")

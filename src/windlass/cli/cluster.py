@@ -272,7 +272,7 @@ def check(
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     try:
-        done = run_check(loaded, max_bytes=to_bytes(max_size), gate=bool(min_busbw), show=show)
+        done = run_check(loaded, to_bytes(max_size), gate=bool(min_busbw), show=show)
     except errors.RunFailed as error:
         show("")
         if not min_busbw:

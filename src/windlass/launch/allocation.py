@@ -177,7 +177,7 @@ def outcome(code: int, reports: Path) -> int:
 
 
 def plan_launch(
-    command: Sequence[str], ranks: int, per_host: int, launcher: str, dry_run: bool = False
+    command: Sequence[str], ranks: int, per_host: int, launcher: str, dry_run: bool
 ) -> tuple[Allocation, list[str]]:
     """This shell's allocation, and the words that start `command` on its ranks.
 

@@ -63,13 +63,7 @@ class Check:
         return TOO_SLOW if self.busbw < min_busbw else DONE
 
 
-def check(
-    recipe: Recipe,
-    *,
-    max_bytes: int = 0,
-    gate: bool = False,
-    show: Callable[[str], None] = lambda text: None,
-) -> Check:
+def check(recipe: Recipe, max_bytes: int, gate: bool, show: Callable[[str], None]) -> Check:
     """Check machine, packages, disks and interconnect; every rank of the launcher calls this and
     gets the result. It takes seconds on one host, minutes at most.
 

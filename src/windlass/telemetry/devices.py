@@ -107,7 +107,7 @@ class DeviceSampler:
         phases: Callable[[], dict[str, float]] = dict,
         probe: Any = None,
     ):
-        self.path = Path(directory) / f"rank-{rank:05d}.jsonl"
+        self.path = directory / f"rank-{rank:05d}.jsonl"
         self.rank, self.world, self.device = rank, world, str(device)
         self.every, self.attempt = every, attempt
         self.warning: str | None = None

@@ -106,9 +106,11 @@ class SLURM(Scheduler):
         return ["squeue", "--noheader", "-o", "%T %r", "-j", job]
 
     def state(self, output: str) -> str:
-        words = output.split()
-        if not words:
+        """An array is running if one task is; else the first task counts, and why it waits."""
+        tasks = [line.split() for line in output.splitlines()]
+        if not tasks:
             return ""
+        words = next((task for task in tasks if task[0] == "RUNNING"), tasks[0])
         why = f" ({words[1]})" if words[0] == "PENDING" and words[1] != "None" else ""
         return words[0].lower() + why
 
