@@ -1,6 +1,4 @@
-"""The proof of resume can fail: with any one component of the state dropped, the resumed run is
-another one.
-"""
+"""The proof of resume can fail: without any one component of the state the run differs."""
 
 import json
 import random
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers import each_step, record_trainers
+from helpers import each_step, record_trainers, tiny_recipe
 from windlass import train
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -21,9 +19,7 @@ NOT_FROM_HERE = {"skips_in_a_row"}  # 0 again after the next good step, and ever
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Run:
-    """Twelve steps in fp16 with dropout, saved at step 6; some samples of step 8 left out, as a
-    rewind does.
-    """
+    """Twelve steps in fp16 with dropout; a save at step 6, and samples of step 8 left out."""
     folder = tmp_path_factory.mktemp("whole")
     draw = random.Random(1)
     (folder / "text.txt").write_text("".join(draw.choice("abcdefgh ") for _ in range(787)))
@@ -36,9 +32,8 @@ def whole(tmp_path_factory) -> Run:
 
     with pytest.MonkeyPatch.context() as patch:
         trainers = record_trainers(patch)
-        patch.setattr(
-            trainer, "Loader", lambda *a, **k: loader(*a, **{**k, "skipped": ((58, 61),)})
-        )
+        skipped = {"skipped": ((58, 61),)}
+        patch.setattr(trainer, "Loader", lambda *a, **k: loader(*a, **k | skipped))
         return train(recipe(folder, folder / "run"), callbacks=[each_step(left_out)])
 
 
@@ -46,38 +41,25 @@ loader = trainer.Loader
 
 
 def recipe(folder: Path, run: Path, resume: str = "latest") -> Recipe:
-    return Recipe.load(
-        "quickstart",
-        [
-            f"run.dir='{run}'",
-            f"data.source='{folder / 'text.txt'}'",
-            f"data.dir='{folder / 'data'}'",
-            "data.tokenizer=char",
-            "model.vocab=0",
-            "model.layers=2",
-            "model.heads=2",
-            "model.width=16",
-            "model.context=16",
-            "model.dropout=0.2",
-            "train.steps=12",
-            "train.global_batch=8",
-            "train.micro_batch=4",
-            "train.precision=fp16",
-            "telemetry.every=1",
-            "checkpoint.every=6",
-            "train.on_spike=skip",
-            "eval.every=0",
-            "eval.sample_every=0",
-            f"checkpoint.resume='{resume}'",
-        ],
+    model = {"model__vocab": 0, "model__width": 16, "model__context": 16, "model__dropout": 0.2}
+    return tiny_recipe(
+        folder / "text.txt",
+        run,
+        data__dir=str(folder / "data"),
+        data__tokenizer="char",
+        train__micro_batch=4,
+        train__precision="fp16",
+        train__on_spike="skip",
+        checkpoint__every=6,
+        checkpoint__resume=resume,
+        **model,
     )
 
 
 def resumed(whole: Run, place: Path) -> list[object]:
-    """What the run does after step 6, from its checkpoint."""
-    return after_six(
-        train(recipe(whole.path.parent, place, str(whole.checkpoints_dir / "step-00000006")))
-    )
+    """The run's steps and counters after step 6, from its checkpoint."""
+    checkpoint = str(whole.checkpoints_dir / "step-00000006")
+    return after_six(train(recipe(whole.path.parent, place, checkpoint)))
 
 
 def after_six(run: Run) -> list[object]:
@@ -92,16 +74,14 @@ def forget(monkeypatch, component: str) -> None:
     restore, from_json = setup.restore, TrainState.from_json
     if component == "moments":
         monkeypatch.setattr(
-            setup, "restore", lambda checkpoint, model, optimizer=None: restore(checkpoint, model)
+            setup, "restore", lambda checkpoint, model, _: restore(checkpoint, model)
         )
     elif component == "weights":
         monkeypatch.setattr(setup, "restore", lambda *_: None)
     elif component == "dropout seed":
         monkeypatch.setattr(trainer, "step_seed", lambda seed, step, micro: seed + step + micro)
     elif component == "order seed":
-        monkeypatch.setattr(
-            trainer, "Loader", lambda *a, **k: loader(*a, **{**k, "seed": k["seed"] + 1})
-        )
+        monkeypatch.setattr(trainer, "Loader", lambda *a, seed, **k: loader(*a, seed=seed + 1, **k))
     else:
 
         def dropped(saved):

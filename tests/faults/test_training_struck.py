@@ -1,6 +1,4 @@
-"""A rank of a real training raises, is killed or is suspended, in each phase: the run ends within
-the stated time, says who and where, and loses nothing.
-"""
+"""A rank raises, is killed or is suspended in each phase: the run ends in time and loses nothing."""
 
 import itertools
 import os
@@ -21,7 +19,7 @@ from windlass import train
 from windlass.checkpoint.load import choose_checkpoint
 from windlass.launch.local import END_SECONDS
 from windlass.parallel.dist import EXIT_SECONDS
-from windlass.recipe import Recipe
+from windlass.recipe import Recipe, dotted
 from windlass.run import Run
 
 pytestmark = pytest.mark.dist
@@ -44,7 +42,12 @@ SAMPLE = [
     ("stop", "load", 1, "full_shard"),
 ]
 MATRIX = list(itertools.product(HOW, PHASES, (0, 1), ("ddp", "full_shard")))
-LAUNCH = f"import sys; from windlass.launch import local; local.STOPPED_SECONDS = {SUSPENDED_SECONDS}; sys.exit(local.launch(sys.argv[1:], 2))"
+LAUNCH = f"""
+import sys
+from windlass.launch import local
+local.STOPPED_SECONDS = {SUSPENDED_SECONDS}
+sys.exit(local.launch(sys.argv[1:], 2))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -53,30 +56,23 @@ def text(tmp_path_factory) -> Path:
 
 
 def settings(text: Path, run: Path, **more: object) -> list[str]:
+    data = {"source": str(text), "dir": str(text.parent / "data"), "tokenizer": "char"}
     small = {
         "run.dir": str(run),
-        "data.source": str(text),
-        "data.dir": str(text.parent / "data"),
-        "data.tokenizer": "char",
-        "model.vocab": 0,
-        "model.layers": 1,
-        "model.width": 16,
-        "model.context": 8,
-        "train.global_batch": 4,
-        "train.micro_batch": 1,
+        "data": data,
+        "model": {"vocab": 0, "layers": 1, "width": 16, "context": 8},
+        "train": {"global_batch": 4, "micro_batch": 1},
         "checkpoint.every": 3,
         "eval.every": 2,
         "optim.lr": 3e-3,
     }
-    return helpers.overrides({**helpers.TINY, **small, **more})
+    return helpers.overrides({**helpers.TINY, **dotted(small), **more})
 
 
 def strike(
     overrides: list[str], folder: Path, how: str, phase: str, victim: int
 ) -> tuple[int, str, float]:
-    """The exit code, what the launcher logged, and how many seconds after the strike it had ended:
-    at most those stated.
-    """
+    """The exit code, the launcher's log, and the seconds from the strike to its end."""
     rank = [sys.executable, str(STRUCK), how, phase, str(victim), "train", "quickstart", *overrides]
     here, output = folder / "here", folder / "output"
     with output.open("w") as out:
@@ -112,16 +108,14 @@ def test_run_ends_and_resumes_from_last_checkpoint(text, tmp_path, how, phase, v
     phase = phase.partition("@")[0]
     step = done + 1 if phase in ("forward", "backward") else done
     where = f"rank {victim} of 2 on {socket.gethostname()} {HOW[how]}"
-    assert re.search(
-        rf"{re.escape(where)}.* at step {step}, phase {phase}; the run has ended", output
-    ), output
+    ending = rf"{re.escape(where)}.* at step {step}, phase {phase}; the run has ended"
+    assert re.search(ending, output), output
     if how == "raise":
         assert "ArithmeticError: struck by the test" in output
     assert run.state != "finished"
     there = choose_checkpoint(run.path, "latest")
-    assert there is not None and 2 <= there.step < 12 and not there.notes, (
-        "every byte of the last checkpoint is good"
-    )
+    assert there is not None and 2 <= there.step < 12
+    assert not there.notes, "a byte of the last checkpoint is wrong"
     assert train(recipe).state == "finished"
     assert [line["step"] for line in run.lines("train")] == list(range(1, 13))
     tally(f"one of two ranks, {strategy}: {how} in {phase}", 1, seconds=round(seconds, 2))
@@ -129,38 +123,26 @@ def test_run_ends_and_resumes_from_last_checkpoint(text, tmp_path, how, phase, v
 
 @pytest.mark.parametrize("world", ["1..2", pytest.param("2", marks=pytest.mark.full)])
 def test_a_killed_rank_and_the_run_restarts_by_itself(text, tmp_path, world):
-    """`--max-restarts 1`: from the last committed checkpoint, with as many ranks as are left where
-    that is allowed.
-    """
+    """`--max-restarts 1`: from the last committed checkpoint, perhaps with fewer ranks."""
     run = Run(tmp_path / "run")
     more = {"train.steps": 300, "checkpoint.every": 5, "eval.every": 0, "parallel.strategy": "ddp"}
-    arguments = [
-        "train",
-        "quickstart",
-        *settings(text, run.path, **more),
-        "--world",
-        world,
-        "--max-restarts",
-        "1",
-    ]
-    process = helpers.start(*arguments, env={"WINDLASS_QUIET_END": "1"})
-    helpers.wait_for(
-        lambda: any(run.checkpoints_dir.glob("step-*")) or process.poll() is not None, 120
-    )
-    victim = next(
-        p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1"
-    )
-    os.kill(victim.pid, signal.SIGKILL)
+    words = ["train", "quickstart", "--world", world, "--max-restarts", "1"]
+    quiet = {"WINDLASS_QUIET_END": "1"}
+    process = helpers.start(*words, *settings(text, run.path, **more), env=quiet)
+
+    def saved() -> bool:
+        return any(run.checkpoints_dir.glob("step-*"))
+
+    helpers.wait_for(lambda: saved() or process.poll() is not None, 120)
+    ranks = psutil.Process(process.pid).children()
+    next(p for p in ranks if p.environ().get("RANK") == "1").send_signal(signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert "rank 1 of 2" in output and "was killed by SIGKILL" in output
-    ranks = 1 if world == "1..2" else 2
-    assert f"restart 1 of 1, with {ranks} rank{'s' * (ranks > 1)}" in output
-    starts = [
-        (e["attempt"], e["world"], e["step"] > 0)
-        for e in run.events
-        if e["event"] in ("started", "resumed")
-    ]
-    assert starts == [(0, 2, False), (1, ranks, True)]
+    left = 1 if world == "1..2" else 2
+    assert f"restart 1 of 1, with {left} rank{'s' * (left > 1)}" in output
+    events = [e for e in run.events if e["event"] in ("started", "resumed")]
+    starts = [(e["attempt"], e["world"], e["step"] > 0) for e in events]
+    assert starts == [(0, 2, False), (1, left, True)]
     assert run.state == "finished"
     assert helpers.curve(run, "samples") == [(step, 4 * step) for step in range(1, 301)]
