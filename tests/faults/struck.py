@@ -30,7 +30,7 @@ PLACES = {
     "save": ("windlass.training.trainer", "gather_state"),
 }
 """By phase: a module, and a name in it that is called in this phase."""
-WAIT_SECONDS = {"start": 120.0, "choose": 120.0, "data": 120.0}
+WAIT_SECONDS = {"start": 120.0, "choose": 120.0, "data": 5.0}
 SLOW_SECONDS = 0.3
 
 

@@ -24,7 +24,7 @@ from windlass.run import Run
 
 pytestmark = pytest.mark.dist
 STRUCK = Path(__file__).parent / "struck.py"
-PHASES = ("load", "forward@14", "backward@14", "evaluation@9", "save@3")
+PHASES = ("load", "forward@14", "backward@14", "evaluation@9", "save@4")
 """Where a rank is struck (the message names the phase), late enough for a checkpoint to be there.
 """
 HOW = {"raise": "failed", "kill": "was killed by SIGKILL", "stop": "was suspended"}
