@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -26,6 +27,9 @@ hypothesis.settings.register_profile(
     "windlass", deadline=None, database=None, derandomize=True, max_examples=50
 )
 hypothesis.settings.load_profile("windlass")
+
+# A child that collects garbage of its parent may join threads that it does not have, and abort.
+os.register_at_fork(after_in_child=gc.freeze)
 
 # under nohup or in the background of a shell they are ignored, by children too
 for _signal, _handler in (

@@ -80,7 +80,6 @@ def measured(join: Any, r: Recipe, vocab: int, micro: int, accumulation: int) ->
     The lowest peak of the three: gloo's threads let go of a buffer some time after the collective
     has ended, and later where the machine is busy, so a peak can only be too high.
     """
-    gc.freeze()  # the objects of the process that forked: a collection need not look at them
     with join(r) as ranks, MemoryMeter() as meter:
         model = parallelize(build_model(r, vocab), ranks, r)
         initialise(unwrap(model), 0)
