@@ -631,6 +631,7 @@ def test_a_second_submission_does_not_lose_the_first_job(tmp_path, monkeypatch, 
     [
         ("echo PENDING PartitionTimeLimit", "pending (PartitionTimeLimit)"),
         ("echo RUNNING None", "running"),
+        ("echo; echo RUNNING None", "running"),  # an empty line is not a task
         ("echo PENDING Resources; echo RUNNING None", "running"),
         ("true", ""),
         ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", ""),

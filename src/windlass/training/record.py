@@ -154,7 +154,7 @@ class Recorder:
     ) -> None:
         """Show the header and warnings, and write the event of this start.
 
-        `groups` are those of `count_groups`.
+        `groups`: from `count_groups`.
         """
         facts, state, plan, horizon = self.facts, self.state, self.plan, self.horizon
         shared: dict[str, Any] = {"world": self.ranks.world, "strategy": self.ranks.strategy.name}

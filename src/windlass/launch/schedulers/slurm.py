@@ -107,7 +107,7 @@ class SLURM(Scheduler):
 
     def state(self, output: str) -> str:
         """An array is running if one task is; else the first task counts, and why it waits."""
-        tasks = [line.split() for line in output.splitlines()]
+        tasks = [line.split() for line in output.splitlines() if line.strip()]
         if not tasks:
             return ""
         words = next((task for task in tasks if task[0] == "RUNNING"), tasks[0])
