@@ -1,5 +1,5 @@
 #!/bin/bash
-# The scaling studies of docs/scaling.md: a small BLOOM-shaped model and a small GPT on real SQuAD questions, 1, 2 and 4 ranks of
+# The scaling studies of docs/evidence/scaling.md: a small BLOOM-shaped model and a small GPT on real SQuAD questions, 1, 2 and 4 ranks of
 # one thread each over gloo.
 #
 #     bash benchmarks/scaling.sh SQUAD_TRAIN.json DIR [REPEATS]

@@ -1,11 +1,11 @@
-"""Makes the pictures of docs/report.md and docs/sweep.md from today's code, on an idle machine.
+"""Makes the pictures of docs/guides/report.md and docs/guides/sweep.md from today's code, on an idle machine.
 
     .venv/bin/python docs/pictures.py page
     .venv/bin/python docs/pictures.py study input.txt
 
 `page` trains the quickstart on two ranks, kills it after step 102 and resumes it. Then it takes
 screenshots of the report in headless Chromium. `study` runs a sweep on tiny Shakespeare, kills it
-twice, and prints its report, which has the table of docs/sweep.md.
+twice, and prints its report, which has the table of docs/guides/sweep.md.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def photograph(page: Path, name: str, width: int, height: int, theme: str = "lig
 
 
 def page(folder: Path) -> None:
-    """The pictures of docs/report.md: a run that was killed and resumed."""
+    """The pictures of docs/guides/report.md: a run that was killed and resumed."""
     ledger = folder / "run" / "metrics.jsonl"
     windlass(RUN, folder, lambda: any(line["step"] >= 102 for line in lines(ledger, "train")))
     windlass(RUN, folder)
@@ -103,7 +103,7 @@ def page(folder: Path) -> None:
 
 
 def study(folder: Path, text: str) -> None:
-    """The pictures and table of docs/sweep.md: a study that is killed twice on the way."""
+    """The pictures and table of docs/guides/sweep.md: a study that is killed twice on the way."""
     shutil.copy(text, folder / "input.txt")
 
     def finished() -> int:

@@ -1,7 +1,7 @@
 """Durable file operations, the atomic writer, the lock, and readers and writers of JSON.
 
 A save changes the disk through one `Files` object, so that a test can stop, fail or kill the
-process at each operation (docs/reliability.md). As in POSIX, the bytes of a file are on the disk
+process at each operation (docs/evidence/reliability.md). As in POSIX, the bytes of a file are on the disk
 after its `fsync`, and a name (a new file, a rename, a removal) after the `fsync` of its directory.
 """
 

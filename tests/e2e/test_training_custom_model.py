@@ -18,7 +18,7 @@ from windlass import Callback, Recipe, evaluate, export, sample, train
 from windlass.launch.local import launch
 from windlass.run import Run
 
-PAGE = Path(__file__).parents[2] / "docs" / "train.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "train.md"
 
 
 @pytest.fixture

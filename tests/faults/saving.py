@@ -136,7 +136,7 @@ class Killer(Failer):
 
 
 def tally(what: str, tried: int, **more: float) -> None:
-    """Count faults that were tried and survived, for docs/reliability.md (WINDLASS_FAULTS names the
+    """Count faults that were tried and survived, for docs/evidence/reliability.md (WINDLASS_FAULTS names the
     file).
     """
     if name := os.environ.get("WINDLASS_FAULTS"):

@@ -35,7 +35,7 @@ STATED = {
     "kill": END_SECONDS,
     "stop": SUSPENDED_SECONDS + END_SECONDS,
 }
-"""Within so many seconds of the strike the launcher has ended, as docs/reliability.md says."""
+"""Within so many seconds of the strike the launcher has ended, as docs/evidence/reliability.md says."""
 SAMPLE = [
     ("raise", "forward@14", 0, "full_shard"),
     ("kill", "backward@14", 1, "ddp"),

@@ -1,7 +1,7 @@
 """The time of a training step, by rates or by past runs, and the time of a whole run.
 
 `step_time` is the one analytic model: a rank's FLOPs, its optimizer update, and the strategy's
-collectives by ring formulas (docs/scale.md). Nothing overlaps, and latency and memory traffic do
+collectives by ring formulas (docs/guides/scale.md). Nothing overlaps, and latency and memory traffic do
 not count. Three callers calibrate its `Rates`:
 
 - `windlass plan`: a device's published peak times an assumed MFU, which includes communication

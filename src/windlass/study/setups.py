@@ -2,7 +2,7 @@
 
 A setup is a set of cells that differ only in `repeat`. All numbers come from the runs' ledgers, the
 probes (study/probe.py) and `machine.json`. `Setup.missing` has a reason for each missing number.
-docs/scale.md has the definitions and formulas.
+docs/guides/scale.md has the definitions and formulas.
 """
 
 from __future__ import annotations
