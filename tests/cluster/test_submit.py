@@ -260,7 +260,9 @@ def test_torchrun_as_the_launcher_of_the_site(cluster: Cluster, settings, tmp_pa
 @pytest.mark.timeout(600)
 def test_the_commands_of_the_page(cluster: Cluster, tmp_path):
     """Those under "Try it" of docs/guides/cluster.md, as they stand there."""
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "cluster.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "cluster.md").read_text(
+        encoding="utf-8"
+    )
     commands = page.split("## Try it")[1].split("```")[1].strip().splitlines()
     outputs = []
     for command in commands:

@@ -108,14 +108,14 @@ def plan(
     """The plan of a recipe, or of a run's remaining steps by its own ledger.
 
     Args:
-        source: a recipe, a run, or anything that `Recipe.load` takes.
-        overrides: settings to change, as typed or as a mapping.
-        world: ranks; 0: one, or the ranks of the run.
-        device: a kind of device, as `A100-80GB`; empty: the run's, the past runs', or this
+        source: A recipe, a run, or anything that `Recipe.load` takes.
+        overrides: Settings to change, as typed or as a mapping.
+        world: Ranks; 0: one, or the ranks of the run.
+        device: A kind of device, as `A100-80GB`; empty: the run's, the past runs', or this
             machine's.
-        memory_bytes: the memory of a device that is not in the table.
-        past: past runs to take the speed from; UserError if none has this model and device.
-        mfu: share of the device's peak to assume if nothing was measured.
+        memory_bytes: The memory of a device that is not in the table.
+        past: Past runs to take the speed from; UserError if none has this model and device.
+        mfu: Share of the device's peak to assume if nothing was measured.
     """
     if isinstance(source, str | Path):
         is_run = (Path(source) / "recipe.toml").is_file() and not overrides

@@ -193,8 +193,9 @@ def evaluate(
             it.
         data: Your own samples; the loss is measured on their validation set.
 
-    Raises UserError if the model or a suite does not exist, no suite is named, or the data does not
-    fit the model.
+    Raises:
+        UserError: The model or a suite does not exist, no suite is named, or the data does not fit
+            the model.
     """
     source = run if isinstance(run, Source) else find_source(run, overrides, model)
     changes = dotted(overrides)

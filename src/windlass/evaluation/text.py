@@ -82,7 +82,8 @@ def sample(
         settings: Fields of `Sampling`: `max_tokens` (default 256), `temperature` (0.8), `top_k`,
             `top_p`, `seed` (the run's).
 
-    Raises UserError if the model does not exist or a setting is out of its range.
+    Raises:
+        UserError: The model does not exist, or a setting is out of its range.
     """
     sampler = TextSampler(run, device, model=model, **settings)
     ids = prompt_ids(sampler.model, sampler.source.tokenizer, prompt)

@@ -54,7 +54,7 @@ def export(
         push: Upload the directory to this repository of the Hub, `NAME/MODEL` (new: private).
 
     Raises:
-        UserError: the directory is not empty, there is no adapter, or the Hub rejects it.
+        UserError: The directory is not empty, there is no adapter, or the Hub rejects it.
     """
     if push:
         hub.check_push(push)

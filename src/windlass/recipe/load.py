@@ -193,8 +193,13 @@ class Recipe(BaseModel):
     def load(recipe: str | Path, overrides: Changes = ()) -> Recipe:
         """Read a preset, a `.toml` file or a run directory, change settings, check everything.
 
-        `overrides`: a mapping (`{"train.steps": 5}`, nested or dotted), or text as on the command
-        line (`["train.steps=5"]`). Raises UserError with every problem.
+        Args:
+            recipe: The preset's name, or the path.
+            overrides: A mapping (`{"train.steps": 5}`, nested or dotted), or text as on the command
+                line (`["train.steps=5"]`).
+
+        Raises:
+            UserError: Every problem of the recipe, each with its key.
         """
         tree: dict[str, Any] = {}
         for _, layer in layers(recipe, overrides):

@@ -50,18 +50,18 @@ def report(
     """Report on a run, on several runs beside each other, or on a study.
 
     Args:
-        sources: runs, studies, or their directories; a study among others stands for its runs.
-        out: the directory to write into, created if it is missing; None: `report/` in the run or
+        sources: Runs, studies, or their directories; a study among others stands for its runs.
+        out: The directory to write into, created if it is missing; None: `report/` in the run or
             study, or `report/` here for several runs.
-        skip: the second picture of the loss leaves out the steps before this one; None: the first
+        skip: The second picture of the loss leaves out the steps before this one; None: the first
             tenth.
-        plots: whether to draw the PNG files, which takes most of the time; None: if matplotlib is
+        plots: Whether to draw the PNG files, which takes most of the time; None: if matplotlib is
             installed.
-        pdf: whether to draw every plot as PDF too.
-        table: the published table to fill, by its preset's name; empty: the runs' own preset's.
+        pdf: Whether to draw every plot as PDF too.
+        table: The published table to fill, by its preset's name; empty: the runs' own preset's.
 
     Raises:
-        UserError: there is no run or no such table, a run is unreadable, or the directory cannot be
+        UserError: There is no run or no such table, a run is unreadable, or the directory cannot be
             written.
     """
     if plots or pdf:

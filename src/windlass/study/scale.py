@@ -53,21 +53,25 @@ def scale(
     A study over hosts is only created: jobs train its cells (`windlass scale --nodes`).
 
     Args:
-        recipe: the settings to start from; or a preset of studies, with options of its own; or a
+        recipe: The settings to start from; or a preset of studies, with options of its own; or a
             study, to continue it.
-        worlds: numbers of ranks; the smallest is the baseline. Without them, `path` is continued.
-        overrides: changes to the recipe.
-        mode, grow: what stays as the ranks grow (`windlass scale --help`); default `strong`.
-        nodes: hosts of each of the `worlds`; all ranks of a job train a cell.
-        repeats: runs of each setup; default 1.
-        warmup: first steps of each start that do not count; default 5.
-        project: larger numbers of ranks, to predict.
-        precisions: with `strategies`, values of `train.precision`.
-        path: the study's directory; None: `studies/<preset>-<mode>-<hash>`.
-        probes: measure the machine, and steps without communication.
-        retry_failed, progress: see `sweep`.
+        worlds: Numbers of ranks; the smallest is the baseline. Without them, `path` is continued.
+        overrides: Changes to the recipe.
+        mode: What stays as the ranks grow (`windlass scale --help`); default `strong`.
+        grow: With `weak`: `batch` or `model`, what grows with the ranks.
+        nodes: Hosts of each of the `worlds`; all ranks of a job train a cell.
+        repeats: Runs of each setup; default 1.
+        warmup: First steps of each start that do not count; default 5.
+        project: Larger numbers of ranks, to predict.
+        precisions: With `strategies`, values of `train.precision`.
+        path: The study's directory; None: `studies/<preset>-<mode>-<hash>`.
+        probes: Measure the machine, and steps without communication.
+        retry_failed: Train failed and diverged cells again.
+        progress: Shows the cells; None: on standard output, or in the notebook.
 
-    Raises UserError if a cell is impossible, Stopped after a signal, with everything saved.
+    Raises:
+        UserError: A cell is impossible.
+        Stopped: A signal stopped the study, and everything is saved.
     """
     given: dict[str, Any] = {"worlds": worlds, "nodes": nodes, "mode": mode, "grow": grow}
     given |= {"repeats": repeats, "warmup": warmup, "project": project, "path": path}

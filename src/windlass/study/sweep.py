@@ -58,20 +58,20 @@ def sweep(
     """Train every open cell of a grid, and return the study.
 
     Args:
-        recipe: the settings that all cells share; or a preset of studies, with axes and world of
+        recipe: The settings that all cells share; or a preset of studies, with axes and world of
             its own; or a study, to continue it.
-        axes: the grid, as typed (`["optim.lr=1e-2,1e-3"]`), or a mapping of keys to values. An
+        axes: The grid, as typed (`["optim.lr=1e-2,1e-3"]`), or a mapping of keys to values. An
             existing study gains the cells that it lacks.
-        overrides: changes to the recipe.
-        path: the study's directory; None: `studies/<preset>-<hash>`.
-        world: ranks of each cell that does not set `parallel.world`; default 1.
-        workers: cells side by side, each with an equal part of the cores and its own devices.
-        stop_diverged: stop a cell whose loss diverged (`results.diverged`).
-        halving: asynchronous successive halving by `checkpoint.best`.
-        retry_failed: train failed and diverged cells again.
-        only: the number of the one cell to train.
-        launch: a cell has all ranks of the allocation (`windlass launch`).
-        progress: shows the cells; None: on standard output, or in the notebook.
+        overrides: Changes to the recipe.
+        path: The study's directory; None: `studies/<preset>-<hash>`.
+        world: Ranks of each cell that does not set `parallel.world`; default 1.
+        workers: Cells side by side, each with an equal part of the cores and its own devices.
+        stop_diverged: Stop a cell whose loss diverged (`results.diverged`).
+        halving: Asynchronous successive halving by `checkpoint.best`.
+        retry_failed: Train failed and diverged cells again.
+        only: The number of the one cell to train.
+        launch: A cell has all ranks of the allocation (`windlass launch`).
+        progress: Shows the cells; None: on standard output, or in the notebook.
 
     Raises:
         UserError: The directory has another preset's study, or a cell's recipe is invalid, or no

@@ -123,8 +123,14 @@ class Trackers:
 def track(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]:
     """Send the part of a run's ledger that a tracker lacks; returns messages for the user.
 
-    `timeout` is in seconds; 0 waits without a limit. Raises UserError if there is nothing to send
-    or the library is missing, and RunFailed if the tracker did not take everything.
+    Args:
+        run: A run or its directory.
+        name: `tensorboard`, `mlflow` or `wandb`.
+        timeout: Seconds; 0 waits without a limit.
+
+    Raises:
+        UserError: There is nothing to send, or the library is missing.
+        RunFailed: The tracker did not take everything.
     """
     if name not in BACKENDS:
         raise UserError(f"there is no tracker {name}; there are {', '.join(BACKENDS)}")
