@@ -20,6 +20,7 @@ import tomli_w
 import typer
 
 from windlass import cli
+from windlass.cli.help import GROUPS, VERBS
 from windlass.launch.job import Site
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.submit import Resources, submit_run
@@ -193,28 +194,6 @@ This page lists every command with its arguments and options, as `windlass COMMA
   the others.
 
 {overview}"""
-USES = {
-    "init": "windlass init mine.toml --data book.txt",
-    "recipe": "windlass recipe quickstart optim.lr=3e-4",
-    "prepare": "windlass prepare quickstart",
-    "plan": "windlass plan gpt2-124m --world 8 --device A100-80GB",
-    "train": "windlass train quickstart --world 2 run.dir=runs/first",
-    "eval": "windlass eval runs/first --suite loss",
-    "sample": 'windlass sample runs/first --prompt "def main"',
-    "sweep": "windlass sweep quickstart optim.lr=1e-3,3e-3 --set train.steps=200 --dir studies/lr",
-    "scale": "windlass scale quickstart --worlds 1,2 --mode strong train.steps=60",
-    "report": "windlass report runs/first",
-    "runs": "windlass runs",
-    "checkpoints": "windlass checkpoints runs/first --verify",
-    "export": "windlass export runs/first exported",
-    "track": "windlass track runs/first --to tensorboard",
-    "verify": "windlass verify",
-    "check": "windlass check --world 2",
-    "launch": "windlass launch -n 2 -- windlass check",
-    "env": "windlass env --save",
-    "submit": "windlass submit quickstart --scheduler slurm --time 01:00:00 --dry-run",
-}
-"""A use of each command; the tests of the docs run them in the order of the page."""
 
 
 def commands() -> Any:
@@ -222,18 +201,6 @@ def commands() -> Any:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         cli.main(["--version"])
     return typer.main.get_command(cli.app)
-
-
-def groups(app: Any) -> dict[str, list[str]]:
-    """The commands under each heading of `windlass --help`."""
-    found, heading = dict[str, list[str]](), ""
-    context = app.make_context("windlass", [], resilient_parsing=True)
-    for line in app.get_help(context).splitlines():
-        if re.fullmatch(r"\S.*:", line):
-            heading = line[:-1]
-        elif (words := line.split()) and line[:2] == "  " and words[0] in app.commands:
-            found.setdefault(heading, []).append(words[0])
-    return found
 
 
 def code(text: str) -> str:
@@ -260,13 +227,9 @@ def command_part(name: str, command: Any) -> str:
     shown = [p for p in command.params if not getattr(p, "hidden", False) and p.name != "help"]
     arguments = [p for p in shown if p.param_type_name == "argument"]
     options = [p for p in shown if p.param_type_name == "option"]
-    metavars = [
-        argument.metavar
-        if argument.required or argument.metavar[0] == "["
-        else f"[{argument.metavar}]"
-        for argument in arguments
-    ]
-    usage = " ".join(["windlass", name, *metavars, "[OPTIONS]" * bool(options)]).strip()
+    context = command.make_context(name, [], resilient_parsing=True)
+    *metavars, _ = pieces = command.collect_usage_pieces(context)
+    usage = " ".join(["windlass", name, *pieces])
     text = f"\n### {name}\n\n```text\n{usage}\n```\n"
     for paragraph in re.split(r"\n\s*\n", (command.help or "").strip()):
         text += "\n" + " ".join(paragraph.split()).replace("<", "&lt;") + "\n"
@@ -280,14 +243,14 @@ def command_part(name: str, command: Any) -> str:
         text += "\n" + table(("argument", "meaning"), *rows)
     if options:
         text += "\n" + table(("option", "default", "meaning"), *map(option_row, options))
-    return text + f"\nExample:\n\n```bash\n{USES[name]}\n```\n"
+    return text + f"\nExample:\n\n```bash\n{VERBS[name].example}\n```\n"
 
 
 def commands_page() -> str:
     """Every command, by the groups of `windlass --help`."""
     app = commands()
     rows, text = [("group", "commands")], ""
-    for heading, names in groups(app).items():
+    for heading, names in GROUPS.items():
         links = [f"[`{name}`](#{name})" for name in names]
         rows.append((heading, " · ".join(links)))
         text += f"\n## {heading}\n"

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 
 from helpers import TINY, overrides, refused, tiny_recipe, windlass
 from windlass import Recipe, Study, evaluate, export, prepare, report, train, verification
-from windlass.cli import VERBS, main, models
+from windlass.cli import main, models
 from windlass.cli import train as train_verbs
+from windlass.cli.help import GROUPS, VERBS
 from windlass.evaluation.suites import Evaluation, write
 from windlass.recipe.explain import write_first_recipe
 from windlass.run import Run
@@ -77,9 +79,25 @@ def test_verify_says_proved_only_of_what_was_tried(passed, code, last, monkeypat
 def test_the_help_fits_80_columns_with_a_whole_sentence_for_each_verb() -> None:
     text = windlass("--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": ""}).stdout
     assert max(map(len, text.splitlines())) <= 80
-    lines = text.partition("Commands:\n")[2].splitlines()
-    assert [line.split()[0] for line in lines] == list(VERBS)  # one line each
-    assert all(line.endswith(".") and not line.endswith("...") for line in lines)
+    headings = re.findall(r"^(\w+):$", text, re.M)
+    assert headings == ["Options", *GROUPS]
+    lines = re.findall(r"^  ([a-z]+) +([A-Z].*)$", text.partition("\nStart:")[2], re.M)
+    assert [name for name, _ in lines] == list(VERBS)  # one line each
+    assert all(line.endswith(".") for _, line in lines)
+
+
+def test_the_help_of_every_verb_fits_80_columns_and_ends_with_an_example(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, verb in VERBS.items():
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        text = capsys.readouterr().out
+        body, _, example = text.rpartition("\nExample:\n")
+        assert example.strip() == verb.example and example.strip().startswith(f"windlass {name}")
+        assert max(map(len, body.splitlines())) <= 80, name
+        assert not re.search(r"<(int|str|float|path)|x>=|\{", body), name
 
 
 def piped(command: str) -> tuple[str, list[str]]:

@@ -16,33 +16,11 @@ import typer
 
 from windlass import __version__, errors, processes
 from windlass.cli import complete
+from windlass.cli.help import VERBS, Command, Commands
 
 SPIN = "10000"
 """Spins of a thread of libgomp (torch's OpenMP on Linux) before it sleeps: 0.5 ms instead of 15 ms.
 While it spins, the thread that it waits for may lack a core if another process is busy."""
-VERBS = {
-    "init": ("recipes", "Write a short, commented recipe to edit."),
-    "recipe": ("recipes", "Print a recipe with every setting, or explain a setting."),
-    "prepare": ("recipes", "Turn a recipe's corpus into checked token shards."),
-    "plan": ("recipes", "Say what a run needs: steps, FLOPs, memory, time."),
-    "train": ("train", "Train a recipe; train again to resume."),
-    "eval": ("models", "Measure a model: loss, HellaSwag, SQuAD, lm-eval."),
-    "sample": ("models", "Generate text with a model, or chat with it."),
-    "sweep": ("sweep", "Train every cell of a grid, and tabulate the results."),
-    "scale": ("scale", "Train a recipe on several numbers of ranks, and compare."),
-    "report": ("runs", "Write tables, plots and an interactive page about runs."),
-    "runs": ("runs", "List runs and studies with their state and loss."),
-    "checkpoints": ("runs", "List the checkpoints of a run, and verify them."),
-    "export": ("models", "Write a run's model as a directory of transformers."),
-    "track": ("runs", "Replay a run's ledger into W&B, MLflow or TensorBoard."),
-    "verify": ("train", "Prove with real runs that nothing is lost or wrong."),
-    "check": ("cluster", "Check machine, packages, disk and interconnect."),
-    "launch": ("cluster", "Run a command on every rank of the allocation."),
-    "env": ("cluster", "Print the variables of a saved job for another shell."),
-    "submit": ("cluster", "Submit a training or a study to a scheduler."),
-}
-"""The module of each verb and its line in `windlass --help` (80 columns), in the order in which a
-user needs them."""
 
 
 def _argument(metavar: str, text: str, complete: Any, **options: Any) -> Any:
@@ -57,7 +35,7 @@ RecipeName = Annotated[
 Overrides = Annotated[
     list[str],
     _argument(
-        *("[KEY=VALUE]...", "Settings to change, as optim.lr=3e-4.", complete.overrides),
+        *("[KEY=VALUE...]", "Settings to change, as optim.lr=3e-4.", complete.overrides),
         default_factory=list,
     ),
 ]
@@ -81,6 +59,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 app = typer.Typer(
     name="windlass",
+    cls=Commands,
     help="Train and fine-tune language models on CPUs and NVIDIA GPUs, from one file, "
     "and prove what was done.",
     no_args_is_help=True,
@@ -134,10 +113,11 @@ def main(arguments: list[str] | None = None) -> None:
     """The command line. A user's mistake gets one message, other errors keep their traceback."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # libgomp reads it when torch is imported
-    for verb, (name, line) in VERBS.items():
-        module = importlib.import_module(f"{__name__}.{name}")
-        command = app.command(verb, short_help=line, epilog=getattr(module, "EPILOG", None))
-        command(getattr(module, "evaluate" if verb == "eval" else verb))
+    for name, verb in VERBS.items():
+        module = importlib.import_module(f"{__name__}.{verb.module}")
+        epilog = getattr(module, "EPILOG", None)
+        command = app.command(name, cls=Command, short_help=verb.line, epilog=epilog)
+        command(getattr(module, "evaluate" if name == "eval" else name))
     with _outputs():
         try:
             _run(arguments)

@@ -12,7 +12,7 @@ from typer import Option
 from windlass.cli import Json, Overrides, print_json
 from windlass.cli.cluster import GpusPerNode, MaxSize, MinBusbw, SchedulerName, SiteFile
 from windlass.cli.runs import show_study
-from windlass.cli.sweep import StudyName, exit_code
+from windlass.cli.sweep import RetryFailed, StudyName, exit_code
 from windlass.errors import DONE, FAILED, UserError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def scale(
     project: str = Option("", metavar="N,N,...", help="More ranks, to predict."),
     no_probe: bool = Option(False, "--no-probe", help="Only train; measure nothing beside it."),
     dir_: Path | None = Option(None, "--dir", help="Default: studies/<preset>-<mode>-<hash>."),
-    retry_failed: bool = Option(False, help="Train failed cells again, and their probes."),
+    retry_failed: RetryFailed = False,
     nodes: str = Option("", metavar="N,N,...", help="Numbers of hosts: submits array jobs."),
     gpus_per_node: GpusPerNode = -1,
     scheduler: SchedulerName = "",

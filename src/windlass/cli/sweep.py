@@ -32,23 +32,22 @@ StudyName = Annotated[
     str,
     _argument("RECIPE|STUDY", "The recipe of all cells, a study, or its preset.", complete.studies),
 ]
+RetryFailed = Annotated[bool, Option("--retry-failed", help="Train failed cells again.")]
 Only = Annotated[int, Option(hidden=True, help="Train one cell, as a task of an array job.")]
 
 
 def sweep(
     recipe: StudyName,
-    axes: list[str] = typer.Argument(None, metavar="KEY=A,B,C...", help="Axes; see below."),
+    axes: list[str] = typer.Argument(None, metavar="[KEY=A,B,C...]", help="Axes; see below."),
     set_: list[str] = Option([], "--set", metavar="KEY=VALUE", help="A setting of all cells."),
     dir_: Path | None = Option(
         None, "--dir", help="The study's directory; default: studies/<preset>-<hash>."
     ),
     world: int = Option(0, min=0, help="Ranks of each cell without parallel.world; 0: 1."),
     workers: int = Option(1, min=1, help="Cells side by side, which share threads or devices."),
-    stop_diverged: bool = Option(
-        False, help="Stop a cell whose loss is not finite or 1 nat above its first."
-    ),
-    halving: bool = Option(False, help="Asynchronous successive halving, by checkpoint.best."),
-    retry_failed: bool = Option(False, help="Train failed and diverged cells again."),
+    stop_diverged: bool = Option(False, "--stop-diverged", help="Stop a cell that diverges."),
+    halving: bool = Option(False, "--halving", help="Asynchronous successive halving."),
+    retry_failed: RetryFailed = False,
     create: bool = Option(False, "--create", help="Create the study for `windlass submit STUDY`."),
     only: Only = -1,
     launch: bool = Option(False, hidden=True, help="A cell has all ranks of the allocation."),
@@ -60,7 +59,8 @@ def sweep(
     finished cells are left alone, and interrupted cells resume. More values or another axis add
     cells to the study. A failed cell stays in the table with its reason, and the others continue.
     With --halving a cell continues at its 1st, 2nd, 4th, ... evaluation only if it is in the better
-    half of the cells that got there before it.
+    half of the cells that got there before it, by checkpoint.best. A cell diverges when its loss is
+    not finite or 1 nat above its first.
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything
     saved.
