@@ -117,7 +117,7 @@ def commands_of(block: Block) -> Iterator[Command]:
         text = text.removeprefix("$ ").strip()
         if not block.language and re.search(r"\[(--|KEY)|…", text):
             continue  # a synopsis
-        called = re.search(r"(^|[\s(=])windlass\s+-?\w", text.partition(" #")[0])
+        called = re.search(r"(^|[\s(=])windlass\s+[a-z-]", text.partition(" #")[0])
         if called and not text.startswith(("#", "echo ", "pip ", "[")):
             yield Command(block.page, block.line + 1 + first, " ".join(text.split()))
 

@@ -1,0 +1,61 @@
+"""The pages of the documentation but tutorials: every `windlass` command on them runs, in order, at
+tiny sizes, or names the test that runs it.
+"""
+
+import ast
+
+import pytest
+from docs_runs import ELSEWHERE, Page, Runner, elsewhere, prepared, run_python  # noqa: F401
+
+from docs_pages import ROOT, all_commands, blocks, commands_of, name_of, pages
+
+TUTORIALS = "docs/tutorials/"
+PAGES: dict[str, Page] = {}
+"""What a page needs besides the files of `Prepared` and the sizes of `smaller`."""
+PYTHON: dict[str, dict[str, str]] = {}
+"""What is run instead of parts of a page's Python blocks, which are one program."""
+
+
+def with_commands() -> list[str]:
+    """The pages with commands that run here, in order."""
+    listed = [
+        name_of(page)
+        for page in pages()
+        for block in blocks(page)
+        for command in commands_of(block)
+        if not elsewhere(command)
+    ]
+    return [page for page in dict.fromkeys(listed) if not page.startswith(TUTORIALS)]
+
+
+def test_every_command_runs_here_or_names_its_test():
+    commands = all_commands()
+    unknown = [
+        str(command)
+        for command in commands
+        for part in command.parts()
+        if "windlass" in part and part[0] != "windlass" and not elsewhere(command)
+        if "=" not in part[0] and "|" not in command.text
+    ]
+    assert not unknown, "no test runs these; name one in ELSEWHERE:\n" + "\n".join(unknown)
+    for pattern, test in ELSEWHERE.items():
+        path, _, name = test.partition("::")
+        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        assert any(one.startswith(name) for one in names), (pattern, test)
+        assert any(elsewhere(command) == test for command in commands), f"{pattern} is not used"
+    texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in [*PAGES, *PYTHON]}
+    stale = [(page, said) for page, one in PAGES.items() for said in one.instead]
+    stale += [(page, said) for page, instead in PYTHON.items() for said in instead]
+    stale = [(page, said) for page, said in stale if said not in " ".join(texts[page].split())]
+    assert not stale, f"these pages do not say this any more: {stale}"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", with_commands())
+def test_every_command_of_a_page_runs(name, tmp_path, prepared, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WINDLASS_QUIET_END", "1")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    Runner(PAGES.get(name, Page()), prepared, capsys).run(ROOT / name)
