@@ -1,9 +1,7 @@
-"""Records the README's terminal picture, docs/images/killed-and-resumed.svg: a run is killed, and
-the same command resumes it.
+"""Records a real terminal as an SVG: a run is killed, resumed, and compared with an undisturbed run.
 
-`.venv/bin/python docs/record.py`, on an idle machine with tmux: it types the commands below into a
-real terminal, looks at the screen four times a second, and writes each different screen once into
-an SVG that plays them by CSS, without a script.
+`make pictures` writes it to docs/images/killed-and-resumed.svg. tmux is the terminal. Each screen
+that differs from the one before is stored once, and CSS plays the screens, without a script.
 """
 
 from __future__ import annotations
@@ -20,15 +18,13 @@ from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
-COLUMNS, ROWS, SECONDS_A_LOOK = 90, 24, 0.25
-SPEED, LONGEST = (
-    2.0,
-    0.6,
-)  # the picture plays twice as fast, and shows one screen for at most so many seconds
+COLUMNS, ROWS, SECONDS_A_LOOK = 90, 22, 0.25
+SPEED, LONGEST = 4.0, 0.5  # the picture plays faster; the longest time of a screen in seconds
+UNDISTURBED = "windlass train quickstart train.threads=2 run.dir=runs/whole"
 COMMANDS = (
-    "timeout --signal=KILL 20 windlass train quickstart run.dir=runs/demo",
-    "windlass train quickstart run.dir=runs/demo   # the same command resumes",
-    "windlass runs",
+    "timeout --signal=KILL 15 windlass train quickstart train.threads=2 run.dir=runs/killed",
+    "windlass train quickstart train.threads=2 run.dir=runs/killed  # the same command resumes",
+    "cmp runs/{whole,killed}/checkpoints/step-00000480/rank-00000.safetensors && echo equal",
 )
 CHARACTER, LINE, MARGIN = 8.4, 18, 14  # pixels, for 14 px monospace
 STYLE = "text{font:14px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace;fill:#d5d9de;white-space:pre}"
@@ -53,6 +49,7 @@ def record() -> list[tuple[float, str]]:
 
     with tempfile.TemporaryDirectory() as folder:
         path = f"PATH={Path(sys.executable).parent}:$PATH"
+        subprocess.run([sys.executable, "-m", *UNDISTURBED.split()], cwd=folder, check=True)
         shell = (
             f"cd {folder}; export {path} PS1='$ ' TERM=xterm-256color; exec bash --norc --noprofile"
         )
@@ -119,10 +116,6 @@ def draw(screens: list[tuple[float, str]]) -> str:
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img" '
-        f'aria-label="A run is killed; the same command resumes it"><style>{STYLE}</style><defs>{defs}</defs>'
+        f'aria-label="A run is killed, resumed, and equal to a run that was not"><style>{STYLE}</style><defs>{defs}</defs>'
         f'<rect width="100%" height="100%" rx="8" fill="#16191d"/>{"".join(groups)}</svg>\n'
     )
-
-
-if __name__ == "__main__":
-    (Path(__file__).parent / "images" / "killed-and-resumed.svg").write_text(draw(record()))
