@@ -7,7 +7,7 @@ DEV    := $(VENV)/.windlass-dev
 DOCS   := $(VENV)/.windlass-docs
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-full test-gpu lint format docs clean
+.PHONY: help setup demo test test-full test-gpu lint format docs pictures clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -61,6 +61,9 @@ docs: $(DOCS)  ## the generated pages, and the site of the documentation in site
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "open site/index.html"
+
+pictures: $(DEV)  ## the pictures of the README and the docs: needs an idle machine, Chromium and tmux
+	$(BIN)/python docs/pictures.py $(if $(TEXT),--text $(TEXT))
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build site
