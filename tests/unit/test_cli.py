@@ -287,6 +287,12 @@ def test_a_setting_written_as_an_option_is_answered_with_its_key() -> None:
     error = windlass("train", "quickstart", "--zorb", code=2).stderr
     assert error.endswith("KEY=VALUE, without dashes\n")
     assert "KEY=VALUE" not in windlass("runs", "--zorb", code=2).stderr  # it takes no settings
+    for option, words in (
+        ("--partition", "partition"),
+        ("--zorb", 'directives = ["--zorb=VALUE"]'),
+    ):
+        error = windlass("submit", "quickstart", option, "gpu", code=2).stderr
+        assert words in error and "site.toml" in error and "--site" in error
 
 
 def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path) -> None:

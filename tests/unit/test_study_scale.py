@@ -260,6 +260,16 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
     assert "jobs/1-nodes" in one and "jobs/2-nodes" in two
     one, two = scripts(*words, "parallel.device=cpu")
     assert "--min-busbw" not in one and "--min-busbw 5" in two  # one rank has no bandwidth
-    assert "leave --worlds out" in call(*words, "--worlds", "1,2", code=2)[1]
+    (one,) = scripts("scale", "quickstart", "--nodes", "1,1", "--worlds", "1,2", *gpus)
+    assert "--ntasks-per-node=2" in one and ("--array=0-1" in one or "--array=0,1" in one)
+    few = scripts("scale", "quickstart", "--nodes", "1,1,2", "--worlds", "1,2,4", *gpus)
+    assert ["nodes=2" in text for text in few] == [False, True]
     slurm = ["--scheduler", "slurm", "--dry-run"]
+    for nodes, worlds, message in (
+        ("1,2", "1,8", "2 hosts with 2 GPUs each cannot have 8 ranks"),
+        ("1,2", "1,3", "cannot have 3 ranks"),
+        ("1", "1,2", "one number of hosts for each of --worlds"),
+    ):
+        more = ["--nodes", nodes, "--worlds", worlds, *gpus, *slurm]
+        assert message in call("scale", "quickstart", *more, code=2)[1]
     assert "--gpus-per-node" in call("scale", "quickstart", "--nodes", "2", *slurm, code=2)[1]

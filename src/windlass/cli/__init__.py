@@ -141,12 +141,21 @@ def _outputs() -> Iterator[None]:
         sys.stdout, sys.stderr = streams
 
 
-def _as_setting(option: str) -> str:
-    """Advice for an unknown option that may be meant as a setting."""
+def _as_setting(option: str, of_jobs: bool) -> str:
+    """Advice for an unknown option that may be meant as a setting, or as a key of the site file."""
+    from windlass.launch.job import Site
+    from windlass.launch.submit import site_file
     from windlass.recipe import settings
     from windlass.recipe.keys import nearest
 
-    setting = nearest(option.lstrip("-").replace("-", "_"), settings())
+    name = option.lstrip("-").replace("-", "_")
+    if of_jobs and name in Site.model_fields:
+        where = f"{site_file()}, or the file of --site FILE"
+        return f"{name} is a key of the site file ({where}): {name} = ..."
+    setting = nearest(name, settings())
+    if of_jobs and setting.startswith("there are"):
+        line = f'directives = ["{option}=VALUE"] in {site_file()} or --site FILE'
+        return f"An option of the scheduler belongs in the site file: {line}"
     hint = "" if setting.startswith("there are") else f"; {setting}"
     return f"Write a setting as KEY=VALUE, without dashes{hint}"
 
@@ -166,7 +175,8 @@ def _run(arguments: list[str] | None) -> None:
         error.show()  # click's own error: the command line could not be parsed
         context, wrong = getattr(error, "ctx", None), getattr(error, "option_name", "")
         if wrong and context and "KEY=" in context.get_usage():
-            print(_as_setting(wrong), file=sys.stderr)
+            of_jobs = any(one.name == "site" for one in context.command.params)
+            print(_as_setting(wrong, of_jobs), file=sys.stderr)
         sys.exit(errors.BAD_INPUT)
     gc.freeze()  # the collections at the interpreter's end would take a second after torch
     sys.exit(code if isinstance(code, int) else errors.DONE)

@@ -47,7 +47,7 @@ def scale(
     no_probe: bool = Option(False, "--no-probe", help="Only train; measure nothing beside it."),
     dir_: Path | None = Option(None, "--dir", help="Default: studies/<preset>-<mode>-<hash>."),
     retry_failed: RetryFailed = False,
-    nodes: str = Option("", metavar="N,N,...", help="Numbers of hosts: submits array jobs."),
+    nodes: str = Option("", metavar="N,N,...", help="Hosts (of each of --worlds): submits jobs."),
     gpus_per_node: GpusPerNode = -1,
     scheduler: SchedulerName = "",
     time: str = Option("", metavar="HH:MM:SS", help="Limit of a cell; default: the site's."),
@@ -78,10 +78,8 @@ def scale(
     options: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup}
     options |= {"project": whole_numbers("project", project), "path": dir_}
     options["precisions"] = [word for word in precisions.split(",") if word]
-    if nodes and worlds:
-        ranks = "with hosts the ranks are nodes x gpus-per-node"
-        raise UserError(f"--worlds and --nodes: {ranks}; leave --worlds out")
     if nodes:
+        options["worlds"] = whole_numbers("worlds", worlds)
         asked: dict[str, Any] = {"gpus_per_node": gpus_per_node, "time": time}
         asked |= {"min_busbw": min_busbw, "max_size": max_size}
         options |= {"site": read_site(site), "asked": Resources(**asked), "scheduler": scheduler}

@@ -28,7 +28,7 @@ from windlass.processes import WINDLASS, catch_signals, usable_cores, visible_gp
 from windlass.recipe import Recipe, typed
 from windlass.run import Run
 from windlass.study.grid import Cell
-from windlass.study.process import STOP_SIGNALS, CellProcess
+from windlass.study.process import STOP_SIGNALS, CellProcess, launch_words
 from windlass.study.study import ALONE, Study
 
 # Of a probe after its warm-up, at least; a window lies between `train` lines.
@@ -129,7 +129,7 @@ def _wait(
 def measure_machine(study: Study, cell: Cell, notify: Callable[[str], None], launch: bool) -> None:
     """Measure matrix products and collectives with a cell's ranks, unless that was done.
 
-    `launch`: with all ranks of the allocation.
+    `launch`: on the hosts of the allocation.
     """
     world = cell.world or 1
     if f"{cell.nodes}x{world}" in read_json(study.path / "machine.json"):
@@ -139,7 +139,7 @@ def measure_machine(study: Study, cell: Cell, notify: Callable[[str], None], lau
     on_cpu = study.recipe.parallel.device == "cpu" or not visible_gpus()
     command = [*WINDLASS, "check", str(study.path / "recipe.toml"), "--json"]
     command += ["--max-size", CHECK_BYTES] if on_cpu else []
-    command = [*WINDLASS, "launch", "--", *command] if launch else [*command, "--world", str(world)]
+    command = [*launch_words(cell), *command] if launch else [*command, "--world", str(world)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )

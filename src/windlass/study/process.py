@@ -9,10 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from windlass.errors import BAD_INPUT, DONE, STOPPED
+from windlass.processes import WINDLASS
 from windlass.study.grid import Cell
 
 # SIGHUP: the terminal or ssh connection is gone.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def launch_words(cell: Cell) -> list[str]:
+    """The launch of a cell's ranks; a cell with fewer ranks uses a part of its job's."""
+    per_host = ["--per-host", str(cell.world // cell.nodes)] if cell.world else []
+    return [*WINDLASS, "launch", *per_host, "--"]
 
 
 class CellProcess(subprocess.Popen[bytes]):

@@ -101,7 +101,7 @@ def submit_scale(
 ) -> tuple[Study, list[Submitted]]:
     """Create a scaling study over hosts and submit its open cells, a job for each of `nodes`.
 
-    The ranks are the hosts' GPUs, or one for each host on CPUs.
+    Without `worlds` the ranks are the hosts' GPUs, or one for each host on CPUs.
 
     Args:
         dry_run: render the scripts, and write nothing.
@@ -109,11 +109,19 @@ def submit_scale(
 
     Raises UserError before anything is written if the site lacks a setting or a cell is impossible.
     """
+    worlds = list(options.get("worlds") or ())  # a preset's are those of one host
     base, options = merge_preset(recipe, overrides, nodes=nodes, **options)
     on_cpu = base.parallel.device == "cpu"
     gpus = asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
     ranks = 1 if on_cpu else max(1, gpus)
-    options |= {"worlds": [n * ranks for n in nodes], "threads": site.cores(0) if on_cpu else 0}
+    for world, n in zip(worlds, nodes, strict=False):
+        if world % n or (world > n * ranks and not on_cpu):
+            hosts = f"{n} host{'s' * (n > 1)}"
+            each = "" if on_cpu else f" with {ranks} GPU{'s' * (ranks > 1)} each"
+            problem = f"{argument('worlds', worlds)}: {hosts}{each} cannot have {world} ranks"
+            raise UserError(f"{problem}, the same number on each host")
+    options["worlds"] = worlds or [n * ranks for n in nodes]
+    options["threads"] = site.cores(0) if on_cpu else 0
     how: dict[str, Any] = {"scheduler": scheduler, "site": site, "asked": asked}
     how["retry_failed"] = retry_failed
     study = create_study(base, write=False, **options)

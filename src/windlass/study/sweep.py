@@ -30,7 +30,7 @@ from windlass.recipe import Changes, Recipe, typed
 from windlass.run import OCCUPIED, Run
 from windlass.study.grid import Cell
 from windlass.study.probe import measure_machine, run_probe
-from windlass.study.process import STOP_SIGNALS, CellProcess
+from windlass.study.process import STOP_SIGNALS, CellProcess, launch_words
 from windlass.study.progress import Progress
 from windlass.study.results import FAILED_STATES, OPEN_STATES, CellResult, Evaluation
 from windlass.study.study import Axes, Study, load_study
@@ -258,7 +258,7 @@ class Sweep:
             free = [name for name in self.devices if name not in used][:world]
             command = self.command(self.study, cell)
             if self.launch:
-                command = [*WINDLASS, "launch", "--", *command]
+                command = [*launch_words(cell), *command]
             else:
                 command = [*command, "--world", str(world)]
             devices = free if len(free) == world else []
