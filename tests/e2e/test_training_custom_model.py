@@ -1,4 +1,4 @@
-"""`train` as a function: a model, samples and a callback of the user's own, as the page on training
+"""`train` as a function: a model, samples and a callback of the user's own, as `docs/guides/extend.md`
 shows them.
 """
 
@@ -18,7 +18,7 @@ from windlass import Callback, Recipe, evaluate, export, sample, train
 from windlass.launch.local import launch
 from windlass.run import Run
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "train.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "extend.md"
 
 
 @pytest.fixture
