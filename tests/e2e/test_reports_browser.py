@@ -1,10 +1,12 @@
 """The report's page in a real headless browser: from disk, without a network, no error, charts
-drawn, controls at work.
+drawn, controls at work, usable with the keyboard and a screen reader, printed.
 """
 
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -75,7 +77,7 @@ class Opened:
             assert self.complaints == [] and [url.split(":")[0] for url in self.asked] == ["file"]
 
     def svg(self, chart, attribute):
-        return self.page.get_attribute(f'figure[data-chart="{chart}"] svg', attribute)
+        return self.page.get_attribute(f'figure[data-chart="{chart}"] .plot svg', attribute)
 
     def data(self, chart):
         """Steps and values of the first series as the page holds them."""
@@ -88,10 +90,14 @@ class Opened:
 
     def curves(self, chart, kind=".curve"):
         drawn = "nodes => nodes.map(n => n.getAttribute('d') || n.tagName)"
-        return self.page.eval_on_selector_all(f'figure[data-chart="{chart}"] svg {kind}', drawn)
+        return self.page.eval_on_selector_all(
+            f'figure[data-chart="{chart}"] .plot svg {kind}', drawn
+        )
 
     def drag(self, chart, start, stop):
-        box = self.page.locator(f'figure[data-chart="{chart}"] .plot').bounding_box()
+        plot = self.page.locator(f'figure[data-chart="{chart}"] .plot')
+        plot.scroll_into_view_if_needed()
+        box = plot.bounding_box()
         y = box["y"] + box["height"] / 2
         self.page.mouse.move(box["x"] + start * box["width"], y)
         self.page.mouse.down()
@@ -129,6 +135,9 @@ def test_every_page_opens_without_a_complaint_and_fits_its_window(
             cut_off = opened.page.eval_on_selector_all("figure svg .axes text", outside)
             assert cut_off == []
             opened.page.click(control)
+        if width != 768:  # the five answers are on the first screen
+            end = opened.page.locator(".answers").bounding_box()
+            assert end["y"] + end["height"] < (800 if width == 1280 else 844)
         assert opened.page.title() == ("2 runs" if name == "two" else name)
         if name == "bad":
             assert opened.page.locator('figure[data-chart="loss"] path.bad').count() == 1
@@ -137,7 +146,8 @@ def test_every_page_opens_without_a_complaint_and_fits_its_window(
 def test_the_loss_is_drawn_where_the_numbers_are(opened):
     drawn, (steps, losses) = points(opened.curves("loss")[0]), opened.data("loss")
     assert steps == list(range(10, 401, 10))
-    assert opened.page.locator('figure[data-chart="loss"] circle.dot').count() == 9
+    validation = opened.page.get_attribute('figure[data-chart="loss"] .plot svg .dot', "d")
+    assert validation.count("M") == 9
     low, high, bottom, top = opened.domain()
     assert (low, high) == (0, 400) and bottom < min(losses) < max(losses) < top
     # a line through the first and last point gives the scale; all others must lie on it
@@ -165,10 +175,10 @@ def test_theme_and_axes(opened):
     assert opened.curves("loss")[0] == before
     opened.page.click("[data-axis=tokens]")
     assert opened.domain()[1] == 819_200
-    assert "tokens" in opened.page.text_content('figure[data-chart="lr"] svg')
+    assert "tokens" in opened.page.text_content('figure[data-chart="lr"] .plot svg')
     opened.page.click("[data-axis=hours]")
     assert 0.05 < opened.domain()[1] < 0.07
-    assert "minutes of training" in opened.page.text_content('figure[data-chart="loss"] svg')
+    assert "minutes of training" in opened.page.text_content('figure[data-chart="loss"] .plot svg')
     opened.page.click("[data-axis=step]")
     top = opened.domain()[3]
     opened.page.fill("#skip", "100")
@@ -188,7 +198,7 @@ def test_the_pages_script_smooths_as_the_pictures_do(opened):
     assert after == pytest.approx(list(expected), abs=0.3)
 
 
-def test_pointer_and_keyboard(opened):
+def test_the_pointer(opened):
     opened.drag("loss", 0.5, 0.8)
     low, high = opened.domain()[:2]
     assert 180 < low < 220 and 300 < high < 330
@@ -201,9 +211,6 @@ def test_pointer_and_keyboard(opened):
     expected = losses[steps.index(int(text.split()[1]))]
     assert float(text.split("training")[1].split()[0]) == pytest.approx(expected, rel=1e-3)
     assert opened.page.get_attribute('figure[data-chart="mfu"] g.cross', "visibility") == "visible"
-    opened.page.focus('figure[data-chart="lr"] .plot')
-    opened.page.keyboard.press("ArrowRight")
-    assert opened.page.inner_text(".tip").startswith("step ")
     title = opened.page.text_content('figure[data-chart="loss"] line.restart title')
     assert "one: resumed at step 200" in title
 
@@ -218,8 +225,12 @@ def test_runs_are_hidden_shown_and_singled_out_samples_and_tables_follow_their_c
         assert len(opened.curves("loss")) == 1 and opened.domain()[1] == 300
         page.click("#show-all")
         assert len(opened.curves("loss")) == 2
+        alone = page.locator('.chip[aria-pressed="true"]').all_inner_texts
         page.dblclick(".chip >> nth=0")
-        assert page.locator('.chip[aria-pressed="true"]').all_inner_texts() == ["one"]
+        assert alone() == ["one"]
+        page.focus(".chip >> nth=1")
+        page.keyboard.press("Shift+Enter")
+        assert alone() == ["other"]
         page.evaluate(
             "s = document.querySelector('#sample-step'); s.value = 0; s.dispatchEvent(new Event('input'))"
         )
@@ -231,4 +242,93 @@ def test_runs_are_hidden_shown_and_singled_out_samples_and_tables_follow_their_c
             page.click("table.sortable th button >> text=Final training loss")
             assert page.inner_text("table.sortable tbody tr:first-child th") == first
         page.fill("#filter", "optim.lr")
-        assert page.locator("#settings tbody tr:not([hidden]) th").all_inner_texts() == ["optim.lr"]
+        shown = page.locator("#settings tbody tr:not([hidden]) th").all_inner_texts()
+        assert "optim.lr" in shown and "model.layers" not in shown
+
+
+def test_the_keyboard_reaches_everything_and_reads_a_chart(opened):
+    page, (steps, losses) = opened.page, opened.data("loss")
+
+    def focused():
+        return page.evaluate(
+            "document.activeElement.getAttribute('aria-label') || document.activeElement.textContent"
+        )
+
+    order = []
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        order.append(focused())
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    expected = ["Skip to the content", "Light or dark", "Curves", "Settings", "Steps", "Log loss"]
+    expected += ["Points of Loss", "Numbers of Loss", "Points of Learning rate"]
+    assert [name for name in order if name in expected] == expected
+    handle = page.locator('figure[data-chart="loss"] .handle')
+    handle.focus()
+    page.keyboard.press("Home")
+    assert (handle.get_attribute("aria-valuenow"), handle.get_attribute("aria-valuemax")) == (
+        "0",
+        "39",
+    )
+    for place, key in ((1, "ArrowRight"), (2, "ArrowRight"), (1, "ArrowLeft"), (39, "End")):
+        page.keyboard.press(key)
+        text = handle.get_attribute("aria-valuetext")
+        assert text.startswith(f"step {steps[place]}, ")
+        spoken = float(re.search(r"training ([\d.]+)", text)[1])
+        assert spoken == pytest.approx(losses[place], rel=1e-3)
+        assert page.inner_text(".tip").startswith(f"step {steps[place]}")
+    page.keyboard.press("Home")
+    page.keyboard.press("+")
+    assert opened.domain()[1] < 220 and handle.get_attribute("aria-valuenow") == "0"
+    page.keyboard.press("Escape")
+    assert opened.domain()[:2] == [0, 400]
+    page.keyboard.press("Tab")
+    assert page.is_hidden(".tip")
+    page.keyboard.press("Enter")  # the numbers of the chart
+    table = page.locator('figure[data-chart="loss"] .numbers table')
+    assert table.locator("thead").inner_text().split() == ["steps", "training", "validation"]
+    last = table.locator("tbody tr").last.inner_text().split("\t")
+    assert last[0] == "step 400" and float(last[1]) == pytest.approx(losses[-1], rel=1e-3)
+    drawn = page.get_attribute('figure[data-chart="loss"] .plot svg', "aria-label")
+    assert "training: from" in drawn and f"lowest {min(losses):.4g}" in drawn
+
+
+@pytest.mark.parametrize("name", ["one", "two", "study"])
+def test_axe_finds_nothing_in_the_page_of_a_run_of_runs_and_of_a_study(browser, reports, name):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    every = {"resultTypes": ["violations"]}
+    contrast = every | {"runOnly": ["color-contrast"]}
+    with Opened(browser, reports[name], 1280) as opened:
+        for width, theme, options in (
+            (1280, "light", every),
+            (390, "dark", every),
+            (390, "light", contrast),
+            (1280, "dark", contrast),
+        ):
+            opened.page.set_viewport_size({"width": width, "height": 900})
+            opened.page.emulate_media(color_scheme=theme)
+            found = axe.run(opened.page, options=options).response
+            for one in found["violations"]:
+                pytest.fail(f"{one['help']}: {[node['html'][:200] for node in one['nodes']]}")
+            assert "color-contrast" in {one["id"] for one in found["passes"]}
+
+
+@pytest.mark.parametrize("name", ["one", "study"])
+def test_the_page_prints_in_light_colours_with_its_directory_and_whole_charts(
+    browser, reports, name, tmp_path
+):
+    with Opened(browser, reports[name], 1280, "dark") as opened:
+        path = tmp_path / "page.pdf"
+        opened.page.pdf(path=path, format="A4")
+        raw = path.read_bytes()
+        pages = len(re.findall(rb"/Type\s*/Page\b", raw))
+        assert 4 <= pages <= 16
+        opened.page.emulate_media(media="print")
+        opened.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        widths = "nodes => nodes.map(n => n.getBoundingClientRect().right)"
+        assert max(opened.page.eval_on_selector_all("figure svg", widths)) <= 680
+        paper = opened.page.evaluate("getComputedStyle(document.documentElement).colorScheme")
+        assert paper == "light" and opened.page.is_visible(".place")
+        opened.page.evaluate("dispatchEvent(new Event('afterprint'))")
+    if shutil.which("pdftotext"):
+        text = subprocess.check_output(["pdftotext", "-layout", path, "-"], text=True)
+        assert "What went wrong?" in text and f"/{name}" in text and "Numbers" not in text

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, changed
 
-from windlass.reports.charts import looks, smoothed, thin
+from windlass.reports.charts import looks, pattern, smoothed, thin
 from windlass.reports.page import payload
 from windlass.reports.plots import draw
 from windlass.reports.run_charts import charts
@@ -62,20 +62,15 @@ def test_smoothing_is_the_weighted_mean_of_what_is_finite(values, weight):
         assert smooth == pytest.approx(expected, abs=1e-9, nan_ok=True)
 
 
-def test_of_several_runs_each_rank_has_a_line_for_allocated_and_one_for_reserved_memory(tmp_path):
+def test_of_several_runs_each_is_the_mean_and_the_range_of_its_ranks(tmp_path):
     found = described(*(RunView(build_run(tmp_path / name, steps=30)) for name in "abc"))
-    names = [f"{run}, rank {rank}" for run in "abc" for rank in (0, 1)]
     for key, word, base in (("memory", "allocated", 1480), ("memory-reserved", "reserved", 1900)):
         chart = found[key]
-        assert [s.name for s in chart.series] == names
-        assert chart.title.endswith(word) and len({(s.run, s.dash) for s in chart.series}) == 6
-        means = [np.nanmean(s.y) for s in chart.series]
-        assert means == pytest.approx([base, base + 60] * 3, abs=5)
-    assert len(found["utilisation"].series) == 6
-    wide = [RunView(build_run(tmp_path / f"{i}", ranks=7, steps=30)) for i in range(4)]
-    means = described(*wide)["memory-reserved"].series
-    assert [s.name for s in means] == [f"{i}" for i in range(4)]
-    assert all(s.low is not None for s in means)
+        assert [s.name for s in chart.series] == list("abc") and chart.title.endswith(word)
+        for at, offset in (("y", 30), ("low", 0), ("high", 60)):
+            means = [np.nanmean(getattr(s, at)) for s in chart.series]
+            assert means == pytest.approx([base + offset] * 3, abs=5)
+    assert len(found["utilisation"].series) == 3
 
 
 def test_a_logged_measure_is_drawn_whatever_its_name(tmp_path):
@@ -96,7 +91,7 @@ def styles(figure):
     return [(line.get_color(), str(line._unscaled_dash_pattern)) for line in lines]
 
 
-def test_suite_of_several_runs_has_chart_for_each_measure_and_twenty_lines_twenty_looks(tmp_path):
+def test_of_many_runs_the_best_are_in_colour_and_a_suite_has_a_chart_for_each_measure(tmp_path):
     runs = [build_run(tmp_path / f"{i:02}", steps=30) for i in range(20)]
     for run in runs:
         line = {"kind": "eval", "step": 0}
@@ -108,16 +103,17 @@ def test_suite_of_several_runs_has_chart_for_each_measure_and_twenty_lines_twent
     titles = [found[f"suite-squad-{name}"].title for name in ("exact-match", "f1")]
     assert titles == ["squad, exact match", "squad, f1"]
     assert [one.y.tolist() for one in found["suite-squad-f1"].series] == [[20.0], [20.0]]
-    # of a study: four runs for each value of the first setting
-    tones, lr = [run // 4 / 4 for run in range(20)], described(*seen)["lr"]
-    for drawn in (
-        draw(lr, looks(seen)),
-        draw(lr, looks(seen, tones)),
-        draw(described(seen[0])["suite-lm-eval-many"], looks(seen[:1])),
-    ):
-        assert len(styles(drawn)) == 20 == len(set(styles(drawn)))
-    lines = payload(looks(seen, tones), [lr])["runs"]
-    assert len({(run["tone"], run["dash"]) for run in lines}) == 20, "on the page too"
+    assert "suite-lm-eval-many" not in described(seen[0]), "a table shows so many scores"
+    ranking = list(reversed(range(20)))  # the last run is the best
+    chosen, lr = looks(seen, ranking), described(*seen)["lr"]
+    assert [look.label for look in chosen if not look.grey] == ["17", "18", "19"]
+    shown = {line.get_label() for line in draw(lr, chosen).axes[0].get_lines()}
+    assert {name for name in shown if not name.startswith("_")} == {"17", "18", "19"}
+    assert [run["rank"] for run in payload(chosen, [lr])["runs"]] == ranking, "for the page"
+    few = looks(seen[:4])
+    assert not any(look.grey for look in few) and len(set(styles(draw(lr, looks(seen))))) == 3
+    looked = [pattern(number) for number in range(40)]
+    assert len({tuple(one.values()) for one in looked}) == 40, "no two of 40 lines look the same"
 
 
 def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_path):
@@ -126,8 +122,8 @@ def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_
     assert list(cuda)[:4] == ["loss", "suite-hellaswag", "throughput", "lr"]
     assert {"memory", "power"} <= set(cuda)
     assert {"resident", "utilisation"} <= set(cpu) and not {"memory", "power"} & set(cpu)
-    names = [f"rank {rank}, {what}" for what in ("allocated", "reserved") for rank in (0, 1)]
-    assert [s.name for s in cuda["memory"].series] == names
+    for key in ("memory", "memory-reserved"):
+        assert [s.name for s in cuda[key].series] == ["rank 0", "rank 1"]
     first = cuda["utilisation"].series[0]
     assert np.nanmin(first.y) > 85 and (np.diff(first.x) >= 0).all(), "in training steps only"
     assert first.at["tokens"][-1] == pytest.approx(400 * 2048, rel=0.01)

@@ -173,8 +173,8 @@ def test_an_extension_is_no_interruption_and_changed_settings_are_named(tmp_path
     assert [restart.what for restart in seen.restarts] == ["extended"]
     assert seen.outcome.predicted_seconds is None
     text = page(Contents([seen]))
-    assert "120 of 120 steps, 813,568 parameters, extended from 100 to 120 steps" in text
-    assert "eval.batches = 4 from here on, not 2" in text and "started 2 times" not in text
+    assert "finished 120 of 120 steps" in text and "extended from 100 to 120 steps" in text
+    assert "eval.batches = 4 from here on, not 2" in text and "0 kills" in text
 
 
 def test_runs_of_several_tokenizers_are_drawn_in_bits_per_byte_and_others_have_no_best(
@@ -228,7 +228,9 @@ def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tm
     assert command in parsed.texts["pre"]
     data = json.loads(parsed.texts["script"][0])
     assert next(chart for chart in data["charts"] if chart["id"] == "loss-against-lr")["x"]["log"]
-    assert [run["tone"] for run in data["runs"]][:5] == [1, 1, 1, 1, 0.5]
+    # the best cells first: 1e-3 before 1e-4 before 1e-2
+    assert sorted(run["rank"] for run in data["runs"]) == list(range(11))
+    assert {run["rank"] for run in data["runs"][4:8]} == {0, 1, 2, 3}
     assert "heat" in [a.get("class") for a in parsed.all("table")]
     assert len([a for a in parsed.all("tr") if a.get("class") == "winner"]) == 2
     own = report(study.study, tmp_path / "own", plots=False)

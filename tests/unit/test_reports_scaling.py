@@ -54,7 +54,7 @@ def strategies(tmp_path_factory):
         for how in ("none", "full")
     ]
     path = tmp_path_factory.mktemp("studies") / "strategies"
-    return build_scaling(path, Scaling("strategies"), cells, step)
+    return build_scaling(path, Scaling("strategies"), cells, step, device="NVIDIA A100")
 
 
 def test_a_report_of_the_same_ledgers_is_the_same_to_the_byte(strong, tmp_path):
@@ -195,6 +195,8 @@ def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategie
         lambda a: phases(100.0 + a["repeat"]),
         settings=["eval.suites=['loss', 'squad']", "data.format=squad", "data.source=squad"],
     )
+    ids = [chart.id for chart in ScalingView(StudyView(scored.path)).charts]
+    assert "scaling-pareto" not in ids, "resident memory of a CPU decides nothing"
     (first, second), notes = shown(scored)
     assert [(row["Exact match"], row["F1"]) for row in (first, second)] == [("12.5", "25.0")] * 2
     assert "ran once" not in notes

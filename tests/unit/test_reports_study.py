@@ -57,8 +57,8 @@ def test_the_loss_against_each_swept_setting_and_the_heat_map_of_two(study):
     assert [len(series.y) for series in circles] == [5, 5], "a circle for each seed"
     lines = draw(lr).axes[0].get_lines()
     medians, seeds, *_ = (line for line in lines if len(line.get_xdata()) > 1)
-    assert (medians.get_marker(), seeds.get_marker()) == ("D", "o") and "diamonds" in lr.note
-    assert study.tones[:5] == [1, 1, 1, 1, 0.5], "colour by rate"
+    assert medians.get_markerfacecolor() != "white" == seeds.get_markerfacecolor()
+    assert medians.get_marker() == seeds.get_marker() and "hollow: each seed" in lr.note
     assert (heat.y.label, heat.y.names) == ("kind", ["cosine", "wsd"])
     assert (heat.x.label, heat.x.names) == ("lr", ["0.0001", "0.001", "0.01"])
     assert heat.series[0].y[1] == pytest.approx(median)
@@ -137,5 +137,5 @@ def test_what_diverged_leaves_a_hole_and_does_not_squeeze_the_curves_of_the_othe
     assert 3 < loss.ceiling() < 40 and loss.ceiling(60) < loss.ceiling()
     calm = [view for view in seen.views if np.isfinite(view.train["loss"]).all()]
     assert len(calm) == 9 and charts(calm)[0].ceiling() is None
-    axes = draw(loss, looks(seen.views, seen.tones)).axes[0]
+    axes = draw(loss, looks(seen.views)).axes[0]
     assert axes.get_ylim()[1] < 40 and "cut off" in axes.get_title(loc="right")

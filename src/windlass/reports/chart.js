@@ -1,4 +1,4 @@
-// One line chart in SVG: axes, curves, bands, restarts, a cross-hair at the pointer, zoom by dragging.
+// One line chart in SVG: axes, curves, bands, restarts, a cross-hair for pointer and keyboard, zoom.
 // page.js decides what it draws. Text reaches the page through textContent only.
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -14,6 +14,28 @@ function html(name, className, text, parent) {
   if (className) node.className = className;
   node.textContent = text; // null: no text
   return parent.appendChild(node);
+}
+
+// ---------------------------------------------------------------- looks
+
+const DASHES = [null, "7 4", "2 3", "8 3 2 3", "13 4"];
+
+/** The shape of a series' points, as a path around the origin: circle, square, diamond, triangles. */
+const SHAPES = ["m-3.3 0a3.3 3.3 0 1 0 6.6 0a3.3 3.3 0 1 0-6.6 0z", "m-3-3h6v6h-6z", "m-4.2 0l4.2-4.2 4.2 4.2-4.2 4.2z", "m-3.8 3l3.8-6.6 3.8 6.6z", "m-3.8-3l3.8 6.6 3.8-6.6z"];
+
+/** Draw the points of a series at some places of a drawing. */
+function symbols(one, places, parent) {
+  const d = places.map((at) => `M${at}${SHAPES[one.shape]}`).join("");
+  const path = make("path", { class: "dot", d }, parent);
+  Object.assign(path.style, { stroke: one.color, fill: one.points === "median" ? one.color : "" });
+}
+
+/** A line of a series with one point, for a legend. */
+function key(one, parent) {
+  const svg = make("svg", { class: "mark", width: 30, height: 12, "aria-hidden": "true" }, parent);
+  const style = { stroke: one.color, strokeDasharray: one.dash ?? "" };
+  if (!one.pointsOnly) Object.assign(make("path", { class: "curve", d: "M1 6h28" }, svg).style, style);
+  if (one.points) symbols(one, ["15 6"], svg);
 }
 
 // ---------------------------------------------------------------- numbers
@@ -102,12 +124,15 @@ function nearest(xs, value) {
 let charts = 0;
 
 class Chart {
-  /** `hooks`: hover(x or null, chart), zoom([low, high] or null). */
+  /** `hooks`: hover(x or null, chart), zoom([low, high] or null), and the `title` and `summary` in words. */
   constructor(host, hooks) {
     this.host = host;
     this.hooks = hooks;
     this.id = `clip-${charts++}`;
-    this.svg = make("svg", { class: "drawing", "aria-hidden": "true" }, host);
+    this.svg = make("svg", { class: "drawing", role: "img", "aria-label": hooks.summary }, host);
+    this.handle = html("div", "handle", null, host);
+    const attributes = { tabindex: 0, role: "slider", "aria-label": `Points of ${hooks.title}`, "aria-valuemin": 0 };
+    for (const name in attributes) this.handle.setAttribute(name, attributes[name]);
     this.drag = null;
     this.listen();
   }
@@ -161,7 +186,8 @@ class Chart {
     make("rect", { x: box.left - 4, y: box.top - 4, width: box.right - box.left + 8, height: box.bottom - box.top + 8 }, clip);
     const plot = make("g", { "clip-path": `url(#${this.id})` }, this.svg);
     this.restarts(plot, d);
-    for (const one of this.model.series) this.curve(one, plot, d);
+    for (const one of [...model.series].sort((a, b) => b.grey - a.grey)) this.curve(one, plot, d); // grey lines behind
+    this.read(null);
     this.cross = make("g", { class: "cross", visibility: "hidden" }, this.svg);
     this.selection = make("rect", { class: "selection", visibility: "hidden", y: box.top, height: box.bottom - box.top }, this.svg);
   }
@@ -193,15 +219,17 @@ class Chart {
 
   restarts(plot, d) {
     const { top, bottom } = this.box;
+    let free = -Infinity;
     for (const restart of this.model.restarts) {
       if (restart.x < d.low || restart.x > d.high || (this.model.x.log && restart.x <= 0)) continue;
       const at = this.sx(restart.x);
       const line = make("line", { class: "restart", x1: at, x2: at, y1: top, y2: bottom }, plot);
-      if (restart.color) line.style.stroke = restart.color;
       make("title", {}, line).textContent = restart.text;
-      if (this.model.height <= 260) continue;
-      const end = at > this.box.right - 70;
-      make("text", { class: "restart-label", x: at + (end ? -5 : 5), y: top + 9, "text-anchor": end ? "end" : "start" }, plot).textContent = restart.what;
+      const wide = widthOf(restart.what) + 12;
+      const [from, anchor] = at + wide > this.box.right ? [at - wide, "end"] : [at, "start"];
+      if (!restart.what || this.model.height <= 260 || from < free) continue;
+      free = from + wide;
+      make("text", { class: "restart-label", x: at + (anchor === "end" ? -5 : 5), y: top + 9, "text-anchor": anchor }, plot).textContent = restart.what;
     }
   }
 
@@ -221,13 +249,7 @@ class Chart {
       const path = make("path", { class: one.faint ? "curve faint" : "curve", d: places.map(step).join("") }, plot);
       Object.assign(path.style, { stroke: one.color, strokeWidth: one.width ?? "", strokeDasharray: one.dash ?? "" });
     }
-    if (one.points && places.length <= 200) for (const i of places) {
-      if (one.points === "median") {
-        make("path", { class: "median", d: `M${at(i, one.y)}m-5 0l5-5 5 5-5 5z` }, plot).style.fill = one.color;
-        continue;
-      }
-      make("circle", { class: "dot", cx: this.sx(one.x[i]).toFixed(1), cy: this.sy(one.y[i]).toFixed(1), r: 3.2 }, plot).style.stroke = one.color;
-    }
+    if (one.points && places.length <= 200) symbols(one, places.map((i) => at(i, one.y)), plot);
     for (const bad of one.bad.filter((value) => value >= d.low && value <= d.high)) {
       make("path", { class: "bad", d: `M${this.sx(bad) - 4} ${this.box.top}l8 8m0 -8l-8 8` }, plot);
     }
@@ -256,16 +278,33 @@ class Chart {
       if (high - low >= 8) this.hooks.zoom([this.sx.invert(low), this.sx.invert(high)]);
     });
     host.addEventListener("dblclick", () => this.hooks.zoom(null));
-    host.addEventListener("keydown", (event) => {
-      const first = this.lead();
-      if (!first || !["ArrowLeft", "ArrowRight", "Escape"].includes(event.key)) return;
-      event.preventDefault();
-      if (event.key === "Escape") return this.hooks.zoom(null);
-      const now = this.at ?? first.x[0];
-      const next = nearest(first.x, now) + (event.key === "ArrowRight" ? 1 : -1);
-      this.hooks.hover(first.x[Math.max(0, Math.min(first.x.length - 1, next))], this);
-    });
-    host.addEventListener("blur", () => this.hooks.hover(null, this));
+    this.handle.addEventListener("keydown", (event) => this.press(event));
+    this.handle.addEventListener("focus", () => this.handle.matches(":focus-visible") && this.go(this.at));
+    this.handle.addEventListener("blur", () => this.hooks.hover(null, this));
+  }
+
+  /** Put the cross-hair at a point, or at the first one. */
+  go(x) {
+    const xs = this.lead()?.x ?? [];
+    if (xs.length) this.hooks.hover(xs[nearest(xs, x ?? this.sx.invert(this.box.left))], this);
+  }
+
+  press(event) {
+    const xs = this.lead()?.x;
+    if (!xs || event.ctrlKey || event.metaKey || event.altKey) return;
+    const [low, high] = [lowerBound(xs, this.sx.invert(this.box.left)), lowerBound(xs, this.sx.invert(this.box.right + 1)) - 1];
+    const now = this.at === null ? low : nearest(xs, this.at);
+    const page = Math.max(1, Math.round((high - low) / 10));
+    const moves = { ArrowLeft: now - 1, ArrowDown: now - 1, ArrowRight: now + 1, ArrowUp: now + 1, PageDown: now - page, PageUp: now + page, Home: low, End: high };
+    const factor = { "+": 0.25, "=": 0.25, "-": 1 }[event.key]; // of the present range, on each side of the point
+    if (event.key in moves) this.go(xs[Math.max(low, Math.min(high, moves[event.key]))]);
+    else if (event.key === "Escape") this.hooks.zoom(null);
+    else if (factor) {
+      const [at, half] = [this.sx(xs[now]), factor * (this.box.right - this.box.left)];
+      this.hooks.zoom([this.sx.invert(at - half), this.sx.invert(at + half)]);
+      this.go(xs[now]);
+    } else return;
+    event.preventDefault();
   }
 
   /** The series that the cross-hair snaps to: the one with the most points. */
@@ -277,6 +316,20 @@ class Chart {
   /** Put the cross-hair at x (null: remove it); returns the values there, for the read-out. */
   point(x) {
     this.at = x;
+    const read = this.crossHair(x);
+    this.read(read);
+    return read;
+  }
+
+  /** Tell the handle, for screen readers, what the cross-hair shows. */
+  read(read) {
+    const xs = this.lead()?.x ?? [];
+    const rows = (read?.rows ?? []).slice(0, 8).map((row) => `${row.name} ${valueText(row.value)}`);
+    const values = { max: Math.max(0, xs.length - 1), now: read ? nearest(xs, read.x) : 0, text: read ? [this.model.x.text(read.x), ...rows].join(", ") : "no point" };
+    for (const name in values) this.handle.setAttribute(`aria-value${name}`, values[name]);
+  }
+
+  crossHair(x) {
     this.cross.replaceChildren();
     const lead = this.lead();
     const outside = x === null || !lead || this.sx(x) < this.box.left - 1 || this.sx(x) > this.box.right + 1;
@@ -291,9 +344,9 @@ class Chart {
       if (one.quiet) continue;
       const i = nearest(one.x, snapped);
       if (one.y[i] === null || Math.abs(this.sx(one.x[i]) - at) > reach) continue;
-      rows.push({ name: one.name, color: one.color, value: one.y[i] });
+      rows.push({ one, name: one.name, value: one.y[i] });
       const [cx, cy] = [this.sx(one.x[i]), this.sy(one.y[i])];
-      if (Number.isFinite(cy)) make("circle", { cx, cy, r: 3.4, class: "mark" }, this.cross).style.fill = one.color;
+      if (Number.isFinite(cy)) make("circle", { cx, cy, r: 3.4, class: "at" }, this.cross).style.fill = one.color;
     }
     return { x: snapped, at, rows: rows.sort((a, b) => b.value - a.value) };
   }

@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from windlass.reports.tracks import Numbers
 from windlass.reports.view import Restart, RunView
 
-COLOURS, DASHES = 8, 5  # of the palette and the patterns in plots.py, page.css and page.js
+COLOURS, DASHES = 8, 5  # of the palette, and of the patterns and shapes in plots.py and chart.js
+FEW = 4  # lines of a chart in colour; of more lines the best BEST are in colour, the rest in grey
+BEST = 3
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,10 @@ class Series:
     at: Mapping[str, Numbers] = field(default_factory=dict)
     run: int = -1  # index of the run, for its colour and for hiding it; -1: not a run's
     colour: int | None = None  # index into the palette; None: the run's own colour
-    dash: int = 0  # index of the pattern; added to the run's pattern if the colour is the run's
+    dash: int = 0  # index of the pattern of the line and of the shape of its points
+    grey: bool = False  # one of many, without a colour of its own
     minor: bool = False  # a thin line: part of a whole
-    # `line`: circles joined by a line; `median`: diamonds joined by one; `only`: circles
+    # `line`: hollow points joined by a line; `median`: solid ones joined by one; `only`: hollow ones
     points: str = ""
     smooth: bool = False
     low: Numbers | None = None  # lower edge of a band around the line
@@ -75,6 +78,18 @@ class Chart:
     y: Axis = Axis()
     note: str = ""
 
+    @property
+    def summary(self) -> str:
+        """The chart in words, for people who do not see it."""
+        parts = [", ".join(filter(None, [self.title, self.unit, self.note]))]
+        named = [s for s in self.series if s.name and np.isfinite(s.y).any()]
+        for one in named[:BEST]:
+            good = one.y[np.isfinite(one.y)]
+            ends = f"from {good[0]:.4g} to {good[-1]:.4g}, " if len(good) > 1 else ""
+            parts.append(f"{one.name}: {ends}lowest {good.min():.4g}, highest {good.max():.4g}")
+        parts += [f"{len(named) - BEST} more lines are in the numbers"] * (len(named) > BEST)
+        return ". ".join(parts) + "."
+
     def ceiling(self, first_step: float = -math.inf) -> float | None:
         """The highest value of lines that did not diverge; None if no diverged line is higher."""
         tops = {True: -math.inf, False: -math.inf}
@@ -96,26 +111,32 @@ class Chart:
 
 @dataclass(frozen=True)
 class Look:
+    """A run's place in palette and patterns, its rank among the runs (0: the best), its restarts."""
+
     label: str
-    place: int  # in the palette
-    tone: float | None  # a place on the colour ramp from 0 to 1, which replaces the palette
-    dash: int  # its pattern: another one for each run with the same colour
+    place: int
+    rank: int
+    grey: bool
     restarts: Sequence[Restart]
 
 
-def looks(views: Sequence[RunView], tones: Sequence[float] = ()) -> list[Look]:
-    """The looks of some runs; `tones`: a study's places on the ramp."""
-    colours = list(tones) or [run % COLOURS for run in range(len(views))]
-    chosen = []
+def looks(views: Sequence[RunView], ranking: Sequence[int] = ()) -> list[Look]:
+    """The looks of some runs; `ranking`: their indices, the best first.
+
+    The best runs have the first colours. No two runs look the same until all 40 pairs are used.
+    """
+    ranks = {run: rank for rank, run in enumerate(ranking or range(len(views)))}
+    many, chosen = len(views) > FEW, []
     for run, view in enumerate(views):
-        tone, dash = tones[run] if tones else None, colours[:run].count(colours[run]) % DASHES
-        chosen.append(Look(view.label, run % COLOURS, tone, dash, view.restarts))
+        rank = ranks[run]
+        place = rank if many else run
+        chosen.append(Look(view.label, place, rank, many and rank >= BEST, view.restarts))
     return chosen
 
 
 def pattern(number: int) -> dict[str, Any]:
-    """Colour and dash of a line by its place: no two are equal until all combinations are used."""
-    return {"colour": number % COLOURS, "dash": number // COLOURS % DASHES}
+    """Colour and dash of a line by its place: lines differ in both, and 40 pairs are unlike."""
+    return {"colour": number % COLOURS, "dash": number % DASHES}
 
 
 def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:

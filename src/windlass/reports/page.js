@@ -9,32 +9,26 @@ const all = (selector, from = document) => [...from.querySelectorAll(selector)];
 
 const state = { axis: "step", logX: false, logY: false, smoothing: data.smoothing, skip: 0, hidden: new Set(), zoom: null };
 
-const DASHES = [null, "7 4", "2 3", "8 3 2 3", "13 4"];
-
-/** A line's colour and pattern as a background: its sample in a legend. */
-function sample(color, dash) {
-  if (!dash) return color;
-  const stops = [];
-  let at = 0;
-  dash.split(" ").forEach((length, i) => stops.push(`${i % 2 ? "transparent" : color} ${at}px ${(at += Number(length))}px`));
-  return `repeating-linear-gradient(90deg, ${stops.join(", ")})`;
-}
+const [FEW, BEST] = [4, 3]; // as in charts.py
 
 // ---------------------------------------------------------------- axes
 
-function runColor(i) {
-  const tone = data.runs[i].tone;
-  if (tone === null) return `var(--c${i % 8})`;
-  const [from, to, share] = tone < 0.5 ? ["low", "middle", tone * 2] : ["middle", "high", tone * 2 - 1];
-  return `color-mix(in oklab, var(--ramp-${to}) ${Math.round(share * 100)}%, var(--ramp-${from}))`;
+/** The runs that are grey now: of more than FEW shown ones all but the BEST. */
+function faded() {
+  const shown = data.runs.map((_, i) => i).filter((i) => !state.hidden.has(i)).sort((a, b) => data.runs[a].rank - data.runs[b].rank);
+  return new Set(shown.length > FEW ? shown.slice(BEST) : []);
 }
 
-/** Colour and pattern of a line: its own, or its run's. */
-function look(one) {
-  const own = one.colour !== null;
-  const dash = DASHES[(one.dash + (own ? 0 : data.runs[one.run].dash)) % DASHES.length];
-  return { color: own ? `var(--c${one.colour})` : runColor(one.run), dash };
+/** Colour, pattern and shape of a line: its own, or its run's. */
+function look(one, grey) {
+  const own = one.colour !== null || one.run < 0;
+  const place = own ? one.colour : data.runs[one.run].place;
+  const dash = own ? one.dash : place;
+  const faint = one.grey || (!own && grey.has(one.run));
+  return { color: faint ? "var(--grey)" : `var(--c${place % 8})`, dash: faint && !one.grey ? null : DASHES[dash % 5], shape: dash % 5, grey: faint };
 }
+
+const labelLook = (run) => look({ colour: null, run, dash: 0 }, faded());
 
 const TIMES = [[3 / 60, 3600, "seconds"], [3, 60, "minutes"], [96, 1, "hours"], [Infinity, 1 / 24, "days"]];
 const timeUnit = (high) => TIMES.find(([limit]) => high < limit);
@@ -101,31 +95,36 @@ function smooth(values, weight) {
 
 /** The lines of a chart now: without hidden runs and omitted steps, and smoothed if they are noisy. */
 function seriesOf(chart) {
+  const grey = faded();
   return chart.series.filter((one) => !state.hidden.has(one.run)).flatMap((one) => {
+    const style = look(one, grey);
+    if (style.grey && !one.grey && one.points === "only") return []; // the validation points of a grey run
     const track = data.points[one.at];
     const xs = ownAxis(chart) ? track.x : track[state.axis];
     const places = xs.flatMap((x, i) => (x !== null && (ownAxis(chart) || track.step[i] >= state.skip) ? [i] : []));
     const [x, y] = [xs, one.y].map((values) => places.map((i) => values[i]));
     const drawn = {
       x, y, name: one.name, quiet: !one.name, diverged: one.diverged, points: one.points, pointsOnly: one.points === "only",
-      ...look(one), width: one.minor ? 1.3 : null,
-      band: one.band && one.band.map((values) => places.map((i) => values[i])), bad: one.bad ? x.filter((_, i) => y[i] === null) : [],
+      ...style, width: one.minor || style.grey ? 1.3 : null,
+      band: !style.grey && one.band && one.band.map((values) => places.map((i) => values[i])), bad: one.bad ? x.filter((_, i) => y[i] === null) : [],
     };
     if (!one.smooth || state.smoothing === 0 || !x.length) return x.length ? [drawn] : [];
-    return [{ ...drawn, faint: true, quiet: true, bad: [] }, { ...drawn, y: smooth(y, state.smoothing) }];
+    const smoothed = { ...drawn, y: smooth(y, state.smoothing) };
+    return style.grey ? [smoothed] : [{ ...drawn, faint: true, quiet: true, dash: null, bad: [] }, smoothed];
   });
 }
 
 function restartsOf(chart) {
   if (ownAxis(chart)) return [];
   return data.runs.flatMap((run, i) => (state.hidden.has(i) ? [] : run.restarts.map((restart) => ({
-    x: restart[state.axis], text: restart.text, what: restart.what, color: several ? runColor(i) : null,
+    x: restart[state.axis], text: restart.text, what: several ? "" : restart.what,
   })))).filter((restart) => restart.x !== null);
 }
 
 // ---------------------------------------------------------------- drawing
 
 const tip = html("div", "tip", null, document.body);
+tip.setAttribute("aria-hidden", "true"); // the slider of the chart says the same
 tip.hidden = true;
 
 function hover(x, source) {
@@ -137,7 +136,7 @@ function hover(x, source) {
   html("div", "tip-x", source.model.x.text(read.x), tip);
   for (const row of read.rows.slice(0, 14)) {
     const line = html("div", "tip-row", null, tip);
-    html("i", "", null, line).style.background = row.color;
+    key(row.one, line);
     html("span", "", row.name, line);
     html("b", "", valueText(row.value), line);
   }
@@ -155,24 +154,58 @@ function zoom(range) {
 }
 
 function legend(figure, series, spec) {
-  const names = series.filter((s) => !s.quiet);
+  const shared = several && !ownAxis(spec); // then a run's points have its look, and a legend names the run once
+  const names = series.filter((s) => !s.quiet && !(shared && (s.pointsOnly || s.grey)));
+  const rest = shared ? series.filter((s) => s.grey && !s.quiet).length : 0;
   const host = find(".legend", figure);
   host.replaceChildren();
-  if ((several && !ownAxis(spec)) || names.length < 2) return; // several runs have the buttons above
-  for (const one of names) {
+  if (names.length < 2) return;
+  const entries = [...names, ...(rest ? [{ name: `${rest} more`, color: "var(--grey)" }] : [])];
+  for (const one of entries) {
     const item = html("span", "key", null, host);
-    const mark = html("i", one.points === "only" ? "ring" : one.points, null, item);
-    if (one.points === "only") mark.style.color = one.color;
-    else mark.style.background = sample(one.color, one.dash);
+    key(one, item);
     html("span", "", one.name, item);
+  }
+}
+
+/** The numbers of a chart as a table: all points of short lines, and a choice of those of long ones. */
+function numbers({ figure, chart, spec }) {
+  const series = seriesOf(spec).filter((s) => s.name && !s.faint);
+  const some = (xs) => xs.filter((_, i) => xs.length <= 24 || i % Math.ceil(xs.length / 24) === 0 || i === xs.length - 1);
+  const places = [...new Set(series.flatMap((s) => some(s.x)))].sort((a, b) => a - b);
+  const host = find(".numbers .scroll", figure);
+  host.replaceChildren();
+  const row = (parent, names, tag) => {
+    const line = html("tr", "", null, parent);
+    names.forEach((name, i) => {
+      const cell = html(i ? tag : "th", i ? "n" : "", name, line);
+      if (cell.tagName === "TH") cell.scope = tag === "th" ? "col" : "row";
+    });
+  };
+  const table = html("table", "", null, host);
+  const first = ownAxis(spec) ? spec.x.label : AXES[state.axis].label(chart.domains().high);
+  row(html("thead", "", null, table), [first, ...series.map((s) => s.name)], "th");
+  const body = html("tbody", "", null, table);
+  for (const x of places) row(body, [chart.model.x.text(x), ...series.map((s) => (s.x.includes(x) ? valueText(s.y[s.x.indexOf(x)]) : ""))], "td");
+  reachable();
+}
+
+/** What scrolls sideways can be scrolled with the keyboard. */
+function reachable() {
+  for (const box of all(".scroll")) {
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+    else box.removeAttribute("tabindex");
   }
 }
 
 const drawn = all("figure[data-chart]").map((figure) => {
   const spec = data.charts.find((chart) => chart.id === figure.dataset.chart);
-  const chart = new Chart(find(".plot", figure), { hover, zoom: ownAxis(spec) ? () => {} : zoom });
+  const [title, summary] = ["h3", ".numbers p"].map((name) => find(name, figure).textContent);
+  const chart = new Chart(find(".plot", figure), { hover, zoom: ownAxis(spec) ? () => {} : zoom, title, summary });
   chart.spec = spec;
-  return { figure, spec, chart };
+  const one = { figure, spec, chart };
+  find(".numbers", figure).addEventListener("toggle", (event) => event.target.open && numbers(one));
+  return one;
 });
 
 function update() {
@@ -183,11 +216,17 @@ function update() {
     const height = tall ? (narrow ? 270 : 390) : narrow ? 180 : 210;
     chart.draw({ series, restarts: restartsOf(spec), x: xAxis(spec), y: { log: tall ? state.logY : spec.y.log, zero: spec.y.zero }, height });
     legend(figure, series, spec);
+    if (find(".numbers", figure).open) numbers({ figure, chart, spec });
   }
+  all(".chip").forEach((chip, run) => {
+    chip.setAttribute("aria-pressed", String(!state.hidden.has(run)));
+    find("i", chip).replaceChildren();
+    key(labelLook(run), find("i", chip));
+  });
+  reachable();
   if (!find("#skip")) return; // a run without a step has no controls
   for (const button of all("[data-axis]")) button.setAttribute("aria-pressed", String(button.dataset.axis === state.axis));
   for (const button of all("[data-toggle]")) button.setAttribute("aria-pressed", String(state[button.dataset.toggle]));
-  for (const chip of all(".chip")) chip.setAttribute("aria-pressed", String(!state.hidden.has(Number(chip.dataset.run))));
   find("#reset").disabled = state.zoom === null;
   if (find("#show-all")) find("#show-all").disabled = state.hidden.size === 0;
   find("#smoothing-value").textContent = state.smoothing === 0 ? "off" : state.smoothing.toFixed(2);
@@ -216,17 +255,17 @@ function bindControls() {
   });
   find("#reset").addEventListener("click", () => zoom(null));
   all(".chip").forEach((chip, run) => {
-    find("i", chip).style.background = sample(runColor(run), DASHES[data.runs[run].dash]);
-    find("i", chip).className = data.runs[run].dash ? "line" : "";
-    chip.addEventListener("click", () => {
+    const alone = () => {
+      const now = state.hidden.size === data.runs.length - 1 && !state.hidden.has(run);
+      data.runs.forEach((_, i) => (now || i === run ? state.hidden.delete(i) : state.hidden.add(i)));
+      update();
+    };
+    chip.addEventListener("click", (event) => {
+      if (event.shiftKey) return alone();
       if (!state.hidden.delete(run)) state.hidden.add(run);
       update();
     });
-    chip.addEventListener("dblclick", () => {
-      const alone = state.hidden.size === data.runs.length - 1 && !state.hidden.has(run);
-      data.runs.forEach((_, i) => (alone || i === run ? state.hidden.delete(i) : state.hidden.add(i)));
-      update();
-    });
+    chip.addEventListener("dblclick", alone);
   });
   find("#show-all")?.addEventListener("click", () => {
     state.hidden.clear();
@@ -296,5 +335,8 @@ addEventListener("resize", () => {
   width = root.clientWidth;
   update();
 });
-addEventListener("beforeprint", update);
+for (const name of ["beforeprint", "afterprint"]) addEventListener(name, () => {
+  root.classList.toggle("paper", name === "beforeprint"); // as wide as a page, and light
+  update();
+});
 root.dataset.ready = "true";

@@ -23,7 +23,7 @@ from markupsafe import Markup
 
 from windlass import __version__
 from windlass.recipe import flatten
-from windlass.reports.charts import Chart, Look, Series, smoothing
+from windlass.reports.charts import BEST, FEW, Chart, Look, Series, smoothing
 from windlass.reports.contents import Contents
 from windlass.reports.text import MISSING, show
 from windlass.reports.view import RunView
@@ -39,23 +39,28 @@ def page(report: Contents) -> str:
     script = "\n".join(("(() => {", '"use strict";', *js, "})();", ""))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     lines = [c for c in (*report.run_charts, *report.study_charts) if c.kind == "line"]
-    lead = [] if report.scaled else [c for c in report.run_charts if c.id == "loss"]
-    parts: dict[str, Any] = {
-        "scaling": report.scaled,
-        "cells": report.tables.get("cells"),
-        "curves": [chart for chart in report.run_charts if chart not in lead],
-        "results": report.tables.get("results"),
-        "time": report.time,
-        "samples": _samples(report.views),
-        "settings": report.settings,
-        "environment": _environment(report.views),
+    study, heading = report.study, report.study.heading if report.study else ""
+    parts: dict[
+        str, tuple[str, Any]
+    ] = {  # the sections that can be: the heading, and what is in it
+        "published": (report.published.title if report.published else "", report.published),
+        "winner": ("The recommended setup" if report.scaled else "The best", report.winners),
+        "scaling": ("Scaling", report.scaled),
+        "swept": (f"{heading} by setting", None if report.scaled else report.study_charts),
+        "cells": ("Cells", report.tables.get("cells")),
+        "curves": ("Curves", report.run_charts),
+        "results": ("Results", None if study else report.tables["results"]),
+        "time": (report.time.title if report.time else "", report.time),
+        "samples": ("Samples", _samples(report.views)),
+        "settings": ("Settings", report.settings),
+        "environment": ("Environment", _environment(report.views)),
     }
+    if not study:  # the curves of a run come first
+        parts = {"curves": parts.pop("curves"), **parts}
     context = {
         **vars(report),
-        **parts,
-        "lead": lead,
+        "sections": {name: part for name, part in parts.items() if part[1]},
         "version": __version__,
-        "links": [name for name in parts if parts[name] and (name != "curves" or report.study)],
         "style": Markup(css),
         "script": Markup(script),
         "script_hash": f"sha256-{digest}",
@@ -64,6 +69,8 @@ def page(report: Contents) -> str:
         "unchanged": [row for row in report.settings if not (row.differs or row.changed)],
         "show": show,
         "sample_limit": SAMPLES,
+        "few": FEW,
+        "best": BEST,
     }
     environment = Environment(
         autoescape=True,
@@ -90,7 +97,18 @@ def payload(runs: Sequence[Look], charts: Iterable[Chart]) -> dict[str, Any]:
         band = None
         if one.low is not None and one.high is not None:
             band = [numbers(one.low), numbers(one.high)]
-        names = ("run", "name", "colour", "dash", "minor", "points", "smooth", "bad", "diverged")
+        names = [
+            "run",
+            "name",
+            "colour",
+            "dash",
+            "grey",
+            "minor",
+            "points",
+            "smooth",
+            "bad",
+            "diverged",
+        ]
         own = {name: getattr(one, name) for name in names}
         return own | {"at": place, "y": numbers(one.y), "band": band}
 
@@ -113,7 +131,7 @@ def _plain_look(look: Look) -> dict[str, Any]:
         places = zip(("step", "tokens", "hours"), numbers((r.step, r.tokens, r.hours)), strict=True)
         text = f"{look.label}: {r.text} at step {r.step:,.0f} ({r.time})"
         restarts.append({**dict(places), "what": r.what, "text": text})
-    return {"label": look.label, "tone": look.tone, "dash": look.dash, "restarts": restarts}
+    return {"label": look.label, "place": look.place, "rank": look.rank, "restarts": restarts}
 
 
 def numbers(values: Iterable[float]) -> list[float | int | None]:

@@ -16,20 +16,16 @@ import numpy as np
 from matplotlib import style, ticker
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_pdf import FigureCanvasPdf
-from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from windlass.reports.charts import Chart, Look, Series, smoothed, smoothing
+from windlass.reports.charts import COLOURS, Chart, Look, Series, smoothed, smoothing
 
-SOFT, HAIR = "#6b7280", "#e4e6ea"
+SOFT, GREY, HAIR = "#6b7280", "#b6bcc5", "#e4e6ea"
 # eight colours that stay apart for colour-blind readers and in print
 PALETTE = ("#2f5fb3", "#d2691e", "#2e8b6f", "#a8328c", "#8a6d1d", "#5b4bb0", "#b3352f", "#2b8aa5")
-# by the value of a swept setting
-RAMP = LinearSegmentedColormap.from_list("windlass", ["#2d4fa8", "#2e8b6f", "#e0a03a"])
 DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (10, 2.5))]
-RING = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "markeredgewidth": 1.2}
-DIAMOND = {"marker": "D", "markersize": 5.5}
+SHAPES = "osD^v"
 SIZE, DPI = (6.4, 3.6), 200
 STYLE = Path(__file__).with_name("plots.mplstyle")
 
@@ -81,8 +77,13 @@ def draw(
     return figure
 
 
-def _colour(look: Look) -> str:
-    return PALETTE[look.place] if look.tone is None else to_hex(RAMP(look.tone))
+def _look(series: Series, runs: Sequence[Look]) -> tuple[str, int]:
+    """Colour and pattern of a line: its own, or its run's."""
+    own = series.colour is not None
+    if series.grey or (not own and runs[series.run].grey):
+        return GREY, series.dash
+    place = series.colour if own else runs[series.run].place
+    return PALETTE[(place or 0) % COLOURS], series.dash if own else place or 0
 
 
 def _lines(axes: Any, chart: Chart, runs: Sequence[Look], weight: float, first_step: float) -> None:
@@ -99,8 +100,11 @@ def _lines(axes: Any, chart: Chart, runs: Sequence[Look], weight: float, first_s
 
     for series in chart.series:
         keep = series.x >= first_step
-        # the lines name several runs, their circles do not
-        unnamed = len(chart.series) == 1 or (several and series.points == "only")
+        faded = several and runs[series.run].grey
+        if faded and series.points == "only":
+            continue
+        # the lines name several runs, their points do not
+        unnamed = len(chart.series) == 1 or (several and series.points == "only") or faded
         _curve(axes, series, runs, keep, None if unnamed else label(series.name), weight)
         bad = series.x[keep & ~np.isfinite(series.y) & series.bad]
         if len(bad):
@@ -109,7 +113,7 @@ def _lines(axes: Any, chart: Chart, runs: Sequence[Look], weight: float, first_s
             axes.plot(bad, [0.98] * len(bad), transform=axes.get_xaxis_transform(), **cross)
     for look in runs if not chart.x.label else ():
         dotted = {"linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 1}
-        dotted["color"] = _colour(look) if several else SOFT
+        dotted["color"] = SOFT
         for restart in look.restarts:
             if restart.step >= first_step:
                 axes.axvline(restart.step, label=label(restart.what), **dotted)
@@ -119,27 +123,27 @@ def _curve(
     axes: Any, series: Series, runs: Sequence[Look], keep: Any, label: str | None, weight: float
 ) -> None:
     """One line with its band; a smoothed line lies over the pale curve itself."""
-    x, y, dash = series.x[keep], series.y[keep], series.dash
-    if series.colour is None:
-        colour, dash = _colour(runs[series.run]), dash + runs[series.run].dash
-    else:
-        colour = PALETTE[series.colour]
-    if series.low is not None and series.high is not None:
+    x, y, (colour, dash) = series.x[keep], series.y[keep], _look(series, runs)
+    if series.low is not None and series.high is not None and colour != GREY:
         band = {"color": colour, "alpha": 0.14, "linewidth": 0}
         axes.fill_between(x, series.low[keep], series.high[keep], **band)
     if series.smooth and weight:
         axes.plot(x, y, color=colour, alpha=0.28, linewidth=0.9)
         y = smoothed(y, weight)
-    marker: dict[str, Any] = RING if series.points or len(x) == 1 else {}
+    marker: dict[str, Any] = {}
+    if series.points or len(x) == 1:
+        face = colour if series.points == "median" else "white"
+        marker = {"marker": SHAPES[dash % len(SHAPES)], "markerfacecolor": face}
+        marker |= {"markersize": 4.5, "markeredgewidth": 1.2}
     axes.plot(
         x,
         y,
         color=colour,
         linestyle="none" if series.points == "only" else DASHES[dash % len(DASHES)],
         linewidth=1.1 if series.minor or series.points else 1.6,
-        zorder={"": 2, "median": 3}.get(series.points, 4),
+        zorder=1.5 if colour == GREY else {"": 2, "median": 3}.get(series.points, 4),
         label=label,
-        **(DIAMOND if series.points == "median" else marker),
+        **marker,
     )
 
 

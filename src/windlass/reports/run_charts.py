@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,7 @@ from windlass.telemetry.measures import DEVICE, PHASES, TRAIN, by_chart
 
 POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels
 RANK_POINTS = 400
-FEW_RANKS = 8  # have a line each; more are a mean and a range, with the two extreme ranks
-FEW_LINES = 24  # of the ranks of several runs; more are a mean and a range for each run
+FEW_RANKS = 4  # have a line each; more are a mean and a range, with the two extreme ranks
 AXES = ("step", "tokens", "hours")
 
 
@@ -37,13 +36,10 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
         lines = _columns(views, trains, columns, factor=first.scale, smooth=key != "lr")
         drawn.append(Chart(key, first.title, first.unit, lines, y=Axis(zero=True)))
     for key, measures in by_chart(DEVICE).items():
-        # several runs have a chart for each column
-        parts = [[m] for m in measures] if len(views) > 1 else [measures]
-        for number, part in enumerate(parts):
-            columns = {measure.name: measure.text for measure in part}
-            series = [one for run in range(len(views)) for one in _ranks(views, run, columns)]
-            own = f"{key}-{slug(part[0].text)}" if number else key
-            title = measures[0].title + (f", {part[0].text}" if len(parts) > 1 else "")
+        for number, measure in enumerate(measures):
+            series = [x for run in range(len(views)) for x in _ranks(views, run, measure.name)]
+            own = f"{key}-{slug(measure.text)}" if number else key
+            title = measures[0].title + (f", {measure.text}" if len(measures) > 1 else "")
             drawn.append(Chart(own, title, measures[0].unit, series, y=Axis(zero=True)))
     return [chart for chart in drawn if chart.series]
 
@@ -77,7 +73,7 @@ def _loss_chart(views: Sequence[RunView]) -> Chart:
     factors = [bits_factor(view) if in_bits else 1.0 for view in views]
     series = [x for run, factor in enumerate(factors) for x in _losses(views, run, factor)]
     chart = Chart("loss", "Loss", "bits per byte" if in_bits else "nats per token", series)
-    notes = ["lines: training, circles: validation"] * (len(views) > 1)
+    notes = ["lines: training, points: validation"] * (len(views) > 1)
     notes += ["what diverged is cut off above"] * (chart.ceiling() is not None)
     return replace(chart, note="; ".join(notes))
 
@@ -85,9 +81,8 @@ def _loss_chart(views: Sequence[RunView]) -> Chart:
 def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
     view, several, series = views[run], len(views) > 1, list[Series]()
     losses, track = view.train["loss"], view.evals.get(LOSS)
-    wild = len(losses) > 0 and (
-        not np.isfinite(losses).all() or diverged(float(losses[0]), float(losses[-1]))
-    )
+    # also a loss that rose and came down again would stretch the axis of the other runs
+    wild = len(losses) > 0 and diverged(float(losses[0]), float(losses.max()))
     look: dict[str, Any] = {"factor": factor, "run": run, "diverged": wild}
     if len(losses):
         name, colour = (view.label, None) if several else ("training", 0)
@@ -99,15 +94,18 @@ def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
         name = f"{view.label}, validation"
         return [*series, _series(views, track, "loss", name=name, points="only", **look)]
     look["points"] = "line"
-    series.append(_series(views, track, "loss", name="validation", colour=1, **look))
+    series.append(_series(views, track, "loss", name="validation", **look | pattern(1)))
     if track.has("train_loss"):  # without dropout, on the same samples each time
         name = "a sample of the training data"
-        series.append(_series(views, track, "train_loss", name=name, colour=2, **look))
+        series.append(_series(views, track, "train_loss", name=name, **look | pattern(2)))
     return series
 
 
 def _suite_charts(views: Sequence[RunView]) -> list[Chart]:
-    """The scores of other suites than the loss; several runs have a chart for each score."""
+    """The scores of other suites than the loss; several runs have a chart for each score.
+
+    For one run the table alone shows a suite of more than COLOURS scores.
+    """
     drawn = []
     for suite in dict.fromkeys(suite for view in views for suite in view.evals if suite != LOSS):
         tracks = [view.evals.get(suite) for view in views]
@@ -117,6 +115,8 @@ def _suite_charts(views: Sequence[RunView]) -> list[Chart]:
         if len(views) > 1:
             parts = [(f"{suite}, {x}", f"-{slug(name)}", {name: x}) for name, x in words.items()]
         for title, end, columns in parts:
+            if len(columns) > COLOURS:
+                continue
             lines = _columns(views, tracks, columns, points="line")
             drawn.append(Chart(key + end, title, "", lines))
     return drawn
@@ -150,33 +150,30 @@ def _series(
     return Series(y=factor * track[column][keep], at=at, **look)
 
 
-def _ranks(views: Sequence[RunView], run: int, columns: Mapping[str, str]) -> list[Series]:
-    """A line for each rank of a run, on one grid of time; for many ranks their mean and range."""
-    view, several, series = views[run], len(views) > 1, list[Series]()
-    crowded = len(views) > COLOURS or len(views) * max(len(v.ranks) for v in views) > FEW_LINES
-    for place, (column, what) in enumerate(columns.items()):
-        tracks = [track for track in view.ranks if track.has(column)]
-        if not tracks:
-            continue
-        hours, table = _on_grid(tracks, column)
-        steps, tokens = (interpolate(view.train, "hours", hours, x) for x in ("step", "tokens"))
-        axes = {"step": steps, "tokens": tokens, "hours": hours}
-        suffix = f", {what}" if len(columns) > 1 and not several else ""
-        chosen: Iterable[int] = range(len(tracks))
-        many = len(tracks) > FEW_RANKS or (several and (crowded or len(tracks) == 1))
-        if many:
-            name = view.label if several else f"mean of {plural(len(tracks), 'rank')}{suffix}"
-            mean, low, high = (f(table, axis=0) for f in (np.nanmean, np.nanmin, np.nanmax))
-            look: dict[str, Any] = {"run": run, "colour": None if several else 0, "dash": place}
-            series.append(Series(name, mean, axes, low=low, high=high, **look))
-            means = np.nanmean(table, axis=1)
-            chosen = () if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
-        for i in chosen:
-            look = {"colour": (i + many) % COLOURS, "dash": place}
-            if several:
-                look = {"colour": None, "dash": i}
-            name = f"{f'{view.label}, ' * several}rank {tracks[i].rank}{suffix}"
-            series.append(Series(name, table[i], axes, run, minor=True, **look))
+def _ranks(views: Sequence[RunView], run: int, column: str) -> list[Series]:
+    """A line for each rank of a run, on one grid of time.
+
+    Many ranks are their mean and range, and the ranks with the extreme means. Each of several runs
+    is a mean and a range.
+    """
+    view, several = views[run], len(views) > 1
+    tracks = [track for track in view.ranks if track.has(column)]
+    if not tracks:
+        return []
+    hours, table = _on_grid(tracks, column)
+    steps, tokens = (interpolate(view.train, "hours", hours, x) for x in ("step", "tokens"))
+    axes = {"step": steps, "tokens": tokens, "hours": hours}
+    series, chosen = list[Series](), list(range(len(tracks)))
+    if several or len(tracks) > FEW_RANKS:
+        name = view.label if several else f"mean of {plural(len(tracks), 'rank')}"
+        mean, low, high = (f(table, axis=0) for f in (np.nanmean, np.nanmin, np.nanmax))
+        band = {"low": low, "high": high} if len(tracks) > 1 else {}
+        series.append(Series(name, mean, axes, run, None if several else 0, **band))
+        means = np.nanmean(table, axis=1)
+        chosen = [] if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
+    for i in chosen:
+        look = pattern(len(series))
+        series.append(Series(f"rank {tracks[i].rank}", table[i], axes, run, minor=True, **look))
     return series
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from windlass.reports.charts import Axis, Chart, Series
+from windlass.reports.charts import Axis, Chart, Series, pattern
 from windlass.reports.study import StudyView, Winner
 from windlass.reports.table import Column, Table
 from windlass.reports.text import numeric, show
@@ -65,16 +65,6 @@ class ScalingView:
         """What the study compares, in a line."""
         text = LEDES[f"{self.scaling.mode} {self.scaling.grow}".strip()]
         return f"{text}; {self.scaling.repeats} repeats" if self.scaling.repeats > 1 else text
-
-    @property
-    def figures(self) -> list[tuple[str, str, str]]:
-        """Name, value and remark for the setup with the highest throughput."""
-        measured = [row for row in self.rows if row.measured]
-        if not measured:
-            return []
-        fastest = max(measured, key=lambda row: row.values["samples_per_s"])
-        shown = [SETUP[x] for x in ("samples_per_s", "efficiency") if x in fastest.values]
-        return [(m.title, show(fastest.values[m.name], m.kind), fastest.name) for m in shown]
 
 
 def setup_values(seen: StudyView, setups: Sequence[Setup]) -> list[dict[str, Any]]:
@@ -285,7 +275,7 @@ def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> l
 
     def ideal(y: Any) -> Series:
         y = np.broadcast_to(np.asarray(y, dtype=np.float64), ranks.shape)
-        return Series("ideal", y, {"x": ranks}, colour=7, dash=1, minor=True)
+        return Series("ideal", y, {"x": ranks}, grey=True, dash=1, minor=True)
 
     def chart(name: str, title: str, unit: str, *series: Series, **options: Any) -> Chart:
         x = Axis("ranks", ranks.tolist(), [f"{n:g}" for n in ranks], log=True)
@@ -315,8 +305,11 @@ def memory_unit(measured: Sequence[Setup]) -> str:
 
 
 def pareto(measured: Sequence[Setup], repeats: int) -> list[Chart]:
-    """Throughput against memory, with the line of the setups that no other one beats in both."""
-    rivals = [setup for setup in measured if "pareto" in setup.values]
+    """Throughput against memory, with the line of the setups that no other one beats in both.
+
+    There is none on a CPU, where resident memory is mostly libraries.
+    """
+    rivals = [setup for setup in measured if "pareto" in setup.values and not setup.on_cpu]
     rivals.sort(key=lambda setup: setup.values["peak_mem_mb"])
     places = sorted({float(setup.values["peak_mem_mb"]) for setup in rivals})
     if len(places) < 2:
@@ -328,12 +321,12 @@ def pareto(measured: Sequence[Setup], repeats: int) -> list[Chart]:
         return Series(name, y, {"x": x}, **look)
 
     front, others = ([r for r in rivals if r.values["pareto"] is on] for on in (True, False))
-    lines = [series("Pareto front", front, colour=7, dash=1, minor=True)]
+    lines = [series("Pareto front", front, grey=True, dash=1, minor=True)]
     for i, setup in enumerate(front):
         name = setup.name + ", recommended" * setup.values["recommended"]
-        lines.append(series(name, [setup], colour=i % 7, points="only"))
+        lines.append(series(name, [setup], points="only", **pattern(i)))
     if others:  # the table names them; there are more of them than colours
-        lines.append(series("not on the front", others, colour=7, points="only"))
+        lines.append(series("not on the front", others, grey=True, points="only"))
     x = f"{memory_unit(measured)} on the fullest rank"
     noise = "each setup ran once" if repeats == 1 else f"medians over {repeats} repeats"
     axis, note = Axis(x, places, [show(place, "mb") for place in places]), f"against {x}; {noise}"

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from windlass.checkpoint.retention import LOSS
-from windlass.reports.charts import Axis, Chart, Series, pattern
+from windlass.reports.charts import BEST, FEW, Axis, Chart, Series, pattern
 from windlass.reports.table import Column, Table
 from windlass.reports.tables import measure_column
 from windlass.reports.text import numeric, show
@@ -63,18 +64,6 @@ class StudyView:
     def heading(self) -> str:
         """The measure's name at the start of a heading; another name than the loss stays as is."""
         return self.title.capitalize() if self.study.measure in (LOSS, BITS) else self.title
-
-    @property
-    def tones(self) -> list[float]:
-        """Each run's place on the colour ramp from 0 to 1, by the first numeric swept setting.
-
-        Empty if no numeric setting has more than two values: then each run has its own colour.
-        """
-        for key, values in self.swept.items():
-            if len(values) > 2 and numeric(values):
-                begun = [r.cell.assignment[key] for r in self.results if r.begun]
-                return [values.index(value) / (len(values) - 1) for value in begun]
-        return []
 
     @property
     def winners(self) -> list[Winner]:
@@ -143,7 +132,8 @@ def sweep_charts(seen: StudyView) -> list[Chart]:
 def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
     """The best score against a setting: a line for each choice of the other settings.
 
-    Lines with diamonds are medians over the seeds, with a circle for each seed.
+    Of more than FEW lines all but the BEST are grey. Solid points are medians over the seeds, with
+    a hollow one for each seed.
     """
     names, numbers = short_names(seen.study.keys), numeric(values)
     places = [float(v) if numbers else float(i) for i, v in enumerate(values)]
@@ -151,8 +141,16 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
     for group in sorted(seen.groups, key=lambda group: values.index(group.assignment[key])):
         rest = {k: v for k, v in group.assignment.items() if k != key}
         others.setdefault(label_of(rest, names), []).append(group)
-    series = []
+    lower, series = any(r.lower for r in seen.results), list[Series]()
+
+    def best_of(groups: Sequence[SeedGroup]) -> float:
+        scores = [group.median for group in groups if group.median is not None]
+        return (min(scores) if lower else -max(scores)) if scores else math.inf
+
+    if len(others) > FEW:
+        others = dict(sorted(others.items(), key=lambda item: best_of(item[1])))
     for number, (name, groups) in enumerate(others.items()):
+        grey = len(others) > FEW and number >= BEST
         medians, seeds = list[Any](), list[Any]()
         for group in groups:
             if group.median is not None:
@@ -166,8 +164,10 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
             if pairs:
                 x, y = np.array(pairs, dtype=np.float64).T
                 line = Series(scrub(title), y, {"x": x}, points=points, **pattern(number))
-                series.append(line)
+                series.append(replace(line, name="", grey=True, minor=True) if grey else line)
     circles = any(one.points == "only" for one in series)
+    notes = ["solid: medians over the seeds, hollow: each seed"] * circles
+    notes += [f"grey: {len(others) - BEST} lines that are not among the best"] * (len(others) > FEW)
     log = numbers and places[0] > 0 and places[-1] / places[0] >= 8
     return Chart(
         f"{seen.study.measure.replace('.', '-')}-against-{names[key].replace('.', '-')}",
@@ -175,7 +175,7 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
         seen.unit,
         series,
         x=Axis(names[key], places, [show(value) for value in values], log=log),
-        note="diamonds: medians over the seeds, circles: each seed" if circles else "",
+        note="; ".join(notes),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -64,8 +65,13 @@ def evaluations(view: RunView) -> dict[str, Table]:
         for name in sorted(track.measures(), key=lambda name: name == "runtime_s"):
             columns.append(Column(name, of_eval(name).title, of_eval(name).kind))
         names = evaluation_names(track, view.settings.get("eval.every"))
-        numbers = zip(*(track[column.name].tolist() for column in columns), strict=True)
-        rows = [(name, *row) for name, row in zip(names, numbers, strict=True)]
+        lines = [x for x in view.lines("eval") if x.get("suite", LOSS) == suite]
+        rows = list[tuple[Any, ...]]()
+        for i, (name, line) in enumerate(zip(names, lines, strict=True)):
+            numbers = [(column.name, float(track[column.name][i])) for column in columns]
+            # a field that the line lacks is missing; NaN in the line is a score
+            known = (x if key in line or math.isfinite(x) else None for key, x in numbers)
+            rows.append((name, *known))
         columns.insert(0, Column("evaluation", "Evaluation"))
         tables[suite] = Table(suite, columns, rows, f"Evaluations: {suite}")
     return tables

@@ -63,6 +63,8 @@ class RunView:
         # what callbacks logged
         self.logged = _with_tokens(track_of(self.lines("log"), clock), self.train)
         self.ranks = rank_tracks(run.devices_dir, clock)
+        # the last step of each start, with steps that a later start did again
+        self.reached = {int(x.get("attempt", 0)): int(x["step"]) for x in raw}
         self.restarts = _restarts(self.events, self.train, clock)
         self.validation = validation_data(run, run.recipe, self.ledger)
         self.speed = throughput(self.ledger)
@@ -175,6 +177,7 @@ def _values(v: RunView) -> dict[str, Value]:
         "predicted_s": v.outcome.predicted_seconds,
         "actual_s": v.outcome.actual_seconds,
         "device_hours": v.device_hours,
+        "energy_kwh": energy_kwh(v),
         "starts": 1 + len(v.restarts),
         "changed": "; ".join(texts) or None,
     }
@@ -259,6 +262,15 @@ def on_ranks(view: RunView, name: str, statistic: str = "avg") -> float | None:
     values = np.concatenate([[], *parts])
     measured = (values.mean() if statistic == "avg" else values.std()) if len(values) else None
     return first(*(view.summary.get(f"{statistic}_{name}") for name in names), measured)
+
+
+def energy_kwh(view: RunView) -> float | None:
+    """The mean measured power of the devices times their hours; None if none was measured."""
+    power = np.concatenate([[], *(track["power_w"] for track in view.ranks)])
+    measured = power[np.isfinite(power)]
+    if not len(measured) or not view.device_hours:
+        return None
+    return float(measured.mean()) * view.device_hours / 1e3
 
 
 def evaluation_names(track: Track, every: Any) -> list[str]:

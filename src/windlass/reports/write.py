@@ -12,10 +12,11 @@ from pathlib import Path
 
 from windlass.errors import UserError, argument, installed, require
 from windlass.fileio import write_atomic
+from windlass.reports.answers import text_of
 from windlass.reports.contents import Contents
 from windlass.reports.page import page
 from windlass.reports.study import StudyView
-from windlass.reports.table import Table
+from windlass.reports.table import Column, Table
 from windlass.reports.tables import settings_table
 from windlass.reports.text import markdown_cell, slug
 from windlass.reports.view import RunView, views
@@ -132,13 +133,14 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
 
     head = computed.head
     text = f"# {markdown_cell(head.title)}\n"
-    if head.state:
-        (view,) = computed.views
-        more = (
-            f" At step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}." for r in view.restarts
-        )
-        text += f"\nState: {view.state}, {view.step:,} steps.{''.join(more)}\n"
-    text += f"\n{markdown_cell(head.remark)}\n" if head.remark else ""
+    text += f"\n{markdown_cell(head.lede)}\n" if head.lede else ""
+    answers = [(answer.question, text_of(answer)) for answer in head.answers]
+    text += (
+        f"\n{Table('answers', [Column('', 'Question'), Column('', 'Answer')], answers).markdown()}"
+    )
+    for view in computed.views if head.state else ():
+        for r in view.restarts:
+            text += f"\nAt step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}.\n"
     winners = ""
     for best in computed.winners:
         what = best.text if computed.scaled else f"The best: {best.text}"

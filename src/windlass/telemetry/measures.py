@@ -40,7 +40,6 @@ class Measure:
     console: str = ""
     tracker: str = ""  # the name in the trackers
     chart: str = ""  # the chart that draws it; a chart's first measure gives its title and unit
-    headline: str = ""  # the name at the top of the page
     principal: bool = False  # whether people see it in a table of several runs, beside the CSV
     gpu: bool = False  # whether only a GPU has it
     source: str = ""  # `LINE.FIELD` in the ledger or `devices/`; the first with a value counts
@@ -246,55 +245,55 @@ samples | samples_trained
 """Fields of the `summary` line with another name in the trackers, which get all of them."""
 
 RUN = _table(
-    "name kind source heading principal headline gpu",
+    "name kind source heading principal gpu",
     """
 state | | | State | yes
 steps | count | | Steps | yes
 epochs | amount | train.epoch | Epochs
-tokens | count | summary.tokens train.tokens | Tokens | yes | Tokens
+tokens | count | summary.tokens train.tokens | Tokens | yes
 label_tokens | count | summary.label_tokens train.label_tokens | Tokens that count in the loss
 samples | count | summary.samples train.samples | Samples
 parameters | count | summary.parameters start.parameters | Parameters
 trainable | | | Trainable parameters
 network | | | Network
 world | count | summary.world start.world | Ranks
-train_loss | loss | train.loss | Final training loss | yes | Training loss
+train_loss | loss | train.loss | Final training loss | yes
 train_loss_mean | loss | summary.train_loss_mean | Training loss, mean of all steps of the run
-eval_loss | loss | eval.loss | Final evaluation loss | yes | Validation loss
-full_eval_loss | loss | eval.full_loss | Final evaluation loss, all validation data\
- | | Validation loss, all data
+eval_loss | loss | eval.loss | Final evaluation loss | yes
+full_eval_loss | loss | eval.full_loss | Final evaluation loss, all validation data
 eval_perplexity | loss | eval.perplexity | Final perplexity
-best_eval_loss | loss | | Best evaluation loss | yes | Best validation loss
+best_eval_loss | loss | | Best evaluation loss | yes
 best_eval_step | count | | Step of the best evaluation
 eval_bits_per_byte | loss | eval.bits_per_byte | Final bits per byte
 best_bits_per_byte | loss | | Best bits per byte | yes
 best_measure | | | Best checkpoint by | yes
-best_score | score | | Best score of that measure | yes | Best score
+best_score | score | | Best score of that measure | yes
 best_score_step | count | | Step of that score
 train_samples_per_s | rate | | Training speed (samples/s)
 samples_per_s_whole_run | rate | summary.samples_per_s_whole_run |\
  Training speed of the whole run, evaluations and saves included (samples/s)
-train_tokens_per_s | rate | | Training speed (tokens/s) | yes | Tokens per second
+train_tokens_per_s | rate | | Training speed (tokens/s) | yes
 train_steps_per_s | rate | | Training speed (steps/s)
 eval_samples_per_s | rate | | Evaluation speed (samples/s)
 steps_per_epoch | amount | | Steps per epoch
-mem_alloc_mb | mb | device.mem_alloc_mb | Memory allocated per rank, mean (MB) | | | GPU
-mem_reserved_mb | mb | device.mem_reserved_mb | Memory reserved per rank, mean (MB) | | | GPU
+mem_alloc_mb | mb | device.mem_alloc_mb | Memory allocated per rank, mean (MB) | | GPU
+mem_reserved_mb | mb | device.mem_reserved_mb | Memory reserved per rank, mean (MB) | | GPU
 driver_mem_mb | mb | device.mem_used_mb |\
- Memory in use by the driver's count, per device, mean (MB) | | | GPU
+ Memory in use by the driver's count, per device, mean (MB) | | GPU
 peak_mem_mb | mb | | Peak memory, fullest rank (MB) | yes
 device_mem_mb | mb | | Memory of the device (MB)
 rss_mb | mb | device.rss_mb | Resident memory per rank, mean (MB)
 util_pct | rate | device.util_pct | Device utilisation while training, mean (%) | yes
 util_std_pct | rate | | Device utilisation while training, deviation (%)
-mfu | share | | Model FLOPs utilisation | yes | MFU
-goodput | share | | Goodput | yes | Goodput
-runtime_s | duration | | Runtime | yes | Runtime
+mfu | share | | Model FLOPs utilisation | yes
+goodput | share | | Goodput | yes
+runtime_s | duration | | Runtime | yes
 startup_s | rate | first_step.startup_s |\
  Start-up (s): from the process's start to its first evaluation or step
 predicted_s | duration | | Time to finish, predicted after 5 % of the steps
 actual_s | duration | | Time it took, without repeated steps and restarts
-device_hours | hours | | Device-hours | yes | Device-hours
+device_hours | hours | | Device-hours | yes
+energy_kwh | hours | | Energy of the devices (kWh): mean power × device-hours | | GPU
 starts | count | | Starts
 ended_early | | finished.reason | Ended early
 changed | | | Settings changed

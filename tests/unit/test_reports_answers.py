@@ -1,0 +1,116 @@
+"""The five answers at the top of a report, with runs that were killed, failed, diverged, skipped."""
+
+import pytest
+from report_fixtures import add_lines, build_run, edit, stamp
+from scaling_fixtures import build_scaling, phases, worlds
+
+from windlass.reports.contents import Contents
+from windlass.reports.study import StudyView
+from windlass.reports.view import RunView
+from windlass.study.grid import WORLD, Scaling
+
+
+def answers(views, study=None):
+    found = Contents(views, study).head.answers
+    assert len(found) == 5 and all(one.text and len(one.text) < 90 for one in found)
+    return found
+
+
+def test_a_run_that_was_killed_and_resumed(one):
+    worked, good, fast, cost, wrong = answers([one])
+    assert worked.text == "Yes: finished 400 of 400 steps" and worked.mark == "good"
+    assert worked.remark == "2 starts, 1 kill"
+    assert good.text.startswith("Validation loss 2.05") and good.text.endswith("nats per token")
+    before = one.evals["loss"]["loss"][0]
+    assert f"{before:.4f} before training" in good.remark and "perplexity" in good.remark.lower()
+    assert "hellaswag acc norm 0.3100 (0.2600 at step 0)" in good.remark
+    assert fast.text == f"{one.speed.tokens_per_s:,.0f} tokens/s"
+    assert "2 ranks" in fast.remark and "MFU" in fast.remark
+    # 240 W of two devices, in the time that counts
+    assert cost.text.endswith("of wall time") and "device-hours" in cost.remark
+    assert one.values["energy_kwh"] == pytest.approx(0.24 * one.device_hours, rel=0.01)
+    assert "kWh" in cost.remark and "goodput" in cost.remark
+    assert wrong.text == "1 kill" and wrong.mark == "warn"
+    assert "after step 260; 60 steps were done again" in wrong.remark
+
+
+def event(name, step, seconds, **fields):
+    return {"kind": "event", "event": name, "step": step, "time": stamp(seconds), **fields}
+
+
+def test_runs_that_did_not_end_well(tmp_path):
+    failed = build_run(tmp_path / "failed", steps=100, finished=False, device="cpu")
+    add_lines(failed, event("failed", 100, 500, reason="step 100: out of memory"))
+    worked, _, fast, cost, wrong = answers([RunView(failed)])
+    assert worked.text == "No: failed after 100 of 100 steps" and worked.mark == "bad"
+    assert (wrong.text, wrong.remark) == ("1 failure", "step 100: out of memory")
+    assert "kWh" not in cost.remark, "nothing measured the power of a CPU"
+    killed = build_run(tmp_path / "killed", steps=100, finished=False)
+    worked, *_, wrong = answers([RunView(killed)])
+    assert worked.text == "No: killed after 100 of 100 steps" and wrong.text == "1 kill"
+    stopped = build_run(tmp_path / "stopped", steps=100, finished=False)
+    add_lines(stopped, event("preempted", 100, 500, reason="SIGTERM", saved=True))
+    worked, *_, wrong = answers([RunView(stopped)])
+    assert worked.text == "Not yet: preempted after 100 of 100 steps" and worked.mark == "open"
+    assert (wrong.text, wrong.remark) == ("1 preemption", "step 100: SIGTERM")
+    diverged = build_run(tmp_path / "diverged", steps=100)
+    edit(diverged, lambda x: x | {"loss": 99.0} if x["kind"] == "train" and x["step"] > 50 else x)
+    worked, *_, wrong = answers([RunView(diverged)])
+    assert worked.text.startswith("No: the loss diverged") and "to 99.0000" in wrong.remark
+    empty = build_run(tmp_path / "empty", steps=20)
+    empty.metrics_path.unlink()
+    assert [one.text.split(":")[0] for one in answers([RunView(empty)])[:4]] == [
+        "Not yet",
+        *["Not known"] * 3,
+    ]
+    assert "MFU" in fast.remark
+
+
+def test_skipped_steps_spikes_rewinds_and_warnings_are_counted_and_listed(tmp_path):
+    run = build_run(tmp_path / "run", steps=100)
+    add_lines(
+        run,
+        event("skipped", 30, 10, reason="step 30: gradient not finite", count=3),
+        event("spike", 40, 11, reason="step 40: the loss 9 is a spike", count=1),
+        event("warning", 1, 1, reason="the first loss is low"),
+        event("save_failed", 50, 12, reason="No space left on device"),
+        event("rewound", 60, 13, reason="a spike", attempt=1),
+        event("finished", 100, 20, attempt=1),
+    )
+    worked, *_, wrong = answers([RunView(run)])
+    assert wrong.text == "1 warning, 3 skipped steps, 1 loss spike, 1 failed save, 1 rewind"
+    assert wrong.more[0] == "step 1: the first loss is low" and len(wrong.more) == 5
+    assert "0 kills" in worked.remark, "a rewind is no kill"
+
+
+def test_a_comparison_names_the_best_run_and_its_margin(one, tmp_path):
+    other = RunView(build_run(tmp_path / "other", lr=1e-2, steps=300, ranks=1))
+    worked, good, fast, cost, wrong = answers([one, other])
+    assert worked.text == "2 of 2 runs finished"
+    best, second = (view.values["best_eval_loss"] for view in (one, other))
+    assert good.text == f"Best validation loss {best:.4f} nats per token: one"
+    assert good.remark == f"{second - best:.4f} better than the next, other"
+    assert "(other)" in fast.remark
+    assert cost.text == f"{one.device_hours + other.device_hours:.3f} device-hours"
+    assert wrong.text == "1 kill" and wrong.remark.startswith("one: start 1")
+
+
+def test_a_study_counts_its_cells_and_says_what_failed(study):
+    worked, good, fast, _, wrong = answers(study.views, study)
+    assert worked.text == "10 of 12 cells finished" and worked.remark == "1 failed, 1 waiting"
+    assert good.text == f"Best evaluation loss {study.best[0].median:.4f} nats per token"
+    assert good.remark.startswith("lr=0.001 kind=cosine, 2 seeds, ") and "next" in good.remark
+    assert fast.text.endswith("tokens/s, median of the runs")
+    assert wrong.text == "1 failed cell"
+    assert "loss not finite on rank 0" in wrong.remark
+
+
+def test_a_scaling_study_says_how_well_it_scales(tmp_path):
+    path = tmp_path / "strong"
+    step = lambda a: phases(100.0 if a[WORLD] == 1 else 62.5)  # noqa: E731
+    study = build_scaling(path, Scaling("strong"), worlds(1, 2), step)
+    seen = StudyView(study.path)
+    worked, scales, fast, *_ = answers(seen.views, seen)
+    assert worked.text == "2 of 2 cells finished"
+    assert (scales.text, scales.remark) == ("Efficiency 80.0 % on 2 ranks", "Speed-up 1.600")
+    assert "2 ranks, the fastest setup: 62.5 ms a step" in fast.remark
