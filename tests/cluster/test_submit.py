@@ -15,6 +15,7 @@ import slurm_cluster
 from launching import DDP, LONG, TRAIN, assert_same, launched
 from slurm_cluster import NODES, Cluster, log_of
 
+from docs_pages import DOCS, blocks, commands_of
 from helpers import wait_for
 from windlass.fileio import read_json
 from windlass.launch.job import Job, Site
@@ -75,7 +76,7 @@ def undisturbed(settings, tmp_path_factory) -> list[float]:
     return [line["loss"] for line in Run(run).lines("train")]
 
 
-def test_at_its_limit_it_saves_and_requeues_itself_once(
+def test_at_its_limit_it_saves_and_requeues_itself(
     cluster: Cluster, settings, tmp_path, undisturbed
 ):
     """SLURM sends the batch shell the signal of --signal=B:USR1; here a person sends it."""
@@ -258,18 +259,32 @@ def test_torchrun_as_the_launcher_of_the_site(cluster: Cluster, settings, tmp_pa
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_the_commands_of_the_page(cluster: Cluster, tmp_path):
-    """Those under "Try it" of docs/guides/cluster.md, as they stand there."""
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "cluster.md").read_text(
-        encoding="utf-8"
-    )
-    commands = page.split("## Try it")[1].split("```")[1].strip().splitlines()
-    outputs = []
-    for command in commands:
-        done = cluster.call(sys.executable, "-m", *shlex.split(command), cwd=tmp_path, seconds=250)
-        assert done.returncode == 0, f"{command}\n{done.stdout}{cluster.logs()}"
-        outputs.append(done.stdout)
-    script, watched, runs, _, study, cells = outputs
+def test_the_tutorial(cluster: Cluster, tmp_path):
+    """The files and commands of docs/tutorials/slurm.md, with this cluster's partition, fewer steps
+    and a longer limit.
+    """
+    instead = {'"gpu"': '"all"', "00:04:00": "00:08:00", "--dry-run": "train.steps=20 --dry-run"}
+    instead |= {"--watch": "train.steps=20 --watch"}
+    outputs = dict[str, str]()
+    for block in blocks(DOCS / "tutorials" / "slurm.md"):
+        if block.file:
+            (tmp_path / block.file).write_text(replaced(block.text, instead), encoding="utf-8")
+        for command in commands_of(block):
+            words = shlex.split(replaced(command.text, instead))
+            done = cluster.call(sys.executable, "-m", *words, cwd=tmp_path, seconds=250)
+            assert done.returncode == 0, f"{command}\n{done.stdout}{cluster.logs()}"
+            outputs[words[1] + words[-1]] = done.stdout
+    script, watched = outputs["submit--dry-run"], outputs["submit--watch"]
     assert script.startswith("#!/bin/bash") and "#SBATCH --time=00:08:00" in script
-    assert "step 40/40" in watched and "the run is finished" in watched and "finished" in runs
-    assert "submitted job" in study and cells.count("finished") == 2
+    shown = next(b for b in blocks(DOCS / "tutorials" / "slurm.md") if b.text.startswith("#SBATCH"))
+    missing = set(replaced(shown.text, instead).splitlines()) - set(script.splitlines())
+    assert not {line.replace("=gpu", "=all") for line in missing} - set(script.splitlines())
+    assert "step 20/20" in watched and "the run is finished" in watched
+    assert "finished" in outputs["runsruns"]
+    assert (tmp_path / "runs" / "first" / "report" / "index.html").is_file()
+
+
+def replaced(text: str, instead: dict[str, str]) -> str:
+    for old, new in instead.items():
+        text = text.replace(old, new)
+    return text

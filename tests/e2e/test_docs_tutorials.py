@@ -61,7 +61,7 @@ TUTORIALS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in PAGES.glob("*.md")))
+@pytest.mark.parametrize("name", sorted({path.name for path in PAGES.glob("*.md")} - {"slurm.md"}))
 def test_every_command_of_a_tutorial_runs(name, tmp_path, prepared, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = TUTORIALS[name]
