@@ -130,6 +130,8 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     assert result.recommended["train.micro_batch"] == 1
     assert result.speed.tokens_per_s == pytest.approx(2 * 0.4 * 312e12 / (6 * n))
     assert "?" not in repr(result)
+    # the number that bounds the micro-batch, and why gradients are large
+    assert "at most 2, the sequences of a rank" in repr(result) and "grad exceeds" in repr(result)
     # an operation that has no fake kernel
     monkeypatch.setattr(activations, "measure_peaks", lambda *_: 1 / 0)
     unknown = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
@@ -142,6 +144,16 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     result = plan("bloom-560m-squad", [own[0], "train.steps=10"], device="A100-40GB")
     assert result.milestones and result.size.parameters is None
     assert "nobody/nothing" in result.unknown["size"]
+
+
+def test_a_plan_before_the_data_is_prepared_names_the_command_that_prepares_it():
+    result = plan("shakespeare-char", ["model.vocab=0"], device="A100-80GB")
+    assert "windlass prepare" in result.unknown["size"] + result.unknown["epochs"]
+    assert "char" in result.unknown["size"] and "windlass prepare RECIPE" in repr(result)
+    assert "device" not in result.unknown["time"]  # it is in the table
+    known = plan(C4, device="cpu")
+    assert "--from" in known.unknown["time"] and "--device" in known.unknown["time"]
+    assert "grad exceeds" not in repr(known) and "computed" in repr(known)
 
 
 SAID = {"user": "what is it?", "assistant": "it is so, always"}

@@ -59,7 +59,8 @@ def resolve_steps(
     if steps != "compute-optimal":
         if not samples_per_epoch:
             needs = f'train.steps = "{steps}" needs the number of samples in the prepared data'
-            raise UserError(f"{needs}: prepare them first, or write a number of steps")
+            advice = "prepare them first (windlass prepare RECIPE), or write a number of steps"
+            raise UserError(f"{needs}: {advice}")
         return max(1, Horizon(0, samples_per_epoch, recipe.train.global_batch).steps_in(steps))
     if parameters is None:
         if recipe.model.kind != "gpt":
@@ -67,6 +68,7 @@ def resolve_steps(
             raise UserError(f"{problem}: write train.steps as a number or in epochs")
         if not (rows := recipe.model.vocab or vocab or recipe_vocab(recipe)):
             problem = f"the vocabulary of {recipe.data.tokenizer!r} depends on the prepared data"
-            raise UserError(f"{problem}: prepare them first, or set model.vocab")
+            advice = "prepare them first (windlass prepare RECIPE), or set model.vocab"
+            raise UserError(f"{problem}: {advice}")
         parameters = count(recipe.model, rows).total
     return optimal_steps(recipe, parameters, tokens_per_sample)

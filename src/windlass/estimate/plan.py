@@ -211,17 +211,18 @@ def reasons(subject: Subject, speed: Speed | None) -> dict[str, str]:
     """Why parts of the plan are unknown."""
     size, unknown = subject.size, dict[str, str]()
     if size.parameters is None:
-        vocabulary = f"{subject.reason}: the vocabulary of {subject.recipe.data.tokenizer!r}"
-        unknown["size"] = subject.hf_reason or vocabulary
+        vocabulary = f"the vocabulary of {subject.recipe.data.tokenizer!r} is unknown"
+        unknown["size"] = subject.hf_reason or f"{vocabulary}: {subject.reason}"
     if subject.activations_reason:
         unknown["activations"] = subject.activations_reason
     if not subject.samples_per_epoch:
         unknown["epochs"] = subject.reason
     if speed is None:
         peak = f"the peak of {subject.device.name} in {subject.precision} is unknown"
-        cause = peak if size.flops_per_token else "the FLOPs of a token are unknown"
-        advice = "name a past run of this model, or a device of the table"
-        unknown["time"] = f"nothing was measured, and {cause}: {advice}"
+        advice = "name a past run of this model (--from RUN), or a listed device (--device NAME)"
+        cause = "the FLOPs of a token are unknown, because the model's size is"
+        cause = f"{peak}: {advice}" if size.flops_per_token else cause
+        unknown["time"] = f"nothing was measured, and {cause}"
     return unknown
 
 

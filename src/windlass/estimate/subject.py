@@ -47,7 +47,7 @@ class Subject:
     samples_per_epoch: int = 0  # 0: unknown
     tokens_per_sample: float | None = None  # the average without padding; None: unknown
     val_samples: int = 0  # of the validation set; 0: none, or unknown
-    reason: str = "unknown until the data is prepared"  # why these four are unknown
+    reason: str = "the data is not prepared (windlass prepare RECIPE)"  # why they are unknown
     done: int = 0  # steps
     steps: int | None = None  # of a run that has begun
     # Counted sizes of a Hugging Face model, or of a GPT with `freeze`.

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 Fact = tuple[str, str]
 
+GRADIENTS = """grad exceeds param because a step has several micro-batches: ddp and shard_optim \
+hold their sum beside DDP's buckets, shard_grad_op holds it unsharded."""
+
 
 def print_plan(plan: Any, console: Console) -> None:
     """Print a `Plan`, with the reason for every unknown number."""
@@ -74,8 +77,8 @@ def _facts(plan: Any) -> list[Fact]:
         if plan.tokens:
             ratio = plan.tokens / size.parameters
             facts["optimal"] += f"; this run has {ratio:.3g} tokens a parameter"
-    epochs = f"{plan.epochs:.3g}" if plan.epochs else plan.unknown.get("epochs", "unknown")
-    facts["epochs"] = epochs
+    why = plan.unknown.get("epochs", "")
+    facts["epochs"] = f"{plan.epochs:.3g}" if plan.epochs else f"unknown{': ' * bool(why)}{why}"
     if plan.evaluations:
         facts |= {"evaluation": str(plan.evaluations), "warning": plan.evaluations.warning}
     if size.flops_per_token:
@@ -108,12 +111,17 @@ def _print_memory(plan: Any, console: Console) -> None:
         strategy = ("offload" if row.layout.offload else row.layout.strategy) + " *" * row.chosen
         fits = {True: "yes", False: "no", None: "?"}[row.fits]
         cells.append((strategy, row.layout.checkpointing, *shown, fits, largest))
-    notes = ["max: the largest micro-batch that fits. *: the recipe's own layout."]
+    notes = ["The table is computed, not measured. *: the recipe's own layout."]
+    samples = f"{first.micro_batch * first.accumulation:,}, the sequences of a rank in a step"
+    notes.append(f"max: the largest micro-batch that fits; at most {samples}.")
+    grows = any(row.memory.gradients > 1.5 * row.memory.parameters > 0 for row in rows)
+    if grows and first.world > 1 and first.accumulation > 1:
+        notes.append(GRADIENTS)
     if measured:
         notes.append("act includes the logits; a pass with fake tensors and CPU kernels gave it.")
     elif not ours:
         why = plan.unknown.get("activations", "")
-        notes = [f"The activations of this model are unknown: {why}"]
+        notes[1:] = [f"The activations of this model are unknown: {why}"]
     if plan.optimizer.startswith("torch."):
         notes.append(f"The plan assumes that {plan.optimizer} has as much state as AdamW.")
     if host := max(row.memory.host for row in rows):
