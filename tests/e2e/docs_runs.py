@@ -300,6 +300,8 @@ class Runner:
             words.append("--dry-run")
         if words[0] == "submit" and "--scheduler" not in words:
             words += ["--scheduler", "slurm"]
+        if words[0] == "scale" and "--no-probe" not in words:
+            words.append("--no-probe")
         if words[0] == "sample" and "--max-tokens" not in words:
             words += ["--max-tokens", "8"]
         return run_windlass(words), words
