@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class Proof:
     passed: bool | None
     measured: str
     seconds: float = 0.0
+    untried: list[str] = field(default_factory=list)  # parts of a proof that need more ranks
 
 
 class Bench:
@@ -83,6 +84,7 @@ class Bench:
     ):
         self.folder, self.recipe = folder.resolve(), recipe or "quickstart"
         self.worlds, self.kills = worlds, kills
+        self.untried: list[str] = []  # by the proof that runs
         self.base = dotted(COMMON) | {"data.dir": str(self.folder / "data")}
         # One number for all worlds, because threads change bits.
         self.base["train.threads"] = processes.thread_share(max(worlds))
@@ -157,12 +159,13 @@ def verify(
         folder.mkdir(parents=True, exist_ok=True)
         bench = Bench(folder, recipe or "", overrides, [w for w in (1, 2, 4) if w <= most], kills)
         for name, (claim, prove) in PROOFS.items():
-            began = time.monotonic()
+            began, bench.untried = time.monotonic(), []
             try:
                 passed, measured = prove(bench)
             except Exception as error:
                 passed, measured = False, f"{type(error).__name__}: {error}"
-            results.append(Proof(name, claim, passed, measured, time.monotonic() - began))
+            seconds = time.monotonic() - began
+            results.append(Proof(name, claim, passed, measured, seconds, bench.untried))
             show(results[-1])
     return results
 
@@ -207,6 +210,8 @@ def resume_exact(bench: Bench) -> Outcome:
         two = bench.train("two", 2)
         bench.train("two-killed", 2, {"kill_after": STEPS // 2 + 1})
         equal["kill -9 on 2 ranks"] = same_bits(bench.train("two-killed", 2), two)
+    else:
+        bench.untried.append("kill -9 on 2 ranks (needs 2 ranks)")
     if wrong := [name for name, same in equal.items() if not same]:
         return False, f"losses, norms, weights or optimizer states differ after: {', '.join(wrong)}"
     return True, f"all bits equal ({tried})"
@@ -218,6 +223,8 @@ def strategies_agree(bench: Bench) -> Outcome:
     cells = {strategy: world for strategy, world in worlds.items() if world in bench.worlds}
     if not cells:
         return None, "only one rank is possible here"
+    more = {strategy: world for strategy, world in worlds.items() if strategy not in cells}
+    bench.untried += [f"{strategy} (needs {world} ranks)" for strategy, world in more.items()]
     reference = bench.train("s-one", **FLOAT64)
     runs = [
         bench.train(f"s-{name}", world, parallel__strategy=name, **FLOAT64)
