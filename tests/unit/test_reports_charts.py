@@ -108,10 +108,10 @@ def test_of_many_runs_the_best_are_in_colour_and_a_suite_has_a_chart_for_each_me
     chosen, lr = looks(seen, ranking), described(*seen)["lr"]
     assert [look.label for look in chosen if not look.grey] == ["17", "18", "19"]
     shown = {line.get_label() for line in draw(lr, chosen).axes[0].get_lines()}
-    assert {name for name in shown if not name.startswith("_")} == {"17", "18", "19"}
+    assert {x for x in shown if not x.startswith("_")} == {"17", "18", "19", "17 more"}
     assert [run["rank"] for run in payload(chosen, [lr])["runs"]] == ranking, "for the page"
     few = looks(seen[:4])
-    assert not any(look.grey for look in few) and len(set(styles(draw(lr, looks(seen))))) == 3
+    assert not any(look.grey for look in few) and len(set(styles(draw(lr, looks(seen))))) == 4
     looked = [pattern(number) for number in range(40)]
     assert len({tuple(one.values()) for one in looked}) == 40, "no two of 40 lines look the same"
 

@@ -277,6 +277,8 @@ def _margin(ranked: Sequence[tuple[float, str]]) -> str:
     if len(ranked) < 2:
         return ""
     (best, _), (second, label) = ranked[:2]
+    if second == best:
+        return f"as good as the next, {label}"
     return f"{show(abs(second - best), 'loss')} better than the next, {label}"
 
 

@@ -196,8 +196,11 @@ class Chart {
     const { x } = this.model;
     const { left, right, bottom } = this.box;
     const group = make("g", { class: "axes" }, this.svg);
+    let last = Infinity;
     for (const { value, text } of yTicks) {
       const at = Math.round(this.sy(value)) + 0.5;
+      if (last - at < 15) continue; // the labels would touch: large values of a logarithmic scale
+      last = at;
       make("line", { class: "rule", x1: left, x2: right, y1: at, y2: at }, group);
       make("text", { x: left - 7, y: at + 3.5, "text-anchor": "end" }, group).textContent = text;
     }

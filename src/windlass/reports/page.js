@@ -105,7 +105,7 @@ function seriesOf(chart) {
     const [x, y] = [xs, one.y].map((values) => places.map((i) => values[i]));
     const drawn = {
       x, y, name: one.name, quiet: !one.name, diverged: one.diverged, points: one.points, pointsOnly: one.points === "only",
-      ...style, width: one.minor || style.grey ? 1.3 : null,
+      ...style, width: style.grey ? 1.1 : one.minor ? 1.3 : null,
       band: !style.grey && one.band && one.band.map((values) => places.map((i) => values[i])), bad: one.bad ? x.filter((_, i) => y[i] === null) : [],
     };
     if (!one.smooth || state.smoothing === 0 || !x.length) return x.length ? [drawn] : [];

@@ -23,7 +23,7 @@ from windlass.reports.charts import COLOURS, Chart, Look, Series, smoothed, smoo
 
 SOFT, GREY, HAIR = "#6b7280", "#b6bcc5", "#e4e6ea"
 # eight colours that stay apart for colour-blind readers and in print
-PALETTE = ("#2f5fb3", "#d2691e", "#2e8b6f", "#a8328c", "#8a6d1d", "#5b4bb0", "#b3352f", "#2b8aa5")
+PALETTE = ("#2f5fb3", "#c45a12", "#24806a", "#a8328c", "#856815", "#5b4bb0", "#b3352f", "#23829d")
 DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (10, 2.5))]
 SHAPES = "osD^v"
 SIZE, DPI = (6.4, 3.6), 200
@@ -104,8 +104,9 @@ def _lines(axes: Any, chart: Chart, runs: Sequence[Look], weight: float, first_s
         if faded and series.points == "only":
             continue
         # the lines name several runs, their points do not
-        unnamed = len(chart.series) == 1 or (several and series.points == "only") or faded
-        _curve(axes, series, runs, keep, None if unnamed else label(series.name), weight)
+        unnamed = len(chart.series) == 1 or (several and series.points == "only")
+        name = f"{sum(look.grey for look in runs)} more" if faded else series.name
+        _curve(axes, series, runs, keep, None if unnamed else label(name), weight)
         bad = series.x[keep & ~np.isfinite(series.y) & series.bad]
         if len(bad):
             cross = {"linestyle": "none", "marker": "x", "zorder": 5, "color": PALETTE[6]}
@@ -140,7 +141,7 @@ def _curve(
         y,
         color=colour,
         linestyle="none" if series.points == "only" else DASHES[dash % len(DASHES)],
-        linewidth=1.1 if series.minor or series.points else 1.6,
+        linewidth=1.1 if series.minor or series.points or colour == GREY else 1.6,
         zorder=1.5 if colour == GREY else {"": 2, "median": 3}.get(series.points, 4),
         label=label,
         **marker,
