@@ -4,7 +4,6 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 BASE   := $(VENV)/.windlass-base
 DEV    := $(VENV)/.windlass-dev
-DOCS   := $(VENV)/.windlass-docs
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-full test-gpu lint format docs pictures clean
@@ -25,11 +24,6 @@ $(BASE): pyproject.toml constraints.txt
 $(DEV): $(BASE)
 	@echo "installing the packages of the tests, pinned, into $(VENV) (a few minutes the first time)"
 	@$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
-	@touch $@
-
-$(DOCS): $(DEV)
-	@echo "installing the packages of the documentation, pinned, into $(VENV)"
-	@$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[docs]'
 	@touch $@
 
 demo: $(BASE)  ## train the embedded default on this machine, then show curve, sample and report
@@ -57,7 +51,7 @@ format: $(DEV)  ## make the style so
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: $(DOCS)  ## the generated pages, and the site of the documentation in site/
+docs: $(DEV)  ## the generated pages, and the site of the documentation in site/
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "open site/index.html"

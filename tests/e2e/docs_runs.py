@@ -12,14 +12,20 @@ import re
 import runpy
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 import hf_fixtures
-from docs_pages import ROOT, Block, Command, blocks, command_line, commands_of, name_of
+from docs_pages import (
+    PLACEHOLDERS,
+    Block,
+    Command,
+    blocks,
+    command_line,
+    commands_of,
+)
 from windlass.cli import main
 from windlass.errors import UserError
 from windlass.recipe import Recipe, presets, study_presets
@@ -49,7 +55,7 @@ TEXT |= {"data.streaming": "false", "data.sha256": "", "data.max_tokens": "0"}
 TEXT |= {"data.val_fraction": "0.1", "data.val_shards": "0", "model.vocab": "0"}
 SQUAD = {"data.source": "squad:dev-v1.1.json", "data.train_size": "16", "data.eval_size": "8"}
 SQUAD |= {"eval.squad_file": "dev-v1.1.json", "data.eval_source": "", "eval.suites": "loss"}
-SIZES = [(r"--world \d+(?!\.)", "--world 2"), (r"--worlds \d+\b(?!,)", "--worlds 2")]
+SIZES = [(r"--world ([4-9]|\d\d+)\b", "--world 2"), (r"--worlds \d+\b(?!,)", "--worlds 2")]
 SIZES += [(r"--worlds \d+,[\d,]+", "--worlds 1,2"), (r"--stop-at \d+", "--stop-at 4")]
 SIZES += [(r"--extend-to \d+", "--extend-to 12"), (r"--max-tokens \d+", "--max-tokens 8")]
 SIZES += [(r"HuggingFaceTB/[\w-]+|Qwen/[\w.-]+|bigscience/[\w-]+", "tiny-model")]
@@ -315,25 +321,7 @@ class Runner:
                 self.prepared.give(name.lower(), path)
                 self.capture.readouterr()
             return [f"{path}{at}{checkpoint}"]
-        if word in ("RECIPE", "DIR"):
-            return [{"RECIPE": "quickstart", "DIR": "folder"}[word]]
-        if "*" in word and "=" not in word:
-            return [f"{path}{at}{checkpoint}" for path in sorted(glob.glob(name))] or [word]
-        return [word]
-
-
-def run_python(path: Path, instead: dict[str, str]) -> str:
-    """The program of all Python blocks of a page that are no files, in order."""
-    parts = [b.text for b in blocks(path) if b.language == "python" and not b.file]
-    code = "\n".join(parts)
-    for said, run in instead.items():
-        assert said in code, f"{name_of(path)} has no {said}"
-        code = code.replace(said, run)
-    return code
-
-
-def pages_of(*folders: str) -> Iterator[Path]:
-    """The pages of folders of docs/, or the files with these names."""
-    for folder in folders:
-        path = ROOT / folder
-        yield from [path] if path.is_file() else sorted(path.rglob("*.md"))
+        if "=" in word:
+            return [word]
+        found = sorted(glob.glob(name.replace("HASH", "*"))) if re.search(r"\*|HASH", name) else []
+        return [f"{path}{at}{checkpoint}" for path in found] or [PLACEHOLDERS.get(word, word)]

@@ -5,15 +5,13 @@ tiny sizes, or names the test that runs it.
 import ast
 
 import pytest
-from docs_runs import ELSEWHERE, Page, Runner, elsewhere, prepared, run_python  # noqa: F401
+from docs_runs import ELSEWHERE, Page, Runner, elsewhere, prepared  # noqa: F401
 
 from docs_pages import ROOT, all_commands, blocks, commands_of, name_of, pages
 
 TUTORIALS = "docs/tutorials/"
 PAGES: dict[str, Page] = {}
 """What a page needs besides the files of `Prepared` and the sizes of `smaller`."""
-PYTHON: dict[str, dict[str, str]] = {}
-"""What is run instead of parts of a page's Python blocks, which are one program."""
 
 
 def with_commands() -> list[str]:
@@ -22,8 +20,7 @@ def with_commands() -> list[str]:
         name_of(page)
         for page in pages()
         for block in blocks(page)
-        for command in commands_of(block)
-        if not elsewhere(command)
+        if block.language == "python" or any(not elsewhere(c) for c in commands_of(block))
     ]
     return [page for page in dict.fromkeys(listed) if not page.startswith(TUTORIALS)]
 
@@ -44,9 +41,8 @@ def test_every_command_runs_here_or_names_its_test():
         names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         assert any(one.startswith(name) for one in names), (pattern, test)
         assert any(elsewhere(command) == test for command in commands), f"{pattern} is not used"
-    texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in [*PAGES, *PYTHON]}
+    texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
     stale = [(page, said) for page, one in PAGES.items() for said in one.instead]
-    stale += [(page, said) for page, instead in PYTHON.items() for said in instead]
     stale = [(page, said) for page, said in stale if said not in " ".join(texts[page].split())]
     assert not stale, f"these pages do not say this any more: {stale}"
 

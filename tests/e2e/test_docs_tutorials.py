@@ -57,7 +57,7 @@ TUTORIALS = {
         ],
         prints=["best: "],
     ),
-    "slurm.md": Page(),
+    "slurm.md": Page(given={"runs/first": "run"}),
 }
 
 
