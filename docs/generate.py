@@ -409,6 +409,7 @@ def with_plan(text: str) -> str:
         check=True,
         text=True,
         stdout=subprocess.PIPE,
+        cwd=DOCS,  # where no data is prepared
         env=os.environ | {"COLUMNS": "80"},
     ).stdout
     new = f"```console\n$ {block[1]}\n{shown.rstrip()}\n```\n"
