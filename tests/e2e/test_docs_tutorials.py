@@ -57,7 +57,6 @@ TUTORIALS = {
         ],
         prints=["best: "],
     ),
-    "slurm.md": Page(given={"runs/first": "run"}),
 }
 
 
