@@ -495,6 +495,7 @@ def test_ranks_of_a_host_are_as_asked_inside_the_job_too(tmp_path, monkeypatch):
     [
         ({}, 0, ["--gpus-per-node", "parallel.device=cpu"]),
         ({"time": "4h", "gpus_per_node": 1}, 0, ["--time", "04:00:00"]),
+        ({"time": "00:03:00", "gpus_per_node": 1}, 0, ["--time 00:03:00", "00:10:00"]),
         ({"gpus_per_node": 3}, 0, ["global_batch"]),
         ({"gpus_per_node": 8}, 4, ["8", "4", "gpus_per_node"]),
     ],

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shlex
 
-from windlass.launch.job import INDEX, Job, Site
+from windlass.launch.job import INDEX, Job, Site, seconds_of
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.schedulers.base import GRACE_SECONDS
 
@@ -129,6 +129,5 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
 
 def _timer(time: str) -> str:
     """Shell that counts the time (HH:MM:SS) because the scheduler does not warn of the limit."""
-    hours, minutes, seconds = map(int, time.split(":"))
-    wait = max(1, 3600 * hours + 60 * minutes + seconds - GRACE_SECONDS)
+    wait = max(1, seconds_of(time) - GRACE_SECONDS)
     return f"(sleep $(({wait} - SECONDS)); kill -USR1 $$) 2>/dev/null & timer=$!"

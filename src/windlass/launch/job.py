@@ -67,6 +67,12 @@ class Site(BaseModel):
         return f"%{self.cells_at_once}" if self.cells_at_once else ""
 
 
+def seconds_of(time: str) -> int:
+    """The seconds of HH:MM:SS."""
+    hours, minutes, seconds = map(int, time.split(":"))
+    return 3600 * hours + 60 * minutes + seconds
+
+
 @dataclass(frozen=True)
 class Job:
     """A job to submit; paths are absolute."""

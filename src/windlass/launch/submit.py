@@ -22,7 +22,7 @@ from windlass.errors import RunFailed, UserError
 from windlass.estimate.layouts import host_memory_gb
 from windlass.fileio import read_json, write_atomic
 from windlass.launch.batch import EXIT_CODE, FOLLOWING, SUBMITTED, render
-from windlass.launch.job import SCRIPT, TIME, Job, Site
+from windlass.launch.job import SCRIPT, TIME, Job, Site, seconds_of
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.schedulers.base import GRACE_SECONDS, Scheduler
 from windlass.processes import WINDLASS
@@ -32,6 +32,7 @@ from windlass.variables import SECRET_NAME
 
 SNAPSHOT = "submit.toml"  # in the run's directory: the recipe that the job trains
 WATCH_SECONDS = 5.0
+EARLY_SECONDS = 60  # by which SLURM may send a signal ahead of its time
 # what a scheduler says about a job that is over
 OVER = re.compile("invalid job|unknown job|has finished|is not found", re.IGNORECASE)
 # settings that may name an existing file or directory, with a prefix or without
@@ -141,6 +142,12 @@ def make_job(
         raise UserError(f"--gpus-per-node {gpus}: {most}")
     if asked.time and not re.fullmatch(TIME, asked.time):
         raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
+    limit = asked.time or site.time
+    if limit and seconds_of(limit) <= GRACE_SECONDS + EARLY_SECONDS:
+        early = (
+            f"a job saves {GRACE_SECONDS} s before its limit, and up to {EARLY_SECONDS} s earlier"
+        )
+        raise UserError(f"--time {limit}: {early} on SLURM; write 00:10:00 or more")
     if asked.max_size and not asked.min_busbw:
         raise UserError(f"--max-size {asked.max_size}: give it together with --min-busbw GB/S")
     ranks = asked.per_host or max(1, gpus)
