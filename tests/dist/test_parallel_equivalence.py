@@ -65,9 +65,9 @@ def settings(
     return make_recipe(**dotted(sections), **more)
 
 
-def reference(frozen=()):
+def reference(frozen=(), **more):
     """Losses, gradient norms and final parameters of a plain loop over whole batches."""
-    recipe = settings()
+    recipe = settings(**more)
     model = build_model(recipe, VOCAB, device="cpu").to(torch.float64)
     initialise(model, recipe.run.seed)
     parameters = model.named_parameters()
@@ -173,6 +173,21 @@ def frozen_cells(join):
 def test_frozen_parts_stay_and_the_rest_trains_as_in_one_process():
     wanted = reference(frozen=("blocks.0.", "norm."))
     for per_rank in run_ranks(frozen_cells, 2):
+        assert_exact(per_rank, wanted)
+
+
+UNTIED = {"model__tie_head": False, "model__final_norm": False}
+
+
+def untied_cells(join):
+    return [trained(join, settings("fp64", strategy, 2, 2, **UNTIED)) for strategy in CELLS[2]]
+
+
+@pytest.mark.dist
+def test_an_untied_head_without_a_norm_before_it():
+    """As in c4-30m: FSDP2 shards the head as a unit of one module."""
+    wanted = reference(**UNTIED)
+    for per_rank in run_ranks(untied_cells, 2):
         assert_exact(per_rank, wanted)
 
 

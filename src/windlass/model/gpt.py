@@ -186,9 +186,10 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.empty(vocab)) if settings.head_bias else None
         self.cap = settings.logit_cap
 
-    def forward(self, x: Tensor, labels: Tensor | None, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None, table: Tensor | None) -> Tensor:
         """Logits of hidden states [B, T, D], or their summed loss; a tied head uses `table`."""
         weight = table if self.weight is None else self.weight
+        assert weight is not None
         if labels is None:
             return head_logits(x, weight, self.bias, self.cap)
         return cross_entropy_sum(x, weight, labels, self.bias, cap=self.cap)
@@ -245,7 +246,9 @@ class GPT(nn.Module):
             x = x[:, -1:]
         if m.final_norm:
             x = self.norm(x)
-        return self.head(x, labels, self.embedding.weight)
+        # FSDP2 adds zeros to the gradient of every parameter that a unit gets as an argument.
+        table = self.embedding.weight if m.tie_head else None
+        return self.head(x, labels, table)
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """The units of sharding beside the blocks; none if the root holds a tied head."""
