@@ -141,10 +141,8 @@ def verify(
             return
         word, color = PROVED[proof.passed]
         claim = f"{proof.claim} ({proof.seconds:.0f} s)"
-        rows: list[tuple[str | Text, str]] = [(Text(f"{word:<9}", color), claim)]
-        rows += [("", proof.measured)]
-        rows += [("", f"not tried: {', '.join(proof.untried)}")] * bool(proof.untried)
-        console.print(pairs(rows))
+        measured = [proof.measured, *(f"not tried: {part}" for part in proof.untried)]
+        console.print(pairs([(Text(f"{word:<9}", color), claim), ("", "\n".join(measured))]))
 
     cuda = torch.cuda.is_available()
     device = torch.cuda.get_device_name(0) if cuda else f"CPU {platform.machine()}"
@@ -153,13 +151,12 @@ def verify(
         f"{torch.__version__}, {device}), with train.deterministic=true and train.compile=false"
     )
     if not json_:
-        length = f"{len(verification.PROOFS)} proofs, each with several trainings of 12 steps"
-        length += ": about 6 minutes for the tiny model on two CPU cores"
-        console.print(f"{length}\n{conditions}\n")
+        number = len(verification.PROOFS)
+        console.print(f"{number} proofs, about 6 minutes for the tiny model on two CPU cores")
+        console.print(f"{conditions}\n")
     proofs = verification.verify(recipe, overrides, world, kills, keep or None, show)
     failed = [proof.name for proof in proofs if proof.passed is False]
     untried = [proof.name for proof in proofs if proof.passed is None]
-    parts = untried + [part for proof in proofs for part in proof.untried]
     if json_:
         fields = [dataclasses.asdict(proof) for proof in proofs]
         print_json({"conditions": conditions, "proofs": fields})
@@ -167,6 +164,7 @@ def verify(
         count = len(proofs) - len(failed) - len(untried)
         words = [f"{count} of {len(proofs)} proved" if failed or untried else "proved"]
         words += [f"failed: {', '.join(failed)}"] * bool(failed)
-        words += [f"not tried: {', '.join(parts)}"] * bool(parts)
+        untried += [part for proof in proofs for part in proof.untried]
+        words += [f"not tried: {', '.join(untried)}"] * bool(untried)
         typer.echo("\n" + "; ".join(words))
     return FAILED if failed else DONE

@@ -106,7 +106,10 @@ def open_run_directory(
     attempt, name, notes = decide_on_rank_0(ranks, "lock", lambda: lock_directory(plan, stack))
     console.open_log(plan.run.log_path)
     choice = choose() if plan.resuming else choice
-    return RunPlace(attempt, name, choice, notes + (choice.notes if choice is not None else []))
+    if choice is not None:
+        notes = notes + choice.notes
+        notes += start.describe_extension(plan, choice.step, horizon) if ranks.main else []
+    return RunPlace(attempt, name, choice, notes)
 
 
 def lock_directory(plan: StartPlan, stack: ExitStack) -> tuple[int, str, list[str]]:

@@ -329,10 +329,7 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
     is_path = resume not in ("latest", "best", "never") and not resume.isdigit()
     if not plan.resuming and not is_path:
         return []
-    schedule, old = recipe.optim.schedule, replace(horizon, steps=plan.extends_from)
-    wsd = plan.extends_from and schedule.kind == "wsd"
-    if wsd and phases(schedule, old) != phases(schedule, horizon):
-        decay_begins = phases(schedule, old)[1]
+    if (decay_begins := old_decay(plan, horizon)) is not None:
         paths = candidates(run, up_to=decay_begins)
         if not paths and candidates(run):
             problem = f"{run} has no checkpoint from before step {decay_begins}, where it decays"
@@ -343,6 +340,32 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
     if is_path and paths and not paths[0].resolve().is_relative_to(run.resolve()):
         check_same_recipe(paths[0], recipe)
     return paths
+
+
+def old_decay(plan: StartPlan, horizon: Horizon) -> int | None:
+    """The step at which the decay of a WSD run began that its extension moves; None: there is none.
+
+    `horizon` is the longer one.
+    """
+    schedule, old = plan.recipe.optim.schedule, replace(horizon, steps=plan.extends_from)
+    if not plan.extends_from or schedule.kind != "wsd":
+        return None
+    before = phases(schedule, old)
+    return None if before == phases(schedule, horizon) else before[1]
+
+
+def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str]:
+    """The steps that an extended WSD run repeats after `step`; empty if it repeats none."""
+    if (decay := old_decay(plan, horizon)) is None:
+        return []
+    if step >= (done := max(int(line.get("step", 0)) for line in plan.run.ledger())):
+        return []
+    why = f"the extension continues before the old decay, which began at step {decay:,}"
+    notes = [f"{why}: it starts at step {step:,} and repeats steps {step + 1:,} to {done:,}"]
+    path, settings = step_dir(plan.run.checkpoints_dir, done), plan.recipe.checkpoint
+    if path.is_dir() and any(horizon.due(e, done) for e in (settings.every, settings.keep_every)):
+        notes.append(f"step {done:,} will replace {path}: copy that directory now to keep it")
+    return notes
 
 
 def check_same_recipe(checkpoint: Path, recipe: Recipe) -> None:
