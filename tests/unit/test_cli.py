@@ -302,6 +302,7 @@ def test_a_setting_written_as_an_option_is_answered_with_its_key() -> None:
     assert "KEY=VALUE" not in windlass("runs", "--zorb", code=2).stderr  # it takes no settings
     for option, words in (
         ("--partition", "partition"),
+        ("--acount", "account is a key"),
         ("--zorb", 'directives = ["--zorb=VALUE"]'),
     ):
         error = windlass("submit", "quickstart", option, "gpu", code=2).stderr

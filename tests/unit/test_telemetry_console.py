@@ -195,3 +195,12 @@ def test_in_a_notebook_a_step_takes_the_place_of_the_last_one(monkeypatch):
     shown = stream.getvalue().split("\n")
     assert [line.count("\r") for line in shown] == [3, 1, 0]
     assert "warning: something" in shown[0] and "step 3/3" in shown[1]
+
+
+def test_a_long_name_in_the_header_does_not_touch_its_fact():
+    out = io.StringIO()
+    Console(2, stream=out).header({"run": "runs/x", "template": "the chat template of hf:tiny"})
+    assert out.getvalue().splitlines() == [
+        "run      runs/x",
+        "template the chat template of hf:tiny",
+    ]

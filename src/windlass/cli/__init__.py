@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import gc
 import importlib
 import json
@@ -146,10 +147,11 @@ def _as_setting(option: str, of_jobs: bool) -> str:
     from windlass.launch.job import Site
     from windlass.launch.submit import site_file
     from windlass.recipe import settings
-    from windlass.recipe.keys import nearest
+    from windlass.recipe.keys import ALIKE, nearest
 
     name = option.lstrip("-").replace("-", "_")
-    if of_jobs and name in Site.model_fields:
+    if of_jobs and (near := difflib.get_close_matches(name, Site.model_fields, 1, ALIKE)):
+        name = near[0]
         where = f"{site_file()}, or the file of --site FILE"
         return f"{name} is a key of the site file ({where}): {name} = ..."
     setting = nearest(name, settings())

@@ -56,10 +56,11 @@ class Console:
     def header(self, facts: Mapping[str, str], first_step: int = 0) -> None:
         """Show the run's facts by name; the live line begins at `first_step`."""
         self.done()
+        width = max(8, 1 + max((len(name) for name, fact in facts.items() if fact), default=0))
         for name, fact in facts.items():
             for number, line in enumerate(fact.split("\n") if fact else ()):
                 style = {"run": "bold", "cut": "yellow"}.get(name, "")
-                self._print(f"{'' if number else name:<8}{line}", style, indent=" " * 8)
+                self._print(f"{'' if number else name:<{width}}{line}", style, indent=" " * width)
         self._step = first_step
         if self._terminal is not None:
             from rich.live import Live
