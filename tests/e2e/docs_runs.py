@@ -73,6 +73,7 @@ ELSEWHERE = {
     r"--push": "tests/unit/test_hub.py::",
     r"^windlass submit .*--watch": f"{CLUSTER}test_submit.py::test_a_run_over_two_nodes_followed",
     r"^windlass submit .*--cancel": f"{CLUSTER}test_submit.py::test_cancel_saves_and_does_not",
+    r"^windlass scale .*--mode strategies": "tests/e2e/test_study_scale_runs.py::test_strategies_by",
     r"^windlass scale .*--nodes": f"{CLUSTER}test_scale_nodes.py::test_strong_scaling_over_two",
     r"^windlass launch": f"{CLUSTER}test_launchers.py::test_launch_trains_under_mpiexec",
 }
