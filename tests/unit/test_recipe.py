@@ -126,6 +126,15 @@ def test_combinations_are_checked_beside_wrong_keys_and_values(overrides, keys):
         ("data.soruce", "data.source"),
         ("checkpoint.keep_lst", "checkpoint.keep_last"),
         ("schedule.kind", "optim.schedule.kind"),
+        ("training.local_batch_size", "train.micro_batch"),
+        ("training.num_tokens_per_train_step", "train.global_batch"),
+        ("optimizer.name", "optim.kind"),
+        ("lr_scheduler.min_lr_factor", "optim.schedule.final"),
+        ("parallelism.data_parallel_shard_degree", "parallel.strategy"),
+        ("checkpoint.keep_latest_k", "checkpoint.keep_last"),
+        ("checkpoint.interval", "checkpoint.every"),
+        ("keep_latest_k", "checkpoint.keep_last"),
+        ("name", "run.name or model.name"),
     ],
 )
 def test_a_wrong_key_is_answered_with_the_setting_that_was_meant(key, ours):
@@ -142,6 +151,9 @@ def test_a_wrong_key_is_answered_with_the_setting_that_was_meant(key, ours):
         ("train.backend", ["parallel.strategy=ddp", "NCCL"]),
         ("packing", ["data.packing", "does not pack chat", "data.length_buckets"]),
         ("sample_packing", ["data.packing", "does not pack chat", "data.length_buckets"]),
+        ("parallelism.tensor_parallel_degree", ["Windlass does not have it", "tensor parallelism"]),
+        ("model.converters", ["no float8"]),
+        ("checkpoint.last_save_in_hf", ["windlass export RUN DIR"]),
     ],
 )
 def test_what_windlass_does_not_have_is_said_with_what_comes_nearest(key, words):
@@ -181,7 +193,7 @@ def test_every_answer_about_another_tools_key_names_settings_that_there_are():
                 assert any(f"{k}.".startswith(f"{named}.") for k in fields), (tool, theirs, named)
 
 
-@pytest.mark.parametrize("page", ["nanogpt.md", "trainer.md", "litgpt.md"])
+@pytest.mark.parametrize("page", ["nanogpt.md", "trainer.md", "litgpt.md", "torchtitan.md"])
 def test_the_recipes_on_the_pages_about_other_tools_load(tmp_path, page):
     text = (Path(__file__).parents[2] / "docs" / "coming-from" / page).read_text(encoding="utf-8")
     (tmp_path / "mine.toml").write_text(re.findall(r"```toml\n(.*?)```", text, re.S)[0])

@@ -44,19 +44,31 @@ def other_tools() -> dict[str, dict[str, tuple[str, str]]]:
     return tools
 
 
-def _answers(key: str) -> dict[str, str]:
-    """Our keys (or `key=value`) for a key of other tools, each with a remark."""
-    name, answers = key.rpartition(".")[2], dict[str, str]()
-    for keys in other_tools().values():
-        for other, (own, remark) in keys.items():
-            if other in (key, name) or key == other.rpartition(".")[2]:
-                answers.setdefault(own, remark)
+def _answers(key: str, fields: Mapping[str, Any]) -> dict[str, str]:
+    """Our keys (or `key=value`) for a key of other tools, each with a remark.
+
+    The whole key counts first, then its name without the section. A name alone may also be the end
+    of a key of another tool, unless it is the end of one of ours.
+    """
+    name = key.rpartition(".")[2]
+    for wanted in (key, name):
+        answers = dict[str, str]()
+        for keys in other_tools().values():
+            if wanted in keys:
+                answers.setdefault(*keys[wanted])
+        if answers:
+            return answers
+    if not any(field.endswith(f".{key}") for field in fields):
+        for keys in other_tools().values():
+            for other, (own, remark) in keys.items():
+                if key == other.rpartition(".")[2]:
+                    answers.setdefault(own, remark)
     return answers
 
 
 def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
     """The settings that an unknown key may mean; none if nothing is near."""
-    if answers := _answers(key):
+    if answers := _answers(key, fields):
         return [own.partition("=")[0] for own in answers]
     parts = key.split(".")
     for start in range(len(parts)):  # `lora.rank` is the end of `model.lora.rank`
@@ -75,7 +87,7 @@ def _likeness(key: str, field: str) -> float:
 
 def nearest(key: str, fields: Mapping[str, Any]) -> str:
     """The answer to an unknown key: a setting to write instead, or the names in its section."""
-    if answers := _answers(key):
+    if answers := _answers(key, fields):
         notes = {own: f" ({remark})" * bool(remark) for own, remark in answers.items()}
         return " or ".join(f"write {own}{notes[own]}" if own else answers[own] for own in answers)
     if likely := meant(key, fields):
