@@ -176,3 +176,9 @@ def commit_of(folder: Path) -> str:
     """The commit of a directory in the Hub's cache, by its path; empty for any other directory."""
     cached = folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name)
     return folder.name if cached else ""
+
+
+def repository_of(folder: Path) -> str:
+    """The repository of a directory in the Hub's cache, by its path; empty for any other one."""
+    kind, _, name = folder.parent.parent.name.partition("--")
+    return name.replace("--", "/") if kind == "models" and commit_of(folder) else ""

@@ -270,6 +270,27 @@ def test_quickstarts_own_network_is_exported_with_equal_logits_and_read_again(tm
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # from peft
+@pytest.mark.parametrize("kind", ["gpt", "hf"])
+def test_half_the_bytes_in_bf16(kind, tmp_path):
+    if kind == "gpt":
+        run, adapter = trained(tmp_path), False
+    else:
+        run = fine_tuned(tmp_path, chat_base(tmp_path), model__lora__rank=4)
+        adapter = export(run, tmp_path / "adapter", adapter=True, dtype="bf16")
+        weights = load_file(adapter / "adapter_model.safetensors").values()
+        assert {tensor.dtype for tensor in weights} == {torch.bfloat16}
+    whole, half = export(run, tmp_path / "whole"), export(run, tmp_path / "half", dtype="bf16")
+    sizes = [sum(f.stat().st_size for f in d.glob("*.safetensors")) for d in (whole, half)]
+    assert sizes[1] < 0.6 * sizes[0]
+    (exact, _), (rounded, _) = loaded(whole), loaded(half)
+    assert (exact.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
+    worst = logits(exact, tokens()).abs().max()
+    assert difference(rounded.float(), exact) < 0.05 * worst  # bf16 has 8 bits
+    with refused("dtype=int8", "bf16"):
+        export(run, tmp_path / "no", dtype="int8")
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # from peft
 def test_adapters_are_merged_or_exported_alone(tmp_path: Path) -> None:
     from peft import PeftModel
 

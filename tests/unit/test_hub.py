@@ -100,6 +100,7 @@ def test_only_what_is_read_is_downloaded_and_the_commit_is_known(asked: list[str
     folder = hub.directory("some/open")
     small = {"config.json", "tokenizer.json", "model.safetensors.index.json"}
     assert names(folder) == small and hub.commit_of(folder) == COMMIT
+    assert (hub.repository_of(folder), hub.repository_of(folder.parent)) == ("some/open", "")
     assert hub.directory("some/open", COMMIT, weights=True) == folder
     assert names(folder) == small | {"model-1-of-2.safetensors", "model-2-of-2.safetensors"}
     assert not re.search("consolidated|original|pytorch", " ".join(asked))

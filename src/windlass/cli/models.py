@@ -142,6 +142,7 @@ def export(
     directory: Path = Argument(..., metavar="DIR", help="A new directory."),
     adapter: bool = Option(False, "--adapter", help="Write the LoRA adapter alone, for peft."),
     push: str = Option("", metavar="NAME/MODEL", help="Upload to a private Hub repository."),
+    dtype: str = Option("fp32", metavar="fp32|bf16|fp16", help="Precision of the weights."),
 ) -> None:
     """Write a run's model for AutoModelForCausalLM.from_pretrained, with its tokenizer and a model
     card.
@@ -154,7 +155,7 @@ def export(
     """
     from windlass.interop.export import export as export_run
 
-    typer.echo(f"exported: {(done := export_run(run, directory, adapter, push))}")
+    typer.echo(f"exported: {(done := export_run(run, directory, adapter, push, dtype))}")
     if not (done / "config.json").exists() and not adapter:
         typer.echo("the weights alone, because no architecture of transformers is your own model")
     if push:

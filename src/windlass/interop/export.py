@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+import torch
 from torch import Tensor
 
 from windlass import hub
@@ -37,11 +38,16 @@ from windlass.variables import scrub
 CODE = Path(__file__).with_name("modeling_windlass.py")
 OWN_MODEL = Path(__file__).with_name("own_model.md")
 CARD = Path(__file__).with_name("card.md")  # a template of jinja
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FILE_BYTES = 4 * 10**9  # of weights in one file, at most
 
 
 def export(
-    run: str | Path | Run, directory: str | Path, adapter: bool = False, push: str = ""
+    run: str | Path | Run,
+    directory: str | Path,
+    adapter: bool = False,
+    push: str = "",
+    dtype: str = "fp32",
 ) -> Path:
     """Write a run's model, tokenizer and model card for `transformers`; returns the directory.
 
@@ -52,10 +58,13 @@ def export(
         directory: A new or empty directory.
         adapter: Write only the adapter (`model.lora`), for `peft`, instead of the merged model.
         push: Upload the directory to this repository of the Hub, `NAME/MODEL` (new: private).
+        dtype: Precision of the weights: `fp32` as in training, or `bf16` or `fp16`.
 
     Raises:
         UserError: The directory is not empty, there is no adapter, or the Hub rejects it.
     """
+    if dtype not in DTYPES:
+        raise UserError(f"{argument('dtype', dtype)}: write {', '.join(DTYPES)}")
     if push:
         hub.check_push(push)
     source, directory = find_source(run), Path(directory)
@@ -73,21 +82,17 @@ def export(
     try:
         partial.mkdir()
         if source.own_model:
-            _write_own(source, checkpoint, partial)
+            _write_own(source, checkpoint, partial, dtype)
         else:
             if adapter:
-                _write_adapter(source, partial)
+                _write_adapter(source, partial, dtype)
             elif source.recipe.model.kind == "gpt":
-                _write_gpt(source, checkpoint, partial)
+                _write_gpt(source, checkpoint, partial, dtype)
             else:
-                _write_hf(source, partial)
-            text = card(source, checkpoint, push or directory.name, adapter)
-            _write(partial / "README.md", text)
-        if source.recipe.data.format == "chat" and not source.template.source:
-            # the plain template, with the tokenizer's own end of a text
-            eot, inner = source.tokenizer.eot, source.tokenizer.inner
-            end = json.dumps("" if eot is None else inner.id_to_token(eot), ensure_ascii=False)
-            _write(partial / "chat_template.jinja", PLAIN.replace("end_of_text", end))
+                _write_hf(source, partial, dtype)
+            name = push or directory.name
+            _write(partial / "README.md", card(source, checkpoint, name, adapter))
+        _write_plain_template(source, partial)
         os.umask(umask := os.umask(0))
         for file in partial.iterdir():  # some libraries let only the owner read their files
             file.chmod(0o666 & ~umask)
@@ -99,13 +104,13 @@ def export(
     return directory
 
 
-def _write_own(source: Source, checkpoint: Checkpoint, directory: Path) -> None:
+def _write_own(source: Source, checkpoint: Checkpoint, directory: Path, dtype: str) -> None:
     """The weights of a model of the user's own code, and how to load them."""
     # a model of `transformers` is inside an `HfModel`
     wrapped = source.run and source.run.environment.get("wrapped")
     prefix = f"{MODEL}model." if wrapped else MODEL
     names = [name.removeprefix(prefix) for name in checkpoint.names(MODEL)]
-    save_weights(((name, checkpoint.tensor(prefix + name)) for name in names), directory)
+    save_weights(((name, checkpoint.tensor(prefix + name)) for name in names), directory, dtype)
     if source.tokenizer is not None:
         save_tokenizer(source.tokenizer, source.template, source.recipe.model.context, directory)
     text = OWN_MODEL.read_text(encoding="utf-8")
@@ -113,7 +118,7 @@ def _write_own(source: Source, checkpoint: Checkpoint, directory: Path) -> None:
     _write(directory / "README.md", text.format(**facts))
 
 
-def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path) -> None:
+def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path, dtype: str) -> None:
     settings, tokenizer, eot = source.recipe.model, source.tokenizer, source.tokenizer.eot
     rows = checkpoint.info(f"{MODEL}embedding.weight").shape[0]
     generation: dict[str, Any] = {}
@@ -129,17 +134,18 @@ def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path) -> None:
         return checkpoint.tensor(MODEL + name).float()
 
     if convert.export_note(settings):  # no architecture computes it
-        _write_json(directory / "config.json", convert.own_config(settings, rows, eot))
+        config = convert.own_config(settings, rows, eot)
         shutil.copyfile(CODE, directory / CODE.name)
         names = [name.removeprefix(MODEL) for name in checkpoint.names(MODEL)]
-        save_weights(((name, read(name)) for name in names), directory)
+        save_weights(((name, read(name)) for name in names), directory, dtype)
     else:
-        _write_json(directory / "config.json", convert.config(settings, rows, eot))
-        save_weights(convert.to_hf(settings, read), directory)
+        config = convert.config(settings, rows, eot)
+        save_weights(convert.to_hf(settings, read), directory, dtype)
+    _write_json(directory / "config.json", config | {"dtype": DTYPES[dtype]})
     save_tokenizer(tokenizer, source.template, settings.context, directory)
 
 
-def _write_hf(source: Source, directory: Path) -> None:
+def _write_hf(source: Source, directory: Path, dtype: str) -> None:
     model: Any = open_model(source, alone("cpu"))
     network = model.model
     for name, layer in list(network.named_modules()):
@@ -149,6 +155,8 @@ def _write_hf(source: Source, directory: Path) -> None:
         if hasattr(layer, "get_base_layer"):  # adapted
             layer.merge()
             network.set_submodule(name, layer.get_base_layer())
+    if dtype != "fp32":
+        network.to(getattr(torch, DTYPES[dtype]))
     network.save_pretrained(directory)
     origin = model.directory
     files = [name for name in hf_files.TOKENIZER_FILES if (origin / name).is_file()]
@@ -162,32 +170,36 @@ def _write_hf(source: Source, directory: Path) -> None:
             shutil.copyfile(origin / name, directory / name)
 
 
-def _write_adapter(source: Source, directory: Path) -> None:
+def _write_adapter(source: Source, directory: Path, dtype: str) -> None:
     """The files for `PeftModel.from_pretrained(base, DIR)`."""
     from peft import get_peft_model_state_dict
 
     model: Any = open_model(source, alone("cpu"))
     config = model.model.peft_config["default"]
     base = Path(source.recipe.model.name).expanduser()
-    name = str(base.resolve()) if base.is_dir() else source.recipe.model.name.removeprefix("hf:")
+    local = base.is_dir() and (hub.repository_of(base) or str(base.resolve()))
+    name = local or source.recipe.model.name.removeprefix("hf:")
     config.base_model_name_or_path, config.task_type = name, "CAUSAL_LM"
     config.inference_mode = True
     config.save_pretrained(directory)
     # Our model has its adapters without the PeftModel that `from_pretrained` expects around it.
     inner = get_peft_model_state_dict(model.model)
     weights = {f"base_model.model.{name}": tensor for name, tensor in inner.items()}
-    save_weights(weights.items(), directory, stem="adapter_model")
+    save_weights(weights.items(), directory, dtype, stem="adapter_model")
     save_tokenizer(source.tokenizer, source.template, model.context, directory)
 
 
 def save_weights(
-    tensors: Iterable[tuple[str, Tensor]], directory: Path, stem: str = "model"
+    tensors: Iterable[tuple[str, Tensor]], directory: Path, dtype: str, stem: str = "model"
 ) -> None:
     """Tensors as safetensors files of about FILE_BYTES or less; an index for several files."""
     from huggingface_hub import save_torch_state_dict
 
     # The format has no views of another tensor's storage.
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors}
+    if dtype != "fp32":
+        lower = getattr(torch, DTYPES[dtype])
+        copies = {n: c.to(lower) if c.is_floating_point() else c for n, c in copies.items()}
     save_torch_state_dict(
         copies,
         directory,
@@ -214,6 +226,16 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
     if template.source:
         config["chat_template"] = template.source
     _write_json(directory / "tokenizer_config.json", config)
+
+
+def _write_plain_template(source: Source, directory: Path) -> None:
+    """Write the plain template with the tokenizer's end of a text, if a chat run has no other."""
+    if source.recipe.data.format != "chat" or source.template.source:
+        return
+    tokenizer = source.tokenizer
+    end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
+    text = PLAIN.replace("end_of_text", json.dumps(end, ensure_ascii=False))
+    _write(directory / "chat_template.jinja", text)
 
 
 def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> str:
@@ -259,7 +281,8 @@ def _origin(run: Run, m: ModelSettings) -> dict[str, str]:
     commit = ""
     if name and not m.init_from and (saved := hf_files.saved_origin(run.path, m)):
         commit = read_json(saved / hf_files.RECORD).get("commit", "")
-    repository = name.removeprefix("hf:") if name.startswith("hf:") or commit else ""
+    if not (repository := hub.repository_of(Path(name).expanduser())):
+        repository = name.removeprefix("hf:") if name.startswith("hf:") or commit else ""
     return {"origin": Path(name).name, "commit": commit, "repository": repository}
 
 
