@@ -130,9 +130,9 @@ def check_loss_is_a_sum(
     try:
         with evaluating(model), autocast():
             losses = [float(unwrap(model)(tokens.to(device), m.to(device))) for m in masked]
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if ran_out_of_memory(error):
+            raise
         raise UserError(
             "forward(tokens, labels) of your model failed on two samples: "
             f"{type(error).__name__}: {first_line(error)}. It takes tokens and labels, int64 "
@@ -173,3 +173,8 @@ def uses_dropout(model: nn.Module) -> bool:
             if rate and isinstance(value, float) and value > 0:
                 return True
     return False
+
+
+def ran_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed. torch's allocator for a CPU raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -10,18 +10,21 @@ import torch
 from windlass.errors import RunFailed
 from windlass.recipe import BatchPlan
 from windlass.run import Run
+from windlass.training.checks import ran_out_of_memory
 from windlass.training.record import Recorder
 
 OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
 
 
-def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
+def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorder) -> BatchPlan:
     """The same samples in smaller micro-batches, after memory ran out in a step.
 
-    Raises RunFailed with advice if that is impossible: the user chose `train.micro_batch`, other
+    Raises any other error again, and RunFailed with advice if a smaller one is impossible: the user chose `train.micro_batch`, other
     ranks wait in the step's collectives, earlier steps of this start had this micro-batch, or the
     update may have begun.
     """
+    if not ran_out_of_memory(error):
+        raise error
     recipe, ranks = recorder.plan.recipe, recorder.ranks
     samples = batch.global_batch // batch.data_world
     sizes = [size for size in range(1, batch.micro_batch // 2 + 1) if samples % size == 0]

@@ -194,8 +194,8 @@ class Trainer:
         while True:
             try:
                 return self.loop()
-            except torch.OutOfMemoryError:
-                self.batch = memory.smaller_micro_batch(self.batch, recorder)
+            except RuntimeError as error:
+                self.batch = memory.smaller_micro_batch(error, self.batch, recorder)
             size = self.batch.micro_batch
             self.optimizer.zero_grad(set_to_none=True)
             memory.release_memory(self.recipe.train.compile)
