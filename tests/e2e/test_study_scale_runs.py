@@ -68,8 +68,7 @@ def test_killed_in_the_middle_of_a_probe_it_is_measured_anew(words, tmp_path):
         assert (start["world"], start["strategy"]) == (1, "single")
         assert start["global_batch"] == TINY["train.global_batch"] // 2
         assert not list(probe.glob(f"{run}/checkpoints/*"))
-    machine = read_json(path / "machine.json")
-    assert list(machine) == ["1x1", "1x2"] and machine["1x2"]["matrix_tflops"]["float32"] > 0
+    assert not (path / "machine.json").exists()  # a CPU's rates predict nothing
     one, two = json.loads(done.stdout)
     assert (one["world"], two["world"], one["efficiency"]) == (1, 2, 1.0) and two["step_ms"] > 0
     parts = ("compute_ms", "exposed_ms", "data_ms", "host_ms")

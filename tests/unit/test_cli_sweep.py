@@ -25,7 +25,7 @@ def finish(study, number, loss):
     speed = {"tokens": 819_200, "step_ms": 9.0, "tokens_per_s": 123_456.7}
     write_ledger(
         study.run_of(study.cells[number]),
-        {"kind": "event", "event": "started", "steps": 400},
+        {"kind": "event", "event": "started", "steps": 400, "world": 2},
         {"kind": "train", "step": 400, "loss": loss, **speed},
         {"kind": "eval", "step": 400, "suite": "loss", "loss": loss},
         {"kind": "summary", "step": 400, "device_hours": 0.01234},
@@ -100,12 +100,12 @@ def test_the_end_names_the_command_that_trains_the_winner_in_full(tmp_path, call
     study = Study.create(Recipe.load("quickstart", ["train.steps=10"]), axes, folder)
     for number in range(4):
         finish(study, number, 3.0 - number / 10)
-    options = ["--set", "train.steps=10", "--dir", folder, "--world", "2"]
+    options = ["--set", "train.steps=10", "--dir", folder]
     words = ["sweep", "quickstart", *axes, *options]
     out, _ = call(*words)
     assert "\nbest: " in out
     assert "  windlass train quickstart optim.lr=0.001 'optim.betas=[0.9, 0.99]' --world 2\n" in out
-    assert f"this is the preset's full length, {Recipe.load('quickstart').train.steps}" in out
+    assert f"It trains the preset's train.steps={Recipe.load('quickstart').train.steps}" in out
     out, errors = call(*words, "--json")
     assert [row["best_loss"] for row in json.loads(out)] == [3.0, 2.9, 2.8, 2.7]
     assert "windlass train quickstart" in errors

@@ -155,8 +155,7 @@ def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_p
     filled = row("gpt-squad-weak", on_gpus, SETUP)
     assert [*filled.values()] == "4 6 4 400,000,000 60.0 1.510 91.7 1.2500 123.4 87.5 114.3".split()
     filled = row("gpt-squad-scaling", on_cpu, SETUP)
-    numbers = ["60.0", *["no GPU"] * 3, "1.2500", "123.4"]
-    assert [*filled.values()] == ["1 x 4", "4 CPU ranks", "41.0", *numbers]
+    assert [*filled.values()] == ["1 x 4", "4 CPU ranks", "41.0", "60.0", "1.2500", "123.4"]
     waiting = {"setup": "1 x 8", "world": 8, "state": "waiting"}
     waiting["reasons"] = {"samples_factor": "the baseline has no numbers"}
     filled = row("bloom-squad-scaling", on_gpus, waiting)
@@ -199,11 +198,13 @@ def test_a_scaling_study_of_a_preset_fills_its_table_from_the_ledgers(tmp_path):
     cells, step = worlds(1, 2, 4), lambda cell: took[cell[WORLD]]
     study = build_scaling(tmp_path / "study", scaling, cells, step, waiting=[2])
     one, two, four = rows(of_study(study))
-    assert list(one) == SCALING
+    assert list(one) == SCALING[:-1]
+    (first, *_) = of_study(study).notes
+    assert first == "GPU Memory Allocated (GB): not measured without a GPU."
     assert one["Samples/s Scale Factor"] == one["Runtime Scale Factor"] == "1.000"
     assert (one["Samples/s"], two["Samples/s"]) == ("80.0", "133.3")
     assert two["Samples/s Scale Factor"] == "1.667"
-    assert one["Total GPUs"] == "1 CPU rank" and two["GPU Memory Allocated (GB)"] == "no GPU"
+    assert one["Total GPUs"] == "1 CPU rank"
     factor = float(one["Runtime (s)"]) / float(two["Runtime (s)"])
     assert float(two["Runtime Scale Factor"]) == pytest.approx(factor, rel=0.02)
     assert four["Setup"] == "1 host, 4 ranks"
@@ -212,3 +213,9 @@ def test_a_scaling_study_of_a_preset_fills_its_table_from_the_ledgers(tmp_path):
     assert first.published == second.published == of_study(study)
     for file in (tmp_path / "a").glob("published.*"):
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+    # programs get every published column, with a reason in each cell; people get one line
+    programs = csv.DictReader((tmp_path / "a" / "published.csv").read_text().splitlines())
+    assert [row[SCALING[-1]] for row in programs][:2] == ["no GPU"] * 2
+    for name in ("published.md", "published.tex"):
+        text = (tmp_path / "a" / name).read_text()
+        assert text.count("not measured without a GPU") == 1 and "no GPU" not in text

@@ -36,6 +36,7 @@ def strong(tmp_path_factory):
         failed=[3],
         waiting=[7, 11],
         settings=["train.global_batch=64"],
+        device="NVIDIA X1",
     )
 
 
@@ -79,20 +80,21 @@ def test_the_tables_have_every_setup_with_its_state_and_reasons(strong, tmp_path
     assert set(SETUP) <= set(table[0])
     assert (float(table[1]["step_ms"]), float(table[1]["step_ms_low"])) == (56, 54)
     assert float(table[2]["efficiency"]) == pytest.approx(84 / (36 * 4))
-    assert "exposed_ms: no communication on one rank" in table[0]["reasons"]
+    assert "exposed_ms: one rank does not communicate" in table[0]["reasons"]
     assert f"step_ms: {failed}" in table[3]["reasons"] and table[3]["step_ms"] == ""
     text, latex = written.markdown.read_text(), (tmp_path / "out" / "scaling.tex").read_text()
     for said in (
         "Efficiency = T(N0) · N0 ÷ (T(N) · N)",
         "Karp and Flatt 1990",
         "then over 3 repeats",
-        "No value of MFU (all setups): the peak of CPU is unknown.",
+        "No MFU: the peak of NVIDIA X1 is unknown.",
+        "No serial fraction of 1 host, 1 rank: it is the baseline.",
         "All setups ran on one host, node-0: this says nothing about several hosts.",
         "low efficiency, 58 %",
         "## Projected, not measured",
     ):
         assert said in text, said
-    assert "no GPU" in text and "| 16 | projected |" in text
+    assert "| 16 | projected |" in text
     assert failed in latex and "58.3 \\%" in latex
     html = written.page.read_text()
     assert html.count('<section id="scaling">') == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -152,10 +153,12 @@ def report(
 
 
 def show_published(table: Table | None) -> None:
-    """Print a published table with its note."""
+    """Print a published table with its notes, and a blank line."""
+    from windlass.telemetry.terminal import rich_console
+
     if table:
-        table.print(table.title)
-        typer.echo("".join(f"{note}\n" for note in table.notes), nl=False)
+        console = rich_console(sys.stdout)
+        console.print(table.terminal(console.width, table.title), *table.notes, "", sep="\n")
 
 
 def show_study(study: Study) -> None:

@@ -43,7 +43,7 @@ def scale(
     repeats: int | None = Option(None, min=1, metavar="R", help="Runs of each setup; default 1."),
     warmup: int | None = Option(None, min=0, metavar="STEPS", help="Left out; default 5."),
     precisions: str = Option("", metavar="P,P", help="With strategies: as fp32,bf16."),
-    project: str = Option("", metavar="N,N,...", help="More ranks, to predict."),
+    project: str = Option("", metavar="N,N,...", help="More ranks to predict, on GPUs."),
     no_probe: bool = Option(False, "--no-probe", help="Only train; measure nothing beside it."),
     dir_: Path | None = Option(None, "--dir", help="Default: studies/<preset>-<mode>-<hash>."),
     retry_failed: RetryFailed = False,
@@ -105,10 +105,10 @@ def _show(study: Study, progress: Progress, json_: bool) -> None:
         own = [{name: getattr(setup, name) for name in names} for setup in table]
         head = [{"setup": setup.name, **setup.assignment, **setup.values} for setup in table]
         print_json([one | more for one, more in zip(head, own, strict=True)])
-    for part in terminal(study, table, console.width):
-        console.print(part)
     if not json_:
         show_study(study)
+    for part in terminal(study, table, console.width):
+        console.print(part)
     progress.notify(f"report: windlass report {study.path}")
 
 

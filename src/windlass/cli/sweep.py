@@ -91,9 +91,9 @@ def sweep(
     if json_:
         print_json([result.row() for result in results])
     progress.show_end(study)
-    show_winners(progress, study, world)
     if not json_:
         show_study(study)
+    show_winners(progress, study)
     return exit_code(study, number)
 
 
@@ -106,7 +106,7 @@ def exit_code(study: Study, only: int | None = None) -> int:
     return DONE if all(result.state in DONE_STATES for result in own) else FAILED
 
 
-def show_winners(progress: Progress, study: Study, world: int) -> None:
+def show_winners(progress: Progress, study: Study) -> None:
     """Print medians over seeds, and the command that trains each winner, or why there is none."""
     from windlass.telemetry.measures import title_of
 
@@ -120,7 +120,7 @@ def show_winners(progress: Progress, study: Study, world: int) -> None:
         over = f", median of {group.seeds}" if group.seeds else ""
         score = f"{title_of(study.measure)} {group.median:.4f}{over}"
         progress.notify(f"best: {group.label} ({score})")
-        for line in filter(None, study.winner_command(group.assignment, world)):
+        for line in filter(None, study.winner_command(group.assignment)):
             progress.notify(f"  {line}")
     if remark:
         progress.console.print(remark)

@@ -28,7 +28,15 @@ from windlass.estimate.milestones import (
 from windlass.estimate.optimum import optimal_steps, optimal_tokens
 from windlass.estimate.subject import Size, Subject, subject_of, with_activations
 from windlass.estimate.text import print_plan
-from windlass.estimate.time import ASSUMED_MFU, Rates, Speed, measured_speed, speed_on, step_time
+from windlass.estimate.time import (
+    ASSUMED_MFU,
+    NO_PEAK,
+    Rates,
+    Speed,
+    measured_speed,
+    speed_on,
+    step_time,
+)
 from windlass.model.convert import export_note
 from windlass.optim.schedule import schedule_horizon
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe
@@ -218,11 +226,13 @@ def reasons(subject: Subject, speed: Speed | None) -> dict[str, str]:
     if not subject.samples_per_epoch:
         unknown["epochs"] = subject.reason
     if speed is None:
+        on_cpu = subject.device.kind == "cpu"
         peak = f"the peak of {subject.device.name} in {subject.precision} is unknown"
+        peak = NO_PEAK if on_cpu else peak
         advice = "name a past run of this model (--from RUN), or a listed device (--device NAME)"
         cause = "the FLOPs of a token are unknown, because the model's size is"
         cause = f"{peak}: {advice}" if size.flops_per_token else cause
-        unknown["time"] = f"nothing was measured, and {cause}"
+        unknown["time"] = f"no step was measured, and {cause}"
     return unknown
 
 

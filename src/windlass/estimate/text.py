@@ -34,7 +34,8 @@ def print_plan(plan: Any, console: Console) -> None:
         cells = []
         for m in plan.milestones:
             seconds = (m.first_seconds, m.last_seconds)
-            first, last = ("?" if s is None else duration(s) if s else "now" for s in seconds)
+            unknown = "?" if plan.speed else ""  # an empty column is not shown
+            first, last = (unknown if s is None else duration(s) if s else "now" for s in seconds)
             more = (f"{m.left:,}", f"{m.last:,}", last) if m.left > 1 else ("", "", "")
             cells.append((m.what, f"{m.first:,}", first, *more))
         head = ("what", "next at step", "in", "left", "last at step", "in")

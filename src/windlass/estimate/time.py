@@ -2,7 +2,8 @@
 
 `step_time` is the one analytic model: a rank's FLOPs, its optimizer update, and the strategy's
 collectives by ring formulas (docs/guides/scale.md). Nothing overlaps, and latency and memory traffic do
-not count. Three callers calibrate its `Rates`:
+not count. It is not calibrated for CPUs, where its predictions missed measured steps by more than
+half. Three callers calibrate its `Rates`:
 
 - `windlass plan`: a device's published peak times an assumed MFU, which includes communication
 - the predicted step of a scaling study: measured matrix products and collectives
@@ -38,6 +39,8 @@ RECOMPUTED = {"full": 4 / 3}
 ASSUMED_MFU = 0.4
 """The assumed part of the peak. Published GPU and TPU trainings report 0.3 to 0.55 (0.46 for PaLM,
 arXiv 2204.02311). A small model or a slow network gives less."""
+NO_PEAK = "a CPU has no published peak"
+UNCALIBRATED = "the model of a step's time is not calibrated for CPUs"
 PREDICTED_AT = 0.05
 """The part of a run's steps after which a report predicts its time to finish."""
 

@@ -1,6 +1,7 @@
 """The tables of published pieces of work, filled from a run or a study by the name of its preset.
 
-A reason in words stands for each missing value, for example "no GPU" on a CPU.
+A reason in words stands for each missing value. If all runs are on CPUs, people see no columns of
+GPUs, but a line that names them; the CSV has them, with "no GPU" in every row.
 """
 
 from __future__ import annotations
@@ -96,8 +97,13 @@ def published(
     empty = [x for x in spec.get("optional", ()) if all(r.values.get(x) is None for r in rows)]
     columns = {heading: x for heading, x in columns.items() if x not in empty}
     cells = [[row.cell(x) for x in columns.values()] for row in rows]
-    heads = [Column(heading, heading, of_published(x).kind) for heading, x in columns.items()]
-    return Table(wanted, heads, cells, spec["title"], [spec["note"]] if "note" in spec else [])
+    measures = {heading: of_published(x) for heading, x in columns.items()}
+    on_cpus = any(row.gpus is False for row in rows) and not any(row.gpus for row in rows)
+    hidden = [heading for heading, measure in measures.items() if measure.gpu and on_cpus]
+    heads = [Column(x, x, m.kind, shown=x not in hidden) for x, m in measures.items()]
+    notes = [f"{', '.join(hidden)}: not measured without a GPU."] if hidden else []
+    notes += [spec["note"]] if "note" in spec else []
+    return Table(wanted, heads, cells, spec["title"], notes)
 
 
 def of_study(study: Study) -> Table | None:

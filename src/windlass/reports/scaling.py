@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from windlass.estimate.time import UNCALIBRATED
 from windlass.reports.charts import Axis, Chart, Series, pattern
 from windlass.reports.study import StudyView, Winner
 from windlass.reports.table import Column, Table
@@ -215,9 +216,10 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
             empty.setdefault((why, *setups), []).append(words)
     text = []
     for (why, *setups), columns in empty.items():
-        everywhere = len(setups) == len(measured) > 1
-        names = "all setups" if everywhere else "; ".join(setups)
-        text.append(f"No value of {', '.join(columns)} ({names}): {why}.")
+        names = "" if len(setups) == len(measured) else f" of {'; '.join(setups)}"
+        if why == UNCALIBRATED and scaling.project:
+            columns.append(f"projection to {', '.join(map(str, scaling.project))} ranks")
+        text.append(f"No {', '.join(columns)}{names}: {why}.")
     return text
 
 

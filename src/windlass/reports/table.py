@@ -92,9 +92,9 @@ class Table:
         text = [head for place, head in enumerate(heads) if place not in self.numeric]
         return table(heads, self.texts(), width, text=text, title=title)
 
-    def print(self, title: str = "") -> None:
+    def print(self) -> None:
         console = rich_console(sys.stdout)
-        console.print(self.terminal(console.width, title))
+        console.print(self.terminal(console.width))
 
 
 def _plain(value: Any) -> Any:

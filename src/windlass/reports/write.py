@@ -113,23 +113,29 @@ def _read(sources: Source | Sequence[Source]) -> tuple[list[RunView], StudyView 
 def _write_tables(computed: Contents, out: Path) -> list[Path]:
     """Every table as CSV, and as LaTeX if people see it."""
     shown = dict(computed.tables) | {"results": computed.csv["results"]}
-    if computed.published:
-        shown["published"] = computed.published
-        write_atomic(out / "published.md", computed.published.markdown())
+    if published := computed.published:
+        shown["published"] = published
+        write_atomic(out / "published.md", with_notes(published))
     papers = {f"evaluations-{slug(suite)}": table for suite, table in computed.evaluations.items()}
     files = {f"{name}.csv": table.csv() for name, table in {**computed.csv, **shown}.items()}
     files |= {f"{name}.tex": table.latex() for name, table in {**papers, **shown}.items()}
+    if published:
+        files["published.tex"] += "".join(f"% {note}\n" for note in published.notes)
     for name, text in files.items():
         write_atomic(out / name, text)
     return [out / name for name in files]
+
+
+def with_notes(table: Table) -> str:
+    """A table in Markdown, with its notes after it."""
+    return table.markdown() + "".join(f"\n{markdown_cell(note)}\n" for note in table.notes)
 
 
 def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
     """`report.md`; `drawn`: the pictures by the chart's id."""
 
     def section(table: Table) -> str:
-        notes = "".join(f"\n{markdown_cell(note)}\n" for note in table.notes)
-        return f"\n## {markdown_cell(table.title)}\n\n{table.markdown()}{notes}"
+        return f"\n## {markdown_cell(table.title)}\n\n{with_notes(table)}"
 
     head = computed.head
     text = f"# {markdown_cell(head.title)}\n"
@@ -145,10 +151,10 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
     for best in computed.winners:
         what = best.text if computed.scaled else f"The best: {best.text}"
         winners += f"\n{markdown_cell(what)}. {best.remark}\n\n```\n{best.command}\n```\n"
+    text += section(computed.published) if computed.published else ""
     for name, table in computed.tables.items():
         text += winners * (name == "cells") + section(table)
     text += "".join(map(section, computed.evaluations.values()))
-    text += section(computed.published) if computed.published else ""
     if drawn:
         titles = {"loss-late": "Loss without its first steps"}
         titles |= {chart.id: markdown_cell(chart.title) for chart in computed.pictures}

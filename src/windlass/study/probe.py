@@ -129,14 +129,15 @@ def _wait(
 def measure_machine(study: Study, cell: Cell, notify: Callable[[str], None], launch: bool) -> None:
     """Measure matrix products and collectives with a cell's ranks, unless that was done.
 
-    `launch`: on the hosts of the allocation.
+    `launch`: on the hosts of the allocation. Without it a CPU is not measured, because the rates
+    are for predictions, and there are none for CPUs.
     """
     world = cell.world or 1
-    if f"{cell.nodes}x{world}" in read_json(study.path / "machine.json"):
+    on_cpu = study.recipe.parallel.device == "cpu" or not visible_gpus()
+    if f"{cell.nodes}x{world}" in read_json(study.path / "machine.json") or (on_cpu and not launch):
         return
     ranks = f"{world} rank{'s' * (world > 1)}"
     notify(f"measuring matrix products{' and collectives' * (world > 1)} of {ranks}")
-    on_cpu = study.recipe.parallel.device == "cpu" or not visible_gpus()
     command = [*WINDLASS, "check", str(study.path / "recipe.toml"), "--json"]
     command += ["--max-size", CHECK_BYTES] if on_cpu else []
     command = [*launch_words(cell), *command] if launch else [*command, "--world", str(world)]

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from windlass.estimate.time import Rates, Work, measured_rates, on_cpu, step_time
+from windlass.estimate.time import (
+    NO_PEAK,
+    UNCALIBRATED,
+    Rates,
+    Work,
+    measured_rates,
+    on_cpu,
+    step_time,
+)
 from windlass.fileio import read_json
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
@@ -218,9 +226,11 @@ def _divide(setup: Setup, probe: Mapping[str, float]) -> None:
 
 
 def _predict(setup: Setup, machines: Mapping[str, Any]) -> None:
-    """Predict the time of a setup's step by the measured rates of its machine."""
+    """Predict the time of a setup's step by the measured rates of its machine, but on CPUs."""
     values, machine = setup.values, machines.get(f"{setup.values['nodes']}x{setup.world}")
-    if setup.recipe.parallel.offload:
+    if setup.on_cpu:
+        why = UNCALIBRATED
+    elif setup.recipe.parallel.offload:
         why = "copies to and from the host are not in the formula"
     elif not machine:
         why = "the rates of these hosts and ranks were not measured"
@@ -331,12 +341,12 @@ def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
         return dict.fromkeys(SETUP, why)
     weak = scaling.mode == "weak"
     reasons = dict.fromkeys(SETUP, "not measured") | {
-        "mfu": f"the peak of {setup.start.get('device')} is unknown",
+        "mfu": NO_PEAK if setup.on_cpu else f"the peak of {setup.start.get('device')} is unknown",
         "compile_s": "not compiled",
-        "exposed_ms": "no communication on one rank",
+        "exposed_ms": "one rank does not communicate",
         "exact_match": "eval.suites does not have squad",
         "f1": "eval.suites does not have squad",
-        "serial_fraction": "defined for a fixed amount of work" if weak else "the baseline",
+        "serial_fraction": "defined for a fixed amount of work" if weak else "it is the baseline",
         "predicted_error": setup.missing.get("predicted_ms", "not measured"),
     }
     if scaling.mode == "strategies":
@@ -361,15 +371,15 @@ class Projection(NamedTuple):
 def projections(study: Study, table: Sequence[Setup]) -> tuple[list[Projection], str]:
     """The step at each number of `Scaling.project`, and a sentence on the basis.
 
-    Both are empty if the study projects nothing. The rates of `estimate.time` come from the largest
-    measured setup. Host time and waiting for data stay.
+    Both are empty if the study projects nothing, or ran on CPUs. The rates of `estimate.time` come
+    from the largest measured setup. Host time and waiting for data stay.
     """
     scaling, measured = study.scaling, [setup for setup in table if setup.measured]
     if scaling is None or not scaling.project or scaling.mode == "strategies":
         return [], ""
-    # Ranks that take turns on too few cores say nothing about more ranks.
-    alone = [setup for setup in measured if not shared_cores(setup)] or measured
-    base = max(alone, key=lambda setup: setup.world, default=None)
+    if any(setup.on_cpu for setup in measured):
+        return [], ""  # UNCALIBRATED
+    base = max(measured, key=lambda setup: setup.world, default=None)
     if base is None or base.world == 1 or "compute_ms" not in base.values:
         one_rank = "only one rank was measured, which does not communicate"
         why = base.missing.get("compute_ms", one_rank) if base else "nothing is measured yet"
@@ -382,10 +392,10 @@ def projections(study: Study, table: Sequence[Setup]) -> tuple[list[Projection],
         f"{base.world} ranks on {one_host if hosts < 2 else f'{hosts} hosts'}. Nothing overlaps; "
         "latency and the topology beyond these ranks are unknown."
     )
-    largest, first = max(setup.world for setup in measured), baseline(table)
+    first = baseline(table)
     within = "within the measured numbers of ranks"
     return [
-        _project(study, base, first, n) if n > largest else Projection(n, reason=within)
+        _project(study, base, first, n) if n > base.world else Projection(n, reason=within)
         for n in scaling.project
     ], basis
 

@@ -36,7 +36,7 @@ from windlass.recipe import (
     typed,
 )
 from windlass.recipe.layers import dotted
-from windlass.run import Run
+from windlass.run import Run, last_start
 from windlass.study.grid import (
     NODES,
     ONE,
@@ -276,10 +276,10 @@ class Study:
         """The groups with the best median score (see `results.find_winners`)."""
         return find_winners(self.results(), self.measure, self.values)
 
-    def winner_command(self, assignment: Assignment, world: int = 1) -> tuple[str, str]:
+    def winner_command(self, assignment: Assignment, world: int = 0) -> tuple[str, str]:
         """The command that trains an assignment in full, and a remark.
 
-        `world`: the ranks, if the assignment sets none. The command names the study's preset and
+        `world`: the ranks, if the assignment sets none; 0: those of the first cell. The command names the study's preset and
         repeats its changes, except a number of steps that was cut down for the study. Without a
         preset it names the study's recipe file.
         """
@@ -297,9 +297,11 @@ class Study:
             shorter = isinstance(steps, int) and (isinstance(full, str) or steps < full)
             if shorter and "train.steps" not in assignment:
                 del settings["train.steps"]
-                length = f"this is the preset's full length, {full}"
-                remark = f"The study's cells had {steps} steps; {length}."
+                cells = f"the cells trained {steps} step{'s' * (steps != 1)}"
+                remark = f"It trains the preset's train.steps={typed(full)}; {cells}."
         settings |= {key: value for key, value in assignment.items() if value is not None}
+        starts = (last_start(self.run_of(cell).ledger()) for cell in self.cells)
+        world = world or next((int(start["world"]) for start in starts if "world" in start), 1)
         world = settings.pop(WORLD, world)
         words = [f"{key}={typed(value)}" for key, value in settings.items()]
         words += ["--world", str(world)] if world > 1 else []

@@ -333,7 +333,7 @@ serial_fraction | hours | serial | Serial fraction | serial fraction (Karp-Flatt
 ratio | share | runtime÷ | Runtime ÷ baseline's | this runtime over the baseline's | | compared
 compute_ms | rate | compute | Computing (ms)\
  | computing in a step: the probe's passes and update | computing | part
-exposed_ms | rate | comm. | Communication exposed (ms)\
+exposed_ms | rate | comm. | Exposed communication (ms)\
  | communication in a step that computing does not hide | communication | part
 data_ms | rate | data | Waiting for data (ms) | | waiting for data | part
 host_ms | rate | host | Host (ms) | the rest of a step | the host | part
