@@ -25,7 +25,8 @@ from windlass.launch.job import Site
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.submit import Resources, submit_run
 from windlass.recipe import Recipe, presets, settings, study_presets
-from windlass.recipe.keys import other_tools, values
+from windlass.recipe.keys import values
+from windlass.recipe.other_tools import other_tools
 from windlass.telemetry import measures
 
 DOCS = Path(__file__).parent

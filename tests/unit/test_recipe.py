@@ -20,7 +20,8 @@ from windlass.recipe import (
     presets,
     settings,
 )
-from windlass.recipe.keys import other_tools, values
+from windlass.recipe.keys import values
+from windlass.recipe.other_tools import other_tools
 from windlass.recipe.units import epochs_in
 
 SUITES, SCHEDULE = 'eval.suites=["loss","squad"]', "optim.schedule."
@@ -145,7 +146,10 @@ def test_a_wrong_key_is_answered_with_the_setting_that_was_meant(key, ours):
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("rl", ["Windlass does not have it", "reinforcement"]),
+        ("rl", ["Windlass does not have it", "reinforcement", "DPO"]),
+        ("beta", ["Windlass does not have it", "DPO"]),
+        ("use_rslora", ["Windlass does not have it", "model.lora.alpha"]),
+        ("padding_free", ["Windlass does not have it", "data.length_buckets"]),
         ("train.ema_decay", ["Windlass does not have it"]),
         ("data.chat_template", ["Windlass does not have it", "data.tokenizer=hf:DIR"]),
         ("train.backend", ["parallel.strategy=ddp", "NCCL"]),
@@ -306,7 +310,11 @@ def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path):
         ("quickstrat", [], ("did you mean quickstart?",)),
         ("shakespear", [], ("did you mean shakespeare-char?",)),
         ("wiki.txt", [], ("windlass train quickstart data.source=wiki.txt",)),
-        ("config.yaml", [], ("TOML", "windlass init")),
+        (
+            "config.yaml",
+            [],
+            ("TOML", "windlass init", "base_model: write model.name", "train.steps", "(DoRA)"),
+        ),
         ("empty", [], ("empty is a directory without a recipe",)),
         ("runs", [], ("runs is a directory without a recipe", "runs/a")),
         ("model", [], ("model.kind=hf model.name=model",)),
@@ -321,7 +329,7 @@ def test_what_cannot_be_read_is_one_message(tmp_path, monkeypatch, recipe, overr
         "loop.toml": 'extends = "loop.toml"\n',
         "bad.toml": "[train]\nprecision = bf16\n",
         "wiki.txt": "[train\n",
-        "config.yaml": "a: 1\n",
+        "config.yaml": "a: 1\nbase_model: x\ntrainer:\n  max_steps: 5\nuse_dora: true\n",
         "model/config.json": "{}",
         "runs/a/recipe.toml": "",
         "empty/x": "",

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import difflib
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
-from functools import cache
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from windlass.recipe.layers import flatten
+from windlass.recipe.other_tools import answers_of, in_words
 from windlass.recipe.units import DURATION
 
 ALIKE = 0.75
@@ -35,40 +33,9 @@ FORMS = {
 """The values of a setting with a `pattern`, in words."""
 
 
-@cache
-def other_tools() -> dict[str, dict[str, tuple[str, str]]]:
-    """The keys of each other tool, each with our key (or `key=value`, or empty) and a remark."""
-    tools = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
-    for keys in tools.values():
-        keys |= {key: (own, "") for key, own in keys.items() if isinstance(own, str)}
-    return tools
-
-
-def _answers(key: str, fields: Mapping[str, Any]) -> dict[str, str]:
-    """Our keys (or `key=value`) for a key of other tools, each with a remark.
-
-    The whole key counts first, then its name without the section. A name alone may also be the end
-    of a key of another tool, unless it is the end of one of ours.
-    """
-    name = key.rpartition(".")[2]
-    for wanted in (key, name):
-        answers = dict[str, str]()
-        for keys in other_tools().values():
-            if wanted in keys:
-                answers.setdefault(*keys[wanted])
-        if answers:
-            return answers
-    if not any(field.endswith(f".{key}") for field in fields):
-        for keys in other_tools().values():
-            for other, (own, remark) in keys.items():
-                if key == other.rpartition(".")[2]:
-                    answers.setdefault(own, remark)
-    return answers
-
-
 def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
     """The settings that an unknown key may mean; none if nothing is near."""
-    if answers := _answers(key, fields):
+    if answers := answers_of(key, fields):
         return [own.partition("=")[0] for own in answers]
     parts = key.split(".")
     for start in range(len(parts)):  # `lora.rank` is the end of `model.lora.rank`
@@ -87,9 +54,8 @@ def _likeness(key: str, field: str) -> float:
 
 def nearest(key: str, fields: Mapping[str, Any]) -> str:
     """The answer to an unknown key: a setting to write instead, or the names in its section."""
-    if answers := _answers(key, fields):
-        notes = {own: f" ({remark})" * bool(remark) for own, remark in answers.items()}
-        return " or ".join(f"write {own}{notes[own]}" if own else answers[own] for own in answers)
+    if answer := in_words(answers_of(key, fields)):
+        return answer
     if likely := meant(key, fields):
         return f"did you mean {' or '.join(likely)}?"
     section = key.rpartition(".")[0] + "."

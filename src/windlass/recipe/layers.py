@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError, did_you_mean
+from windlass.recipe.other_tools import translate_yaml
 
 SECTIONS = 10
 """Tables and keys at the top of a whole recipe, `preset` among them."""
@@ -137,7 +138,11 @@ def _find(recipe: str | Path) -> Path:
         raise UserError(f"{name} is a directory without a recipe (recipe.toml); give {instead}")
     if path.is_file():
         if path.suffix in (".yaml", ".yml", ".py"):  # another tool's configuration
-            raise UserError(f"{name}: a recipe is a TOML file (`windlass init` writes one)")
+            text = (
+                "" if path.suffix == ".py" else path.read_text(encoding="utf-8", errors="replace")
+            )
+            problem = f"{name}: a recipe is a TOML file (`windlass init` writes one)"
+            raise UserError("\n".join([problem, *translate_yaml(text)]))
         train = f"windlass train quickstart {shlex.quote(f'data.source={name}')}"
         raise UserError(f"{name}: it is not a recipe; to train on it: {train}")
     if "=" in name:
