@@ -26,7 +26,6 @@ from windlass.estimate.memory import (  # noqa: E402 - the tests come first in t
 from windlass.recipe import Recipe  # noqa: E402 - the tests come first in the path
 
 CASES = [
-    ("quickstart", 257, 1, {}),
     ("quickstart", 257, 2, {"parallel.strategy": "full_shard"}),
     ("shakespeare-char", 65, 1, {"train.micro_batch": 4}),
     ("shakespeare-char", 65, 2, {"train.micro_batch": 4}),
