@@ -1,7 +1,7 @@
 """How far the losses of several ranks are from those of one, in fp32 and float64: a table in
 Markdown.
 
-    python benchmarks/rounding.py [--steps 120] [--worlds 2,4]
+    python benchmarks/rounding.py [--steps 240] [--worlds 2,4]
 
 Each run is the quickstart, with one thread a rank. A run on N ranks has 1/N of the micro-batch.
 """
@@ -18,7 +18,7 @@ from windlass.run import Run
 
 FIRST = 10  # steps of the first column
 BATCH = 8  # of the quickstart
-SETTINGS = ["telemetry.every=1", "eval.every=0", "checkpoint.every=0", "train.threads=1"]
+SETTINGS = ["telemetry.every=1", "eval.every=0", "eval.sample_every=0", "train.threads=1"]
 
 
 def losses(folder: Path, precision: str, world: int, steps: int) -> list[float]:
@@ -34,7 +34,7 @@ def losses(folder: Path, precision: str, world: int, steps: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--worlds", default="2,4")
     given = parser.parse_args()
     print(f"| `train.precision` | ranks | steps 1–{FIRST} | steps 1–{given.steps} |")
