@@ -217,6 +217,8 @@ def local_data(recipe: Recipe) -> dict[str, str]:
 def sizes(recipe: Recipe) -> dict[str, str]:
     """The sizes of a tiny training of a recipe."""
     small = {k: v for k, v in SMALL.items() if recipe.model.kind == "gpt" or k[:6] != "model."}
+    if "hellaswag" in recipe.eval.suites:
+        small |= {"eval.suites": "loss"}
     if recipe.data.format != "text":  # a sample is as long as its text
         small |= {"model.context": "1024"} if recipe.model.kind == "gpt" else {}
         small |= {"train.steps": "4", "train.global_batch": "2", "checkpoint.every": "2"}

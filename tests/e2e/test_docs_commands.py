@@ -10,7 +10,12 @@ from docs_runs import ELSEWHERE, Page, Runner, elsewhere, prepared  # noqa: F401
 from docs_pages import ROOT, all_commands, blocks, commands_of, name_of, pages
 
 TUTORIALS = "docs/tutorials/"
-PAGES: dict[str, Page] = {}
+PAGES = {
+    "docs/concepts/checkpoints.md": Page(given={"runs/demo": "run"}),
+    "docs/guides/data.md": Page(given={"input.txt": "To be, or not to be. " * 500}),
+    "docs/guides/resume.md": Page(codes={"optim.lr=1e-2": 2}),
+    "docs/guides/train.md": Page(codes={"--world 3": 2}),
+}
 """What a page needs besides the files of `Prepared` and the sizes of `smaller`."""
 
 
@@ -50,8 +55,8 @@ def test_every_command_runs_here_or_names_its_test():
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", with_commands())
-def test_every_command_of_a_page_runs(name, tmp_path, prepared, monkeypatch, capsys):
+def test_every_command_of_a_page_runs(name, tmp_path, prepared, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WINDLASS_QUIET_END", "1")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    Runner(PAGES.get(name, Page()), prepared, capsys).run(ROOT / name)
+    Runner(PAGES.get(name, Page()), prepared, capfd).run(ROOT / name)

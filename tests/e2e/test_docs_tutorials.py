@@ -61,12 +61,12 @@ TUTORIALS = {
 
 
 @pytest.mark.parametrize("name", sorted({path.name for path in PAGES.glob("*.md")} - {"slurm.md"}))
-def test_every_command_of_a_tutorial_runs(name, tmp_path, prepared, monkeypatch, capsys):
+def test_every_command_of_a_tutorial_runs(name, tmp_path, prepared, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     page = TUTORIALS[name]
     if not page.reports:  # a run's own report and its plots take seconds
         monkeypatch.setenv("WINDLASS_QUIET_END", "1")
-    Runner(page, prepared, capsys).run(PAGES / name)
+    Runner(page, prepared, capfd).run(PAGES / name)
 
 
 def test_stitched_run_of_exercises_is_beginning_of_long_one(tmp_path, monkeypatch, capsys):
