@@ -13,6 +13,7 @@ TUTORIALS = "docs/tutorials/"
 PAGES = {
     "docs/concepts/checkpoints.md": Page(given={"runs/demo": "run"}),
     "docs/guides/data.md": Page(given={"input.txt": "To be, or not to be. " * 500}),
+    "docs/guides/report.md": Page(given={"run": "run", "runs/a": "run", "runs/b": "run"}),
     "docs/guides/resume.md": Page(codes={"optim.lr=1e-2": 2}),
     "docs/guides/train.md": Page(codes={"--world 3": 2}),
 }

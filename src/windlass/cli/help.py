@@ -101,7 +101,7 @@ GROUPS = {
         "submit": Verb(
             "cluster",
             "Submit a training or a study to SLURM, PBS or LSF.",
-            "windlass submit quickstart --scheduler slurm --time 01:00:00 --dry-run",
+            "windlass submit quickstart --gpus-per-node 4 --time 01:00:00 --dry-run",
         ),
         "launch": Verb(
             "cluster",
