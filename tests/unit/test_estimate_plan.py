@@ -146,6 +146,21 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     assert "nobody/nothing" in result.unknown["size"]
 
 
+def test_a_plan_of_weights_in_4_bits_needs_no_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("windlass.errors.find_spec", lambda name: name != "bitsandbytes" or None)
+    hf_fixtures.config("llama").save_pretrained(tmp_path / "model")
+    own = [f"model.name={tmp_path / 'model'}", "model.context=64", "model.lora.rank=4"]
+    own += ["train.steps=10"]
+    whole = plan("bloom-560m-squad", own, device="A100-40GB")
+    small = plan("bloom-560m-squad", [*own, "model.lora.base=4bit"], device="A100-40GB")
+    assert small.size.parameters == whole.size.parameters and not small.unknown.get("activations")
+    weights, less = (result.memory[0].memory for result in (whole, small))
+    assert less.parameters < weights.parameters and less.activations > 0
+    recipe = Recipe.load("bloom-560m-squad", [*own, "model.lora.base=4bit"])
+    with pytest.raises(UserError, match="pip install bitsandbytes"):
+        recipe.check_packages()
+
+
 def test_a_plan_before_the_data_is_prepared_names_the_command_that_prepares_it():
     result = plan("shakespeare-char", ["model.vocab=0"], device="A100-80GB")
     assert "windlass prepare" in result.unknown["size"] + result.unknown["epochs"]

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from windlass.model.build import build_model
+from windlass.model.quantised import Linear4bit
 from windlass.model.size import Peaks
 from windlass.parallel.parallelize import LOW, checkpoint_activations
 from windlass.recipe import Recipe
@@ -38,7 +39,8 @@ def _peaks_of(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> t
     model: Any = build_model(recipe, vocab).train()
     low = LOW.get(precision)
     checkpoint_activations(model.blocks(), recipe.parallel.activation_checkpointing)
-    with FakeTensorMode(allow_non_fake_inputs=True), _no_packed_rows():
+    matrix = mock.patch.object(Linear4bit, "matrix", _matrix)
+    with FakeTensorMode(allow_non_fake_inputs=True), _no_packed_rows(), matrix:
         _replace_parameters(model)
         with Meter() as meter, Attention():
             tokens = torch.zeros(micro_batch, recipe.model.context, dtype=torch.int64)
@@ -54,6 +56,11 @@ def _peaks_of(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> t
         together += size
         most_without, most = max(most_without, without), max(most, together)
     return micro_batch, most_without, most
+
+
+def _matrix(layer: Linear4bit, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A matrix of the size of a quantised one, without `bitsandbytes`."""
+    return torch.empty(layer.out_features, layer.in_features, dtype=dtype)
 
 
 def _no_packed_rows() -> contextlib.AbstractContextManager[Any]:

@@ -213,11 +213,9 @@ def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
 def open_hf(directory: Path, settings: ModelSettings) -> HfModel:
     """The model in a directory with its own context, its parameters on the meta device."""
     model = from_directory(directory, settings)
-    if settings.lora.base == "4bit":
-        require("bitsandbytes", 'model.lora.base = "4bit"')
-        if not quantise_linear(find_blocks(model)):
-            problem = f"{settings.name} has no linear layers to hold in 4 bits"
-            raise UserError(f'model.lora.base: {problem}; write "fp32"')
+    if settings.lora.base == "4bit" and not quantise_linear(find_blocks(model)):
+        problem = f"{settings.name} has no linear layers to hold in 4 bits"
+        raise UserError(f'model.lora.base: {problem}; write "fp32"')
     if settings.lora.rank:
         add_lora(model, settings.lora)
     return HfModel(model, directory, settings)

@@ -8,11 +8,14 @@ it again.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from windlass.errors import require
 
 BLOCK = 64  # numbers that share a scale
 
@@ -36,27 +39,24 @@ class Linear4bit(nn.Linear):
 
     def quantise(self, weight: Tensor) -> None:
         """Take the values of a matrix [out, in]."""
-        from bitsandbytes.functional import quantize_4bit
-
         weight = weight.to(self.qweight.device)
-        codes, state = quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
+        codes, state = _bitsandbytes().quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
         self.qweight.copy_(codes)
         self.scales.copy_(state.absmax)
 
     def matrix(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix that the codes stand for."""
-        from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
-
+        bnb = _bitsandbytes()
         computed = torch.float32 if dtype == torch.float64 else dtype
-        state = QuantState(
+        state = bnb.QuantState(
             absmax=self.scales.float(),
             shape=torch.Size([self.out_features, self.in_features]),
             blocksize=BLOCK,
-            code=get_4bit_type("nf4", device=self.qweight.device),
+            code=bnb.get_4bit_type("nf4", device=self.qweight.device),
             quant_type="nf4",
             dtype=computed,
         )
-        whole: Tensor = dequantize_4bit(self.qweight, state)
+        whole: Tensor = bnb.dequantize_4bit(self.qweight, state)
         return whole.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,6 +69,12 @@ class Linear4bit(nn.Linear):
         layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         layer.weight, layer.bias = nn.Parameter(self.matrix()), self.bias
         return layer
+
+
+def _bitsandbytes() -> Any:
+    """The functions of the package, which only real weights need."""
+    require("bitsandbytes", 'model.lora.base = "4bit"')
+    return importlib.import_module("bitsandbytes.functional")
 
 
 class _Product(torch.autograd.Function):

@@ -172,6 +172,8 @@ class Recipe(BaseModel):
                 require(package, 'model.kind = "hf"')
             if self.model.lora.rank:
                 require("peft", 'model.kind = "hf" with model.lora')
+            if self.model.lora.base == "4bit":
+                require("bitsandbytes", 'model.lora.base = "4bit"')
         init_from = self.model.init_from
         if init_from.startswith("hf:") or Path(init_from, "config.json").is_file():
             require("transformers", f"model.init_from: {init_from}")
