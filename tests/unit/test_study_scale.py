@@ -273,3 +273,5 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
         more = ["--nodes", nodes, "--worlds", worlds, *gpus, *slurm]
         assert message in call("scale", "quickstart", *more, code=2)[1]
     assert "--gpus-per-node" in call("scale", "quickstart", "--nodes", "2", *slurm, code=2)[1]
+    local = call("scale", "quickstart", "--worlds", "1,2", *gpus, "--dry-run", code=2)[1]
+    assert "--dry-run" in local and "--nodes" in local  # nothing was trained

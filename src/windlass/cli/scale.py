@@ -57,8 +57,7 @@ def scale(
     dry_run: bool = Option(False, "--dry-run", help="Print the scripts and write nothing."),
     json_: Json = False,
 ) -> int:
-    """Train a recipe on several numbers of ranks, or with several strategies, and tabulate speed,
-    efficiency and memory.
+    """Train a recipe on several numbers of ranks, or with several strategies, and compare them.
 
     Cells run one at a time. If you kill the study, give the same command again: finished cells are
     left alone. After the first cell of each setup, some steps without communication are measured on
@@ -85,6 +84,11 @@ def scale(
         options |= {"site": read_site(site), "asked": Resources(**asked), "scheduler": scheduler}
         options["retry_failed"] = retry_failed
         return _submit(recipe, whole_numbers("nodes", nodes), overrides, dry_run, options)
+    if any((dry_run, time, scheduler, site, gpus_per_node >= 0, min_busbw)):
+        raise UserError(
+            "--dry-run and the options of a job need --nodes N,N,...: without it, ranks "
+            "train on this machine"
+        )
     progress = Progress(sys.stderr if json_ else sys.stdout)
     options |= {"probes": not no_probe, "retry_failed": retry_failed, "progress": progress}
     study = studies.scale(recipe, whole_numbers("worlds", worlds), overrides, **options)
