@@ -85,10 +85,7 @@ def scale(
         options["retry_failed"] = retry_failed
         return _submit(recipe, whole_numbers("nodes", nodes), overrides, dry_run, options)
     if any((dry_run, time, scheduler, site, gpus_per_node >= 0, min_busbw)):
-        raise UserError(
-            "--dry-run and the options of a job need --nodes N,N,...: without it, ranks "
-            "train on this machine"
-        )
+        raise UserError("--dry-run and the options of jobs need --nodes; without it, this trains")
     progress = Progress(sys.stderr if json_ else sys.stdout)
     options |= {"probes": not no_probe, "retry_failed": retry_failed, "progress": progress}
     study = studies.scale(recipe, whole_numbers("worlds", worlds), overrides, **options)
