@@ -27,9 +27,10 @@ def evaluate(
     """Measure a model: token-weighted validation loss, perplexity and bits per byte; HellaSwag;
     SQuAD's EM and F1.
 
-    Each item counts once for any number of ranks. The arithmetic is fp32: for the training's
-    precision add train.precision=bf16. For other data add data.eval_source=FILE. The results go to
-    RUN/eval as JSON with settings and files, and SQuAD's predictions in the official format.
+    Each item counts once for any number of ranks. The arithmetic is fp32 on a CPU, and the
+    training's on a GPU; train.precision=bf16 sets another. For other data add
+    data.eval_source=FILE. The results go to RUN/eval as JSON with settings and files, and SQuAD's
+    predictions in the official format.
     """
     from windlass.parallel.env import detect_env
 

@@ -151,7 +151,8 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
     for name, layer in list(network.named_modules()):
         if isinstance(layer, Linear4bit):
             network.set_submodule(name, layer.plain())
-    for name, layer in list(network.named_modules()):
+    # Adapters of two parameters of one module are nested: the inner one first.
+    for name, layer in reversed(list(network.named_modules())):
         if hasattr(layer, "get_base_layer"):  # adapted
             layer.merge()
             network.set_submodule(name, layer.get_base_layer())

@@ -63,7 +63,7 @@ class HfModel(nn.Module):
             if ".lora_" in name:
                 hf_files.fill_adapter(name, parameter, seed)
             else:
-                tensors[name.replace(".base_layer.", ".")] = parameter
+                tensors[name.replace(".base_layer", "")] = parameter
         if self.settings.from_scratch:
             template = from_directory(self.directory, self.settings)
             hf_files.fill_from_seed(tensors, template, find_blocks(template), seed)
@@ -73,13 +73,13 @@ class HfModel(nn.Module):
         for path, module in self.model.named_modules():
             if isinstance(module, Linear4bit):  # one whole matrix at a time
                 whole = torch.empty(module.out_features, module.in_features)
-                name = f"{path}.".replace(".base_layer.", ".") + "weight"
+                name = f"{path.replace('.base_layer', '')}.weight"
                 hf_files.fill_from_files({name: whole}, directory, prefix, remote)
                 module.quantise(whole)
                 continue
             for name, buffer in module.named_buffers(path, recurse=False):
                 if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                    tensors[name.replace(".base_layer.", ".")] = buffer
+                    tensors[name.replace(".base_layer", "")] = buffer
         hf_files.fill_from_files(tensors, directory, prefix, remote)
 
     def blocks(self) -> list[nn.Module]:
