@@ -98,7 +98,7 @@ def marked(kind: str) -> Any:
     return kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize("kind", map(marked, FAMILIES))
+@pytest.mark.parametrize("kind", [marked(kind) for kind in FAMILIES])
 def test_a_family_is_trained_adapted_and_exported(kind, folder):
     saved(folder, kind)
     run_as = partial(recipe, folder, kind)
