@@ -31,7 +31,7 @@ def config(kind: str, vocab: int = VOCAB, **changes: Any) -> Any:
         fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
         fields |= {"num_attention_heads": 4, "num_key_value_heads": 2}
         fields |= {"max_position_embeddings": 128}
-        if kind != "jamba":
+        if kind not in ("jamba", "falcon"):
             fields |= {"head_dim": 8}
     if kind == "mistral":
         fields |= {"sliding_window": 6}
