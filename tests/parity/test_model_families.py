@@ -24,6 +24,7 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope
 LATENT |= {"num_key_value_heads": 4, "v_head_dim": 8, "n_group": 2, "topk_group": 1}
 LINEAR = dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads"), 2)
 LINEAR |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+SHARED = {"shared_expert_intermediate_size": 16}
 DENSE = """apertus arcee bloom cohere2 falcon gemma gemma2 gemma3_text glm4 gpt2 gpt_neox granite llama
 mistral nemotron olmo2 olmo3 phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2"""
 MIXTURES = "glm4_moe gpt_oss mixtral olmoe qwen3_moe"
@@ -33,11 +34,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gptj": {"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4},
     "mpt": {"d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 128},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    **{kind: EXPERTS for kind in MIXTURES.split()},
+    **dict.fromkeys(MIXTURES.split(), EXPERTS),
     "deepseek_v3": EXPERTS | LATENT | {"first_k_dense_replace": 1, "n_shared_experts": 1},
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 16},
+    "qwen2_moe": EXPERTS | SHARED,
     "mamba2": {"num_heads": 8, "n_groups": 1},
-    "qwen3_next": EXPERTS | LINEAR | {"shared_expert_intermediate_size": 16, "num_hidden_layers": 4},
+    "qwen3_next": EXPERTS | LINEAR | SHARED | {"num_hidden_layers": 4},
 }
 ALWAYS = ("llama", "mixtral")  # the others take minutes
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
