@@ -69,7 +69,6 @@ ELSEWHERE = {
     r"^eval \"\$\(windlass env": "tests/unit/test_launch_allocation.py::",
     r"^windlass env": "tests/unit/test_launch_allocation.py::",
     r"^windlass verify": "tests/e2e/test_verification.py::test_the_verb_and_the_function_prove",
-    r"--push": "tests/unit/test_hub.py::",
     r"^windlass submit .*--watch": f"{CLUSTER}test_submit.py::test_a_run_over_two_nodes_followed",
     r"^windlass submit .*--cancel": f"{CLUSTER}test_submit.py::test_cancel_saves_and_does_not",
     r"^windlass scale .*--mode strategies": "tests/e2e/test_study_scale_runs.py::test_strategies_by",
