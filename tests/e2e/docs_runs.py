@@ -66,12 +66,12 @@ ELSEWHERE = {
     r"^torchrun ": f"{CLUSTER}test_launchers.py::test_torchrun_starts_again_after_a_kill",
     r"^srun ": f"{CLUSTER}test_slurm.py::test_srun_trains_over_two_nodes",
     r"^mpiexec ": f"{CLUSTER}test_launchers.py::test_mpiexec",
-    r"^eval \"\$\(windlass env": "tests/unit/test_launch_allocation.py::",
-    r"^windlass env": "tests/unit/test_launch_allocation.py::",
+    r"^eval \"\$\(windlass env": "tests/unit/test_launch_allocation.py::test_a_second_shell_gets",
+    r"^windlass env": "tests/unit/test_launch_allocation.py::test_a_second_shell_gets",
     r"^windlass verify": "tests/e2e/test_verification.py::test_the_verb_and_the_function_prove",
     r"^windlass submit .*--watch": f"{CLUSTER}test_submit.py::test_a_run_over_two_nodes_followed",
     r"^windlass submit .*--cancel": f"{CLUSTER}test_submit.py::test_cancel_saves_and_does_not",
-    r"^windlass scale .*--mode strategies": "tests/e2e/test_study_scale_runs.py::test_strategies_by",
+    r"^windlass scale .*strategies": "tests/e2e/test_study_scale_runs.py::test_strategies_by",
     r"^windlass scale .*--nodes": f"{CLUSTER}test_scale_nodes.py::test_strong_scaling_over_two",
     r"^windlass launch": f"{CLUSTER}test_launchers.py::test_launch_trains_under_mpiexec",
 }
@@ -83,7 +83,7 @@ class Page:
     """What a page needs, what is run instead of what it says, and what there is afterwards."""
 
     instead: dict[str, str] = field(default_factory=dict)
-    given: dict[str, str] = field(default_factory=dict)  # path: `run`, `study`, or a file's text
+    given: dict[str, str] = field(default_factory=dict)  # path: `run`, `study`, `chat`, or a text
     makes: list[str] = field(default_factory=list)
     prints: list[str] = field(default_factory=list)
     codes: dict[str, int] = field(default_factory=dict)  # exit codes but 0, by a command's text
@@ -120,17 +120,19 @@ class Prepared:
     def copy(self, folder: Path) -> None:
         """Put the files into a scratch folder."""
         for path in self.folder.iterdir():
-            if path.name not in ("made", "data"):
+            if path.name not in ("made", "data", "data-chat"):
                 (folder / path.name).symlink_to(path)
 
     def give(self, what: str, path: Path) -> None:
         """Put a run, a study or a file's text at a path."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        if what not in ("run", "study"):
+        if what not in ("run", "study", "chat"):
             path.write_text(what, encoding="utf-8")
             return
         made = self.folder / "made" / what
-        if not made.exists():
+        if what == "chat" and not made.exists():
+            self.train_chat(made)
+        elif not made.exists():
             small = {**SMALL, "data.source": f"'{self.folder / 'book.txt'}'"}
             small["data.dir"] = f"'{self.folder / 'data'}'"
             changes = [f"{key}={value}" for key, value in small.items()]
@@ -141,6 +143,17 @@ class Prepared:
                 axes = ["sweep", "quickstart", "optim.lr=1e-3,1e-2", "--dir", str(made)]
                 run_windlass([*axes, *several])
         shutil.copytree(made, path)
+
+    def train_chat(self, run: Path) -> None:
+        """Fine-tune the model on the conversations."""
+        recipe, model = run.with_suffix(".toml"), str(self.folder / "tiny-model")
+        recipe.parent.mkdir(exist_ok=True)
+        run_windlass(
+            ["init", str(recipe), "--data", f"{self.folder / 'chat.jsonl'}", "--model", model]
+        )
+        settings = sizes(Recipe.load(recipe)) | {"run.dir": f"'{run}'"}
+        settings["data.dir"] = f"'{self.folder / 'data-chat'}'"
+        run_windlass(["train", str(recipe), *(f"{k}={v}" for k, v in settings.items())])
 
 
 @pytest.fixture(scope="session")
@@ -185,6 +198,8 @@ def smaller(words: list[str]) -> list[str]:
     if verb in ("train", "sweep", "scale", "prepare"):
         small |= local_data(recipe)
         small |= {} if verb == "prepare" else sizes(recipe)
+    if verb == "scale":
+        small["train.steps"] = "8"  # the first five do not count
     axes = {key for axis in values.get("axes") or [] for key in axis.partition("=")[0].split("+")}
     small = {key: value for key, value in small.items() if key not in axes}
     if values.get("branch_from"):  # past the step of the checkpoint
@@ -317,6 +332,8 @@ class Runner:
             words += ["--scheduler", "slurm"]
         if words[0] == "scale" and "--no-probe" not in words:
             words.append("--no-probe")
+        if words[0] == "scale" and words[1] in study_presets() and "--worlds" not in words:
+            words += ["--worlds", "1,2"]
         if words[0] == "sample" and "--max-tokens" not in words:
             words += ["--max-tokens", "8"]
         return run_windlass(words), words
