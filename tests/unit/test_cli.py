@@ -291,7 +291,7 @@ def test_an_unknown_device_is_answered_with_the_table(tmp_path: Path) -> None:
 
 def test_a_setting_written_as_an_option_is_answered_with_its_key() -> None:
     for option, key in (
-        ("--lr", "write optim.lr"),
+        ("--lr", "optim.lr"),
         ("--batch-size", "train.global_batch"),
         ("--steps", "train.steps"),
     ):
