@@ -134,7 +134,7 @@ def test_large_weights_are_split_into_files_with_an_index(tmp_path, monkeypatch)
     monkeypatch.setattr("windlass.interop.export.FILE_BYTES", 900)
     tensors = {f"t{i}": torch.full((10, 10), float(i)) for i in range(7)}
     tensors["tied"] = tensors["t0"]
-    save_weights(tensors.items(), tmp_path)
+    save_weights(tensors.items(), tmp_path, "fp32")
     files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert files.keys() == tensors.keys() and len(set(files.values())) == 4
     for name, file in files.items():
