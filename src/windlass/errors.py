@@ -100,6 +100,11 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}"
 
 
+def plural(count: int, noun: str) -> str:
+    """A count and its noun: `1 step`, `1,200 steps`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def before_training(name: str) -> str:
     """The message for a stop before the first step of a start, when there is nothing to lose."""
     return f"stopped by {name} before the first step; nothing to save; start the same command again"

@@ -24,7 +24,7 @@ from windlass import processes
 from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
 from windlass.data.order import Order
 from windlass.data.prepare import open_data
-from windlass.errors import DONE, Stopped, installed, needs
+from windlass.errors import DONE, Stopped, installed, needs, plural
 from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.recipe.layers import dotted
@@ -316,7 +316,8 @@ def kills_lose_nothing(bench: Bench) -> Outcome:
         lost += bool(choice and choice.notes) or step < committed
         committed = step
     ranks = " or ".join(map(str, worlds))
-    text = f"{bench.kills} kills -9 of a run on {ranks} ranks that saves at every step"
+    kills = f"{plural(bench.kills, 'kill')} -9"
+    text = f"{kills} of a run on {ranks} ranks that saves at every step"
     return lost == 0 and committed > 0 and not finished, f"{text}: {lost} lost, newest {committed}"
 
 

@@ -95,6 +95,10 @@ def test_a_checkpoint_is_resumed_by_other_ranks_and_under_other_strategies(corpu
         _, loss, norm, *_ = whole
         assert mine[1:3] == (pytest.approx(loss, rel=2e-6), pytest.approx(norm, rel=2e-5))
         assert (mine[0], *mine[3:]) == (whole[0], *whole[3:])
+    log = (run / "log.txt").read_text()
+    for world, _, step in moves[:-1]:
+        ranks = "1 rank" if world == 1 else f"{world} ranks"
+        assert f"step-{step:08}, saved by {ranks} with micro-batches of 1" in log
 
 
 @pytest.mark.parametrize(("dropout", "notes"), [(0.2, 1), (0.0, 0)])

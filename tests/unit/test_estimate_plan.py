@@ -215,7 +215,7 @@ def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
     # how many times as long the last evaluation is
     assert max(m.size for m in milestones(both, horizon, 1000)) == (1000 + 160) / (128 + 160)
     few = evaluations(recipe.replace("eval.batches=1", "eval.every=0.5"), horizon, 8)
-    assert few.warning == "" and "3 evaluations x 1 batches: 0.33 % of" in str(few)
+    assert few.warning == "" and "3 evaluations x 1 batch: 0.33 % of" in str(few)
     assert evaluations(recipe.replace("eval.every=0"), horizon, 1000) is None
     assert Recipe().eval.batches == 100 and evaluations(recipe, horizon, 0) is None
 

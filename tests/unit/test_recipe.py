@@ -252,6 +252,8 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         ("model.width=100 model.heads=3", "model.heads", "nearest number that does is"),
         ("model.heads=4 model.kv_heads=3", "model.kv_heads", "do not divide"),
         ("train.global_batch=10 train.micro_batch=4", "train.micro_batch", "write 2 or 5"),
+        ("data.tokenizer=bytes", "data.tokenizer", "hf:NAME_OR_DIR"),
+        ("data.tokenizer=hf:", "data.tokenizer", "hf:NAME_OR_DIR"),
         ("model.vocab=200", "model.vocab", "smaller than the tokenizer's vocabulary of 257"),
         ("parallel.offload=true", "parallel.offload", "FSDP2"),
         ("parallel.offload=true parallel.strategy=shard_optim", "parallel.offload", "FSDP2"),
@@ -396,6 +398,21 @@ def test_durations_in_steps_fractions_and_never():
     assert [s for s in range(1001) if horizon.due(400, s)] == [400, 800]
     assert not any(horizon.due(never, s) for never in (0, 0.0) for s in range(1001))
     assert (horizon.steps_in(0.01), horizon.steps_in("1 epoch"), horizon.steps_in(7)) == (10, 19, 7)
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "due"),
+    [
+        (16, 0.1, [16]),  # a short run saves once, not at every second step
+        (50, 0.1, [20, 40]),
+        (50, 0.5, [25, 50]),
+        (1000, 0.05, list(range(50, 1001, 50))),
+        (16, 4, [4, 8, 12, 16]),  # a period in steps is taken as it is
+    ],
+)
+def test_a_period_given_as_a_share_has_at_least_twenty_steps(steps, every, due):
+    horizon = Horizon(steps, samples_per_epoch=300, samples_per_step=16)
+    assert [step for step in range(steps + 1) if horizon.due(every, step)] == due
     assert epochs_in("2.5 epochs") == Fraction(5, 2)
 
 

@@ -13,6 +13,7 @@ import typer
 from typer import Argument, Option
 
 from windlass.cli import Json, Model, Overrides, RunPath, print_json
+from windlass.errors import plural
 from windlass.processes import WINDLASS
 
 
@@ -62,7 +63,7 @@ def evaluate(
 
     source = find_source(run, overrides)
     if env.rank == 0 and not json_:
-        typer.echo(f"{source.title}, {env.world} rank{'s' if env.world > 1 else ''}")
+        typer.echo(f"{source.title}, {plural(env.world, 'rank')}")
     suites = [s.strip() for s in suite.split(",") if s.strip()]
     try:
         result = evaluate_model(source, suites, overrides, out, show, show_progress)

@@ -11,7 +11,7 @@ import typer
 from typer import Argument, Option
 
 from windlass.cli import Json, RunOrStudy, RunPath, RunsOrStudy, print_json
-from windlass.errors import FAILED, UserError, installed, needs
+from windlass.errors import FAILED, UserError, installed, needs, plural
 
 if TYPE_CHECKING:
     from windlass.reports.table import Table
@@ -111,7 +111,7 @@ def checkpoints(
             typer.echo(f"step {row.step} is bad: {row.problem}")
         total = format_bytes(sum(row.bytes or 0 for row in rows))
         hint = "" if verify else "; --verify reads every byte"
-        typer.echo(f"{len(rows)} checkpoints, {total}{hint}")
+        typer.echo(f"{plural(len(rows), 'checkpoint')}, {total}{hint}")
         for name in listing.temporary:
             typer.echo(f"{name} is in progress or left from a kill; the next start removes it")
         for name in listing.bad:

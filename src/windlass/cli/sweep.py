@@ -11,7 +11,7 @@ from typer import Option
 
 from windlass.cli import Json, _argument, complete, print_json
 from windlass.cli.runs import show_study
-from windlass.errors import DONE, FAILED
+from windlass.errors import DONE, FAILED, plural
 
 if TYPE_CHECKING:
     from windlass.study.progress import Progress
@@ -82,7 +82,7 @@ def sweep(
         study = studies.create_sweep(recipe, axes or (), set_, dir_)[0]
         for note in study.notes:
             typer.echo(note)
-        cells = f"{study.path}: {len(study.cells)} cells"
+        cells = f"{study.path}: {plural(len(study.cells), 'cell')}"
         typer.echo(f"{cells}; `windlass submit {study.path}` trains them")
         return DONE
     number = only if only >= 0 else None

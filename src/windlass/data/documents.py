@@ -26,7 +26,7 @@ from windlass.data.files import find_files
 from windlass.data.progress import Progress
 from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, file_states, remember, scan
 from windlass.data.tokenizer import Tokenizer
-from windlass.errors import UserError
+from windlass.errors import UserError, plural
 from windlass.fileio import Files, read_json, to_json
 from windlass.processes import usable_cores
 from windlass.recipe import DataSettings, Recipe
@@ -158,7 +158,9 @@ def _write_shards(
     commit = partial(written.save, limit=limit)
     writer = ShardWriter(directory, name, dtype, data.shard_tokens, shards, resume, commit)
     if shards:
-        progress.note(f"resuming after {len(shards)} committed shards, {writer.tokens:,} tokens")
+        progress.note(
+            f"resuming after {plural(len(shards), 'committed shard')}, {writer.tokens:,} tokens"
+        )
     stage = "validation data" if name.startswith(EVAL) else "training data"
     # A single text is cut at its limit, and documents are kept whole.
     cut, tokens_read = int(limit.tokens) if corpus.single_text else 0, 0

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from windlass.errors import UserError
+from windlass.errors import UserError, plural
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 JSON_LINES = (".jsonl", ".ndjson")
@@ -81,7 +81,7 @@ def listing(files: list[Path]) -> str:
     names = ", ".join(path.name for path in files[:4]) + more
     kinds = Counter(suffixes(path)[0] or "without ending" for path in files)
     counts = ", ".join(f"{count:,} {ending}" for ending, count in kinds.most_common(4))
-    text = f"{len(files):,} files{f' ({counts})' if len(kinds) > 1 else ''}: {names}"
+    text = f"{plural(len(files), 'file')}{f' ({counts})' if len(kinds) > 1 else ''}: {names}"
     if odd := [path.name for path in files if ABOUT.match(path.name)]:
         shown = ", ".join(odd[:4]) + (", ..." if len(odd) > 4 else "")
         text += f"; with {shown}: narrow the source if that is not meant"

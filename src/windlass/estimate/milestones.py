@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from windlass.errors import plural
 from windlass.optim.schedule import phases, schedule_horizon
 from windlass.recipe import Duration, Horizon
 from windlass.recipe.settings import LOSS_SUITE
@@ -48,7 +49,8 @@ class Evaluations(NamedTuple):
         last = f", the last one {self.last:,}" if self.last != self.batches else ""
         share = f"{100 * self.share:.2g} % of the run's work"
         train = f", and {self.train:,} of training data" if self.train else ""
-        return f"{self.number:,} evaluations x {self.batches:,} batches{last}{train}: {share}"
+        size = "1 batch" if self.batches == 1 else f"{self.batches:,} batches"
+        return f"{plural(self.number, 'evaluation')} x {size}{last}{train}: {share}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class MilestoneRow:
 def occurrences(horizon: Horizon, every: Duration) -> list[int]:
     """The steps at which `horizon.due(every, step)` holds, without a test of each step."""
     if not isinstance(every, str):
-        period = horizon.steps_in(every)
+        period = horizon.period_in(every)
         return list(range(period, horizon.steps + 1, period)) if period else []
     if not (samples := epochs_in(every) * horizon.samples_per_epoch):
         return []

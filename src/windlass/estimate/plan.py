@@ -246,7 +246,7 @@ def memory_parts(plan: Plan, subject: Subject) -> dict[str, Any]:
     model, vocab = subject.counted or recipe.model, size.vocab or 0
     rows = memory_rows(model, vocab, recipe.optim.kind, layout, device.usable_bytes)
     settings, advice = recommend(rows, recipe.train.micro_batch)
-    per_step = size.flops_per_token * plan.padded_tokens_per_step
+    per_step = size.flops_per_token * plan.tokens_per_step
     return {
         "memory": rows,
         "recommended": settings,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from windlass.errors import plural
 from windlass.estimate.memory import PARTS
 from windlass.model.size import describe_network, trainable
 from windlass.recipe import typed
@@ -71,10 +72,10 @@ def _facts(plan: Any) -> list[Fact]:
     if plan.schedule_steps:
         longer = plan.schedule_steps > plan.steps
         end = "the run ends earlier" if longer else "the final learning rate holds afterwards"
-        facts["schedule"] = f"{plan.schedule_steps:,} steps: {end}"
+        facts["schedule"] = f"{plural(plan.schedule_steps, 'step')}: {end}"
     if plan.optimal_tokens and size.parameters:
         rule = f"D = {plan.optimal_tokens / size.parameters:.4g} N = {plan.optimal_tokens:,} tokens"
-        facts["optimal"] = f"{rule} = {plan.optimal_steps:,} steps"
+        facts["optimal"] = f"{rule} = {plural(plan.optimal_steps, 'step')}"
         if plan.tokens:
             ratio = plan.tokens / size.parameters
             facts["optimal"] += f"; this run has {ratio:.3g} tokens a parameter"
@@ -89,7 +90,8 @@ def _facts(plan: Any) -> list[Fact]:
 
 
 def _length(plan: Any) -> str:
-    steps = f"{plan.steps:,} steps x {plan.tokens_per_step:,.0f} tokens = {short(plan.tokens or 0)}"
+    work = f"{plural(plan.steps, 'step')} x {plan.tokens_per_step:,.0f} tokens"
+    steps = f"{work} = {short(plan.tokens or 0)}"
     if plan.tokens_per_step != plan.padded_tokens_per_step:
         share = 100 * plan.tokens_per_step / plan.padded_tokens_per_step
         steps += f" ({share:.0f} % of {plan.padded_tokens_per_step:,} with padding)"
@@ -118,6 +120,8 @@ def _print_memory(plan: Any, console: Console) -> None:
     grows = any(row.memory.gradients > 1.5 * row.memory.parameters > 0 for row in rows)
     if grows and first.world > 1 and first.accumulation > 1:
         notes.append(GRADIENTS)
+    if any(row.memory.at == "update" for row in rows):
+        notes.append("act 0: memory peaks in the update, when the activations are freed.")
     if measured:
         notes.append("act includes the logits; a pass with fake tensors and CPU kernels gave it.")
     elif not ours:

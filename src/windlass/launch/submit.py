@@ -254,9 +254,9 @@ def submit(
     if done.returncode:
         why = (done.stderr or done.stdout).strip()
         raise UserError(
-            f"{one.SUBMIT} rejects {job.script}: {why}. Change --nodes, --gpus-per-node or --time, "
-            "or partition, account, constraint, cpus_per_rank and memory_per_rank (0: none) in "
-            f"{site_file()} or --site FILE"
+            f"{one.SUBMIT} fails for {job.script}: {why}. If the cluster rejects what the job asks "
+            "for, change --nodes, --gpus-per-node or --time, or partition, account, constraint, "
+            f"cpus_per_rank and memory_per_rank (0: none) in {site_file()} or --site FILE"
         )
     job_id = one.submitted(done.stdout)
     write_atomic(job.logs / SUBMITTED, json.dumps({"scheduler": scheduler, "job": job_id}) + "\n")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import windlass.recipe.settings as sections
-from windlass.errors import UserError
+from windlass.errors import UserError, plural
 
 Problems = Iterator[tuple[str, str]]  # keys and messages
 
@@ -139,7 +139,8 @@ def schedule(r: Any) -> Problems:
     if share > 1 or (isinstance(length, int) and steps > length):
         alone = isinstance(warmup, int) and isinstance(length, int) and warmup > length
         key = "decay" if decay and not alone else "warmup"
-        problem = f"warm-up {warmup} and decay {decay} are longer than the {whole} ({length} steps)"
+        size = f" ({plural(length, 'step')})" if isinstance(length, int) else ""
+        problem = f"warm-up {warmup} and decay {decay} are longer than the {whole}{size}"
         yield f"optim.schedule.{key}", f"{problem}: shorten it, or write a share, as 0.02"
 
 

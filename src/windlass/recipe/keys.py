@@ -25,6 +25,8 @@ FORMS = {
     "preset": NAME_FORM,
     "run.name": NAME_FORM,
     "data.sha256": "64 hexadecimal digits",
+    "data.tokenizer": "byte, char, gpt2, gpt2:DIR (with vocab.bpe and encoder.json), "
+    "hf:NAME_OR_DIR, bpe (trained on the corpus) or auto (the model's own)",
     "checkpoint.best": "loss, squad.f1, squad.exact_match, hellaswag.acc, hellaswag.acc_norm, "
     "hellaswag.acc_per_token, own:SUITE.MEASURE",
     "telemetry.tags": "a list of short names",

@@ -61,7 +61,7 @@ class DataSettings(Section):
     `max_documents` and `max_tokens`."""
     sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
     """SHA-256 of a downloaded `source`."""
-    tokenizer: str = "auto"
+    tokenizer: str = Field("auto", pattern=r"^(auto|byte|char|bpe|gpt2(:.+)?|hf:.+)$")
     """`byte`, `char`, `gpt2`, `gpt2:DIR` (vocab.bpe, encoder.json), `hf:NAME_OR_DIR`, `bpe`
     (trained on the corpus); `auto`: from `model.name` or `model.init_from`, else `byte`."""
     tokenizer_vocab: int = Field(4096, ge=258)
@@ -269,11 +269,11 @@ class CheckpointSettings(Section):
     """When Windlass saves the state, and which checkpoints it keeps."""
 
     every: Duration = 0.1
-    """Period of saves."""
+    """Period of saves; a share of the run means at least 20 steps."""
     keep_last: int = Field(10, ge=1)
     """Newest checkpoints to keep."""
     keep_every: Duration = 0
-    """Period of additional saves that are kept for good."""
+    """Period of additional saves that are kept for good; a share means at least 20 steps."""
     keep_signal: int = Field(0, ge=0)
     """Newest checkpoints of a stop (Ctrl-C, a preemption) to keep as well; 0: a checkpoint of a
     stop is deleted after the next save, unless it is the best."""
@@ -302,7 +302,8 @@ class EvalSettings(Section):
     """Evaluations and samples during training."""
 
     every: Duration = 0.1
-    """Period of evaluations; there is also one at step 0 and one at the end; 0: none at all."""
+    """Period of evaluations; there is also one at step 0 and one at the end; a share of the run
+    means at least 20 steps; 0: none at all."""
     batches: int = Field(100, ge=0)
     """Global batches of the validation set to use, always the same; 0: all."""
     at_end: Literal["auto", "all", "batches"] = "auto"
@@ -325,7 +326,7 @@ class EvalSettings(Section):
     squad_items: int = Field(0, ge=0)
     """SQuAD questions to use, chosen by `run.seed`; 0: `data.eval_size`."""
     sample_every: Duration = 0
-    """Period of samples generated from `prompt`; 0: never."""
+    """Period of samples generated from `prompt`; a share means at least 20 steps; 0: never."""
     prompt: str = ""
     """Beginning of the generated text; empty: the end-of-text token or a newline."""
     sample_tokens: int = Field(128, ge=1)

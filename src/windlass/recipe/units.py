@@ -12,10 +12,12 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from windlass.errors import UserError
+from windlass.errors import UserError, plural
 
 TOKENS_PER_MICRO_BATCH = {"cpu": 4096, "cuda": 16384}
 """With `train.micro_batch = 0`: the most tokens of one micro-batch."""
+SHORTEST_PERIOD = 20
+"""The fewest steps between two saves, evaluations or samples if the period is a fraction."""
 DURATION = 'steps (250), a share of the run (0.0 to 1.0), or "1 epoch"; 0 is never'
 EPOCHS = re.compile(r"\s*([0-9]*\.?[0-9]+)\s+epochs?\s*")
 
@@ -56,6 +58,11 @@ class Horizon:
             return max(round(duration * self.steps), 1) if duration > 0 else 0
         return duration
 
+    def period_in(self, every: int | float) -> int:
+        """A period in whole steps; a fraction means at least SHORTEST_PERIOD, at most the run."""
+        shortest = min(SHORTEST_PERIOD, self.steps) if isinstance(every, float) and every > 0 else 0
+        return max(self.steps_in(every), shortest)
+
     def due(self, every: int | float | str, step: int) -> bool:
         """Whether something with the period `every` is due after `step` steps; never at step 0.
 
@@ -65,7 +72,7 @@ class Horizon:
             period = epochs_in(every) * self.samples_per_epoch
             done, before = step * self.samples_per_step, (step - 1) * self.samples_per_step
             return step > 0 and period > 0 and done // period > before // period
-        steps = self.steps_in(every)
+        steps = self.period_in(every)
         return step > 0 and steps > 0 and step % steps == 0
 
 
@@ -126,7 +133,8 @@ def plan_batch(
         below = [d for d in divisors if d < micro_batch]
         above = [d for d in divisors if d > micro_batch]
         sizes = " or ".join(map(str, [*below[-1:], *above[:1]]))
-        per_rank = f"the {share} sequences that each of {data_world} ranks has in a step ({batch})"
+        sequences = plural(share, "sequence")
+        per_rank = f"the {sequences} of each of {data_world} ranks in a step ({batch})"
         each = batch if data_world == 1 else per_rank
         raise UserError(f"train.micro_batch = {micro_batch} does not divide {each}; write {sizes}")
     return BatchPlan(global_batch, micro_batch, data_world, context)

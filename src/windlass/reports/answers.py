@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from windlass.checkpoint.retention import LOSS
+from windlass.errors import plural
 from windlass.reports.scaling import ScalingView
 from windlass.reports.study import StudyView
-from windlass.reports.text import plural, show
+from windlass.reports.text import show
 from windlass.reports.view import RunView
 from windlass.run import ENDINGS, STARTS, Line
 from windlass.study.results import BITS, common_measure, diverged

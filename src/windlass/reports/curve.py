@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from windlass.reports.text import plural, show
+from windlass.errors import plural
+from windlass.reports.text import show
 from windlass.reports.view import RunView
 from windlass.telemetry.terminal import printable
 

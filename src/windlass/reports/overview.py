@@ -41,7 +41,7 @@ class RunRow(NamedTuple):
     steps: int | None = None
     left_s: float | None = None  # seconds to the end of a run that is running
     loss: float | None = None  # the last training loss, in nats
-    best_loss: float | None = None  # lowest evaluation loss; of a study, if its losses compare
+    best_loss: float | None = None  # lowest validation loss; of a study, if its losses compare
     tokens_per_s: float | None = None
     changed: str | None = None  # the time of its last line
     device_hours: float | None = None  # of all starts; for a study, of all cells

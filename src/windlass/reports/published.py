@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windlass.errors import UserError, argument
+from windlass.errors import UserError, argument, plural
 from windlass.reports.scaling import ScalingView
 from windlass.reports.study import StudyView
 from windlass.reports.table import Column, Table
-from windlass.reports.text import plural
 from windlass.reports.view import RunView
 from windlass.study.study import Study
 from windlass.telemetry.measures import EPOCH_LOSS, of_published

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from windlass.checkpoint.retention import LOSS
+from windlass.errors import plural
 from windlass.reports.charts import COLOURS, Axis, Chart, Series, pattern, thin
-from windlass.reports.text import plural, show, slug
+from windlass.reports.text import show, slug
 from windlass.reports.tracks import Numbers, Track, interpolate
 from windlass.reports.view import RunView
 from windlass.study.results import BITS, common_measure, diverged

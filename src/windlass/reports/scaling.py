@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from windlass.errors import plural
 from windlass.estimate.time import UNCALIBRATED
 from windlass.reports.charts import Axis, Chart, Series, pattern
 from windlass.reports.study import StudyView, Winner
@@ -162,7 +163,7 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
     repeats = f", then over {scaling.repeats} repeats" if scaling.repeats > 1 else ""
     text = [
         "Step: the median over the lines of the ledger that begin after "
-        f"{scaling.warmup} steps of each start{repeats}. {FORMULAS[scaling.mode]}"
+        f"{plural(scaling.warmup, 'step')} of each start{repeats}. {FORMULAS[scaling.mode]}"
     ]
     if scaling.grow == "model" and len(measured) > 1:
         text.append(_growth(measured[0], measured[-1]))

@@ -1,7 +1,7 @@
 """What a report adds for a study: its cells, the score against each swept setting, the best.
 
 The states of cells, their common measure and the winners come from `windlass.study`. The score is
-the measure that `checkpoint.best` names: the evaluation loss, or a measure such as `squad.f1`, of
+the measure that `checkpoint.best` names: the validation loss, or a measure such as `squad.f1`, of
 which more is better.
 """
 

@@ -91,7 +91,3 @@ def numeric(values: Iterable[Any]) -> bool:
 def slug(text: str) -> str:
     """A text as a part of a file's name."""
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in text)
-
-
-def plural(count: int, word: str) -> str:
-    return f"{count:,} {word}{'s' * (count != 1)}"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.checkpoint.retention import LOSS, comparable
+from windlass.errors import plural
 from windlass.estimate.time import predicted_and_actual
 from windlass.model.size import describe_network, trainable
 from windlass.recipe import typed
@@ -125,7 +126,7 @@ def _restarts(events: Sequence[Line], train: Track, clock: Clock) -> list[Restar
         changes = [(key, old, new) for _, key, old, new in changed_settings(own)]
         what = text = STARTS[start["event"]]
         if before:
-            what, text = "extended", f"extended from {before:,} to {start['steps']:,} steps"
+            what, text = "extended", f"extended from {before:,} to {plural(start['steps'], 'step')}"
         elif changes:
             what = "settings changed"
         for key, old, new in changes:
@@ -210,7 +211,7 @@ def _read(v: RunView, measure: Measure) -> Any:
 
 
 def losses_by_epoch(track: Track | None, steps_per_epoch: float | None) -> dict[int, float]:
-    """The evaluation loss at the end of each whole epoch.
+    """The validation loss at the end of each whole epoch.
 
     It is the loss of the first step at or past the end, or of the run's last step if that is less
     than a step before the end.

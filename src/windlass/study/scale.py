@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.data.prepare import prepare
-from windlass.errors import UserError, argument, did_you_mean
+from windlass.errors import UserError, argument, did_you_mean, plural
 from windlass.estimate.subject import subject_of
 from windlass.launch.job import Site
 from windlass.launch.submit import Resources, Submitted
@@ -283,7 +283,7 @@ def settings_of(recipe: Recipe, scaling: Scaling, world: int, smallest: int) -> 
     if scaling.grow == "model":
         layers = recipe.model.layers * world
         if layers % smallest:
-            at = f"model.layers = {recipe.model.layers} at {smallest} ranks"
+            at = f"model.layers = {recipe.model.layers} at {plural(smallest, 'rank')}"
             multiple = f"write a multiple of {smallest // math.gcd(smallest, world)}"
             raise UserError(f"{at} makes {layers / smallest:g} at {world}: {multiple}")
         return {"model.layers": layers // smallest}
@@ -348,5 +348,5 @@ def too_few_cores(study: Study) -> str:
     worlds = [n for n in study.values[WORLD] if n * threads > cores]
     if study.over_hosts or not on_cpu or not worlds or not threads:
         return ""
-    ranks = f"{' and '.join(map(str, worlds))} ranks of {threads} thread{'s' * (threads > 1)}"
+    ranks = f"{' and '.join(map(str, worlds))} ranks of {plural(threads, 'thread')}"
     return f"{ranks} share {cores} cores: they take turns, and say nothing about more machines"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from windlass.errors import plural
 from windlass.estimate.time import (
     NO_PEAK,
     UNCALIBRATED,
@@ -161,9 +162,9 @@ def _name(study: Study, scaling: Scaling, cell: Cell, values: Mapping[str, Any])
     """Hosts and ranks, or the settings that distinguish a setup from the others."""
     if scaling.mode != "strategies":
         hosts, ranks = values["nodes"], values["world"]
-        text = f"{hosts} host{'s' * (hosts > 1)}, {ranks} rank{'s' * (ranks > 1)}"
+        text = f"{plural(hosts, 'host')}, {plural(ranks, 'rank')}"
         grows = scaling.grow == "model" and "layers" in values
-        return f"{text}, {values['layers']} layers" if grows else text
+        return f"{text}, {plural(values['layers'], 'layer')}" if grows else text
     words, names = [], short_names(cell.assignment)
     for key, value in cell.assignment.items():
         name = names[key].removeprefix("activation_")
@@ -253,8 +254,9 @@ def shared_cores(setup: Setup) -> str:
         threads.setdefault(str(rank.get("host")), []).append(int(rank.get("threads") or 1))
     for host, own in sorted(threads.items()):
         if sum(own) > cores:
-            shared = f"{len(own)} ranks with {sum(own)} threads share the {cores} cores of {host}"
-            return f"oversubscribed: {shared}, which says nothing about {len(own)} devices"
+            ranks, devices = plural(len(own), "rank"), plural(len(own), "device")
+            shared = f"{sum(own)} threads of {ranks} share the {cores} cores of {host}"
+            return f"oversubscribed: {shared}, which says nothing about {devices}"
     return ""
 
 
@@ -337,7 +339,7 @@ def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
         state = f"{setup.state}: {setup.reason}" if setup.reason else setup.state
         return dict.fromkeys(SETUP, "not run yet" if state == "waiting" else state)
     if not setup.measured:
-        why = f"no line of the ledger begins after {scaling.warmup} steps of warm-up"
+        why = f"no line of the ledger begins after {plural(scaling.warmup, 'step')} of warm-up"
         return dict.fromkeys(SETUP, why)
     weak = scaling.mode == "weak"
     reasons = dict.fromkeys(SETUP, "not measured") | {
@@ -408,7 +410,7 @@ def _project(study: Study, base: Setup, first: Setup, world: int) -> Projection:
     fraction, growth = (1 / ratio, 1.0) if fixed else (1.0, ratio)
     batch = values["global_batch"] * growth
     if batch < world:
-        fewer = f"a step's {batch:g} samples are fewer than {world} ranks"
+        fewer = f"{world} ranks are more than the samples of a step ({batch:g})"
         return Projection(world, reason=fewer)
     machine = read_json(study.path / "machine.json").get(f"{values['nodes']}x{base.world}")
     if not machine:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from windlass.checkpoint.retention import LOSS
-from windlass.errors import UserError, argument, did_you_mean
+from windlass.errors import UserError, argument, did_you_mean, plural
 from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import (
     NON_SEMANTIC,
@@ -84,7 +84,8 @@ class Study:
         """The path, the axes, and the number of cells in each state."""
         counts = Counter(result.state for result in self.results())
         states = ", ".join(f"{count} {state}" for state, count in counts.items())
-        return f"Study({self.path}: {len(self.cells)} cells over {', '.join(self.keys)}; {states})"
+        cells = f"{plural(len(self.cells), 'cell')} over {', '.join(self.keys)}"
+        return f"Study({self.path}: {cells}; {states})"
 
     @staticmethod
     def create(

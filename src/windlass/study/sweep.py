@@ -23,6 +23,7 @@ from windlass.errors import (
     Stopped,
     UserError,
     argument,
+    plural,
     require,
 )
 from windlass.processes import WINDLASS, catch_signals, thread_share, visible_gpus
@@ -166,7 +167,7 @@ class Sweep:
         if self.devices:
             self.workers = max(1, min(asked, len(self.devices) // world))
         if self.workers < asked:
-            devices = f"{len(self.devices)} devices, {world} for each cell"
+            devices = f"{plural(len(self.devices), 'device')}, {world} for each cell"
             self.progress.notify(f"{devices}: {self.workers} cells side by side, not {asked}")
         # A cell that another process trains is left to it, and resumed here if that process dies.
         again = FAILED_STATES if self.retry_failed else ()

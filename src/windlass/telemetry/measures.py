@@ -259,10 +259,10 @@ network | | | Network
 world | count | summary.world start.world | Ranks
 train_loss | loss | train.loss | Final training loss | yes
 train_loss_mean | loss | summary.train_loss_mean | Training loss, mean of all steps of the run
-eval_loss | loss | eval.loss | Final evaluation loss | yes
-full_eval_loss | loss | eval.full_loss | Final evaluation loss, all validation data
+eval_loss | loss | eval.loss | Final validation loss | yes
+full_eval_loss | loss | eval.full_loss | Final validation loss, all data
 eval_perplexity | loss | eval.perplexity | Final perplexity
-best_eval_loss | loss | | Best evaluation loss | yes
+best_eval_loss | loss | | Best validation loss | yes
 best_eval_step | count | | Step of the best evaluation
 eval_bits_per_byte | loss | eval.bits_per_byte | Final bits per byte
 best_bits_per_byte | loss | | Best bits per byte | yes
@@ -410,7 +410,7 @@ def of_result(name: str) -> Measure:
     """A measure of a whole run by its name, also the loss of an epoch or the score of a suite."""
     if name.startswith(EPOCH_LOSS):
         epoch = name.removeprefix(EPOCH_LOSS)
-        return Measure(name, f"Evaluation loss, epoch {epoch}", "loss", principal=True)
+        return Measure(name, f"Validation loss, epoch {epoch}", "loss", principal=True)
     return RUN.get(name) or Measure(name, name.replace("_", " "), principal=True)
 
 
@@ -454,7 +454,7 @@ def lower_is_better(measure: str, lines: Iterable[Mapping[str, Any]] = ()) -> bo
 
 def title_of(measure: str) -> str:
     """A value of `checkpoint.best` in a sentence."""
-    titles = {LOSS_SUITE: "evaluation loss", f"{LOSS_SUITE}.bits_per_byte": "bits per byte"}
+    titles = {LOSS_SUITE: "validation loss", f"{LOSS_SUITE}.bits_per_byte": "bits per byte"}
     return titles.get(measure, measure)
 
 

@@ -22,6 +22,7 @@ from windlass.checkpoint.retention import LOSS, Scores, scores_by_step, without_
 from windlass.data.facts import Facts, lines, warnings
 from windlass.data.loader import StepBatch
 from windlass.data.order import describe_order, step_samples
+from windlass.errors import plural
 from windlass.estimate.milestones import evaluations
 from windlass.model.size import CountedSizes, describe_sizes
 from windlass.optim.build import describe_groups
@@ -207,9 +208,11 @@ class Recorder:
         data = lines(facts, self.plan.recipe.model.context)
         parts = [": ".join(data[key] for key in ("data", "training") if key in data)]
         parts += [f"validation {data['validation']}", data["tokenizer"]]
-        parts += [f"{epochs:.2g} epochs" if epochs < 10 else f"{epochs:,.0f} epochs"]
+        count = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
+        parts += [f"{count} epoch{'s' * (count != '1')}"]
         about = "about " * ("lengths" in data)  # rows differ in length
-        work = f"{steps:,} steps x {about}{tokens:,} tokens = {short(steps * tokens)} tokens"
+        total = f"{short(steps * tokens)} tokens"
+        work = f"{plural(steps, 'step')} x {about}{tokens:,} tokens = {total}"
         more = ("sources", "template", "lengths", "cut")
         return {
             "data": "; ".join(parts),

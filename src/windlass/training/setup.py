@@ -18,7 +18,7 @@ from windlass.checkpoint.save import Saver
 from windlass.checkpoint.state_dict import restore
 from windlass.data.prepare import Data, data_dir, open_data
 from windlass.data.samples import real_tokens
-from windlass.errors import UserError, argument
+from windlass.errors import UserError, argument, plural
 from windlass.estimate.milestones import checkpoints_to_come
 from windlass.estimate.optimum import resolve_steps
 from windlass.fileio import Files
@@ -216,13 +216,13 @@ def load_checkpoint(
     facts: ModelFacts,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-) -> tuple[TrainState, dict[str, Any]]:
+) -> tuple[TrainState, dict[str, Any], str]:
     """Fill model and optimizer from the chosen checkpoint, and add notes on what has changed.
 
-    Returns the checkpoint's counters and meta data. Raises UserError: the data has changed.
+    Returns the checkpoint's counters, its meta data and its origin in words. Raises UserError: the data has changed.
     """
     if place.choice is None:
-        return TrainState(), {}
+        return TrainState(), {}, ""
     checkpoint, notes = open_checkpoint(place.choice.path, deep=False), place.notes
     meta, step = checkpoint.meta, checkpoint.step
     recorded = ("data", "optimizer", "micro_batch", "precision")
@@ -239,6 +239,9 @@ def load_checkpoint(
         problem = f"{recipe.optim.kind} cannot use the state of {kind}"
         notes.append(f"{problem}: the optimizer state starts over")
     restore(checkpoint, model, optimizer if same_kind else None)
+    source, world = str(place.choice.path), checkpoint.manifest.world
+    if (world, micro_batch) != (ranks.world, batch.micro_batch):
+        source += f", saved by {plural(world, 'rank')} with micro-batches of {micro_batch}"
     if facts.dropout and micro_batch != batch.micro_batch:
         # The masks follow from the number and the shape of the micro-batch.
         change = f"the micro-batch was {micro_batch} sequences and is {batch.micro_batch}"
@@ -247,7 +250,7 @@ def load_checkpoint(
         change = f"was {precision} up to step {step} and is {facts.precision} from here on"
         setting = f"train.precision = {recipe.train.precision}"
         notes.append(f"the arithmetic {change} ({setting}): the losses differ")
-    return TrainState.from_json(checkpoint.counters), meta
+    return TrainState.from_json(checkpoint.counters), meta, source
 
 
 def open_saver(plan: StartPlan, ranks: Ranks, horizon: Horizon, attempt: str) -> Saver:

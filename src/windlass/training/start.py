@@ -24,7 +24,7 @@ from windlass.checkpoint.format import list_entries, step_dir
 from windlass.checkpoint.load import Choice, candidates, first_undamaged, open_checkpoint
 from windlass.checkpoint.retention import LINEAGE, lineage_at, read_lineage, write_lineage
 from windlass.data.shards import Index
-from windlass.errors import RunFailed, UserError, argument
+from windlass.errors import RunFailed, UserError, argument, plural
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.optim.schedule import phases
@@ -80,7 +80,7 @@ class StartPlan:
     def why_finished(self) -> str:
         """Why the run is finished, and which changed settings have no effect."""
         ends = [e.get("reason") for e in self.run.events if e["event"] == "finished"]
-        why = f"all {self.run.summary.get('steps', '')} steps are done"
+        why = f"the run has done its {plural(self.run.summary.get('steps', 0), 'step')}"
         if ends and ends[-1]:
             why = f"{ends[-1]}; a larger train.early_stop, or 0, continues it"
         return why + (f"; without effect: {self.changed}" if self.changes else "")
@@ -175,7 +175,7 @@ def _extension(run: Run, recipe: Recipe, extend_to: int | str) -> tuple[Recipe, 
     if steps is None or new is None:
         raise UserError(f"{run.path} has not begun to train: start it without {option}")
     if new < steps:
-        raise UserError(f"{option} is not past the run's {steps} steps")
+        raise UserError(f"{option} is not past the run's {plural(steps, 'step')}")
     if new == steps:  # the same command again
         return recipe.replace({"train.steps": run.recipe.train.steps}), 0
     return recipe.replace({"train.steps": length}), steps

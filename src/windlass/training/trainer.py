@@ -31,7 +31,7 @@ from windlass.data.facts import describe
 from windlass.data.loader import Loader, StepBatch
 from windlass.data.order import step_samples
 from windlass.data.prepare import Data
-from windlass.errors import RunFailed, Stopped, UserError, first_line
+from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
 from windlass.model.build import build_model, own_module
 from windlass.model.convert import export_note
 from windlass.optim.build import build_optimizer, count_groups, set_lr
@@ -104,7 +104,7 @@ class Trainer:
         self.optimizer = build_optimizer(network, recipe.optim, kind, replicas, shards)
         if place.choice is not None:
             console.begin(f"reading {place.choice.path}")
-        self.state, recorded = setup.load_checkpoint(
+        self.state, recorded, source = setup.load_checkpoint(
             place, recipe, ranks, data, self.batch, self.facts, self.model, self.optimizer
         )
         console.begin("measuring how many CPU threads are fastest")
@@ -128,13 +128,13 @@ class Trainer:
         )
         suites = self.callbacks.suites()
         self.evaluator = Evaluator(recorder, self.model, data, micro_batch, suites, self.poll_stop)
-        self.report_start(plan, place, threads, custom)
+        self.report_start(plan, place, threads, custom, source)
         deferred = check_is_deferred(ranks.device, self.optimizer, recipe.parallel.offload)
         self.bad_steps = BadSteps(recorder, recipe.train, self.scaler, deferred)
         self.rewinds = Counter[int]()  # by the step that the run returned to
 
     def report_start(
-        self, plan: StartPlan, place: setup.RunPlace, threads: str, custom: bool
+        self, plan: StartPlan, place: setup.RunPlace, threads: str, custom: bool, source: str
     ) -> None:
         """Report the start, and write the settings that a resume has changed."""
         notes, step = [*place.notes], self.state.step
@@ -144,9 +144,8 @@ class Trainer:
             size += 0 if self.optimizer.state else 8 * self.facts.sizes.trained
             notes += setup.disk_shortage(plan, self.horizon, step, size)
         notes += [note] if not custom and (note := export_note(self.recipe.model)) else []
-        path = str(place.choice.path) if place.choice else ""
         groups = count_groups(self.optimizer.param_groups)
-        self.recorder.started(self.batch, threads, describe(self.data), groups, path, notes)
+        self.recorder.started(self.batch, threads, describe(self.data), groups, source, notes)
         if plan.changes:
             self.recorder.settings_changed()
             decide_on_rank_0(self.ranks, "settings", lambda: start.write_settings(plan))
@@ -347,9 +346,9 @@ class Trainer:
                 self.stop_run()
             if self.stop.seconds_since() > self.recipe.checkpoint.grace_seconds:
                 self.wait_for_saves(FAILING_SAVE_SECONDS)
-                lost = f"{step - self.saver.committed} steps are lost (checkpoint.grace_seconds)"
-                late = f"rank {self.ranks.rank} has no data for step {step + 1}"
-                raise RunFailed(f"stopped by {self.stop.name}: {late}; {lost}")
+                lost = f"{plural(step - self.saver.committed, 'step')} lost"
+                late = f"rank {self.ranks.rank} has no data within checkpoint.grace_seconds"
+                raise RunFailed(f"stopped by {self.stop.name} at step {step}: {late}; {lost}")
 
     def poll_stop(self) -> bool:
         """Whether this rank was asked to stop; called between the passes of an evaluation, too."""
@@ -465,8 +464,8 @@ class Trainer:
             self.wait_for_saves(max(0.0, left))  # a save in progress may still be committed
             recorder.emit("preempted", reason=reason, saved=False)
             why = f"a save takes about {needed:.0f} s and only {left:.0f} s are left"
-            lost = f"{step - self.saver.committed} steps are lost (checkpoint.every)"
-            problem = f"{why} (checkpoint.grace_seconds); {lost}"
+            lost = plural(step - self.saver.committed, "step")
+            problem = f"{why} (checkpoint.grace_seconds); {lost} lost (checkpoint.every)"
             raise RunFailed(f"stopped by {reason} at step {step}: {problem}")
         if not self.commit(EMERGENCY):
             problem = "its checkpoint could not be saved"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from windlass.errors import UserError
+from windlass.errors import UserError, plural
 
 if TYPE_CHECKING:
     from windlass.launch.job import Job, Site
@@ -38,8 +38,8 @@ class Allocation:
             per_host = ranks // len(self.hosts)
         changed = replace(self, per_host=(per_host,) * len(self.hosts)) if per_host else self
         if ranks and changed.ranks != ranks:
-            hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
-            each = f"{changed.per_host[0]} ranks on each of {hosts}"
+            hosts = plural(len(self.hosts), "host")
+            each = f"{plural(changed.per_host[0], 'rank')} on each of {hosts}"
             raise UserError(f"-n {ranks} is not {each}: change -n or --per-host")
         return changed
 
