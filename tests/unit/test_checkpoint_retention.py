@@ -127,7 +127,7 @@ def test_properties(checkpoints, scores, last, keep_best, signal):
 def test_a_policy_with_two_horizons_keeps_what_either_wants() -> None:
     settings = CheckpointSettings(keep_every=0.5, keep_last=3)
     start = Lineage(checkpoint="checkpoints/x", step=4)
-    policy = retention.policy_of(settings, [Horizon(16, 100, 1), Horizon(12, 100, 1)], start)
-    assert [s for s in range(17) if policy.keep_forever(s)] == [6, 8, 12, 16]
+    policy = retention.policy_of(settings, [Horizon(160, 100, 1), Horizon(120, 100, 1)], start)
+    assert [s for s in range(161) if policy.keep_forever(s)] == [60, 80, 120, 160]
     assert (policy.last, policy.start) == (3, 4)
     assert retention.policy_of(settings, [], Lineage(checkpoint="/elsewhere", step=4)).start is None

@@ -161,10 +161,7 @@ def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path,
             load(setting, tmp_path)
 
 
-def test_there_is_no_such_tokenizer(tmp_path):
-    for setting in ("bytes", "byte:x", "hf:"):
-        with refused("data.tokenizer", repr(setting), "hf:NAME_OR_DIR"):
-            load(setting)
+def test_a_tokenizer_that_needs_the_corpus(tmp_path):
     for setting in ("char", "bpe"):
         with refused("data.tokenizer", "prepare the data first"):
             load(setting, tmp_path)

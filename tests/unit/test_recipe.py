@@ -254,6 +254,7 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         ("train.global_batch=10 train.micro_batch=4", "train.micro_batch", "write 2 or 5"),
         ("data.tokenizer=bytes", "data.tokenizer", "hf:NAME_OR_DIR"),
         ("data.tokenizer=hf:", "data.tokenizer", "hf:NAME_OR_DIR"),
+        ("data.tokenizer=byte:x", "data.tokenizer", "hf:NAME_OR_DIR"),
         ("model.vocab=200", "model.vocab", "smaller than the tokenizer's vocabulary of 257"),
         ("parallel.offload=true", "parallel.offload", "FSDP2"),
         ("parallel.offload=true parallel.strategy=shard_optim", "parallel.offload", "FSDP2"),

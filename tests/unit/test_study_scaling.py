@@ -202,7 +202,7 @@ def test_oversubscribed_cores_are_said(build):
     study = build(Scaling("strong"), cells, 50.0, cores=4)
     two, four, eight = read_setups(study)
     assert not [text for text in two.remarks + four.remarks if "oversubscribed" in text]
-    assert "4 ranks with 8 threads share the 4 cores of node-0" in " ".join(eight.remarks)
+    assert "8 threads of 4 ranks share the 4 cores of node-0" in " ".join(eight.remarks)
     assert (four.hosts, four.name) == ({"node-0", "node-1"}, "2 hosts, 4 ranks")
 
 
@@ -294,7 +294,7 @@ def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(bu
     assert eight.samples_per_s == pytest.approx(1e3 * batch / eight.step_ms)
     faster = eight.samples_per_s / table[0].values["samples_per_s"]
     assert eight.efficiency == pytest.approx(faster / 8)
-    assert ("8 samples are fewer than 16 ranks" in sixteen.reason) is (mode == "strong")
+    assert ("16 ranks are more than the samples of a step (8)" in sixteen.reason) is (mode == "strong")
 
 
 def test_a_projection_updates_the_parameters_that_a_rank_would_have(build):
