@@ -294,7 +294,9 @@ def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(bu
     assert eight.samples_per_s == pytest.approx(1e3 * batch / eight.step_ms)
     faster = eight.samples_per_s / table[0].values["samples_per_s"]
     assert eight.efficiency == pytest.approx(faster / 8)
-    assert ("16 ranks are more than the samples of a step (8)" in sixteen.reason) is (mode == "strong")
+    assert ("16 ranks are more than the samples of a step (8)" in sixteen.reason) is (
+        mode == "strong"
+    )
 
 
 def test_a_projection_updates_the_parameters_that_a_rank_would_have(build):
