@@ -310,6 +310,8 @@ def test_adapters_are_merged_or_exported_alone(tmp_path: Path) -> None:
     assert difference(ours_of(adapter), expected) < 1e-5
     prints = [find_source(str(place)).tokenizer.fingerprint for place in (adapter, run)]
     assert prints[0] == prints[1]
+    own = [p for p in base.iterdir() if p.name.startswith(("tokenizer", "special_tokens"))]
+    assert own and all((adapter / file.name).read_bytes() == file.read_bytes() for file in own)
     assert isinstance(next(sample(adapter, "the cat", max_tokens=3, device="cpu"))[1], str)
     config = json.loads((adapter / "adapter_config.json").read_text())
     for entries, word in (

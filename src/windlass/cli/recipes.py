@@ -33,7 +33,8 @@ def init(
     for source in sources_of(data):
         check_source(source, "--data", conversations=bool(model) and not source.endswith(".txt"))
     write_first_recipe(file, data, model)
-    typer.echo(f"wrote {file}: edit it, then `windlass plan {file}` and `windlass train {file}`")
+    verbs = ", ".join(f"`windlass {verb} {file}`" for verb in ("prepare", "plan", "train"))
+    typer.echo(f"wrote {file}: edit it, then {verbs}")
 
 
 def recipe(

@@ -159,16 +159,28 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
     if dtype != "fp32":
         network.to(getattr(torch, DTYPES[dtype]))
     network.save_pretrained(directory)
-    origin = model.directory
-    files = [name for name in hf_files.TOKENIZER_FILES if (origin / name).is_file()]
-    if not files or not same_tokenizer(source, origin):
-        files = []
-        save_tokenizer(source.tokenizer, source.template, model.context, directory)
+    _write_tokenizer(source, model, directory)
+    files = [model.directory / "generation_config.json"]
     if source.recipe.model.trust_remote_code:
-        files += [file.name for file in origin.glob(hf_files.CODE_FILES)]
-    for name in [*files, "generation_config.json"]:
-        if (origin / name).is_file():
-            shutil.copyfile(origin / name, directory / name)
+        files += model.directory.glob(hf_files.CODE_FILES)
+    _copy(files, directory)
+
+
+def _write_tokenizer(source: Source, model: Any, directory: Path) -> None:
+    """The files of the base model's tokenizer, or of the training's if it is another one."""
+    files = [
+        path for name in hf_files.TOKENIZER_FILES if (path := model.directory / name).is_file()
+    ]
+    if files and same_tokenizer(source, model.directory):
+        _copy(files, directory)
+    else:
+        save_tokenizer(source.tokenizer, source.template, model.context, directory)
+
+
+def _copy(files: Iterable[Path], directory: Path) -> None:
+    for file in files:
+        if file.is_file():
+            shutil.copyfile(file, directory / file.name)
 
 
 def _write_adapter(source: Source, directory: Path, dtype: str) -> None:
@@ -187,7 +199,7 @@ def _write_adapter(source: Source, directory: Path, dtype: str) -> None:
     inner = get_peft_model_state_dict(model.model)
     weights = {f"base_model.model.{name}": tensor for name, tensor in inner.items()}
     save_weights(weights.items(), directory, dtype, stem="adapter_model")
-    save_tokenizer(source.tokenizer, source.template, model.context, directory)
+    _write_tokenizer(source, model, directory)
 
 
 def save_weights(

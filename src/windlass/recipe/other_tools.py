@@ -49,6 +49,12 @@ def in_words(answers: Mapping[str, str]) -> str:
 
 
 def translate_yaml(text: str) -> list[str]:
-    """A line for each known key of another tool's YAML file, without a YAML parser."""
-    keys = dict.fromkeys(re.findall(r"^[ -]*([A-Za-z_]\w*):", text, re.MULTILINE))
-    return [f"  {key}: {answer}" for key in keys if (answer := in_words(_exactly(key)))]
+    """A line for each known key of another tool's YAML file, without a YAML parser.
+
+    The last line lists the unknown keys of the first level.
+    """
+    keys = dict.fromkeys(re.findall(r"^([ -]*)([A-Za-z_]\w*):", text, re.MULTILINE))
+    answers = {key: answer for _, key in keys if (answer := in_words(_exactly(key)))}
+    unknown = [key for indent, key in keys if not indent and key not in answers]
+    more = [f"  without a counterpart in Windlass: {', '.join(unknown)}"] if unknown else []
+    return [f"  {key}: {answer}" for key, answer in answers.items()] + more
