@@ -59,7 +59,7 @@ def record() -> list[tuple[float, str]]:
                 while not look().endswith("$"):
                     pass
                 for start in range(0, len(command), 6):
-                    tmux("send-keys", "-l", "-t", "0", command[start : start + 6])
+                    tmux("send-keys", "-l", "-t", "0", "--", command[start : start + 6])
                     look()
                 tmux("send-keys", "-t", "0", "Enter")
                 look()
