@@ -136,7 +136,7 @@ class TrainSettings(Section):
     """Sequences in one optimizer step, over all ranks."""
     micro_batch: int = Field(0, ge=0)
     """Sequences in one forward pass of one rank; 0: about 4,096 tokens on a CPU and 16,384 on a
-    GPU, and on one rank half of that again and again if memory runs out in the first step."""
+    GPU, and less if memory runs out in the first step of a run of one rank."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
     """Arithmetic of forward and backward pass; master weights are fp32 (`fp64`: float64, for
     proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16."""
