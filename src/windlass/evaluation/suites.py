@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -38,7 +39,7 @@ from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision, varying_shapes
 from windlass.recipe import Changes, Recipe, dotted
-from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
+from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE, SUITE
 from windlass.recipe.units import samples_per_pass
 from windlass.run import Run
 from windlass.telemetry.ledger import plain
@@ -200,11 +201,11 @@ def evaluate(
     source = run if isinstance(run, Source) else find_source(run, overrides, model)
     changes = dotted(overrides)
     suites = list(suites) or (source.recipe.eval.suites if source.run else [])
+    valid = "there are loss, hellaswag, squad and lm-eval:TASKS"
     if not suites:
-        raise UserError(
-            f"name what to measure, as {argument('suites', ['loss'])}; "
-            "there are loss, hellaswag, squad and lm-eval:TASKS"
-        )
+        raise UserError(f"name what to measure, as {argument('suites', ['loss'])}; {valid}")
+    if unknown := [suite for suite in suites if not re.fullmatch(SUITE, suite)]:
+        raise UserError(f"{argument('suites', unknown)}: {valid}")
     has_data = source.run or data is not None or "data.source" in changes
     if LOSS_SUITE in suites and not has_data:
         raise UserError(

@@ -13,6 +13,7 @@ from windlass.recipe.units import EPOCHS, Duration
 IGNORE_INDEX = -100  # the label of a masked position, as in `torch.nn.functional.cross_entropy`
 
 SQUAD_SUITE, HELLASWAG_SUITE, LOSS_SUITE = "squad", "hellaswag", "loss"
+SUITE = r"^(loss|hellaswag|squad|lm-eval:.+)$"
 OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
 
 # A measure that the best checkpoint has: a suite, and the field of its `eval` line.
@@ -312,9 +313,7 @@ class EvalSettings(Section):
     train_batches: int = Field(0, ge=0)
     """Global batches of the training set to measure too (`train_loss`), as nanoGPT's
     `estimate_loss`: always the same, spread over the set, without dropout; 0: none."""
-    suites: Annotated[
-        list[Annotated[str, Field(pattern=r"^(loss|hellaswag|squad|lm-eval:.+)$")]], Names
-    ] = [LOSS_SUITE]
+    suites: Annotated[list[Annotated[str, Field(pattern=SUITE)]], Names] = [LOSS_SUITE]
     """Suites of every evaluation: `loss`, `hellaswag`, `squad`, `lm-eval:TASKS`."""
     hellaswag_file: str = ""
     """HellaSwag's validation items as JSONL; empty: download them with `datasets`."""
