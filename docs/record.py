@@ -19,7 +19,7 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
 COLUMNS, ROWS, SECONDS_A_LOOK = 90, 22, 0.25
-SPEED, LONGEST = 4.0, 0.5  # the picture plays faster; the longest time of a screen in seconds
+SPEED, LONGEST = 8.0, 0.25  # the picture plays faster; the longest time of a screen in seconds
 UNDISTURBED = "windlass train quickstart train.threads=2 run.dir=runs/whole"
 COMMANDS = (
     "timeout --signal=KILL 15 windlass train quickstart train.threads=2 run.dir=runs/killed",
@@ -91,7 +91,7 @@ def draw(screens: list[tuple[float, str]]) -> str:
     width, height = COLUMNS * CHARACTER + 2 * MARGIN, ROWS * LINE + 2 * MARGIN
     ends = [at for at, _ in screens[1:]] + [screens[-1][0] + 4]
     times = [min((end - at) / SPEED, LONGEST) for (at, _), end in zip(screens, ends, strict=True)]
-    times[-1] = 4.0
+    times[-1] = 2.0
     total, lines, groups, began = sum(times), dict[str, str](), list[str](), 0.0
     for index, ((_, screen), seconds) in enumerate(zip(screens, times, strict=True)):
         uses = []
