@@ -254,7 +254,7 @@ def test_stop_at_returns_run_and_second_training_leaves_nothing_behind(tmp_path,
     assert open_things() == before
     capsys.readouterr()
     assert train(recipe(tmp_path / "run", *settings), data=page["data"]).state == "finished"
-    assert "6 steps are done" in capsys.readouterr().out
+    assert "has done its 6 steps" in capsys.readouterr().out
 
 
 def test_a_loss_that_is_no_sum_is_refused_before_the_first_step(tmp_path, page):

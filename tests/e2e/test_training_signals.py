@@ -241,7 +241,7 @@ def test_a_second_interrupt_of_one_process_ends_it_at_once():
 
 
 # Of four steps.
-@pytest.mark.parametrize(("every", "lost"), [(3, "; 1 steps are lost"), (4, "; 0 steps are lost")])
+@pytest.mark.parametrize(("every", "lost"), [(3, "; 1 step lost"), (4, "; 0 steps lost")])
 def test_a_late_second_rank_of_data_ends_after_the_grace(
     corpus, tmp_path, monkeypatch, trainers, every, lost
 ):
@@ -260,7 +260,7 @@ def test_a_late_second_rank_of_data_ends_after_the_grace(
 
     monkeypatch.setattr(Loader, "poll", late)
     more = {"checkpoint.grace_seconds": 0.01, "checkpoint.every": every, "eval.every": 0}
-    with refused("rank 0", "step 5", lost, "checkpoint.grace_seconds", error=RunFailed):
+    with refused("rank 0", "step 4", lost, "checkpoint.grace_seconds", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run", **more))
 
 
@@ -282,7 +282,7 @@ def test_save_is_begun_only_where_grace_allows_it(corpus, tmp_path, monkeypatch,
         if now.step == 4:  # all ranks act on it one step later
             os.kill(os.getpid(), signal.SIGTERM)
 
-    words = () if saved else ("70 s", "60 s", "2 steps are lost", "checkpoint.every")
+    words = () if saved else ("70 s", "60 s", "2 steps lost", "checkpoint.every")
     with refused(*words, error=Stopped if saved else RunFailed):
         train(recipe, callbacks=[each_step(stop)])
     saves = sorted(int(p.name[5:]) for p in run.checkpoints_dir.glob("step-*"))
