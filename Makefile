@@ -54,7 +54,7 @@ format: $(DEV)  ## make the style so
 docs: $(DEV)  ## the generated pages, and the site of the documentation in site/
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "open site/index.html"
+	@echo "open site/index.html; with a search: python3 -m http.server -d site"
 
 pictures: $(DEV)  ## the pictures of the README and the docs: needs an idle machine, Chromium and tmux
 	$(BIN)/python docs/pictures.py $(if $(TEXT),--text $(TEXT))
