@@ -53,7 +53,12 @@ TEXT = {"data.source": "book.txt", "data.eval_source": "", "data.tokenizer": "by
 TEXT |= {"data.streaming": "false", "data.sha256": "", "data.max_tokens": "0"}
 TEXT |= {"data.val_fraction": "0.1", "data.val_shards": "0", "model.vocab": "0"}
 SQUAD = {"data.source": "squad:dev-v1.1.json", "data.train_size": "16", "data.eval_size": "8"}
-SQUAD |= {"eval.squad_file": "dev-v1.1.json", "data.eval_source": "", "eval.suites": "loss"}
+SQUAD |= {
+    "eval.squad_file": "dev-v1.1.json",
+    "data.eval_source": "",
+    "eval.suites": "loss",
+    "checkpoint.best": "loss",
+}
 SIZES = [(r"--world ([4-9]|\d\d+)\b", "--world 2"), (r"--worlds \d+\b(?!,)", "--worlds 2")]
 SIZES += [(r"--worlds \d+,[\d,]+", "--worlds 1,2"), (r"--stop-at \d+", "--stop-at 4")]
 SIZES += [(r"--extend-to \d+", "--extend-to 12"), (r"--max-tokens \d+", "--max-tokens 8")]
@@ -222,7 +227,8 @@ def local_data(recipe: Recipe) -> dict[str, str]:
         return SQUAD | tokenizer | vocab
     remote = any(source.startswith(("hf:", "https:", "http:")) for source in sources)
     if remote or "stdlib" in sources:
-        return TEXT
+        own = ("data.tokenizer", "model.vocab") if recipe.model.kind == "hf" else ()  # the model's
+        return {key: value for key, value in TEXT.items() if key not in own}
     if recipe.model.kind == "hf":
         return {}
     known = recipe.data.tokenizer in ("byte", "char", "auto")
@@ -233,12 +239,14 @@ def sizes(recipe: Recipe) -> dict[str, str]:
     """The sizes of a tiny training of a recipe."""
     small = {k: v for k, v in SMALL.items() if recipe.model.kind == "gpt" or k[:6] != "model."}
     if "hellaswag" in recipe.eval.suites:
-        small |= {"eval.suites": "loss"}
+        small |= {"eval.suites": "loss", "checkpoint.best": "loss"}
     if recipe.data.format != "text":  # a sample is as long as its text
         small |= {"model.context": "1024"} if recipe.model.kind == "gpt" else {}
         small |= {"train.steps": "4", "train.global_batch": "2", "checkpoint.every": "2"}
     if recipe.model.kind == "hf":
         small |= {"train.steps": "4", "train.global_batch": "2", "checkpoint.every": "2"}
+        small |= {"optim.schedule.warmup": "0.1"}
+        small |= {"model.context": "64"} if recipe.data.format == "text" else {}
     return small
 
 
