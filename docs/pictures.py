@@ -35,7 +35,6 @@ STUDY = (
 STUDY += " --set train.steps=600 --set eval.every=100 --set checkpoint.every=50"
 STUDY += " --set train.threads=1 --workers 2 --dir shakespeare"
 CURVE = "train shakespeare-char-fast run.dir=curve"
-SCALING = "scale quickstart --worlds 1,2 --repeats 3 train.steps=120 train.threads=1 --dir scaling"
 
 
 def windlass(command: str, folder: Path, kill_when: Callable[[], bool] | None = None) -> None:
@@ -227,21 +226,12 @@ def curve(folder: Path, text: str) -> None:
     shutil.copy(folder / "curve" / "report" / "plots" / "loss.png", IMAGES / "shakespeare-loss.png")
 
 
-def scaling(folder: Path, text: str) -> None:
-    """Throughput against ranks of a strong scaling study of the quickstart."""
-    windlass(SCALING, folder)
-    windlass("report scaling", folder)
-    plots = folder / "scaling" / "report" / "plots"
-    shutil.copy(plots / "throughput.png", IMAGES / "scaling-throughput.png")
-    print((plots.parent / "report.md").read_text())
-
-
 def recording(folder: Path, text: str) -> None:
     """The terminal in which a run is killed and resumed."""
     (IMAGES / "killed-and-resumed.svg").write_text(record.draw(record.record()))
 
 
-PICTURES = (hero, page, study, curve, scaling, recording)
+PICTURES = (hero, page, study, curve, recording)
 
 
 def main() -> None:
@@ -251,10 +241,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[[], *names], metavar="NAME")
     parser.add_argument("--text", default="", help="a copy of tiny Shakespeare")
     arguments = parser.parse_args()
-    text = str(Path(arguments.text).resolve()) if arguments.text else ""
     for name in arguments.names or names:
         with tempfile.TemporaryDirectory() as folder:
-            names[name](Path(folder), text)
+            if arguments.text:  # a picture may show the path
+                shutil.copy(arguments.text, Path(folder, "input.txt"))
+            names[name](Path(folder), "input.txt" if arguments.text else "")
 
 
 if __name__ == "__main__":
