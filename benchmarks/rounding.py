@@ -19,9 +19,14 @@ from windlass.run import Run
 FIRST = 10  # steps of the first column
 BATCH = 8  # of the quickstart
 RUNS = (
-    *(("fp32", *run) for run in (("ddp", 2), ("ddp", 4), ("full_shard", 2))),
-    *(("bf16", *run) for run in (("ddp", 2), ("full_shard", 2))),
-    *(("fp64", *run) for run in (("ddp", 2), ("ddp", 4), ("full_shard", 2))),
+    ("fp32", "ddp", 2),
+    ("fp32", "ddp", 4),
+    ("fp32", "full_shard", 2),
+    ("bf16", "ddp", 2),
+    ("bf16", "full_shard", 2),
+    ("fp64", "ddp", 2),
+    ("fp64", "ddp", 4),
+    ("fp64", "full_shard", 2),
 )
 SETTINGS = ["telemetry.every=1", "eval.every=0", "eval.sample_every=0", "train.threads=1"]
 

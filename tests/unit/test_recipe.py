@@ -399,6 +399,7 @@ def test_durations_in_steps_fractions_and_never():
     assert [s for s in range(1001) if horizon.due(400, s)] == [400, 800]
     assert not any(horizon.due(never, s) for never in (0, 0.0) for s in range(1001))
     assert (horizon.steps_in(0.01), horizon.steps_in("1 epoch"), horizon.steps_in(7)) == (10, 19, 7)
+    assert epochs_in("2.5 epochs") == Fraction(5, 2)
 
 
 @pytest.mark.parametrize(
@@ -414,7 +415,6 @@ def test_durations_in_steps_fractions_and_never():
 def test_a_period_given_as_a_share_has_at_least_twenty_steps(steps, every, due):
     horizon = Horizon(steps, samples_per_epoch=300, samples_per_step=16)
     assert [step for step in range(steps + 1) if horizon.due(every, step)] == due
-    assert epochs_in("2.5 epochs") == Fraction(5, 2)
 
 
 def test_explain_says_what_a_setting_takes_and_where_its_value_came_from(tmp_path, monkeypatch):

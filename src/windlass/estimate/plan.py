@@ -247,17 +247,18 @@ def memory_parts(plan: Plan, subject: Subject) -> dict[str, Any]:
     rows = memory_rows(model, vocab, recipe.optim.kind, layout, device.usable_bytes)
     settings, advice = recommend(rows, recipe.train.micro_batch)
     per_step = size.flops_per_token * plan.tokens_per_step
-    scratch = recipe.model.kind == "gpt" or recipe.model.from_scratch
-    scratch = scratch or recipe.train.steps == "compute-optimal"
-    rate, per_sample = recipe.train.tokens_per_parameter, subject.tokens_per_sample
+    optimal: dict[str, int] = {}
+    pretrained = recipe.model.kind == "hf" and not recipe.model.from_scratch
+    if not pretrained or recipe.train.steps == "compute-optimal":  # D = 20 N is for new weights
+        rate, per_sample = recipe.train.tokens_per_parameter, subject.tokens_per_sample
+        optimal["optimal_tokens"] = optimal_tokens(size.parameters, rate)
+        optimal["optimal_steps"] = optimal_steps(recipe, size.parameters, per_sample)
     return {
         "memory": rows,
         "recommended": settings,
         "advice": advice,
-        # D = 20 N is about training from scratch.
-        "optimal_tokens": optimal_tokens(size.parameters, rate) if scratch else None,
-        "optimal_steps": optimal_steps(recipe, size.parameters, per_sample) if scratch else None,
         "flops": None if plan.steps is None else per_step * plan.steps,
+        **optimal,
     }
 
 

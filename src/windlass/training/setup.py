@@ -219,7 +219,8 @@ def load_checkpoint(
 ) -> tuple[TrainState, dict[str, Any], str]:
     """Fill model and optimizer from the chosen checkpoint, and add notes on what has changed.
 
-    Returns the checkpoint's counters, its meta data and its origin in words. Raises UserError: the data has changed.
+    Returns the checkpoint's counters, its meta data and its origin in words. Raises UserError if
+    the data has changed.
     """
     if place.choice is None:
         return TrainState(), {}, ""
