@@ -177,9 +177,11 @@ class Failure:
     time: float
     secondary: bool = False
     lost: bool = False
+    place: str = ""  # the rank's coordinates in the mesh, as `pp 1, dp 0, tp 1`
 
     def __str__(self) -> str:
-        place = f"rank {self.rank} on {self.host} at step {self.step}, phase {self.phase}"
+        rank = f"rank {self.rank} ({self.place})" if self.place else f"rank {self.rank}"
+        place = f"{rank} on {self.host} at step {self.step}, phase {self.phase}"
         return f"{place}: {self.error}"
 
 
@@ -188,6 +190,7 @@ class RankStatus:
 
     def __init__(self, rank: int, directory: str | None = None):
         self.rank, self.host, self.directory = rank, socket.gethostname(), directory
+        self.place = ""  # this rank's coordinates in the mesh, once it has them
         self._file = -1
         if directory:
             path = Path(directory, f"status-{rank}.json")
@@ -201,11 +204,12 @@ class RankStatus:
             os.pwrite(self._file, json.dumps(self.fields()).ljust(512).encode(), 0)
 
     def fields(self) -> dict[str, Any]:
-        names = ("rank", "host", "step", "phase", "since")
+        names = ("rank", "host", "step", "phase", "since", "place")
         return {name: getattr(self, name) for name in names}
 
     def failure(self, error: str, secondary: bool = False) -> Failure:
-        return Failure(self.rank, self.host, self.step, self.phase, error, time.time(), secondary)
+        at = (self.rank, self.host, self.step, self.phase)
+        return Failure(*at, error, time.time(), secondary, place=self.place)
 
     def write(self, failure: Failure) -> None:
         """Tell the launcher what ended this rank: its own failure, or another rank's."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from windlass.model.loss import cross_entropy_sum, head_logits
 from windlass.optim.muon import Muon
 from windlass.parallel.collectives import global_grad_norm, max_async, sum_async, sum_over_ranks
-from windlass.parallel.mesh import Mesh
+from windlass.parallel.mesh import LOSS_DIMENSIONS, Mesh
 from windlass.recipe.strategies import STRATEGIES, Sizes
 
 WIDE = Sizes(dp_shard=2, tp=2)
@@ -34,7 +34,7 @@ def test_which_ranks_read_the_same_samples_and_which_add_their_losses(sizes, dat
     meshes = [Mesh(sizes, rank) for rank in range(sizes.world)]
     assert [mesh.data_rank for mesh in meshes] == data_ranks
     assert meshes[0].data_world == max(data_ranks) + 1
-    assert meshes[0].loss_rows() == rows
+    assert meshes[0].rows(LOSS_DIMENSIONS) == rows
 
 
 def joined(join: Join, sizes: Sizes, strategy: str = "full_shard"):

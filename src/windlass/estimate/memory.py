@@ -92,7 +92,7 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
     return Layout(
         strategy.name,
         world,
-        strategy.sizes(world, parallel.shard_size).dp_shard,
+        recipe.sizes(world).dp_shard,
         precision,
         parallel.activation_checkpointing,
         parallel.offload,

@@ -266,7 +266,8 @@ class Group:
         how = "was suspended" if hung else "failed" if first in alive else first.how_it_ended()
         status, failure = (self.report(what, first.rank) for what in ("status", "failure"))
         where = f" at step {status['step']}, phase {status['phase']}" if status else ""
-        name = f"rank {first.rank} of {self.world} on {socket.gethostname()}"
+        place = f" ({status['place']})" if status.get("place") else ""
+        name = f"rank {first.rank}{place} of {self.world} on {socket.gethostname()}"
         self.log(f"windlass: {name} {how}{where}; the run has ended")
         if failure:
             is_own = failure["rank"] == first.rank

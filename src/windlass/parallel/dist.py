@@ -284,8 +284,8 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     place: Any = {"store": store, "rank": env.rank, "world_size": env.world}
     dist.init_process_group(backend, timeout=timeout, **place)
     ranks_of_host = env.local_world if env.nodes > 1 else 0
-    sizes = ranks.strategy.sizes(env.world, settings.shard_size, ranks_of_host)
-    ranks.mesh = Mesh(sizes, env.rank)
+    sizes = recipe.sizes(env.world, ranks_of_host)
+    ranks.mesh, ranks.status.place = Mesh(sizes, env.rank), sizes.place(env.rank)
     ranks.mesh.connect(ranks.strategy, device.type, timeout)
     ranks.set_timeout(settings.startup_timeout_seconds)
 

@@ -176,7 +176,7 @@ def behind(beats: Sequence[dict[str, Any]], still: Sequence[float], limit: float
 
 
 def _failure(beat: dict[str, Any], why: str) -> Failure:
-    place = {key: beat[key] for key in ("rank", "host", "step", "phase")}
+    place = {key: beat[key] for key in ("rank", "host", "step", "phase", "place")}
     return Failure(**place, error=why, time=time.time(), lost=True)
 
 

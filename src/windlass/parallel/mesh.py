@@ -7,6 +7,8 @@ all ranks.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import astuple
 from datetime import timedelta
 
@@ -25,40 +27,56 @@ LOSS_DIMENSIONS = ("dp_replicate", "dp_shard", "cp")
 class Mesh:
     """One rank's place in the mesh. Without `connect` there are no groups, and every sum is local.
 
+    The ranks of `cp` hold equal parameters and add up their gradients, as data ranks do. So for
+    torch they belong to `dp_shard`, or with replicated parameters to the one dimension of all
+    replicas.
+
     Attributes:
-        sizes: ranks along each dimension.
+        sizes: ranks along each dimension; `at`: this rank's coordinates.
         data_rank, data_world: which slice of the samples this rank reads, out of how many.
         counts_rows: whether numbers from whole rows count in a sum over `loss_ranks`, where the
             ranks of `cp` have the same rows.
-        devices: the dimensions in use as torch's DeviceMesh; None if no rank shares work.
+        devices: `pp`, `dp_replicate`, `dp_shard` and `tp`, if in use, as torch's DeviceMesh; None
+            if no rank shares work.
         all_ranks: a gloo group of every rank, for flags; None if there is one rank.
         loss_ranks: a gloo group of the ranks whose losses and token counts add up, for numbers on
             the host: a collective on it never touches the device's stream.
         loss_group: the same ranks on the backend of the device.
         replicas: the ranks that hold equal plain parameters; None if FSDP2 shards them.
+        tp, cp, pp: the groups of one dimension; None if it has one rank.
     """
 
     def __init__(self, sizes: Sizes, rank: int):
-        self.sizes = sizes
+        self.sizes, self.rank, self.at = sizes, rank, sizes.coordinates(rank)
         self.data_rank, self.data_world = sizes.data_rank(rank), sizes.data_world
-        self.counts_rows = rank // sizes.tp % sizes.cp == 0
+        self.counts_rows = self.at["cp"] == 0
         self.devices: DeviceMesh | None = None
         self.replicas: DeviceMesh | None = None
         self.all_ranks: dist.ProcessGroup | None = None
         self.loss_ranks: dist.ProcessGroup | None = None
         self.loss_group: dist.ProcessGroup | None = None
+        self.tp: dist.ProcessGroup | None = None
+        self.cp: dist.ProcessGroup | None = None
+        self.pp: dist.ProcessGroup | None = None
 
     def connect(self, strategy: Strategy, device_type: str, timeout: timedelta) -> None:
         """Create the groups; every rank calls it, after the process group of all ranks exists.
 
         `dp_shard` is a dimension of `devices` even with one rank if the strategy shards anything.
         """
-        if self.sizes.world > 1:
+        sizes = self.sizes
+        if sizes.world > 1:
             self.all_ranks = self.loss_ranks = dist.new_group(backend="gloo", timeout=timeout)
             self.loss_group = dist.group.WORLD
+        replicate, shard = sizes.dp_replicate, sizes.dp_shard * sizes.cp
+        if not strategy.shards_parameters:
+            replicate, shard = (
+                (1, replicate * shard) if strategy.shards_optimizer else (replicate * shard, 1)
+            )
+        wanted = {"pp": sizes.pp, "dp_replicate": replicate, "dp_shard": shard, "tp": sizes.tp}
         used = {
             name: size
-            for name, size in zip(DIMENSIONS, astuple(self.sizes), strict=True)
+            for name, size in wanted.items()
             if size > 1 or (name == "dp_shard" and strategy.shards_optimizer)
         }
         if used:
@@ -66,19 +84,33 @@ class Mesh:
             self.devices = init_device_mesh(device_type, shape, mesh_dim_names=names)
         if not strategy.shards_parameters:
             self.replicas = self.part("dp_replicate", "dp_shard")
-        rows = self.loss_rows()
-        if len(rows) > 1:
+        self.tp, self.pp = (
+            part.get_group() if (part := self.part(name)) else None for name in ("tp", "pp")
+        )
+        if sizes.cp > 1:
+            self.cp = self._subgroup(("cp",), timeout, None)
+        if sizes.data_world * sizes.cp < sizes.world:
             self.loss_ranks, self.loss_group = (
-                dist.new_subgroups_by_enumeration(rows, timeout=timeout, backend=backend)[0]
-                for backend in ("gloo", None)
+                self._subgroup(LOSS_DIMENSIONS, timeout, backend) for backend in ("gloo", None)
             )
 
-    def loss_rows(self) -> list[list[int]]:
-        """The ranks of every group over which losses add up; each rank is in one of them."""
+    def _subgroup(
+        self, names: Sequence[str], timeout: timedelta, backend: str | None
+    ) -> dist.ProcessGroup:
+        """This rank's group along some dimensions; every rank calls it."""
+        rows = self.rows(names)
+        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(
+            rows, timeout=timeout, backend=backend
+        )[0]
+        return group
+
+    def rows(self, names: Sequence[str]) -> list[list[int]]:
+        """The ranks that differ only in some dimensions: one row for each place in the others."""
         ranks = np.arange(self.sizes.world).reshape(astuple(self.sizes))
-        outer = [i for i, name in enumerate(DIMENSIONS) if name not in LOSS_DIMENSIONS]
+        outer = [i for i, name in enumerate(DIMENSIONS) if name not in names]
         ranks = np.moveaxis(ranks, outer, range(len(outer)))
-        rows: list[list[int]] = ranks.reshape(-1, self.data_world * self.sizes.cp).tolist()
+        count = math.prod(getattr(self.sizes, name) for name in names)
+        rows: list[list[int]] = ranks.reshape(-1, count).tolist()
         return rows
 
     def part(self, *names: str) -> DeviceMesh | None:
@@ -90,7 +122,7 @@ class Mesh:
     def groups(self) -> list[dist.ProcessGroup]:
         """Every process group of this rank."""
         groups = [dist.group.WORLD, self.all_ranks, self.loss_ranks, self.loss_group]
-        groups += self.devices.get_all_groups() if self.devices is not None else []
+        groups += [*(self.devices.get_all_groups() if self.devices is not None else []), self.cp]
         return list({id(group): group for group in groups if group is not None}.values())
 
 

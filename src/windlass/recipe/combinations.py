@@ -7,6 +7,7 @@ check that reads one ends with an AttributeError.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,7 +108,7 @@ def evaluations(r: Any) -> Problems:
 
 def batch(r: Any) -> Problems:
     try:
-        r.batch(1)
+        r.batch(r.parallel.model_ranks)
     except UserError as error:
         yield "train.micro_batch", str(error)
 
@@ -119,6 +120,33 @@ def sharding(r: Any) -> Problems:
         yield "parallel.offload", f'offload belongs to FSDP2; parallel.strategy is "{p.strategy}"'
     if p.shard_size and not strategy.grouped:
         yield "parallel.shard_size", 'it goes with parallel.strategy = "hybrid_shard" alone'
+
+
+def layout(r: Any) -> Problems:
+    p, m = r.parallel, r.model
+    if p.model_ranks == 1:
+        return
+    if p.strategy == "single":
+        yield "parallel.strategy", f"{p.layout} needs several ranks: write another than single"
+    if m.kind != "gpt":
+        return
+    pieces = {"model.heads": m.heads, "model.ff_width": m.ff_width_}
+    pieces["model.kv_heads"] = m.kv_heads_ * (m.width // m.heads)  # rows: a head may be cut
+    for key, count in pieces.items():
+        if count % p.tensor:
+            what = "rows of the keys" if key == "model.kv_heads" else key.partition(".")[2]
+            divisors = [d for d in range(1, count + 1) if math.gcd(*pieces.values()) % d == 0]
+            near = max(d for d in divisors if d <= p.tensor)
+            problem = f"{p.tensor} ranks do not divide the {count} {what}"
+            yield "parallel.tensor", f"{problem}; write {near}, or change {key}"
+            break
+    heads, keys = m.heads // p.tensor, m.kv_heads_
+    if heads and p.tensor > 1 and max(keys, p.tensor) % min(keys, p.tensor):
+        problem = f"{p.tensor} ranks cannot share {keys} key and value heads evenly"
+        yield "parallel.tensor", f"{problem}; write a number that divides or is a multiple of them"
+    if p.pipeline > m.layers:
+        problem = f"{p.pipeline} stages for {plural(m.layers, 'layer')}"
+        yield "parallel.pipeline", f"{problem}: write {m.layers}, or less"
 
 
 def optimizer(r: Any) -> Problems:
@@ -146,5 +174,5 @@ def schedule(r: Any) -> Problems:
 
 CHECKS = (
     *(model, unused_keys, four_bits, heads, kv_heads, vocab, sources),
-    *(best, evaluations, batch, sharding, optimizer, schedule),
+    *(best, evaluations, sharding, layout, batch, optimizer, schedule),
 )

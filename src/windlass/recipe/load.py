@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 import windlass.recipe.settings as sections
-from windlass.errors import UserError, require
+from windlass.errors import UserError, argument, plural, require
 from windlass.recipe.combinations import CHECKS
 from windlass.recipe.keys import meant, problems_of
 from windlass.recipe.layers import (
@@ -34,7 +34,7 @@ from windlass.recipe.layers import (
     typed,
 )
 from windlass.recipe.network import ModelSettings, Section
-from windlass.recipe.strategies import STRATEGIES, Strategy
+from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
 from windlass.recipe.units import BatchPlan, plan_batch
 
 NON_SEMANTIC = (
@@ -160,10 +160,30 @@ class Recipe(BaseModel):
         each = self.parallel.reduce_each_micro_batch
         return STRATEGIES[name] if each == "auto" else replace(STRATEGIES[name], reduces_each=each)
 
-    def batch(self, data_world: int, device: str = "cpu") -> BatchPlan:
-        """How the data ranks divide a step's samples; UserError names the sizes that would work."""
-        t = self.train
-        return plan_batch(t.global_batch, t.micro_batch, data_world, self.model.context, device)
+    def sizes(self, world: int, ranks_of_host: int = 0) -> Sizes:
+        """How `world` ranks are arranged, `ranks_of_host` of them on each of several hosts (0: on
+        one); UserError if the layout does not divide the ranks."""
+        p, strategy = self.parallel, self.strategy(world)
+        if world % p.model_ranks:
+            each = plural(p.model_ranks, "rank")
+            problem = f"{p.layout} needs {each} for each copy of the model, and there are {world}"
+            advice = f"use a multiple of {p.model_ranks} ({argument('world', p.model_ranks)})"
+            raise UserError(f"{problem}: {advice}")
+        inner = p.context * p.tensor
+        groups = 0 if ranks_of_host % inner else ranks_of_host // inner
+        data = strategy.sizes(world // p.model_ranks, p.shard_size, groups)
+        return replace(data, pp=p.pipeline, cp=p.context, tp=p.tensor)
+
+    def batch(self, world: int, device: str = "cpu") -> BatchPlan:
+        """How `world` ranks divide a step's samples; UserError names the sizes that would work."""
+        t, data_world = self.train, self.sizes(world).data_world
+        batch = plan_batch(t.global_batch, t.micro_batch, data_world, self.model.context, device)
+        stages = self.parallel.pipeline
+        if batch.accumulation < stages:
+            problem = f"parallel.pipeline = {stages} needs {stages} or more micro-batches in a step"
+            found = f"here each stage has {batch.accumulation} of {batch.micro_batch} samples"
+            raise UserError(f"{problem}, and {found}: write a smaller train.micro_batch")
+        return batch
 
     def check_packages(self) -> None:
         """Raise UserError if training this recipe needs an optional package that is missing."""

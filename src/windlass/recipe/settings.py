@@ -246,6 +246,17 @@ class ParallelSettings(Section):
     reduce_each_micro_batch: bool | Literal["auto"] = "auto"
     """FSDP2: reduce gradients after each micro-batch and hold a shard of them: less memory, more
     traffic. `auto`: true except with `shard_grad_op`."""
+    tensor: int = Field(1, ge=1)
+    """Ranks that divide each matrix (arXiv 1909.08053): attention heads, feed-forward width and
+    vocabulary."""
+    sequence: bool = True
+    """With `tensor`: its ranks also divide norms, dropout and the residual stream along the
+    sequence (arXiv 2205.05198)."""
+    context: int = Field(1, ge=1)
+    """Ranks that divide each sequence; attention exchanges heads (arXiv 2309.14509) if there are
+    enough, else it gathers keys and values (arXiv 2407.21783)."""
+    pipeline: int = Field(1, ge=1)
+    """Stages of consecutive blocks, each on other ranks."""
     offload: bool = False
     """FSDP2: keep parameters, gradients and optimizer state in the host's memory between uses."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -264,6 +275,16 @@ class ParallelSettings(Section):
     """Period of each rank's sign of life; the run ends if a rank is silent for 6 periods."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; `auto`: CUDA if torch finds it."""
+
+    @property
+    def model_ranks(self) -> int:  # that hold one copy of the model, apart from sharding
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def layout(self) -> str:
+        """The settings that divide one copy of the model, for messages."""
+        names = [name for name in ("tensor", "context", "pipeline") if getattr(self, name) > 1]
+        return ", ".join(f"parallel.{name} = {getattr(self, name)}" for name in names)
 
 
 class CheckpointSettings(Section):

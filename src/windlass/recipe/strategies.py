@@ -38,6 +38,21 @@ class Sizes:
         """The slice of the data that a rank reads; the ranks of `pp`, `cp` and `tp` share one."""
         return rank // (self.cp * self.tp) % self.data_world
 
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """A rank's place along each dimension."""
+        places = dict[str, int]()
+        for name in reversed(DIMENSIONS):
+            rank, places[name] = divmod(rank, getattr(self, name))
+        return {name: places[name] for name in DIMENSIONS}
+
+    def place(self, rank: int) -> str:
+        """The coordinates for messages, as `pp 1, dp 0, tp 1`; empty with data parallelism alone."""
+        if self.pp * self.cp * self.tp == 1:
+            return ""
+        at, sizes = self.coordinates(rank), {"pp": self.pp, "dp": self.data_world}
+        at["dp"], sizes = self.data_rank(rank), sizes | {"cp": self.cp, "tp": self.tp}
+        return ", ".join(f"{name} {at[name]}" for name, size in sizes.items() if size > 1)
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -52,7 +67,7 @@ class Strategy:
     grouped: bool = False  # sharding groups of `parallel.shard_size` ranks, replicas of each other
 
     def sizes(self, world: int, shard_size: int = 0, ranks_of_host: int = 0) -> Sizes:
-        """How the strategy arranges `world` ranks.
+        """How the strategy arranges `world` ranks that read different samples.
 
         A sharding group has `shard_size` ranks if that is set, else the ranks of a host
         (`ranks_of_host`, 0 if there is only one host), else about half of all. UserError if

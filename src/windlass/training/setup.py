@@ -70,7 +70,7 @@ def batch_and_horizon(
 ) -> tuple[BatchPlan, Horizon]:
     """The division of a step's samples over the ranks, and the length of the run."""
     recipe, samples = plan.recipe, len(data.train)
-    batch = recipe.batch(ranks.mesh.data_world, ranks.device.type)
+    batch = recipe.batch(ranks.world, ranks.device.type)
     if plan.resuming and ranks.world == 1 and not recipe.train.micro_batch:
         batch = recorded_micro_batch(plan.run, batch)
     if samples < 1:
