@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from windlass.checkpoint.format import Damaged
 from windlass.checkpoint.load import Checkpoint
 from windlass.errors import UserError
+from windlass.model.share import cut_of, whole_shape, with_cut
 from windlass.optim.shard import ShardedOptimizer
 from windlass.parallel.parallelize import unwrap
 
@@ -72,7 +73,7 @@ def state_of(
 
 def state_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Bytes of whole tensors, over all ranks."""
-    return sum(math.prod(t.shape) * t.element_size() for t in tensors.values())
+    return sum(math.prod(whole_shape(t)) * t.element_size() for t in tensors.values())
 
 
 def divide(tensors: Mapping[str, Tensor], rank: int, world: int) -> list[Slice]:
@@ -80,7 +81,8 @@ def divide(tensors: Mapping[str, Tensor], rank: int, world: int) -> list[Slice]:
     groups: dict[tuple[int, ...], dict[str, Tensor]] = {}
     known: dict[Any, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
-        key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        place = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+        key = (*place, cut_of(tensor) is not None)
         if key not in known:
             known[key] = replica_group(tensor, world)
         groups.setdefault(known[key], {})[name] = tensor
@@ -90,11 +92,11 @@ def divide(tensors: Mapping[str, Tensor], rank: int, world: int) -> list[Slice]:
         for name, tensor in held.items():
             if not tensor.numel() and rank == ranks[0]:  # its type and shape are saved all the same
                 offsets = (0,) * tensor.dim()
-                slices.append(Slice(name, local[name], tuple(tensor.shape), offsets))
+                slices.append(Slice(name, local[name], tuple(whole_shape(tensor)), offsets))
         for name, (first, last) in divide_rows(local, ranks.index(rank), len(ranks)).items():
             rows = local[name][first:last] if local[name].dim() else local[name]
             for offsets, box in boxes(rows, held_runs(held[name]), first):
-                slices.append(Slice(name, box, tuple(held[name].shape), offsets))
+                slices.append(Slice(name, box, tuple(whole_shape(held[name])), offsets))
     return slices
 
 
@@ -123,8 +125,17 @@ def divide_rows(
 def replica_group(tensor: Tensor, world: int) -> tuple[int, ...]:
     """The ranks that hold the same box of a tensor as this rank, in order; all, unless it is cut.
 
-    A mesh may be a part of the world, which then consists of copies of this mesh.
+    A mesh may be a part of the world, which then consists of copies of this mesh. Neighbouring
+    ranks differ in `tp`.
     """
+    if cut := cut_of(tensor):
+        every = range(cut.peers.rank, world, cut.peers.size)
+        return tuple(r for r in _holders(tensor, world) if r in every)
+    return _holders(tensor, world)
+
+
+def _holders(tensor: Tensor, world: int) -> tuple[int, ...]:
+    """The same without the cut over `tp`."""
     if not isinstance(tensor, DTensor):
         return tuple(range(world))
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
@@ -167,6 +178,10 @@ def held_runs(tensor: Tensor) -> list[list[Run]]:
                 held[placement.dim] = _joined(itertools.chain(*pieces))
         shape = tuple(sum(size for _, size in runs) for runs in held)
         assert shape == tensor.to_local().shape, f"{tensor.placements}: {shape}"
+    if cut := cut_of(tensor):
+        whole = [(part.start, len(part)) for part in cut.ranges]
+        windows = (_window(whole, start, start + size) for start, size in held[cut.dim])
+        held[cut.dim] = _joined(itertools.chain(*windows))
     return held
 
 
@@ -274,11 +289,15 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
             full, tensor = f"{OPTIM}{name}/{key}", old.get(key)
             shape, dtype = checkpoint.info(full).shape, checkpoint.dtype(full)
             seen = None if tensor is None else _as_sharded(tensor, parameter)
-            if tensor is None or seen is None or (seen.shape, tensor.dtype) != (shape, dtype):
+            if (
+                tensor is None
+                or seen is None
+                or (whole_shape(seen), tensor.dtype) != (shape, dtype)
+            ):
                 if not shape:  # torch keeps a scalar on the host, except for fused optimizers
                     device = parameter.device if fused[id(parameter)] else torch.device("cpu")
                     tensor = torch.zeros((), dtype=dtype, device=device)
-                elif shape == parameter.shape:
+                elif shape == whole_shape(parameter):
                     tensor = torch.zeros_like(parameter.detach(), dtype=dtype)
                 else:  # Adafactor, which is not sharded
                     tensor = torch.zeros(shape, dtype=dtype, device=parameter.device)
@@ -294,8 +313,8 @@ def _check_same_model(
         short = name.removeprefix(MODEL)
         if name not in saved | checkpoint.manifest.aliases.keys():
             problems.append(f"{short} is missing")
-        elif (shape := checkpoint.info(name).shape) != tuple(tensor.shape):
-            problems.append(f"{short} is {list(shape)} there and {list(tensor.shape)} here")
+        elif (shape := checkpoint.info(name).shape) != (here := tuple(whole_shape(tensor))):
+            problems.append(f"{short} is {list(shape)} there and {list(here)} here")
         elif (dtype := checkpoint.dtype(name)) != tensor.dtype:
             problems.append(f"{short} is {dtype} there and {tensor.dtype} here")
     extra = sorted(saved - set(targets) - aliases)
@@ -332,7 +351,7 @@ def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
     for name, tensor in {**dict(model.named_parameters(remove_duplicate=False)), **buffers}.items():
         first = first_names.setdefault(id(tensor), MODEL + name)
         if first == MODEL + name:
-            tensors[first] = tensor.detach()
+            tensors[first] = with_cut(tensor.detach(), cut_of(tensor))
         else:
             aliases[MODEL + name] = first
     return tensors, aliases
@@ -357,12 +376,15 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _as_sharded(state: Tensor, parameter: Tensor) -> Tensor:
-    """Optimizer state that is the plain local part of a sharded parameter, as a DTensor like it."""
+    """Optimizer state like this rank's part of a parameter: cut and sharded as the parameter."""
+    if state.shape == parameter.shape:
+        with_cut(state, cut_of(parameter))
     if not isinstance(parameter, DTensor) or isinstance(state, DTensor) or not state.dim():
         return state
     if state.shape != parameter.to_local().shape:
         return state
     whole = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(
+    sharded = DTensor.from_local(
         state, parameter.device_mesh, parameter.placements, run_check=False, **whole
     )
+    return with_cut(sharded, cut_of(parameter))

@@ -84,8 +84,9 @@ def evaluate_loss(
                 if progress is not None:
                     done = min(done + batch * mesh.data_world, end)
                     progress(done, ends[-1])
-            own = [float(total), float(tokens), float(text_bytes)]
-            sums = sum_async([mesh.counts_rows * number for number in own], ranks).wait()
+            # The ranks of `cp` have the same rows; each has the loss of its own tokens.
+            counts = [mesh.counts_rows * float(number) for number in (tokens, text_bytes)]
+            sums = sum_async([float(total), *counts], ranks).wait()
             results.append(_mean_loss(end, *sums))
     full = {f"full_{name}": value for name, value in results[-1].items()} if len(ends) > 1 else {}
     return results[0] | full

@@ -15,6 +15,7 @@ from windlass.errors import UserError, require
 from windlass.model import convert
 from windlass.model.gpt import GPT, assign, generator
 from windlass.model.hf_files import WeightFiles
+from windlass.model.share import whole_shape
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 
@@ -110,12 +111,12 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
         if convert.from_hf(model.settings, name, read).any():
             reject(f"the bias for {name} is not zero, and the model has no bias there")
     for name, parameter in model.named_parameters():
-        value = convert.from_hf(model.settings, name, read)
-        if value.shape[0] < parameter.shape[0] and name in ("embedding.weight", "head.weight"):
-            whole = model.initial_value(name, parameter.shape, generator(seed, name))
+        value, shape = convert.from_hf(model.settings, name, read), whole_shape(parameter)
+        if value.shape[0] < shape[0] and name in ("embedding.weight", "head.weight"):
+            whole = model.initial_value(name, shape, generator(seed, name))
             whole[: value.shape[0]] = value
             value = whole
-        if value.shape != parameter.shape:
-            shapes = f"{list(value.shape)}, and its configuration says {list(parameter.shape)}"
+        if value.shape != shape:
+            shapes = f"{list(value.shape)}, and its configuration says {list(shape)}"
             reject(f"the weight for {name} has the shape {shapes}")
         assign(parameter, value)

@@ -11,13 +11,15 @@ H heads, K key and value heads, E = D / H width of a head, V vocabulary.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.model.loss import cross_entropy_sum, head_logits
+from windlass.model.loss import Piece, cross_entropy_sum, head_logits
+from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -73,11 +75,10 @@ class RotaryEmbedding:
     One pass makes it once for all blocks. It is not a module, so that no cast reaches its tables.
     """
 
-    def __init__(self, theta: float, head_width: int, start: int, length: int, like: Tensor):
+    def __init__(self, theta: float, head_width: int, positions: Tensor, like: Tensor):
         dtype = torch.promote_types(like.dtype, torch.float32)
         half = torch.arange(0, head_width, 2, device=like.device, dtype=dtype) / head_width
-        positions = torch.arange(start, start + length, device=like.device, dtype=dtype)
-        angles = torch.outer(positions, theta**-half)
+        angles = torch.outer(positions.to(dtype), theta**-half)
         cos, sin = angles.cos(), angles.sin()
         self.cos = torch.cat([cos, cos], dim=-1).unsqueeze(1)  # [T, 1, E]
         self.sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1)
@@ -89,21 +90,42 @@ class RotaryEmbedding:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; neighbouring heads share a key and value head if there are fewer."""
+    """Causal self-attention; neighbouring heads share a key and value head if there are fewer.
+
+    `heads` and `kv_heads` are this rank's. If `cut_keys`, this rank computes only a part of a key
+    and value head, the one with number `key_head`.
+    """
 
     def __init__(self, m: ModelSettings):
         super().__init__()
+        self.share, self.cut_keys, self.key_head = WHOLE, False, 0
         self.heads, self.kv_heads, self.head_width = m.heads, m.kv_heads_, m.width // m.heads
         self.qk_norm, self.norm_eps, self.dropout = m.qk_norm, m.norm_eps, m.dropout
         rows = (m.heads + 2 * m.kv_heads_) * self.head_width
         self.qkv = nn.Linear(m.width, rows, bias=m.attn_bias)
         self.out = nn.Linear(m.width, m.width, bias=m.attn_bias)
 
+    def divide(self, share: Share) -> None:
+        """Compute this rank's heads."""
+        self.share = share
+        if share.tensor is not None:
+            rank, size = share.tensor.rank, share.tensor.size
+            self.cut_keys = self.kv_heads < size
+            self.key_head = rank * self.kv_heads // size
+            self.heads, self.kv_heads = self.heads // size, max(1, self.kv_heads // size)
+
     def forward(
-        self, x: Tensor, rotary: RotaryEmbedding | None = None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        rotary: RotaryEmbedding | None = None,
+        cache: LayerCache | None = None,
+        rows: Rows | None = None,
     ) -> Tensor:
-        H, K = self.heads, self.kv_heads
-        qkv = self.qkv(x).unflatten(-1, (H + 2 * K, self.head_width))  # [B, T, H + 2K, E]
+        H, K, share = self.heads, self.kv_heads, self.share
+        qkv = self.qkv(share.enter(x, rows))
+        if self.cut_keys:
+            qkv = share.share_keys(qkv, H * self.head_width, self.head_width, self.key_head)
+        qkv = qkv.unflatten(-1, (H + 2 * K, self.head_width))  # [B, T, H + 2K, E]
         if rotary or self.qk_norm:
             qk, v = qkv.split([H + K, K], dim=2)  # one operation serves queries and keys
             if self.qk_norm:
@@ -114,9 +136,12 @@ class Attention(nn.Module):
         else:
             q, k, v = qkv.split([H, K, K], dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, E]
-        mask = None
+        mask, rate = None, self.dropout if self.training else 0.0
         if cache:
             k, v, mask = cache.extend(k, v)  # [B, K, S, E]
+        elif rows and (rate or share.context):
+            y = share.attention(q, k, v, rows, rate)
+            return self.project(y.transpose(1, 2).flatten(2))
         y = F.scaled_dot_product_attention(
             q,
             k,
@@ -124,10 +149,22 @@ class Attention(nn.Module):
             attn_mask=mask,
             # A constant without a cache: a comparison with a varying size would break a graph.
             is_causal=mask is None and not (cache and q.shape[2] == 1),
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=rate,
             enable_gqa=H != K,
         )
-        return self.out(y.transpose(1, 2).flatten(2))
+        return self.project(y.transpose(1, 2).flatten(2))
+
+    def project(self, y: Tensor) -> Tensor:
+        """The output projection of this rank's heads."""
+        return from_columns(self.out, y, self.share)
+
+
+def from_columns(linear: nn.Linear, x: Tensor, share: Share) -> Tensor:
+    """A linear layer with its columns divided over ranks; the whole bias is added to the sum."""
+    if share.tensor is None:
+        return linear(x)  # type: ignore[no-any-return]
+    y = share.leave(F.linear(x, linear.weight))
+    return y if linear.bias is None else y + linear.bias.to(y.dtype)
 
 
 class FeedForward(nn.Module):
@@ -135,13 +172,14 @@ class FeedForward(nn.Module):
 
     def __init__(self, m: ModelSettings):
         super().__init__()
-        self.activation = m.activation
+        self.share, self.activation = WHOLE, m.activation
         if m.activation == "swiglu":
             self.gate = nn.Linear(m.width, m.ff_width_, bias=m.ff_bias)
         self.up = nn.Linear(m.width, m.ff_width_, bias=m.ff_bias)
         self.down = nn.Linear(m.ff_width_, m.width, bias=m.ff_bias)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, D]
+    def forward(self, x: Tensor, rows: Rows | None = None) -> Tensor:  # [B, T, D]
+        x = self.share.enter(x, rows)
         h = self.up(x)
         match self.activation:
             case "swiglu":
@@ -152,7 +190,7 @@ class FeedForward(nn.Module):
                 h = F.relu(h)
             case "relu2":
                 h = F.relu(h).square()
-        return self.down(h)
+        return from_columns(self.down, h, self.share)
 
 
 class Block(nn.Module):
@@ -165,15 +203,22 @@ class Block(nn.Module):
         self.dropout = settings.dropout
 
     def forward(
-        self, x: Tensor, rotary: RotaryEmbedding | None = None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        rotary: RotaryEmbedding | None = None,
+        cache: LayerCache | None = None,
+        rows: Rows | None = None,
     ) -> Tensor:
-        x = x + drop(self.attn(self.attn_norm(x), rotary, cache), self.dropout, self.training)
-        return x + drop(self.ff(self.ff_norm(x)), self.dropout, self.training)
+        rate = self.dropout if self.training else 0.0
+        x = x + drop(self.attn(self.attn_norm(x), rotary, cache, rows), rate, rows)
+        return x + drop(self.ff(self.ff_norm(x), rows), rate, rows)
 
 
-def drop(x: Tensor, rate: float, training: bool) -> Tensor:
-    """Dropout; it costs nothing at a rate of 0."""
-    return F.dropout(x, rate) if rate and training else x
+def drop(x: Tensor, rate: float, rows: Rows | None) -> Tensor:
+    """Dropout, of a rank's `rows` with a slice of the whole mask; it costs nothing at rate 0."""
+    if not rate:
+        return x
+    return F.dropout(x, rate) if rows is None else rows.drop(x, rate)
 
 
 class Head(nn.Module):
@@ -184,15 +229,18 @@ class Head(nn.Module):
         shape = (vocab, settings.width)
         self.weight = None if settings.tie_head else nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(vocab)) if settings.head_bias else None
-        self.cap = settings.logit_cap
+        self.cap, self.vocab, self.share = settings.logit_cap, vocab, WHOLE
 
     def forward(self, x: Tensor, labels: Tensor | None, table: Tensor | None) -> Tensor:
         """Logits of hidden states [B, T, D], or their summed loss; a tied head uses `table`."""
         weight = table if self.weight is None else self.weight
         assert weight is not None
+        tensor = self.share.tensor
         if labels is None:
-            return head_logits(x, weight, self.bias, self.cap)
-        return cross_entropy_sum(x, weight, labels, self.bias, cap=self.cap)
+            logits = head_logits(x, weight, self.bias, self.cap)
+            return self.share.gather_logits(logits, self.vocab)
+        piece = Piece(tensor.group, tensor.piece(self.vocab).start) if tensor else None
+        return cross_entropy_sum(x, weight, labels, self.bias, cap=self.cap, piece=piece)
 
 
 class Blocks(nn.ModuleList):
@@ -211,6 +259,7 @@ class GPT(nn.Module):
     def __init__(self, settings: ModelSettings, vocab: int):
         super().__init__()
         self.settings, self.vocab, self.context = settings, vocab, settings.context
+        self.share, self.kv_heads = WHOLE, settings.kv_heads_
         self.embedding = nn.Embedding(vocab, settings.width)
         if settings.position == "learned":
             self.positions = nn.Embedding(settings.context, settings.width)
@@ -234,21 +283,75 @@ class GPT(nn.Module):
         """
         m, start, length = self.settings, cache[0].length if cache else 0, tokens.shape[1]
         assert start + length <= self.context, f"{start + length} tokens, context {self.context}"
-        x, rotary = self.embedding(tokens), None
+        # Logits are of whole sequences; the ranks of `context` divide only what has labels.
+        share = self.share if labels is not None else replace(self.share, context=None)
+        rows = None
+        if not share.is_whole:
+            rows = share.rows(start, length, self.kv_heads, tokens.device)
+            tokens, labels = rows.tokens(tokens), None if labels is None else rows.labels(labels)
+        x, rotary = self.embed(tokens), None
         if m.position == "learned":
-            x = x + self.positions.weight[start : start + length]
+            here = slice(start, start + length) if rows is None else rows.place(rows.stream)
+            x = x + self.positions.weight[here]
         elif m.position == "rope":
-            rotary = RotaryEmbedding(m.rope_theta, m.width // m.heads, start, length, like=x)
-        x = drop(x, m.dropout, self.training)
+            whole = torch.arange(start, start + length, device=x.device)
+            here = whole if rows is None else rows.place(rows.inner)
+            rotary = RotaryEmbedding(m.rope_theta, m.width // m.heads, here, like=x)
+        x = drop(x, m.dropout if self.training else 0.0, rows)
         for i, block in enumerate(self.blocks):
-            x = block(x, rotary, cache[i]) if cache else block(x, rotary)
-        if cache:
-            x = x[:, -1:]
+            x = block(x, rotary, cache[i] if cache else None, rows)
         if m.final_norm:
             x = self.norm(x)
+        x = share.enter(x, rows)
+        if cache:
+            x = x[:, -1:]
         # FSDP2 adds zeros to the gradient of every parameter that a unit gets as an argument.
         table = self.embedding.weight if m.tie_head else None
         return self.head(x, labels, table)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding [B, T, D]; each rank looks up those that it holds."""
+        tensor = self.share.tensor
+        if tensor is None:
+            return self.embedding(tokens)  # type: ignore[no-any-return]
+        held = tensor.piece(self.vocab)
+        elsewhere = (tokens < held.start) | (tokens >= held.stop)
+        x = self.embedding((tokens - held.start).masked_fill(elsewhere, 0))
+        return self.share.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+    def divide(self, share: Share) -> None:
+        """Keep this rank's part of each parameter, and compute only it."""
+        self.share = share
+        for block in self.blocks:
+            block.attn.divide(share)
+            block.ff.share = share
+        self.head.share = share
+        self.kv_heads = self.blocks[0].attn.kv_heads
+        for name, parameter in list(self.named_parameters()):
+            if cut := self.cut(name):
+                owner, _, last = name.rpartition(".")
+                part = cut.take(parameter.detach()).contiguous()
+                piece = nn.Parameter(part, parameter.requires_grad)
+                setattr(self.get_submodule(owner), last, piece)
+
+    def cut(self, name: str) -> Cut | None:
+        """Which part of a parameter this rank holds; None: all of it."""
+        m, tensor = self.settings, self.share.tensor
+        if tensor is None:
+            return None
+        matrix = name.removesuffix(".weight").removesuffix(".bias")
+        if matrix in ("embedding", "head"):
+            return Cut(0, self.vocab, (tensor.piece(self.vocab),), tensor)
+        if matrix.endswith("attn.qkv"):
+            ranges = self.rows_by_heads(f"{matrix}.weight", tensor.rank, tensor.size)
+            rows = sum(self.matrix_parts(f"{matrix}.weight"))
+            return Cut(0, rows, tuple(ranges), tensor)
+        if matrix.endswith(("ff.up", "ff.gate")):
+            return Cut(0, m.ff_width_, (tensor.piece(m.ff_width_),), tensor)
+        if name.endswith(("attn.out.weight", "ff.down.weight")):
+            size = m.width if "attn" in matrix else m.ff_width_
+            return Cut(1, size, (tensor.piece(size),), tensor)
+        return None
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """The units of sharding beside the blocks; none if the root holds a tied head."""
@@ -270,9 +373,9 @@ class GPT(nn.Module):
     def rows_by_heads(self, name: str, piece: int, pieces: int) -> list[range]:
         """The rows of a parameter with `matrix_parts` that one of equal `pieces` holds.
 
-        Each of the matrices is cut by heads. Attention over the piece is then `Attention` with
-        fewer heads: its queries, keys and values lie on top of one another as in the whole.
-        `pieces` divides the heads of keys and values.
+        Each of the matrices is cut, by heads if `pieces` divides them. Attention over the piece is
+        then `Attention` with fewer heads: its queries, keys and values lie on top of one another
+        as in the whole.
         """
         ranges, start = [], 0
         for rows in self.matrix_parts(name):
@@ -316,12 +419,15 @@ def initialise(model: nn.Module, seed: int) -> None:
         return
     for name, parameter in owner.named_parameters():
         assert not parameter.is_meta, f"{name} is on the meta device: materialise it first"
-        assign(parameter, owner.initial_value(name, parameter.shape, generator(seed, name)))
+        shape = whole_shape(parameter)
+        assign(parameter, owner.initial_value(name, shape, generator(seed, name)))
 
 
 @torch.no_grad()
 def assign(parameter: Tensor, full: Tensor) -> None:
     """Copy a full tensor, or this rank's slice of it, into a parameter, without communication."""
+    if cut := cut_of(parameter):
+        full = cut.take(full)
     if not hasattr(parameter, "placements"):
         parameter.copy_(full)
         return

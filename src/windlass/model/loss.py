@@ -16,18 +16,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Shard
 
 from windlass.recipe.settings import IGNORE_INDEX
 
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}  # of logits that are held at a time, in fp32
 
 
+class Piece(NamedTuple):
+    """The rows of the vocabulary that this rank holds."""
+
+    group: str  # torch's name of the process group of the ranks that hold all of it together
+    first: int  # the number of this rank's first row
+
+    def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Reduce a tensor over the ranks, in place."""
+        dist.all_reduce(tensor, op, dist.distributed_c10d._resolve_process_group(self.group))
+
+
 def head_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, cap: float = 0.0) -> Tensor:
     """Logits [..., V] of hidden states [..., D]; `cap` as in `model.logit_cap`."""
-    if isinstance(weight, DTensor):
-        weight = weight.full_tensor()
-        bias = bias.full_tensor() if isinstance(bias, DTensor) else bias
     logits = F.linear(x.to(weight.dtype), weight, bias)
     return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -40,22 +47,24 @@ def cross_entropy_sum(
     *,
     cap: float = 0.0,
     chunk: int | None = None,
+    piece: Piece | None = None,
 ) -> Tensor:
     """Sum of the cross-entropy over the unmasked labels: a scalar in float32, or float64 like the
     hidden states.
 
     Args:
         x: Hidden states [..., D].
-        weight: The head's matrix [V, D]. It may be a DTensor whose rows are divided over a mesh of
-            one dimension: its ranks have equal hidden states, and none holds all logits of a token.
+        weight: The head's matrix [V, D], or this rank's `piece` of its rows.
         labels: The tokens that follow [...], int64; IGNORE_INDEX where they are masked.
-        bias: The head's bias [V], divided like the matrix.
+        bias: The head's bias [V], or this rank's piece of it.
         cap: Soft bound of the logits, 0 for none.
         chunk: Tokens whose logits are held at a time; None: chosen by the size of the logits; 0:
             all, through autograd.
+        piece: If several ranks divide the rows: which are here. The ranks have equal hidden states
+            and get equal sums; no rank holds all logits of a token. The gradient of the hidden
+            states is this rank's part of a sum.
     """
     x, labels = x.flatten(0, -2), labels.flatten()
-    weight, bias, piece = local_piece(weight, bias)
     if chunk is None:  # even chunks of at most CHUNK_BYTES; 0 if one is enough
         most = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * len(weight)))
         chunks = -(-len(labels) // most)
@@ -70,32 +79,14 @@ def cross_entropy_sum(
     return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-class Piece(NamedTuple):
-    """The rows of the vocabulary that this rank holds."""
-
-    group: dist.ProcessGroup  # the ranks that hold all of it together
-    first: int  # the number of this rank's first row
-
-
-def local_piece(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Piece | None]:
-    """This rank's rows of the head, and which they are; None if it has all of them."""
-    if not isinstance(weight, DTensor):
-        return weight, bias, None
-    mesh = weight.device_mesh
-    assert weight.placements == (Shard(0),), weight.placements
-    rows = -(-len(weight) // mesh.size())  # as torch.chunk divides them
-    piece = Piece(mesh.get_group(), mesh.get_local_rank() * rows)
-    return weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias, piece
-
-
 def log_softmax(logits: Tensor, piece: Piece | None) -> Tensor:
     """Log-probabilities of this rank's rows of the vocabulary; overwrites the logits of a piece."""
     if piece is None:
         return logits.log_softmax(1)
     peak = logits.amax(1, keepdim=True)
-    dist.all_reduce(peak, dist.ReduceOp.MAX, piece.group)
+    piece.reduce(peak, dist.ReduceOp.MAX)
     total = logits.sub_(peak).exp().sum(1, keepdim=True)
-    dist.all_reduce(total, group=piece.group)
+    piece.reduce(total)
     return logits.sub_(total.log_())
 
 
@@ -163,8 +154,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     db += unmasked.squeeze(1).to(dtype) @ d
                 del d, log_p, slope
         if piece:
-            for part_of_sum in (loss,) if dx is None else (loss, dx):
-                dist.all_reduce(part_of_sum, group=piece.group)
+            piece.reduce(loss)
         ctx.grads = tuple(
             None if g is None or t is None else g.to(t.dtype)
             for g, t in ((dx, x), (dw, weight), (db, bias))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from windlass.errors import UserError, did_you_mean
+from windlass.model.share import cut_of, whole_shape, with_cut
 from windlass.optim.muon import Muon, new_state
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
 from windlass.recipe.settings import OptimSettings
@@ -48,7 +50,7 @@ def build_optimizer(
     for g in groups if mesh is not None else ():
         any_row = not lines or g.get("muon", False)
         own = {p: own_rows(p, mesh, placement(p, mesh, any_row)) for p in g["params"]}
-        rows |= {p: nn.Parameter(part) for p, part in own.items()}
+        rows |= {p: with_cut(nn.Parameter(part), cut_of(p)) for p, part in own.items()}
         g["params"] = [rows[p] for p in g["params"]]
     fused_adam = devices <= FUSED_DEVICES
     adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps, "fused": fused_adam}
@@ -105,12 +107,33 @@ def one_step(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
+def is_elementwise(optimizer: Any, settings: OptimSettings) -> bool:
+    """Whether two steps of an optimizer on a part of a matrix update it as two on the whole."""
+    draw = torch.Generator().manual_seed(0)
+    whole, *grads = torch.randn(3, 4, 6, generator=draw, dtype=torch.float64)
+    updated = []
+    for rows in (slice(0, 4), slice(0, 2)):
+        parameter = nn.Parameter(whole[rows].clone())
+        try:
+            built = optimizer([parameter], lr=settings.lr, **settings.options)
+        except ValueError:
+            return False
+        for grad in grads:
+            parameter.grad = grad[rows].clone()
+            built.step()
+        updated.append(parameter.detach()[:2])
+    return torch.allclose(*updated, rtol=1e-9, atol=0.0)
+
+
 def build_torch_optimizer(
     groups: list[ParameterGroup], settings: OptimSettings
 ) -> torch.optim.Optimizer:
     """An optimizer of `torch.optim`; UserError if only its state cannot be sharded."""
     optimizer: Any = torch_optimizer(settings)
-    parameters = (p for g in groups for p in g["params"])
+    parameters = [p for g in groups for p in g["params"]]
+    if any(map(cut_of, parameters)) and not is_elementwise(optimizer, settings):
+        why = f"{settings.kind} needs whole matrices, and parallel.tensor divides them"
+        raise UserError(f"optim.kind: {why}: write another optimizer, or parallel.tensor=1")
     sharded = next((p for p in parameters if isinstance(p, DTensor) and p.dim()), None)
     if sharded is not None and sharded.device_mesh.size() > 1:
         some, mesh = torch.zeros(3, 2, device=sharded.device), sharded.device_mesh
@@ -168,7 +191,7 @@ def count_groups(groups: list[ParameterGroup]) -> list[dict[str, Any]]:
             "name": g["name"],
             "weight_decay": g["weight_decay"],
             "tensors": len(g["params"]),
-            "parameters": sum(p.numel() for p in g["params"]),
+            "parameters": sum(math.prod(whole_shape(p)) for p in g["params"]),
         }
         for g in groups
     ]

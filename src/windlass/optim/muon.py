@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim.adamw import adamw
 
+from windlass.model.share import Cut, cut_of, whole_shape
+
 # From Jordan's post: steepest at 0, and [0, 1] goes to about [0.7, 1.2].
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
@@ -46,6 +48,19 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int] = ())
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
+
+
+def orthogonalise_cut(
+    x: Tensor, dtype: torch.dtype, parts: Sequence[int], cut: Cut | None
+) -> Tensor:
+    """The same for the part of a matrix that this rank of `tp` holds.
+
+    Its ranks gather the matrix, and each orthogonalises it and keeps its part.
+    """
+    if cut is None:
+        return orthogonalise(x, dtype, parts)
+    whole = cut.gather(x.to(dtype))
+    return cut.take(orthogonalise(whole, dtype, parts))
 
 
 def update_scale(shape: Sequence[int]) -> float:
@@ -119,7 +134,7 @@ class Muon(torch.optim.Optimizer):
         lr, shrink = g["lr"], 1 - g["lr"] * g["weight_decay"]
         ahead = (self._momentum(p, g) for p, _ in matrices)
         for (p, parts), update in zip(matrices, self._orthogonalised(matrices, ahead), strict=True):
-            weight, scale = _local(p), update_scale((max(parts), p.shape[1]))
+            weight, scale = _local(p), update_scale((max(parts), whole_shape(p)[1]))
             new = (weight * shrink).add_(update.to(weight), alpha=-lr * scale)
             weight.copy_(self._if_finite(new, weight))
 
@@ -149,8 +164,8 @@ class Muon(torch.optim.Optimizer):
         elif self.group is not None and dist.get_world_size(self.group) > 1:
             yield from _replicated(matrices, ahead, dtype, self.group)
         else:
-            for (_, parts), x in zip(matrices, ahead, strict=True):
-                yield orthogonalise(x, dtype, parts)
+            for (p, parts), x in zip(matrices, ahead, strict=True):
+                yield orthogonalise_cut(x, dtype, parts, cut_of(p))
 
     def _sharded(
         self, matrices: list[Matrix], ahead: Iterator[Tensor], dtype: torch.dtype
@@ -180,7 +195,8 @@ class Muon(torch.optim.Optimizer):
             flat, sent = local[0].new_empty(sum(into)), torch.cat([x.reshape(-1) for x in local])
             dist.all_to_all_single(flat, sent, into, out, group=group)
             if rank < len(batch):
-                flat = orthogonalise(flat.view(mine.shape), dtype, parts).reshape(-1)
+                whole = flat.view(mine.shape)
+                flat = orthogonalise_cut(whole, dtype, parts, cut_of(mine)).reshape(-1)
             back = flat.new_empty(sum(out))
             dist.all_to_all_single(back, flat, out, into, group=group)
             for x, own, (p, _) in zip(back.split(out[: len(batch)]), local, batch, strict=True):
@@ -203,9 +219,11 @@ def _replicated(
     for start in range(0, len(matrices), world):
         batch = zip(matrices[start : start + world], islice(ahead, world), strict=True)
         updates, works = list[Tensor](), list[Any]()
-        for owner, ((_, parts), x) in enumerate(batch):
-            own = owner == rank
-            new = orthogonalise(x, dtype, parts) if own else torch.empty_like(x, dtype=dtype)
+        for owner, ((p, parts), x) in enumerate(batch):
+            if owner == rank:
+                new = orthogonalise_cut(x, dtype, parts, cut_of(p))
+            else:
+                new = torch.empty_like(x, dtype=dtype)
             updates.append(new.contiguous())
         for owner, x in enumerate(updates):
             works.append(dist.broadcast(x, group=group, group_src=owner, async_op=True))

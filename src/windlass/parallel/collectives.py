@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from windlass.model.share import cut_of
 from windlass.parallel.dist import Ranks
-from windlass.parallel.mesh import shard_groups
 
 CHUNK = 4096  # elements whose squares are added in the gradient's own precision (on a CPU)
 
@@ -63,10 +63,11 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor
     dimensions that cut it, so shards, replicated gradients and tied tensors count once. The host
     does not wait.
     """
-    grads = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
+    trained = [p for p in dict.fromkeys(parameters) if p.grad is not None]
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for grad in grads:
-        by_groups.setdefault(shard_groups(grad), []).append(grad)
+    for p in trained:
+        assert p.grad is not None
+        by_groups.setdefault(ranks.mesh.cutting_groups(p), []).append(p.grad)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for groups, pieces in by_groups.items():
         squares = _square_sum(pieces, ranks.device)
@@ -75,8 +76,23 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor
         total += squares
     if stages := ranks.mesh.part("pp"):
         dist.all_reduce(total, group=stages.get_group())
-    double = any(g.dtype == torch.float64 for g in grads)
+    double = any(p.dtype == torch.float64 for p in trained)
     return total.sqrt().to(torch.float64 if double else torch.float32)
+
+
+def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
+    """After the backward pass: add up the gradients of parameters that `tp` does not cut.
+
+    With `parallel.sequence` each rank of `tp` has seen other tokens of the residual stream.
+    """
+    if ranks.mesh.tp is None:
+        return
+    whole = (p.grad for p in dict.fromkeys(parameters) if p.grad is not None and not cut_of(p))
+    for grads in _by_kind(whole).values():
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat, group=ranks.mesh.tp)
+        sums = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [s.view_as(g) for s, g in zip(sums, grads, strict=True)])
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from windlass.model.share import cut_of
 from windlass.recipe.strategies import DIMENSIONS, Sizes, Strategy
 
 LOSS_DIMENSIONS = ("dp_replicate", "dp_shard", "cp")
@@ -124,6 +125,11 @@ class Mesh:
         groups = [dist.group.WORLD, self.all_ranks, self.loss_ranks, self.loss_group]
         groups += [*(self.devices.get_all_groups() if self.devices is not None else []), self.cp]
         return list({id(group): group for group in groups if group is not None}.values())
+
+    def cutting_groups(self, parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of several ranks that hold different pieces of a parameter."""
+        tp = (self.tp,) if self.tp is not None and cut_of(parameter) else ()
+        return (*shard_groups(parameter), *tp)
 
 
 def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import (
 
 from windlass.errors import UserError
 from windlass.model.build import materialise
+from windlass.model.share import Peers, Share, with_cut
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import Strategy
@@ -72,6 +73,11 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     compiling; UserError if the recipe needs it and the model lacks it. Returns the model itself
     (FSDP2 works in place), or a DistributedDataParallel around it; call it for the loss.
     """
+    on_meta = any(p.is_meta for p in model.parameters())
+    if not on_meta and ranks.world > 1:  # a user's model may differ from process to process
+        for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
+            dist.broadcast(tensor.data, src=0)
+    divide(model, ranks, recipe)
     blocks = repeated_parts(model, recipe, ranks)
     checkpoint_activations(blocks, recipe.parallel.activation_checkpointing)
     if recipe.train.compile:
@@ -79,18 +85,15 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         torch._dynamo.config.optimize_ddp = False
         for block in blocks:
             block.forward = torch.compile(block.forward)
-    on_meta = any(p.is_meta for p in model.parameters())
     sharded = ranks.strategy.shards_parameters
-    if not sharded:
-        materialise(model, ranks.device, ranks.device)
-    if not on_meta and ranks.world > 1:  # a user's model may differ from process to process
-        for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
-            dist.broadcast(tensor.data, src=0)
     if sharded:
         _shard(model, blocks, ranks, recipe)
-        if on_meta:
-            device = torch.device("cpu") if recipe.parallel.offload else ranks.device
-            materialise(model, device, ranks.device)
+    if on_meta or not sharded:
+        offload = sharded and recipe.parallel.offload
+        materialise(model, torch.device("cpu") if offload else ranks.device, ranks.device)
+    for name, parameter in model.named_parameters():
+        with_cut(parameter, model.cut(name) if hasattr(model, "cut") else None)
+    if sharded:
         return model
     if ranks.strategy.shards_optimizer:
         for p in model.parameters():
@@ -100,6 +103,21 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     if replicas is None or replicas.size() == 1:
         return model
     return _replicate(model, replicas.get_group(), ranks.device, recipe.parallel.bucket_mb)
+
+
+def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
+    """Keep this rank's part of the matrices; UserError if the model cannot be divided."""
+    mesh, settings = ranks.mesh, recipe.parallel
+    if mesh.sizes.tp * mesh.sizes.cp == 1:
+        return
+    if not hasattr(model, "divide"):
+        problem = f"{settings.layout}: Windlass divides its own GPT only"
+        raise UserError(f"{problem}, not {type(model).__name__}: use data parallelism")
+    tensor, context = (
+        Peers(group.group_name, dist.get_rank(group), group.size()) if group else None
+        for group in (mesh.tp, mesh.cp)
+    )
+    model.divide(Share(tensor, context, settings.sequence))
 
 
 def _replicate(

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from windlass.data.samples import Batch, Samples
 from windlass.errors import RunFailed, UserError, first_line
 from windlass.evaluation.source import evaluating
+from windlass.model.share import cut_of, whole_shape
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
-from windlass.parallel.mesh import shard_groups
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe.settings import IGNORE_INDEX
 
@@ -58,7 +58,7 @@ def norm_probe(model: nn.Module, ranks: Ranks) -> list[str]:
     for number, parameter in enumerate(parameters):
         value = 1.0 / (1 + number % 7)
         parameter.grad = torch.full_like(parameter, value)
-        squares += value * value * parameter.numel()
+        squares += value * value * math.prod(whole_shape(parameter))
     norm, expected = float(collectives.global_grad_norm(parameters, ranks)), math.sqrt(squares)
     for parameter in parameters:
         parameter.grad = None
@@ -72,10 +72,10 @@ def replicas(model: nn.Module, ranks: Ranks) -> list[str]:
     own: dict[str, tuple[str, int]] = {}  # this rank's piece of a parameter, and its hash
     for name, parameter in unwrap(model).named_parameters():
         # A parameter in as many pieces as ranks has no replica.
-        if math.prod(group.size() for group in shard_groups(parameter)) < ranks.world:
-            sharded = isinstance(parameter, DTensor)
-            local = parameter.to_local() if sharded else parameter
-            own[name] = piece_of(parameter) if sharded else "whole", fingerprint(local)
+        groups = ranks.mesh.cutting_groups(parameter)
+        if math.prod(group.size() for group in groups) < ranks.world:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            own[name] = piece_of(parameter), fingerprint(local)
     if not own:
         return []
     first: dict[tuple[str, str], tuple[int, int]] = {}  # a piece's first rank, and its hash there
@@ -91,11 +91,13 @@ def replicas(model: nn.Module, ranks: Ranks) -> list[str]:
     ]
 
 
-def piece_of(parameter: DTensor) -> str:
+def piece_of(parameter: Tensor) -> str:
     """This rank's piece: its place along each mesh dimension that cuts the tensor."""
-    mesh, placements = parameter.device_mesh, parameter.placements
-    places = [mesh.get_local_rank(d) for d, p in enumerate(placements) if not p.is_replicate()]
-    return ",".join(map(str, places))
+    cut, places = cut_of(parameter), list[int]()
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        places = [mesh.get_local_rank(d) for d, p in enumerate(placements) if not p.is_replicate()]
+    return ",".join(map(str, [*places, cut.peers.rank] if cut else places))
 
 
 @torch.no_grad()

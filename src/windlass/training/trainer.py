@@ -275,7 +275,8 @@ class Trainer:
         scale = self.scaler.scale if self.scaler is not None else None
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
-        counts = collectives.sum_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
+        own = [batch.valid_tokens, batch.real_tokens, positions]
+        counts = collectives.sum_async([ranks.mesh.counts_rows * n for n in own], ranks)
         dtype = torch.float64 if precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
 
@@ -294,6 +295,8 @@ class Trainer:
 
         ranks.mark(batch.step, "optimizer")
         with timer.phase("optimizer"):
+            if self.recipe.parallel.sequence:
+                collectives.sum_over_tensor_ranks(self.parameters, ranks)
             grad_norm = collectives.global_grad_norm(self.parameters, ranks)
             grad_norm = grad_norm if scale is None else grad_norm / scale
             bad, spike = self.bad_steps.observe(loss, grad_norm)
