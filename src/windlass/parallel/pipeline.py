@@ -189,6 +189,7 @@ class Pipeline:
         forward: Callable[..., Tensor],
         backward: Callable[[Tensor, Tensor | None], None],
         sync: Callable[[bool], AbstractContextManager[None]],
+        loss: Tensor,
     ) -> None:
         """The forward and backward passes of a step on this rank's stages, then the sums over ranks.
 
@@ -197,6 +198,7 @@ class Pipeline:
             forward: `forward(micro, hidden=..., layers=...)` returns hidden states, or the loss.
             backward: `backward(result, its gradient)`.
             sync: The context of a backward pass; `sync(True)` for a stage's last one.
+            loss: To which `forward` adds on the last stage; every stage gets the sum.
         """
         held: dict[Task, tuple[Tensor | None, Tensor]] = {}
         arriving: dict[Task, tuple[Tensor, list[Any]]] = {}
@@ -235,6 +237,7 @@ class Pipeline:
         for works, _ in posted:
             wait(works)
         self.sum_gradients(model)
+        dist.all_reduce(loss, group=self.group)  # zero except on the last stage
 
     def buffer(self, model: GPT, tokens: Tensor, labelled: bool = True, start: int = 0) -> Tensor:
         """Room for the hidden states of tokens [B, T]; their gradient has the same shape."""
@@ -264,10 +267,6 @@ class Pipeline:
         if grad is not None and self.ends is not None:
             local = grad.to_local() if isinstance(grad, DTensor) else grad
             dist.all_reduce(local, group=self.ends)
-
-    def sum_loss(self, loss: Tensor) -> None:
-        """Send the loss, which is zero except on the last stage, to all stages, in place."""
-        dist.all_reduce(loss, group=self.group)
 
 
 class StagedGPT(GPT):

@@ -274,8 +274,8 @@ class Trainer:
         """One optimizer step on this rank's micro-batches: forward, backward, clip, update."""
         ranks, timer, precision = self.ranks, self.recorder.timer, self.facts.precision
         scale = self.scaler.scale if self.scaler is not None else None
-        positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
+        positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         own = [batch.valid_tokens, batch.real_tokens, positions]
         counts = collectives.sum_async([ranks.mesh.counts_rows * n for n in own], ranks)
         dtype = torch.float64 if precision == "fp64" else torch.float32
@@ -300,8 +300,7 @@ class Trainer:
 
         sync = partial(sync_gradients, self.model, ranks.strategy)
         if isinstance(self.model, StagedGPT):
-            self.model.pipeline.train(self.model, batch.micro, forward, backward, sync)
-            self.model.pipeline.sum_loss(loss)
+            self.model.pipeline.train(self.model, batch.micro, forward, backward, sync, loss)
         else:
             for micro in batch.micro:
                 with sync(micro is batch.micro[-1]):
