@@ -283,6 +283,8 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
             "suite loss",
         ),
         ("parallel.shard_size=2", "parallel.shard_size", "hybrid_shard"),
+        ("parallel.pipeline=2 train.micro_batch=8", "train.micro_batch", "smaller train.micro"),
+        ("parallel.pipeline=4 train.global_batch=2", "train.micro_batch", "larger train.global"),
         (
             "parallel.strategy=hybrid_shard parallel.shard_size=3",
             "train.micro_batch",
@@ -308,6 +310,12 @@ def test_impossible_combinations_are_found_before_anything_starts(overrides, key
 )
 def test_a_layout_and_the_place_of_rank_5_in_words(sizes, layout, full, place):
     assert (sizes.layout, sizes.full_layout, sizes.place(5)) == (layout, full, place)
+
+
+def test_auto_leaves_a_micro_batch_for_each_stage_of_a_pipeline():
+    recipe = Recipe.load("quickstart", ["parallel.pipeline=4", "train.global_batch=8"])
+    batch = recipe.batch(8)
+    assert (batch.data_world, batch.micro_batch, batch.accumulation) == (2, 1, 4)
 
 
 def test_no_layout_is_one_rank_for_a_copy_of_the_model():
