@@ -28,6 +28,7 @@ from windlass.errors import DONE, Stopped, installed, needs, plural
 from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.recipe.layers import dotted
+from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
 
 STEPS, BATCH, MICRO = 12, 8, 2
@@ -46,6 +47,7 @@ COMMON = {
     "eval": {"every": 0, "sample_every": 0, "suites": ["loss"]},
     "telemetry": {"every": 1, "trackers": []},
     "parallel": {"strategy": "auto", "timeout_seconds": 120, "startup_timeout_seconds": 300},
+    **NO_LAYOUT,
     "optim.schedule.warmup": 2,
 }
 FLOAT64: dict[str, Any] = {"train.precision": "fp64"}

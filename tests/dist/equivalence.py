@@ -3,7 +3,6 @@ network with them.
 """
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import torch
@@ -83,34 +82,38 @@ def reference(frozen=(), **more):
     return losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
+def built(ranks, recipe):
+    """The model of a recipe on these ranks, with its first weights, and a trainer of it."""
+    model = build_model(recipe, VOCAB, device="meta")
+    if recipe.train.precision == "fp64":
+        model = model.double()
+    model = parallelize(model, ranks, recipe)
+    initialise(unwrap(model), recipe.run.seed)
+    return model, bare_trainer(model, recipe, ranks)
+
+
+def train(ranks, recipe, trainer, steps=range(STEPS), divisor: float = 1.0):
+    """Losses and gradient norms of some steps; `divisor` falsifies the count of valid tokens."""
+    batch, data = recipe.batch(ranks.world), rows()
+    horizon, losses, norms = Horizon(STEPS, len(data), BATCH), [], []
+    how = {"seed": 1, "kind": "sequential", "device": ranks.device, "prefetch": 1}
+    loader = Loader(data, batch, ranks.mesh.data_rank, **how, first_step=steps.start)
+    for number, micro_batches in zip(steps, loader, strict=False):
+        valid = int(micro_batches.valid_tokens * divisor)
+        micro_batches = dataclasses.replace(micro_batches, valid_tokens=valid)
+        multiplier = lr_multiplier(recipe.optim.schedule, horizon, number)
+        result = trainer.step(micro_batches, multiplier)
+        losses.append(float(collectives.sum_over_ranks(result.loss, ranks)))
+        norms.append(float(result.grad_norm))
+    loader.close()
+    return losses, norms
+
+
 def trained(join, recipe, divisor: float = 1.0):
-    """The same by the parts of `windlass train`; `divisor` falsifies the count of valid tokens."""
+    """The outcome of all steps by the parts of `windlass train`."""
     with join(recipe) as ranks:
-        model = build_model(recipe, VOCAB, device="meta")
-        if recipe.train.precision == "fp64":
-            model = model.double()
-        model = parallelize(model, ranks, recipe)
-        initialise(unwrap(model), recipe.run.seed)
-        step = bare_trainer(model, recipe, ranks).step
-        batch, data = recipe.batch(ranks.world), rows()
-        loader = Loader(
-            data,
-            batch,
-            ranks.mesh.data_rank,
-            seed=1,
-            kind="sequential",
-            device=ranks.device,
-            prefetch=1,
-        )
-        horizon = Horizon(STEPS, len(data), BATCH)
-        losses, norms = [], []
-        for number, micro_batches in zip(range(STEPS), loader, strict=False):
-            valid = int(micro_batches.valid_tokens * divisor)
-            micro_batches = dataclasses.replace(micro_batches, valid_tokens=valid)
-            result = step(micro_batches, lr_multiplier(recipe.optim.schedule, horizon, number))
-            losses.append(float(collectives.sum_over_ranks(result.loss, ranks)))
-            norms.append(float(result.grad_norm))
-        loader.close()
+        model, trainer = built(ranks, recipe)
+        losses, norms = train(ranks, recipe, trainer, divisor=divisor)
         whole = {n: gathered(p) for n, p in unwrap(model).named_parameters()}
         return losses, norms, whole
 

@@ -160,7 +160,8 @@ def test_sizes_of_messages():
 
 @pytest.mark.dist
 def test_check_on_two_ranks(tmp_path):
-    done = windlass("check", "--world", "2", "--max-size", "1M", "--json", cwd=tmp_path)
+    words = ["--world", "2", "--max-size", "1M", "--json"]
+    done = windlass("check", "quickstart", "parallel.tensor=4", *words, cwd=tmp_path)
     result = json.loads(done.stdout)
     collectives = "all_reduce all_gather reduce_scatter all_to_all send_recv".split()
     assert {row["collective"] for row in result["rates"]} == set(collectives)

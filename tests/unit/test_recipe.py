@@ -22,6 +22,7 @@ from windlass.recipe import (
 )
 from windlass.recipe.keys import values
 from windlass.recipe.other_tools import other_tools
+from windlass.recipe.strategies import NO_LAYOUT, Sizes
 from windlass.recipe.units import epochs_in
 
 SUITES, SCHEDULE = 'eval.suites=["loss","squad"]', "optim.schedule."
@@ -135,6 +136,14 @@ def test_combinations_are_checked_beside_wrong_keys_and_values(overrides, keys):
         ("checkpoint.keep_latest_k", "checkpoint.keep_last"),
         ("checkpoint.interval", "checkpoint.every"),
         ("keep_latest_k", "checkpoint.keep_last"),
+        ("parallelism.tensor_parallel_degree", "parallel.tensor"),
+        ("tensor_model_parallel_size", "parallel.tensor"),
+        ("parallelism.tp", "parallel.tensor"),
+        ("train.sequence_parallel", "parallel.sequence"),
+        ("context_parallel_size", "parallel.context"),
+        ("pipe_parallel_size", "parallel.pipeline"),
+        ("pp_config.degree", "parallel.pipeline"),
+        ("parallel.tensr", "parallel.tensor"),
         ("name", "run.name or model.name"),
     ],
 )
@@ -155,7 +164,7 @@ def test_a_wrong_key_is_answered_with_the_setting_that_was_meant(key, ours):
         ("train.backend", ["parallel.strategy=ddp", "NCCL"]),
         ("packing", ["data.packing", "does not pack chat", "data.length_buckets"]),
         ("sample_packing", ["data.packing", "does not pack chat", "data.length_buckets"]),
-        ("parallelism.tensor_parallel_degree", ["Windlass does not have it", "tensor parallelism"]),
+        ("parallelism.expert_parallel_degree", ["Windlass does not have it", "expert parallelism"]),
         ("model.converters", ["no float8"]),
         ("checkpoint.last_save_in_hf", ["windlass export RUN DIR"]),
     ],
@@ -274,12 +283,46 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
             "suite loss",
         ),
         ("parallel.shard_size=2", "parallel.shard_size", "hybrid_shard"),
+        ("parallel.pipeline=2 train.micro_batch=8", "train.micro_batch", "smaller train.micro"),
+        ("parallel.pipeline=4 train.global_batch=2", "train.micro_batch", "larger train.global"),
+        (
+            "parallel.strategy=hybrid_shard parallel.shard_size=3",
+            "train.micro_batch",
+            "not divisible by world size 3",
+        ),
         ("checkpoint.best=squad.f1", "checkpoint.best", SUITES),
         (f"{SUITES} checkpoint.best=f1", "checkpoint.best", "squad.exact_match"),
     ],
 )
 def test_impossible_combinations_are_found_before_anything_starts(overrides, key, says):
     assert says in problems(*overrides.split())[key]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "full", "place"),
+    [
+        (Sizes(dp_replicate=2, dp_shard=4), "", "dp 8", ""),
+        (Sizes(), "", "dp 1", ""),
+        (Sizes(tp=8), "tp 8", "tp 8", "tp 5"),
+        (Sizes(2, 2, tp=2), "tp 2 · pp 2", "tp 2 · pp 2 · dp 2", "pp 1, dp 0, tp 1"),
+        (Sizes(1, 1, 2, 2, 2), "tp 2 · cp 2", "tp 2 · cp 2 · dp 2", "dp 1, cp 0, tp 1"),
+    ],
+)
+def test_a_layout_and_the_place_of_rank_5_in_words(sizes, layout, full, place):
+    assert (sizes.layout, sizes.full_layout, sizes.place(5)) == (layout, full, place)
+
+
+def test_auto_leaves_a_micro_batch_for_each_stage_of_a_pipeline():
+    recipe = Recipe.load("quickstart", ["parallel.pipeline=4", "train.global_batch=8"])
+    batch = recipe.batch(8)
+    assert (batch.data_world, batch.micro_batch, batch.accumulation) == (2, 1, 4)
+
+
+def test_no_layout_is_one_rank_for_a_copy_of_the_model():
+    divided = Recipe.load("quickstart", ["parallel.tensor=2", "parallel.context=2"])
+    assert divided.replace(NO_LAYOUT).parallel == Recipe.load("quickstart").parallel
+    grouped = ["parallel.strategy=hybrid_shard", "parallel.shard_size=2"]
+    assert Recipe.load("quickstart", grouped).sizes(4) == Sizes(dp_replicate=2, dp_shard=2)
 
 
 def test_a_name_that_takes_nothing_from_the_preset_is_answered_with_extends(tmp_path):

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_fixtures import add_lines, build_run, changed
+from report_fixtures import add_lines, build_run, changed, edit
 
+from windlass.reports.answers import fast
 from windlass.reports.charts import looks, pattern, smoothed, thin
 from windlass.reports.page import payload
 from windlass.reports.plots import draw
@@ -127,6 +128,12 @@ def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_
     first = cuda["utilisation"].series[0]
     assert np.nanmin(first.y) > 85 and (np.diff(first.x) >= 0).all(), "in training steps only"
     assert first.at["tokens"][-1] == pytest.approx(400 * 2048, rel=0.01)
+    layout = build_run(tmp_path / "layout", ranks=2, steps=30)
+    edit(layout, lambda x: x | {"mesh": {"tp": 2}} if x.get("event") == "started" else x)
+    view = RunView(layout)
+    names = ["rank 0 (tp 0)", "rank 1 (tp 1)"]
+    assert [s.name for s in described(view)["utilisation"].series] == names
+    assert view.values["layout"] == "tp 2" and "2 ranks, tp 2" in fast(view).remark
     many = described(RunView(build_run(tmp_path / "many", ranks=12, steps=30)))
     mean, *ranks = many["utilisation"].series  # their mean with its range, and the extremes
     assert [s.name for s in ranks] == ["rank 0", "rank 11"]

@@ -176,6 +176,51 @@ def test_the_recommended_strategy_has_the_command_that_trains_it(strategies, tmp
     assert pareto.series[-1].name == names[-1] == "not on the front"
 
 
+def test_layouts_are_compared_with_data_parallelism_alone(tmp_path):
+    took = {(1, 1): (100.0, 900.0), (2, 1): (125.0, 500.0), (2, 2): (80.0, 300.0)}
+
+    def step(a):
+        ms, mb = took[a["parallel.tensor"], a["parallel.pipeline"]]
+        return phases(ms) | {"peak_mb": mb}
+
+    cells = [
+        {WORLD: 4, "parallel.tensor": tensor, "parallel.pipeline": stages}
+        for tensor, stages in took
+    ]
+    study = build_scaling(
+        tmp_path / "s", Scaling("layouts"), cells, step, probe=lambda a: phases(90.0)
+    )
+    scaled = ScalingView(StudyView(study.path))
+    rows = rows_of(scaled.tables[0], shown=True)
+    assert [row["Setup"] for row in rows] == ["dp 4", "tp 2 · dp 2", "tp 2 · pp 2"]
+    assert [row["Speed-up"] for row in rows] == ["1.000", "0.800", "1.250"]
+    assert [row["Samples of a rank in a step"] for row in rows] == ["2", "4", "8"]
+    assert [row["Exposed communication (ms)"] for row in rows] == ["10.0", "–", "–"]
+    assert rows[2]["Tokens/s"] == "3,200.0" and "Efficiency" not in rows[0]
+    notes = " ".join(scaled.tables[0].notes)
+    assert "of tp 2 · dp 2; tp 2 · pp 2: no rank can do its part of the step alone." in notes
+    [best] = scaled.winners
+    assert best.text.startswith("tp 2 · pp 2: 100.0 samples/s, 300 MB")
+    assert "parallel.tensor=2 parallel.pipeline=2 --world 4" in best.command
+    html = report(study.path, tmp_path / "out", plots=False).page.read_text()
+    assert "layouts of one number of ranks" in html and "tp 2 · pp 2" in html
+
+
+def test_other_studies_name_the_layout_of_their_setups(tmp_path):
+    def names(scaling, cells):
+        path = tmp_path / scaling.mode
+        settings = ["parallel.tensor=2"]
+        study = build_scaling(path, scaling, cells, lambda a: phases(50.0), settings=settings)
+        return [row.name for row in read_setups(study)]
+
+    assert names(Scaling("strong"), worlds(2, 4)) == [
+        "1 host, 2 ranks, tp 2",
+        "1 host, 4 ranks, tp 2",
+    ]
+    cells = [{WORLD: 4, "parallel.strategy": kind} for kind in ("ddp", "full_shard")]
+    assert names(Scaling("strategies"), cells) == ["ddp, tp 2", "full_shard, tp 2"]
+
+
 def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategies, tmp_path):
     def shown(study):
         table = ScalingView(StudyView(study.path)).tables[0]

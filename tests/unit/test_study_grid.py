@@ -86,11 +86,11 @@ def test_invalid_grids_name_every_cell(axes, words):
 
 
 def test_settings_outside_the_config_hash_tell_cells_apart():
-    cells = grid("parallel.strategy=single,ddp", "train.micro_batch=2,4", "parallel.world=1,2")
+    cells = grid("parallel.strategy=full_shard,ddp", "train.micro_batch=2,4", "parallel.world=1,2")
     assert len({c.recipe.config_hash for c in cells}) == 1
     assert len({c.key for c in cells}) == len({c.directory for c in cells}) == 8
     assert [(c.recipe.train.micro_batch, c.world) for c in cells[:3]] == [(2, 1), (2, 2), (4, 1)]
-    assert cells[1].overrides == ["parallel.strategy=single", "train.micro_batch=2"]
+    assert cells[1].overrides == ["parallel.strategy=full_shard", "train.micro_batch=2"]
 
 
 def test_hosts_and_repeats_are_no_settings_of_a_cell():

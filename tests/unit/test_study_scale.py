@@ -112,6 +112,37 @@ def test_strategies_leave_out_what_cannot_be():
     assert (sizes["hybrid_shard"], sizes["ddp"], sizes["full_shard"]) == (2, 0, 0)
 
 
+def test_layouts_are_all_that_model_and_batch_allow_and_the_others_have_reasons():
+    base, left_out = recipe("train.micro_batch=1", "model.layers=3", "model.heads=2"), []
+    listed = assignments(base, Scaling("layouts"), [4], left_out=left_out)
+    names = [Cell.of(base, one).recipe.sizes(4).full_layout for one in listed]
+    assert names[0] == "dp 4" and len(set(names)) == len(names)
+    assert {"tp 2 · dp 2", "tp 2 · cp 2", "tp 2 · pp 2", "cp 4", "pp 2 · dp 2"} < set(names)
+    assert {one["parallel.strategy"] for one in listed} == {"ddp"}
+    heads, stages = sorted(text for text in left_out)
+    assert "tp 4: 4 ranks" in stages + heads and "pp 4: 4 stages for 3 layers" in stages + heads
+    several = assignments(base, Scaling("layouts"), [2], precisions=["fp32", "bf16"])
+    assert {one["train.precision"] for one in several} == {"fp32", "bf16"}
+    assert {one["parallel.tensor"] for one in several} == {1, 2}
+
+
+def test_layouts_have_probes_only_if_one_rank_has_a_whole_model(tmp_path, monkeypatch):
+    settings = [*SETTINGS, "train.global_batch=16"]
+    study = study_of(tmp_path / "s", *settings, worlds=(4,), mode="layouts")
+    assert any("left out: tp 4" in note for note in study.notes)
+    alone, *divided = study.cells
+    assert probe_recipe(alone).train.global_batch == 4
+    tensor = next(cell for cell in divided if cell.recipe.sizes(4).full_layout == "tp 2 · dp 2")
+    part = probe_recipe(tensor)
+    assert (part.train.global_batch, part.parallel.model_ranks) == (8, 1)
+    monkeypatch.setattr(probe, "CellProcess", None)  # none starts
+    for cell in divided:
+        probe.run_probe(study, cell, lambda text: None)
+    assert not (study.path / "probes").exists()
+    more = study_of(tmp_path / "s", *settings, "parallel.strategy=full_shard", worlds=(4,))
+    assert more.scaling.mode == "layouts" and len(more.cells) == 2 * len(study.cells)
+
+
 GROWN = {"mode": "weak", "grow": "model", "worlds": (2, 3)}
 
 
@@ -127,6 +158,8 @@ GROWN = {"mode": "weak", "grow": "model", "worlds": (2, 3)}
         ("", {"mode": "weak", "grow": "data"}, ["batch or model"]),
         ("model.layers=3 train.global_batch=6", GROWN, ["model.layers = 3", "of 2"]),
         ("", {"mode": "strategies"}, ["mode=strategies", "give one"]),
+        ("", {"mode": "layouts"}, ["mode=layouts", "give one"]),
+        ("", {"mode": "layouts", "worlds": (1,)}, ["mode=layouts", "nothing to compare"]),
         ("", {"worlds": ()}, ["worlds=[1, 2, 4]"]),
         ("", {"nodes": (1,)}, ["nodes=[1]", "worlds=[1, 2]"]),
     ],

@@ -94,7 +94,7 @@ def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("sys.orig_argv", ["windlass", "train", f"x={KEY}"])
     source = ["https://me:open-sesame@h/x", {"url": f"https://h/x?key={KEY}"}]
-    ranks = [describe_rank(0), describe_rank(1)]
+    ranks = [describe_rank(0), describe_rank(1, coordinates="dp 0, tp 1")]
     write_environment(tmp_path, ranks, origin="there", sources=source)
     write_environment(tmp_path / "missing", [])  # a missing place to write does not stop the run
     text = (tmp_path / "environment.json").read_text()
@@ -105,6 +105,7 @@ def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
     assert about["command"] == ["windlass", "train", "x=***"]
     assert about["packages"]["torch"] and about["machine"]["memory_mb"] > 100
     assert [rank["rank"] for rank in about["ranks"]] == [0, 1]
+    assert [rank.get("coordinates") for rank in about["ranks"]] == [None, "dp 0, tp 1"]
 
 
 def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path):
@@ -135,6 +136,8 @@ def test_hosts_and_places_of_ranks():
         "[cuda:1][rank=1/2][local_rank=1/1][node=0/1] n0",
         "[cuda:0][rank=2/2][local_rank=0/0][node=1/1] n1",
     ]
+    placed = [ranks[0] | {"coordinates": "dp 0, tp 1"}, *ranks[1:]]
+    assert describe_places(placed)[0] == describe_places(ranks)[0] + " (dp 0, tp 1)"
     launch = {"launcher": "slurm", "world": 3, "nodes": 2, "strategy": "ddp", "backend": "nccl"}
     launch |= {"versions": {"windlass": "1", "torch": "2.11", "cuda": "12.6", "nccl": "2.27"}}
     job = {"scheduler": "SLURM", "job": "8", "machine": "alps"}

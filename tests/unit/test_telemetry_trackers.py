@@ -302,9 +302,10 @@ def test_a_tracker_is_opened_when_the_parameters_are_known(run):
     assert not tracker.settings
     facts = {"world": 2, "parameters": 28_952_064, "device": "NVIDIA A100", "precision": "bf16"}
     facts["steps"] = 4400
-    ledger.write("event", 0, event="started", **facts)
+    ledger.write("event", 0, event="started", **facts, mesh={"pp": 2, "tp": 1})
     ledger.close()
     live.flush()
     (settings,) = tracker.settings
     assert facts.items() <= settings.items()
+    assert (settings["strategy"], settings["layout"]) == ("ddp", "pp 2")
     assert settings["optim.lr"] == 1e-3 and "trained" not in settings

@@ -1,4 +1,4 @@
-"""`windlass scale`: a recipe on growing numbers of ranks, or with several strategies; kill-safe."""
+"""`windlass scale`: a recipe on growing numbers of ranks, or with several strategies or layouts."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ Modes, and what they keep as the ranks grow:
     strategies     at one --worlds: ddp, shard_optim, shard_grad_op,
                    full_shard, hybrid_shard, with and without offload and
                    activation checkpointing, --precisions
+    layouts        at one --worlds: every valid parallel.tensor,
+                   parallel.context and parallel.pipeline, --precisions
 The smallest of --worlds is the baseline.
 """
 
@@ -37,12 +39,12 @@ The smallest of --worlds is the baseline.
 def scale(
     recipe: StudyName,
     overrides: Overrides,
-    mode: str = Option("", help="strong (default), fixed-data, weak or strategies; see below."),
+    mode: str = Option("", help="strong (default), fixed-data, weak, strategies or layouts."),
     worlds: str = Option("", metavar="N,N,...", help="Numbers of ranks, as 1,2,4,8."),
     grow: str = Option("", help="With --mode weak: batch (default) or model."),
     repeats: int | None = Option(None, min=1, metavar="R", help="Runs of each setup; default 1."),
     warmup: int | None = Option(None, min=0, metavar="STEPS", help="Left out; default 5."),
-    precisions: str = Option("", metavar="P,P", help="With strategies: as fp32,bf16."),
+    precisions: str = Option("", metavar="P,P", help="With strategies or layouts: as fp32,bf16."),
     project: str = Option("", metavar="N,N,...", help="More ranks to predict, on GPUs."),
     no_probe: bool = Option(False, "--no-probe", help="Only train; measure nothing beside it."),
     dir_: Path | None = Option(None, "--dir", help="Default: studies/<preset>-<mode>-<hash>."),
@@ -57,11 +59,12 @@ def scale(
     dry_run: bool = Option(False, "--dry-run", help="Print the scripts and write nothing."),
     json_: Json = False,
 ) -> int:
-    """Train a recipe on several numbers of ranks, or with several strategies, and compare them.
+    """Train a recipe on several numbers of ranks, strategies or layouts, and compare them.
 
     Cells run one at a time. If you kill the study, give the same command again: finished cells are
     left alone. After the first cell of each setup, some steps without communication are measured on
-    one rank's part of the batch. With --nodes, jobs of a scheduler train the cells.
+    one rank's part of the batch, unless tensor, context or pipeline ranks divide the model. With
+    --nodes, jobs of a scheduler train the cells.
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything
     saved.

@@ -29,6 +29,7 @@ from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize, unwrap
 from windlass.recipe import Changes, Recipe
+from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
 
 
@@ -86,7 +87,8 @@ def find_source(
         home = run.path if (run.path / FOLDER).is_dir() else data_dir(run.recipe)
         has_none = home != run.path and "own_model" in run.environment
         tokenizer: Any = None if has_none else load_tokenizer(run.recipe, home)
-        template, recipe = Template.of_directory(home / FOLDER), run.recipe.replace(overrides)
+        template = Template.of_directory(home / FOLDER)
+        recipe = run.recipe.replace(overrides).replace(NO_LAYOUT)  # any layout reads its weights
         return Source(
             str(run.path), recipe, tokenizer, template, choice.path, choice.step, run, module
         )

@@ -213,7 +213,7 @@ def evaluate(
             "add data.source=FILE and data.val_fraction=0.1"
         )
     env = detect_env(os.environ)
-    recipe = source.recipe.replace(**_settings(source.recipe, changes, suites, env.world))
+    recipe = source.recipe.replace(**_settings(source, changes, suites, env.world))
     recipe.check_packages()
     if folder := Path(out) if out else source.run.path / "eval" if source.run else None:
         make_dir(folder, f"give another place as {argument('out', 'DIR')}")
@@ -223,10 +223,12 @@ def evaluate(
 
 
 def _settings(
-    recipe: Recipe, changes: Collection[str], suites: list[str], world: int
+    source: Source, changes: Collection[str], suites: list[str], world: int
 ) -> dict[str, Any]:
-    """The settings for measuring a saved model; it is sharded if its training was."""
-    sharded = world > 1 and recipe.strategy(1).shards_parameters
+    """The settings for measuring a saved model; it is sharded if its training divided it."""
+    recipe = source.recipe
+    divided = source.run is not None and source.run.recipe.parallel.model_ranks > 1
+    sharded = world > 1 and (divided or recipe.strategy(1).shards_parameters)
     gpu = recipe.parallel.device != "cpu" and torch.cuda.is_available()
     settings = {
         "parallel.strategy": "full_shard" if sharded else "auto",

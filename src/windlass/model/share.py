@@ -104,6 +104,9 @@ class Rows(NamedTuple):
     length: int
     inner: Tensor  # in attention and feed-forward
     stream: Tensor  # in the residual stream
+    masks: tuple[Tensor | None, ...] = ()
+    """If the ranks gather keys: the causal mask of the early and the late part, None if square.
+    (`torch.compile` takes such masks as arguments but does not make them.)"""
 
     def place(self, which: Tensor) -> Tensor:
         """Places for a lookup; padding takes the last one."""
@@ -145,18 +148,21 @@ class Share:
     def rows(self, start: int, length: int, kv_heads: int, device: torch.device) -> Rows:
         """This rank's part of `length` tokens from place `start` on (above 0: without context)."""
         inner, c, t = torch.arange(start, start + length, device=device), self.context, self.tensor
+        masks = list[Tensor | None]()
         if c is not None:
             halves = 1 if self.by_heads(kv_heads) else 2
             each = -(-length // (halves * c.size))
             parts = torch.arange(halves * c.size * each, device=device).view(-1, each)
             mine = (c.rank, 2 * c.size - 1 - c.rank)[:halves]
             inner = torch.cat([parts[i] for i in mine])
+            for stop in ((i + 1) * each for i in mine if halves == 2):
+                masks.append(causal_lower_right(each, stop) if stop > each else None)
         stream = inner
         if t is not None and self.sequence:
             short = -len(inner) % t.size
             stream = torch.cat([inner, inner.new_full((short,), start + length)])
             stream = stream.view(t.size, -1)[t.rank]
-        return Rows(start, start + length, inner, stream)
+        return Rows(start, start + length, inner, stream, tuple(masks))
 
     def enter(self, x: Tensor, rows: Rows | None) -> Tensor:
         """Before matrices cut by rows: all inner tokens of the stream [B, T, D] on each rank.
@@ -235,20 +241,22 @@ class Share:
             stop = (part + 1) * size
             some = None if keep is None else keep[:, :, part * size : stop]
             mine = q[:, :, number * size : (number + 1) * size]
-            outputs.append(causal(mine, k[:, :, :stop], v[:, :, :stop], some))
+            mask = rows.masks[number]
+            outputs.append(causal(mine, k[:, :, :stop], v[:, :, :stop], some, mask))
         return torch.cat(outputs, 2)
 
 
 WHOLE = Share()
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Attention of the last T of S tokens. `keep` [B, H, T, S] is a dropout mask, or a part of it
-    without the padding at the end.
+def causal(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """Attention of the last T of S tokens; `mask` if T < S. `keep` [B, H, T, S] is a dropout mask,
+    or a part of it without the padding at the end.
     """
     T, S, gqa = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
     if keep is None:
-        mask: Any = None if T == S else causal_lower_right(T, S)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa
         )

@@ -179,7 +179,7 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     groups = _split_by_decay(matrices, settings, settings.muon_lr, "muon.")
     for g in groups:
         g["muon"] = True
-        g["parts"] = [tuple(split(names[id(p)])) or (p.shape[0],) for p in g["params"]]
+        g["parts"] = [tuple(split(names[id(p)])) or (whole_shape(p)[0],) for p in g["params"]]
     rest_groups = _split_by_decay(rest, settings, settings.lr, "adamw.")
     return [*groups, *({**g, "muon": False} for g in rest_groups)]
 

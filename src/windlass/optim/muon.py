@@ -104,7 +104,7 @@ class Muon(torch.optim.Optimizer):
         for g in self.param_groups:
             if g["muon"]:
                 g.update(momentum=momentum)
-                g.setdefault("parts", [(p.shape[0],) for p in g["params"]])
+                g.setdefault("parts", [(whole_shape(p)[0],) for p in g["params"]])
             else:
                 g.update(betas=betas, eps=eps, fused=fused)
 

@@ -44,11 +44,11 @@ from windlass.parallel.pipeline import keep_stages
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import Strategy
 
-aten = torch.ops.aten
+aten, collective = torch.ops.aten, torch.ops._c10d_functional
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-MATRIX_PRODUCTS = {
-    getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "linear")
-}
+SAVED = {getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "linear")}
+# Sums over the ranks of `tp`; the gathered inputs would be larger.
+SAVED |= {getattr(collective, name).default for name in ("reduce_scatter_tensor", "all_reduce")}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
@@ -277,8 +277,8 @@ def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
 
 
 def selective_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the outputs of matrix products and attention, recompute the rest."""
-    if op in MATRIX_PRODUCTS:
+    """Save the outputs of matrix products, attention and sums over ranks; recompute the rest."""
+    if op in SAVED:
         return CheckpointPolicy.MUST_SAVE
     if "_scaled_dot_product_" in str(op):
         names = [argument.name for argument in op._schema.arguments]

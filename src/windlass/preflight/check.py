@@ -30,6 +30,7 @@ from windlass.preflight.bandwidth import BUFFERS, collectives, matrix_products
 from windlass.preflight.findings import PROBLEM, WARNING, Finding, findings_of
 from windlass.processes import nvml_handle
 from windlass.recipe import Recipe
+from windlass.recipe.strategies import NO_LAYOUT
 from windlass.telemetry.environment import describe_rank
 
 CPU_SIZES, GPU_SIZES = (2**16, 2**20, 2**24), (2**20, 2**25, 2**29)  # of messages, in bytes
@@ -74,7 +75,7 @@ def check(recipe: Recipe, max_bytes: int, gate: bool, show: Callable[[str], None
         show: gets the name of each phase as it begins.
     """
     env = detect_env()
-    with init_ranks(env, recipe.replace("parallel.strategy=auto")) as ranks:
+    with init_ranks(env, recipe.replace("parallel.strategy=auto", NO_LAYOUT)) as ranks:
         show("machine and packages")
         ranks.all_gather_object("ready", None)
         now = time.time()  # the ranks leave the exchange within some hundredths of a second

@@ -176,13 +176,15 @@ class Recipe(BaseModel):
 
     def batch(self, world: int, device: str = "cpu") -> BatchPlan:
         """How `world` ranks divide a step's samples; UserError names the sizes that would work."""
-        t, data_world = self.train, self.sizes(world).data_world
-        batch = plan_batch(t.global_batch, t.micro_batch, data_world, self.model.context, device)
+        t, data_world, context = self.train, self.sizes(world).data_world, self.model.context
         stages = self.parallel.pipeline
+        batch = plan_batch(t.global_batch, t.micro_batch, data_world, context, device, stages)
         if batch.accumulation < stages:
             problem = f"parallel.pipeline = {stages} needs {stages} or more micro-batches in a step"
             found = f"here each stage has {batch.accumulation} of {batch.micro_batch} samples"
-            raise UserError(f"{problem}, and {found}: write a smaller train.micro_batch")
+            too_few = "write a larger train.global_batch"
+            advice = "write a smaller train.micro_batch" if batch.micro_batch > 1 else too_few
+            raise UserError(f"{problem}, and {found}: {advice}")
         return batch
 
     def check_packages(self) -> None:

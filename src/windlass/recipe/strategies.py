@@ -12,6 +12,8 @@ from windlass.errors import UserError
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The dimensions of the mesh, outermost first: ranks next to each other differ in `tp`."""
+NO_LAYOUT = {"parallel.tensor": 1, "parallel.context": 1, "parallel.pipeline": 1}
+"""The settings of data parallelism alone, for a recipe that is read for another purpose."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,18 @@ class Sizes:
     def data_world(self) -> int:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def layout(self) -> str:
+        """The ranks of one copy of the model, as `tp 2 · pp 2`; empty with data parallelism alone."""
+        sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp}
+        return " · ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+    @property
+    def full_layout(self) -> str:
+        """The same with the data ranks, if there are several or nothing else, as `tp 2 · dp 4`."""
+        data = f"dp {self.data_world}" if self.data_world > 1 or not self.layout else ""
+        return " · ".join(filter(None, [self.layout, data]))
 
     def data_rank(self, rank: int) -> int:
         """The slice of the data that a rank reads; the ranks of `pp`, `cp` and `tp` share one."""

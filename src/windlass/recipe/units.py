@@ -110,13 +110,19 @@ def samples_per_pass(context: int, device: str) -> int:
 
 
 def plan_batch(
-    global_batch: int, micro_batch: int, data_world: int, context: int, device: str = "cpu"
+    global_batch: int,
+    micro_batch: int,
+    data_world: int,
+    context: int,
+    device: str = "cpu",
+    stages: int = 1,
 ) -> BatchPlan:
     """Divide a global batch among `data_world` ranks that read different samples.
 
     `micro_batch = 0` takes the largest divisor of each rank's share that holds at most
-    TOKENS_PER_MICRO_BATCH tokens (but at least one sample). UserError if the division leaves a
-    remainder, with the nearest sizes that work.
+    TOKENS_PER_MICRO_BATCH tokens (but at least one sample), and leaves a micro-batch for each of
+    the pipeline's `stages`. UserError if the division leaves a remainder, with the nearest sizes
+    that work.
     """
     batch = f"train.global_batch = {global_batch}"
     share, remainder = divmod(global_batch, data_world)
@@ -128,7 +134,8 @@ def plan_batch(
         raise UserError(f"{problem}; {advice}")
     divisors = [d for d in range(1, share + 1) if share % d == 0]
     if micro_batch == 0:
-        micro_batch = max(d for d in divisors if d <= samples_per_pass(context, device))
+        most = min(samples_per_pass(context, device), max(1, share // stages))
+        micro_batch = max(d for d in divisors if d <= most)
     if share % micro_batch:
         below = [d for d in divisors if d < micro_batch]
         above = [d for d in divisors if d > micro_batch]

@@ -183,6 +183,7 @@ def fast(view: RunView) -> Answer:
     step = f"{show(ms, 'rate')} ms a step" if ms < 1e4 else f"{show(ms / 1e3, 'duration')} a step"
     device = f" on {view.start['device']}" if "device" in view.start else ""
     ranks = plural(int(view.start.get("world", 1)), "rank") + device
+    ranks += f", {view.sizes.layout}" * bool(view.sizes.layout)
     mfu = f"MFU {show(view.speed.mfu, 'share')}" if view.speed.mfu is not None else ""
     return Answer(
         FAST, f"{show(view.speed.tokens_per_s, 'count')} tokens/s", _sentence(step, ranks, mfu)

@@ -174,7 +174,10 @@ def _ranks(views: Sequence[RunView], run: int, column: str) -> list[Series]:
         chosen = [] if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
     for i in chosen:
         look = pattern(len(series))
-        series.append(Series(f"rank {tracks[i].rank}", table[i], axes, run, minor=True, **look))
+        rank = tracks[i].rank
+        place = view.sizes.place(rank) if rank < view.sizes.world else ""  # else of another start
+        name = f"rank {rank} ({place})" if place else f"rank {rank}"
+        series.append(Series(name, table[i], axes, run, minor=True, **look))
     return series
 
 

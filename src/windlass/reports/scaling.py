@@ -18,7 +18,7 @@ from windlass.reports.charts import Axis, Chart, Series, pattern
 from windlass.reports.study import StudyView, Winner
 from windlass.reports.table import Column, Table
 from windlass.reports.text import numeric, show
-from windlass.study.grid import NODES, WORLD, Scaling
+from windlass.study.grid import AT_ONE_WORLD, NODES, WORLD, Scaling
 from windlass.study.setups import Setup, baseline, projections, read_setups
 from windlass.telemetry.measures import METERS, PROJECTED, SETUP, STEP_PARTS
 
@@ -33,6 +33,10 @@ METERS_NOTE = (
     "steps after the warm-up."
 )
 KARP = "serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
+RECOMMENDED = (
+    "Recommended: the setup with the least memory among those within 2 % of the fastest, or within "
+    "the spread of its repeats."
+)
 FORMULAS = {
     "strong": "Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, N0 the fewest ranks; "
     f"speed-up = T(N0) ÷ T(N); p = N ÷ N0; {KARP}",
@@ -40,8 +44,9 @@ FORMULAS = {
     f"step ÷ its samples), N0 the fewest ranks; speed-up = T(N0) ÷ T(N); p = N ÷ N0; {KARP}",
     "weak": "Efficiency = T(N0) ÷ T(N), T the time of a step, N0 the fewest ranks; "
     "speed-up = efficiency · N ÷ N0.",
-    "strategies": "Recommended: the setup with the least memory among those within 2 % of the "
-    "fastest, or within the spread of its repeats.",
+    "strategies": RECOMMENDED,
+    "layouts": "Speed-up = T(dp) ÷ T, T the time of a step, T(dp) that of data parallelism alone. "
+    f"{RECOMMENDED}",
 }
 LEDES = {
     "strong": "strong scaling: the batch of a step stays",
@@ -49,6 +54,7 @@ LEDES = {
     "weak batch": "weak scaling: the batch of a rank stays",
     "weak model": "weak scaling: the layers grow with the ranks",
     "strategies": "strategies at one number of ranks",
+    "layouts": "layouts of one number of ranks",
 }
 
 
@@ -60,7 +66,7 @@ class ScalingView:
         self.tables = [setup_table(study, rows), meter_table(rows, self.values)]
         self.tables += projected(study, rows)
         self.charts = scaling_charts(self.scaling, rows)
-        self.winners = winners(study, rows)  # for strategies, the recommended setup
+        self.winners = winners(study, rows)  # for strategies and layouts, the recommended setup
 
     @property
     def lede(self) -> str:
@@ -167,7 +173,7 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
     ]
     if scaling.grow == "model" and len(measured) > 1:
         text.append(_growth(measured[0], measured[-1]))
-    if scaling.mode == "strategies" and scaling.repeats == 1 and len(measured) > 1:
+    if scaling.mode in AT_ONE_WORLD and scaling.repeats == 1 and len(measured) > 1:
         text.append(
             "Each setup ran once, so a difference may be noise, and the next study may recommend "
             "another setup. With `--repeats 3` the table has the spread of each setup."
@@ -204,7 +210,7 @@ def _growth(low: Setup, high: Setup) -> str:
 
 def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
     """Why columns are empty: a sentence for each reason and its setups."""
-    other = "compared" if scaling.mode == "strategies" else "strategies"
+    other = "compared" if scaling.mode in AT_ONE_WORLD else "strategies"
     empty: dict[tuple[str, ...], list[str]] = {}  # by reason and setups, the columns
     for name, measure in SETUP.items():
         without: dict[str, list[str]] = {}
@@ -225,7 +231,7 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
 
 
 def winners(study: Study, setups: Sequence[Setup]) -> list[Winner]:
-    """The recommended setup of a study of strategies, with the command that trains with it."""
+    """The recommended setup of strategies or layouts, with the command that trains with it."""
     for row in setups:
         if row.values.get("recommended"):
             assignment = {key: value for key, value in row.assignment.items() if key != NODES}
@@ -252,9 +258,9 @@ def terminal(study: Study, setups: Sequence[Setup], width: int) -> list[Group | 
 
 
 def scaling_charts(scaling: Scaling, table: Sequence[Setup]) -> list[Chart]:
-    """Charts against ranks, or for strategies throughput against memory; the parts of a step."""
+    """Charts against ranks, or at one world throughput against memory; the parts of a step."""
     measured = [setup for setup in table if setup.measured]
-    if scaling.mode == "strategies":
+    if scaling.mode in AT_ONE_WORLD:
         charts = pareto(measured, scaling.repeats)
     else:
         charts = against_ranks(scaling, measured, baseline(table))

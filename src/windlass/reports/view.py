@@ -18,6 +18,7 @@ from windlass.errors import plural
 from windlass.estimate.time import predicted_and_actual
 from windlass.model.size import describe_network, trainable
 from windlass.recipe import typed
+from windlass.recipe.strategies import Sizes
 from windlass.recipe.units import epochs_in
 from windlass.reports.text import show
 from windlass.reports.tracks import STARTS, Clock, Track, interpolate, rank_tracks, track_of
@@ -56,6 +57,7 @@ class RunView:
         texts = ("event", "sample")
         self.ledger = [scrub(x) if x["kind"] in texts else x for x in effective(raw)]
         self.events, self.start = self.lines("event"), last_start(self.ledger)
+        self.sizes = Sizes(**self.start.get("mesh", {}))  # of the mesh
         self.summary = [{}, *self.lines("summary")][-1]
         self.samples = [x for x in self.lines("sample") if x.get("text") is not None]
         clock = Clock(self.ledger)
@@ -158,6 +160,7 @@ def _values(v: RunView) -> dict[str, Value]:
         "steps": v.step,
         "trainable": trainable(trained, total) if total and trained not in (None, total) else None,
         "network": describe_network(start["network"]) if start.get("network") else None,
+        "layout": v.sizes.layout or None,
         "best_eval_loss": best_loss,
         "best_eval_step": best_step,
         "best_bits_per_byte": best(v, LOSS, "bits_per_byte")[0],

@@ -21,7 +21,8 @@ WORLD, NODES, REPEAT = "parallel.world", "parallel.nodes", "repeat"
 AXES_ONLY = (WORLD, NODES, REPEAT)
 """Axes that are not settings: a cell's ranks, its hosts, and its number among equal cells."""
 ONE = {NODES: 1, REPEAT: 1}  # the values of a cell that does not set them
-MODES = ("strong", "fixed-data", "weak", "strategies")  # of a scaling study
+MODES = ("strong", "fixed-data", "weak", "strategies", "layouts")  # of a scaling study
+AT_ONE_WORLD = ("strategies", "layouts")  # the modes that compare setups of one number of ranks
 Assignment = dict[str, Any]  # dotted keys and the values of one cell
 
 

@@ -42,12 +42,12 @@ CHECK_BYTES = "4M"  # largest message of `windlass check` on a CPU
 
 
 def probe_recipe(cell: Cell) -> Recipe:
-    """One rank's part of a cell's step, without communication, evaluation and checkpoints."""
+    """A data rank's part of a cell's step, without communication, evaluation and checkpoints."""
     recipe, world = cell.recipe, cell.world or 1
     on_cpu = recipe.parallel.device == "cpu" or not visible_gpus()
     return recipe.replace(
         {
-            "train.global_batch": recipe.train.global_batch // world,
+            "train.global_batch": recipe.train.global_batch // recipe.sizes(world).data_world,
             "train.micro_batch": recipe.batch(world, "cpu" if on_cpu else "cuda").micro_batch,
             "train.steps": ENDLESS,
             "train.early_stop": 0,
@@ -75,8 +75,11 @@ def run_probe(
     directory, ranks = study.probe_dir(cell), (cell.world or 1) // cell.nodes
     before = read_json(directory / "probe.json").get("state")
     done = before == "finished" or (before and not retry_failed)
-    if (cell.world or 1) < 2 or cell.recipe.parallel.offload or done:
-        return  # one rank does not communicate; offloading takes time of its own
+    parallel = cell.recipe.parallel
+    if (cell.world or 1) < 2 or parallel.offload or parallel.model_ranks > 1 or done:
+        # One rank does not communicate, and offloading takes time of its own. A part of a matrix,
+        # a sequence or the layers cannot train alone.
+        return
     shutil.rmtree(directory, ignore_errors=True)  # of a killed probe: all ranks train together
     directory.mkdir(parents=True)
     recipe, gpus = probe_recipe(cell), visible_gpus()

@@ -19,10 +19,19 @@ from windlass.estimate.subject import subject_of
 from windlass.launch.job import Site
 from windlass.launch.submit import Resources, Submitted
 from windlass.processes import usable_cores, visible_gpus
-from windlass.recipe import Changes, Recipe
-from windlass.recipe.strategies import STRATEGIES
+from windlass.recipe import Changes, Recipe, RecipeError
+from windlass.recipe.strategies import NO_LAYOUT, STRATEGIES, Sizes
 from windlass.run import Run
-from windlass.study.grid import MODES, NODES, REPEAT, WORLD, Assignment, Cell, Scaling
+from windlass.study.grid import (
+    AT_ONE_WORLD,
+    MODES,
+    NODES,
+    REPEAT,
+    WORLD,
+    Assignment,
+    Cell,
+    Scaling,
+)
 from windlass.study.progress import Progress
 from windlass.study.study import Study, load_study
 from windlass.study.submit import submit_study
@@ -63,7 +72,7 @@ def scale(
         repeats: Runs of each setup; default 1.
         warmup: First steps of each start that do not count; default 5.
         project: Larger numbers of ranks, to predict.
-        precisions: With `strategies`, values of `train.precision`.
+        precisions: With `strategies` or `layouts`, values of `train.precision`.
         path: The study's directory; None: `studies/<preset>-<mode>-<hash>`.
         probes: Measure the machine, and steps without communication.
         retry_failed: Train failed and diverged cells again.
@@ -168,11 +177,13 @@ def create_study(
     path = Path(path)
     before = Study.open(path) if Study.is_study(path) else None
     scaling = scaling_of(before.scaling if before else None, options, preset)
+    left_out = list[str]()
     if worlds:
         recipe.check_packages()
         recipe = with_threads(recipe, max(worlds), before, threads)
         there = [cell.world or 1 for cell in before.cells] if before else []
-        listed = assignments(recipe, scaling, worlds, nodes, precisions, min([*worlds, *there]))
+        smallest = min([*worlds, *there])
+        listed = assignments(recipe, scaling, worlds, nodes, precisions, smallest, left_out)
         every = min(recipe.telemetry.every, max(1, fewest_steps(recipe, listed) // WINDOWS))
         recipe = recipe.replace({"telemetry.every": every})
         study = Study.create(recipe, listed, path, scaling=scaling, write=write)
@@ -184,7 +195,7 @@ def create_study(
     else:
         listed = [cell.assignment for cell in before.cells]
         study = Study.create(before.recipe, listed, path, scaling=scaling, write=write)
-    study.notes.extend(filter(None, [too_few_cores(study)]))
+    study.notes.extend(filter(None, [*left_out, too_few_cores(study)]))
     return study
 
 
@@ -228,11 +239,13 @@ def assignments(
     nodes: Sequence[int] = (),
     precisions: Sequence[str] = (),
     smallest: int = 0,
+    left_out: list[str] | None = None,
 ) -> list[Assignment]:
     """The grid of a scaling study in running order.
 
     Repeats are outermost, and every other one goes backwards, so that a machine that drifts favours
-    no number of ranks. `smallest`: the baseline; 0: of `worlds`.
+    no number of ranks. `smallest`: the baseline; 0: of `worlds`. `left_out` gets a message for each
+    reason that rules out layouts.
     """
     worlds = list(dict.fromkeys(worlds))
     if nodes and len(nodes) != len(worlds):
@@ -241,8 +254,11 @@ def assignments(
     check_worlds(recipe, scaling, worlds)
     hosts: list[Assignment] = [{NODES: n} for n in nodes] or [{} for _ in worlds]
     places = [{WORLD: world} | host for world, host in zip(worlds, hosts, strict=True)]
-    if scaling.mode == "strategies":
-        kinds = strategies(recipe, worlds[0], nodes[0] if nodes else 1, precisions)
+    if scaling.mode in AT_ONE_WORLD:
+        if scaling.mode == "strategies":
+            kinds = strategies(recipe, worlds[0], nodes[0] if nodes else 1, precisions)
+        else:
+            kinds = layouts(recipe, worlds[0], precisions, [] if left_out is None else left_out)
         listed = [places[0] | kind for kind in kinds]
     else:
         first = smallest or min(worlds)
@@ -258,11 +274,11 @@ def check_worlds(recipe: Recipe, scaling: Scaling, worlds: list[int]) -> None:
     given = argument("worlds", worlds)
     if any(world < 1 for world in worlds):
         raise UserError(f"{given}: numbers of ranks are 1 and more")
-    if scaling.mode == "strategies" and len(worlds) > 1:
-        mode = argument("mode", "strategies")
+    if scaling.mode in AT_ONE_WORLD and len(worlds) > 1:
+        mode = argument("mode", scaling.mode)
         raise UserError(f"{given}: {mode} compares at one number of ranks; give one")
     key, value = "", 0
-    if scaling.mode in ("strong", "strategies") or scaling.grow == "model":
+    if scaling.mode in ("strong", *AT_ONE_WORLD) or scaling.grow == "model":
         key, value = "train.global_batch", recipe.train.global_batch
     elif scaling.mode == "fixed-data" and isinstance(recipe.train.steps, int):
         key, value = "train.steps", recipe.train.steps
@@ -322,6 +338,37 @@ def strategies(
             problems.append(error)
     if not possible:
         raise problems[0]
+    return possible
+
+
+def layouts(
+    recipe: Recipe, world: int, precisions: Sequence[str], left_out: list[str]
+) -> list[Assignment]:
+    """The valid combinations of tensor, context and pipeline ranks, data parallelism alone first.
+
+    They have the recipe's strategy. `left_out` gets a message for each reason against the others.
+    """
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    combinations = [c for c in itertools.product(divisors, repeat=3) if world % math.prod(c) == 0]
+    strategy: Assignment = {"parallel.strategy": recipe.strategy(world).name}
+    if recipe.parallel.shard_size:
+        strategy["parallel.shard_size"] = recipe.parallel.shard_size
+    possible, problems = list[Assignment](), dict[str, list[str]]()
+    for precision, counts in itertools.product(precisions or [""], sorted(combinations, key=sum)):
+        one: Assignment = {"train.precision": precision} if precision else {}
+        one |= strategy | dict(zip(NO_LAYOUT, counts, strict=True))
+        tensor, context, pipeline = counts
+        sizes = Sizes(pipeline, world // math.prod(counts), cp=context, tp=tensor)
+        try:
+            Cell.of(recipe, one).recipe.batch(world)
+            possible.append(one)
+        except UserError as error:
+            found = error.problems[0][1] if isinstance(error, RecipeError) else str(error)
+            problems.setdefault(found, []).append(sizes.full_layout)
+    if len(possible) < 2:
+        why = "; ".join(problems) or "one rank has no other layout than its own"
+        raise UserError(f"{argument('mode', 'layouts')}: there is nothing to compare: {why}")
+    left_out += [f"left out: {'; '.join(names)}: {why}" for why, names in problems.items()]
     return possible
 
 

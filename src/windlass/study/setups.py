@@ -26,8 +26,17 @@ from windlass.estimate.time import (
 from windlass.fileio import read_json
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
+from windlass.recipe.strategies import NO_LAYOUT, Sizes
 from windlass.run import Line, Run, last_start, timestamp
-from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, Cell, Scaling, short_names
+from windlass.study.grid import (
+    AT_ONE_WORLD,
+    AXES_ONLY,
+    REPEAT,
+    Assignment,
+    Cell,
+    Scaling,
+    short_names,
+)
 from windlass.study.results import CellResult, run_numbers, step_medians, windows
 from windlass.study.study import Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS
@@ -43,7 +52,7 @@ STATES = ("failed", "diverged", "pruned", "interrupted", "running", "waiting", "
 class Setup:
     """A setup of a scaling study; its numbers are medians over the finished repeats."""
 
-    name: str  # `1 host, 4 ranks`, or the settings that a study of strategies varies
+    name: str  # `1 host, 4 ranks`, or what a study of strategies or layouts varies
     assignment: Assignment  # of its cells, without the repeat
     results: list[CellResult]  # one for each repeat
     state: str  # of its cells, by STATES
@@ -101,10 +110,11 @@ def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> li
             _divide(setup, _probe(study, setup, scaling.warmup))
             _predict(setup, machines)
             setup.remarks.extend(filter(None, [shared_cores(setup)]))
-    if scaling.mode == "strategies":
+    if scaling.mode in AT_ONE_WORLD:
         _recommend(table)
     else:
         table.sort(key=lambda setup: (setup.values["nodes"], setup.world))
+    if scaling.mode != "strategies":
         _compare(table, scaling)
     for setup in table:
         reasons = _reasons(setup, scaling)
@@ -122,11 +132,12 @@ def _setup(
     world = int(start.get("world") or cell.world or cell.nodes)
     batch = start.get("global_batch", cell.recipe.train.global_batch)
     layers = (start.get("network") or {}).get("layers")
+    sizes = Sizes(**start["mesh"]) if "mesh" in start else cell.recipe.sizes(world)
     values: dict[str, Any] = {
         "world": world,
         "nodes": cell.nodes,
         "global_batch": batch,
-        "batch_per_device": batch / world,
+        "batch_per_device": batch / sizes.data_world,
         "layers": layers or (model.layers if model.kind == "gpt" else None),
         "parameters": start.get("parameters"),
     }
@@ -137,7 +148,7 @@ def _setup(
             columns.setdefault(name, []).append(value)
     values |= {name: statistics.median(column) for name, column in columns.items()}
     setup = Setup(
-        _name(study, scaling, cell, values),
+        _name(study, scaling, cell, values, sizes),
         assignment,
         results,
         worst.state,
@@ -158,23 +169,26 @@ def _setup(
     return setup
 
 
-def _name(study: Study, scaling: Scaling, cell: Cell, values: Mapping[str, Any]) -> str:
-    """Hosts and ranks, or the settings that distinguish a setup from the others."""
-    if scaling.mode != "strategies":
-        hosts, ranks = values["nodes"], values["world"]
-        text = f"{plural(hosts, 'host')}, {plural(ranks, 'rank')}"
-        grows = scaling.grow == "model" and "layers" in values
-        return f"{text}, {plural(values['layers'], 'layer')}" if grows else text
+def _name(
+    study: Study, scaling: Scaling, cell: Cell, values: Mapping[str, Any], sizes: Sizes
+) -> str:
+    """Hosts and ranks, or the settings that distinguish a setup from the others; the layout."""
+    layout = sizes.full_layout if scaling.mode == "layouts" else sizes.layout
+    if scaling.mode not in AT_ONE_WORLD:
+        words = [plural(values["nodes"], "host"), plural(values["world"], "rank")]
+        if scaling.grow == "model" and "layers" in values:
+            words.append(plural(values["layers"], "layer"))
+        return ", ".join(filter(None, [*words, layout]))
     words, names = [], short_names(cell.assignment)
     for key, value in cell.assignment.items():
         name = names[key].removeprefix("activation_")
-        if key in AXES_ONLY or len(study.values[key]) < 2:
+        if key in (*AXES_ONLY, *NO_LAYOUT) or len(study.values[key]) < 2:
             continue
         if name in ("strategy", "precision"):  # their values need no name
             words.append(str(value))
         elif value not in (False, 0, "none"):
             words.append(name if value is True else f"{name} {value}")
-    return ", ".join(words) or "the recipe"
+    return ", ".join(filter(None, [*words, layout])) or "the recipe"
 
 
 def _probe(study: Study, setup: Setup, warmup: int) -> Mapping[str, float]:
@@ -185,6 +199,8 @@ def _probe(study: Study, setup: Setup, warmup: int) -> Mapping[str, float]:
     ended = read_json(directory / "probe.json")
     if setup.recipe.parallel.offload:
         why = "offloading takes time that a probe without communication does not have"
+    elif setup.recipe.parallel.model_ranks > 1:
+        why = "no rank can do its part of the step alone"
     elif ended.get("reason"):
         why = f"the probe failed: {ended['reason']}"
     elif ended:
@@ -233,6 +249,8 @@ def _predict(setup: Setup, machines: Mapping[str, Any]) -> None:
         why = UNCALIBRATED
     elif setup.recipe.parallel.offload:
         why = "copies to and from the host are not in the formula"
+    elif setup.recipe.parallel.model_ranks > 1:
+        why = "the formula has only the communication of data parallelism"
     elif not machine:
         why = "the rates of these hosts and ranks were not measured"
     else:
@@ -261,8 +279,15 @@ def shared_cores(setup: Setup) -> str:
 
 
 def baseline(table: Sequence[Setup]) -> Setup:
-    """The setup with the fewest ranks, measured or not; the others are compared with it."""
-    return min(table, key=lambda setup: (setup.world, setup.values["nodes"]))
+    """The setup with the fewest ranks, measured or not; the others are compared with it.
+
+    Among layouts of equal ranks it is the one with data parallelism alone.
+    """
+
+    def ranks(setup: Setup) -> tuple[int, ...]:
+        return setup.world, setup.values["nodes"], setup.recipe.parallel.model_ranks
+
+    return min(table, key=ranks)
 
 
 def _compare(table: list[Setup], scaling: Scaling) -> None:
@@ -277,11 +302,14 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
         values, first, p = setup.values, base.values, setup.world / base.world
         faster = values["samples_per_s"] / first["samples_per_s"]
         efficiency = first["step_ms"] / values["step_ms"] if scaling.mode == "weak" else faster / p
-        values |= {"efficiency": efficiency, "speedup": efficiency * p, "samples_factor": faster}
+        values |= {"speedup": efficiency * p, "samples_factor": faster}
         if scaling.mode != "weak" and p > 1:
             values["serial_fraction"] = (1 / values["speedup"] - 1 / p) / (1 - 1 / p)
         values["ratio"] = values["runtime_s"] / first["runtime_s"]
         values["runtime_factor"] = 1 / values["ratio"]
+        if scaling.mode in AT_ONE_WORLD:
+            continue
+        values["efficiency"] = efficiency
         if efficiency < LOW_EFFICIENCY:
             percent = f"low efficiency, {100 * efficiency:.0f} %"
             setup.remarks.append(f"{percent}: {_largest_excess(setup, base)}")
@@ -351,7 +379,7 @@ def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
         "serial_fraction": "defined for a fixed amount of work" if weak else "it is the baseline",
         "predicted_error": setup.missing.get("predicted_ms", "not measured"),
     }
-    if scaling.mode == "strategies":
+    if scaling.mode in AT_ONE_WORLD:
         reasons |= dict.fromkeys(COMPARED, "all setups have the same number of ranks")
     else:
         reasons |= dict.fromkeys(("pareto", "recommended"), "not a study of strategies")
@@ -377,7 +405,7 @@ def projections(study: Study, table: Sequence[Setup]) -> tuple[list[Projection],
     from the largest measured setup. Host time and waiting for data stay.
     """
     scaling, measured = study.scaling, [setup for setup in table if setup.measured]
-    if scaling is None or not scaling.project or scaling.mode == "strategies":
+    if scaling is None or not scaling.project or scaling.mode in AT_ONE_WORLD:
         return [], ""
     if any(setup.on_cpu for setup in measured):
         return [], ""  # UNCALIBRATED

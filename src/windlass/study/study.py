@@ -36,6 +36,7 @@ from windlass.recipe import (
     typed,
 )
 from windlass.recipe.layers import dotted
+from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run, last_start
 from windlass.study.grid import (
     NODES,
@@ -62,7 +63,8 @@ from windlass.study.results import (
 
 # The command that trains a winner leaves these out: names, and what a study cuts down to be quick.
 NOT_REPEATED = ("run.name", "run.dir", "run.notes", "preset", "checkpoint.", "eval.", "telemetry.")
-ALONE = {"parallel.strategy": "single", "parallel.offload": False, "parallel.shard_size": 0}
+ALONE: dict[str, Any] = {"parallel.strategy": "single", "parallel.offload": False} | NO_LAYOUT
+ALONE["parallel.shard_size"] = 0
 """The settings of a rank that trains without communication."""
 # `["optim.lr=1e-2,1e-3"]` as typed, `{"optim.lr": [1e-2, 1e-3]}`, or the assignment of each cell
 Axes = Sequence[str] | Mapping[str, Sequence[Any]] | Sequence[Assignment]

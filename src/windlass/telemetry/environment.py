@@ -74,12 +74,16 @@ def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any
 
 
 def describe_rank(
-    rank: int, device: Any = "cpu", local_rank: int = 0, node: int = 0
+    rank: int, device: Any = "cpu", local_rank: int = 0, node: int = 0, coordinates: str = ""
 ) -> dict[str, Any]:
-    """The place of this rank, with the device's name and memory, or the CPU's name and threads."""
+    """The place of this rank, with the device's name and memory, or the CPU's name and threads.
+
+    `coordinates`: in the mesh, as `pp 1, dp 0, tp 1`, if there are more than data ranks.
+    """
     import torch
 
     place: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "node": node}
+    place |= {"coordinates": coordinates} if coordinates else {}
     place |= {"host": socket.gethostname(), "device": str(device)}
     if not str(device).startswith("cuda"):
         return place | {"name": machine()["cpu"], "threads": torch.get_num_threads()}
@@ -144,13 +148,14 @@ def describe_launch(
 
 def describe_places(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Each rank's device and numbers, with the last number of each:
-    `[cuda:1][rank=5/7][local_rank=1/3][node=1/1] n2`."""
+    `[cuda:1][rank=5/7][local_rank=1/3][node=1/1] n2`; with its coordinates in the mesh, if any."""
     nodes = [rank["node"] for rank in ranks]
+    coordinates = [f" ({rank['coordinates']})" if "coordinates" in rank else "" for rank in ranks]
     return [
         f"[{rank['device']}][rank={rank['rank']}/{len(ranks) - 1}]"
         f"[local_rank={rank['local_rank']}/{nodes.count(rank['node']) - 1}]"
-        f"[node={rank['node']}/{max(nodes)}] {rank['host']}"
-        for rank in ranks
+        f"[node={rank['node']}/{max(nodes)}] {rank['host']}{at}"
+        for rank, at in zip(ranks, coordinates, strict=True)
     ]
 
 

@@ -257,6 +257,7 @@ parameters | count | summary.parameters start.parameters | Parameters
 trainable | | | Trainable parameters
 network | | | Network
 world | count | summary.world start.world | Ranks
+layout | | | Layout of the ranks
 train_loss | loss | train.loss | Final training loss | yes
 train_loss_mean | loss | summary.train_loss_mean | Training loss, mean of all steps of the run
 eval_loss | loss | eval.loss | Final validation loss | yes
@@ -313,6 +314,7 @@ parameters | count | parameters | Parameters | | | shape
 flops_per_device | giga | GFLOP/rank | GFLOP of a rank in a step | FLOPs per rank and step | | shape
 step_ms | rate | step ms | Step (ms) | time of a step after the warm-up: the windows' median
 samples_per_s | rate | samples/s | Samples/s | samples in a step over its time
+tokens_per_s | rate | tok/s | Tokens/s | tokens a second, all ranks | | strategies
 steps_per_s | hours | steps/s | Steps/s | steps a second, after the warm-up | | strategies
 util_pct | rate | util. % | Utilisation (%) | mean utilisation of the device in training steps\
  | | strategies
@@ -346,7 +348,6 @@ startup_s | rate | start-up s | Start-up (s) | time from the process's start to 
 compile_s | rate | compile s | Compiling (s) | | | optional
 world | count | | | ranks
 nodes | count | | | hosts
-tokens_per_s | rate | | | tokens a second, all ranks
 samples_factor | hours | | | samples/s over the baseline's | | compared
 runtime_factor | hours | | | the baseline's runtime over this one's | | compared
 samples_per_s_whole_run | rate | | | all samples over the run's wall time without its start-up
@@ -355,9 +356,9 @@ train_loss | loss | | | the last training loss
 )
 """Numbers of a setup of a scaling study by the name in CSV; people see those with a heading.
 
-Roles: a `shape` is shown if it differs between the setups; `strategies` are for a study of
-strategies, and `compared` ones for other studies; the `part`s of a step sum to `step_ms`; a missing
-`optional` one needs no explanation.
+Roles: a `shape` is shown if it differs between the setups; `strategies` are for studies of
+strategies or layouts, and `compared` ones for the studies with a baseline; the `part`s of a step
+sum to `step_ms`; a missing `optional` one needs no explanation.
 """
 
 METERS = _table(

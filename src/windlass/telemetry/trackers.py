@@ -27,6 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.fileio import acquire_lock
 from windlass.recipe import flatten
+from windlass.recipe.strategies import Sizes
 from windlass.run import PLACE, STARTS, Line, Run, decode, effective, last_start, timestamp
 from windlass.telemetry import measures
 from windlass.telemetry.backends import BACKENDS, Point
@@ -282,6 +283,8 @@ class Follower:
         if (study / "study.json").is_file():
             settings["telemetry.group"] = settings["telemetry.group"] or study.name
         settings |= {"world": world, "strategy": recipe.strategy(world).name}
+        if layout := Sizes(**start.get("mesh", {})).layout:
+            settings["layout"] = layout
         settings |= {"config_hash": recipe.config_hash}
         return settings | {name: start[name] for name in STARTED if start.get(name) is not None}
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
@@ -98,7 +98,8 @@ class Recorder:
         self.ledger = Ledger(path, attempt, ranks.main, lambda: {"seconds": seconds()})
         stack.callback(self.ledger.close)
         env = ranks.env
-        about = environment.describe_rank(ranks.rank, ranks.device, env.local_rank, env.node)
+        place = (ranks.rank, ranks.device, env.local_rank, env.node, ranks.status.place)
+        about = environment.describe_rank(*place)
         self.placed = ranks.all_gather_object("environment", about)
         self.launch = self._write_environment(origin) if ranks.main else {}
         self.sampler = DeviceSampler(
@@ -158,8 +159,9 @@ class Recorder:
         `groups`: from `count_groups`.
         """
         facts, state, plan, horizon = self.facts, self.state, self.plan, self.horizon
-        shared: dict[str, Any] = {"world": self.ranks.world, "strategy": self.ranks.strategy.name}
-        shared |= {"precision": facts.precision, "device": facts.device_name}
+        sizes, strategy = self.ranks.mesh.sizes, self.ranks.strategy.name
+        shared: dict[str, Any] = {"world": self.ranks.world, "strategy": strategy}
+        shared |= {"mesh": asdict(sizes), "precision": facts.precision, "device": facts.device_name}
         val_samples = facts_of_data.get("val", {}).get("samples", 0)
         measured = evaluations(plan.recipe, horizon, val_samples)
         ranks = f"{self.ranks.world} rank{'s' * (self.ranks.world != 1)} x {facts.device_name}"
@@ -167,7 +169,7 @@ class Recorder:
         header = {
             "run": str(self.run.path),
             "recipe": f"{plan.recipe.preset} ({plan.recipe.config_hash})",
-            "ranks": f"{ranks}, {self.ranks.strategy.name}, {facts.precision}",
+            "ranks": ", ".join(filter(None, [ranks, strategy, sizes.layout, facts.precision])),
             **self.launch,
             "threads": threads,
             "model": describe_sizes(facts.sizes),
