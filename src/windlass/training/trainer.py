@@ -275,8 +275,7 @@ class Trainer:
         ranks, timer, precision = self.ranks, self.recorder.timer, self.facts.precision
         scale = self.scaler.scale if self.scaler is not None else None
         # The counts travel over the ranks during the first forward pass.
-        positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
-        own = [batch.valid_tokens, batch.real_tokens, positions]
+        own = [batch.valid_tokens, batch.real_tokens, batch.positions]
         counts = collectives.sum_async([ranks.mesh.counts_rows * n for n in own], ranks)
         dtype = torch.float64 if precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
