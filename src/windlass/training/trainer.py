@@ -275,8 +275,7 @@ class Trainer:
         scale = self.scaler.scale if self.scaler is not None else None
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
-        own = [batch.valid_tokens, batch.real_tokens, positions]
-        counts = collectives.sum_async([ranks.mesh.counts_rows * n for n in own], ranks)
+        counts = collectives.count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
         dtype = torch.float64 if precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
 
@@ -295,8 +294,7 @@ class Trainer:
 
         ranks.mark(batch.step, "optimizer")
         with timer.phase("optimizer"):
-            if self.recipe.parallel.sequence:
-                collectives.sum_over_tensor_ranks(self.parameters, ranks)
+            collectives.sum_over_tensor_ranks(self.parameters, ranks)
             grad_norm = collectives.global_grad_norm(self.parameters, ranks)
             grad_norm = grad_norm if scale is None else grad_norm / scale
             bad, spike = self.bad_steps.observe(loss, grad_norm)
