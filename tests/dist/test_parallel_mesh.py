@@ -8,11 +8,11 @@ import pytest
 import torch
 from harness import Join, recipe, run_ranks
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from windlass.model.loss import cross_entropy_sum, head_logits
-from windlass.optim.muon import Muon
+from windlass.model.loss import Piece, cross_entropy_sum, head_logits
+from windlass.model.share import Peers, Share
 from windlass.parallel.collectives import global_grad_norm, max_async, sum_async, sum_over_ranks
 from windlass.parallel.mesh import LOSS_DIMENSIONS, Mesh
 from windlass.recipe.strategies import STRATEGIES, Sizes
@@ -150,54 +150,25 @@ def loss_of_a_divided_head(join: Join, cap: float):
     expected = cross_entropy_sum(x, weight, labels, bias, cap=cap, chunk=0)
     grads = torch.autograd.grad(expected, (x, weight, bias))
     with joined(join, Sizes(tp=3), "ddp") as ranks:
-        mesh = ranks.mesh.part("tp")
-        pieces = [
-            torch.nn.Parameter(distribute_tensor(t.detach(), mesh, [Shard(0)]))
-            for t in (weight, bias)
-        ]
-        logits = head_logits(x, *pieces)
-        torch.testing.assert_close(logits, head_logits(x, weight, bias))
+        group = ranks.mesh.tp
+        assert group is not None
+        share = Share(Peers(group.group_name, ranks.rank, 3))
+        held = share.tensor.piece(20)  # 6, 7 and 7 rows
+        rows = [t.detach()[held.start : held.stop].requires_grad_() for t in (weight, bias)]
+        logits = share.gather_logits(head_logits(x, *rows), 20)
+        torch.testing.assert_close(logits, head_logits(x, weight, bias).detach())
+        piece = Piece(group.group_name, held.start)
         for chunk in (0, 4):
-            loss = cross_entropy_sum(x, pieces[0], labels, pieces[1], cap=cap, chunk=chunk)
+            how = {"cap": cap, "chunk": chunk, "piece": piece}
+            entered = share.enter(x, share.rows(0, 5, 1, x.device))
+            loss = cross_entropy_sum(entered, rows[0], labels, rows[1], **how)
             torch.testing.assert_close(loss, expected)
-            for found, wanted in zip(torch.autograd.grad(loss, (x, *pieces)), grads, strict=True):
-                found = found.full_tensor() if isinstance(found, DTensor) else found
-                torch.testing.assert_close(found, wanted)
+            for found, wanted in zip(torch.autograd.grad(loss, (x, *rows)), grads, strict=True):
+                part = wanted[held.start : held.stop] if found.shape != wanted.shape else wanted
+                torch.testing.assert_close(found, part)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("cap", [0.0, 5.0])
 def test_loss_of_a_head_whose_rows_are_divided(cap):
     run_ranks(loss_of_a_divided_head, 3, cap)
-
-
-def muon_of_cut_matrices(join: Join, sizes: Sizes, cut_by_fsdp2: bool):
-    """Updates of matrices that are cut by columns and rows over `tp`, and those of one process."""
-    torch.manual_seed(3)
-    names, grads = (
-        ("0.weight", "2.weight"),
-        (torch.randn(8, 6).double(), torch.randn(6, 8).double()),
-    )
-    alone, model = two_layers(), two_layers()
-    with joined(join, sizes) as ranks:
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        parallelize_module(model, ranks.mesh.part("tp"), plan)
-        if cut_by_fsdp2:
-            fully_shard(model, mesh=ranks.mesh.part("dp_shard"))
-        for one in (alone, model):
-            matrices = [one.get_parameter(name) for name in names]
-            for matrix, grad in zip(matrices, grads, strict=True):
-                matrix.grad = grad.clone()
-                if isinstance(matrix, DTensor):
-                    matrix.grad = distribute_tensor(grad, matrix.device_mesh, matrix.placements)
-            group = {"params": matrices, "muon": True, "lr": 0.1}
-            Muon([group]).step()
-        for name in names:
-            updated = model.get_parameter(name).full_tensor()
-            torch.testing.assert_close(updated, alone.get_parameter(name), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(("sizes", "cut_by_fsdp2"), [(Sizes(tp=2), False), (WIDE, True)])
-def test_muon_updates_divided_matrices_as_one_process_does(sizes, cut_by_fsdp2):
-    run_ranks(muon_of_cut_matrices, sizes.world, sizes, cut_by_fsdp2)

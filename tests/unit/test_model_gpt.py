@@ -118,7 +118,7 @@ def test_a_token_sees_nothing_of_what_follows_and_without_positions_no_order(pos
 
 def test_rotation_turns_pairs_by_their_place() -> None:
     x = torch.randn(1, 5, 2, 6, dtype=torch.float64)
-    turned = RotaryEmbedding(100.0, 6, 3, 5, like=x)(x)
+    turned = RotaryEmbedding(100.0, 6, torch.arange(3, 8), like=x)(x)
     for t, h, i in itertools.product(range(5), range(2), range(3)):
         angle = torch.tensor((t + 3) * 100.0 ** (-2 * i / 6), dtype=torch.float64)
         turn = torch.polar(torch.ones_like(angle), angle)
@@ -126,7 +126,7 @@ def test_rotation_turns_pairs_by_their_place() -> None:
         torch.testing.assert_close(turned[0, t, h, i], pair.real)
         torch.testing.assert_close(turned[0, t, h, i + 3], pair.imag)
     low = x.bfloat16()
-    rotation = RotaryEmbedding(10_000.0, 6, 0, 5, like=low)
+    rotation = RotaryEmbedding(10_000.0, 6, torch.arange(5), like=low)
     assert (rotation.cos.dtype, rotation(low).dtype) == (torch.float32, torch.bfloat16)
 
 

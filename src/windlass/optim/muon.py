@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
 from windlass.model.share import Cut, cut_of, whole_shape
@@ -30,7 +30,6 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 Matrix = tuple[Any, tuple[int, ...]]
 """A parameter, and the rows of each of the matrices stacked in it."""
-Placements = tuple[Placement, ...]
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int] = ()) -> Tensor:
@@ -172,19 +171,15 @@ class Muon(torch.optim.Optimizer):
     ) -> Iterator[Tensor]:
         """Each rank collects its own matrices, orthogonalises them and sends the rows back.
 
-        The ranks of the first mesh dimension that cuts a matrix share the work. For the exchange
-        this dimension cuts every matrix by rows.
+        One dimension of the mesh cuts every matrix, by rows; its ranks share the work.
         """
         like: Any = matrices[0][0]
-        dim = next(i for i, placement in enumerate(like.placements) if not placement.is_replicate())
+        dim = like.placements.index(Shard(0))
         mesh = like.device_mesh
         group, world, rank = mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim)
-        rows = tuple(Shard(0) if i == dim else Replicate() for i in range(mesh.ndim))
         for start in range(0, len(matrices), world):
             batch = matrices[start : start + world]
-            updates = (x.to(self.device_type, dtype) for x in islice(ahead, world))
-            pairs = zip(updates, batch, strict=True)
-            local = [_recut(x, p, p.placements, rows) for x, (p, _) in pairs]
+            local = [x.to(self.device_type, dtype) for x in islice(ahead, world)]
             out, into = [x.numel() for x in local] + [0] * (world - len(batch)), [0] * world
             if rank < len(batch):
                 mine, parts = batch[rank]
@@ -199,8 +194,8 @@ class Muon(torch.optim.Optimizer):
                 flat = orthogonalise_cut(whole, dtype, parts, cut_of(mine)).reshape(-1)
             back = flat.new_empty(sum(out))
             dist.all_to_all_single(back, flat, out, into, group=group)
-            for x, own, (p, _) in zip(back.split(out[: len(batch)]), local, batch, strict=True):
-                yield _recut(x.view(own.shape), p, rows, p.placements)
+            for x, own in zip(back.split(out[: len(batch)]), local, strict=True):
+                yield x.view(own.shape)
 
 
 def new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -230,15 +225,6 @@ def _replicated(
         for update, work in zip(updates, works, strict=True):
             work.wait()
             yield update
-
-
-def _recut(local: Tensor, like: Any, cut: Placements, wanted: Placements) -> Tensor:
-    """This rank's part of a matrix shaped `like` another, cut as `wanted` instead of `cut`."""
-    if cut == wanted:
-        return local
-    layout: Any = {"shape": like.shape, "stride": like.stride(), "run_check": False}
-    whole = DTensor.from_local(local, like.device_mesh, cut, **layout)
-    return whole.redistribute(placements=wanted).to_local()
 
 
 def _local(tensor: Tensor | None) -> Tensor:

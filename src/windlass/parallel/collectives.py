@@ -43,6 +43,11 @@ def sum_async(numbers: Sequence[float], ranks: Ranks) -> Pending:
     return Pending(numbers, ranks.mesh.loss_ranks, dist.ReduceOp.SUM)
 
 
+def count_async(numbers: Sequence[float], ranks: Ranks) -> Pending:
+    """Begin to add up numbers from whole rows, which the ranks of `cp` share."""
+    return sum_async([ranks.mesh.counts_rows * number for number in numbers], ranks)
+
+
 def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
     """Add up a tensor over the ranks that see different tokens, in place and on its device."""
     on_host = tensor.device.type == "cpu"
@@ -85,7 +90,7 @@ def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: Ranks) -> N
 
     With `parallel.sequence` each rank of `tp` has seen other tokens of the residual stream.
     """
-    if ranks.mesh.tp is None:
+    if ranks.mesh.tp is None or not ranks.mesh.sequence:
         return
     whole = (p.grad for p in dict.fromkeys(parameters) if p.grad is not None and not cut_of(p))
     for grads in _by_kind(whole).values():

@@ -34,6 +34,7 @@ class Mesh:
 
     Attributes:
         sizes: ranks along each dimension; `at`: this rank's coordinates.
+        sequence: whether the ranks of `tp` divide the residual stream along time.
         data_rank, data_world: which slice of the samples this rank reads, out of how many.
         counts_rows: whether numbers from whole rows count in a sum over `loss_ranks`, where the
             ranks of `cp` have the same rows.
@@ -47,8 +48,9 @@ class Mesh:
         tp, cp, pp: the groups of one dimension; None if it has one rank.
     """
 
-    def __init__(self, sizes: Sizes, rank: int):
+    def __init__(self, sizes: Sizes, rank: int, sequence: bool = False):
         self.sizes, self.rank, self.at = sizes, rank, sizes.coordinates(rank)
+        self.sequence = sequence
         self.data_rank, self.data_world = sizes.data_rank(rank), sizes.data_world
         self.counts_rows = self.at["cp"] == 0
         self.devices: DeviceMesh | None = None

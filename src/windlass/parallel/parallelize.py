@@ -121,7 +121,7 @@ def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
         Peers(group.group_name, dist.get_rank(group), group.size()) if group else None
         for group in (mesh.tp, mesh.cp)
     )
-    model.divide(Share(tensor, context, settings.sequence))
+    model.divide(Share(tensor, context, mesh.sequence))
 
 
 def _replicate(

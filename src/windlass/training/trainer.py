@@ -276,7 +276,7 @@ class Trainer:
         scale = self.scaler.scale if self.scaler is not None else None
         # The counts travel over the ranks during the first forward pass.
         own = [batch.valid_tokens, batch.real_tokens, batch.positions]
-        counts = collectives.sum_async([ranks.mesh.counts_rows * n for n in own], ranks)
+        counts = collectives.count_async(own, ranks)
         dtype = torch.float64 if precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
 
@@ -307,8 +307,7 @@ class Trainer:
 
         ranks.mark(batch.step, "optimizer")
         with timer.phase("optimizer"):
-            if self.recipe.parallel.sequence:
-                collectives.sum_over_tensor_ranks(self.parameters, ranks)
+            collectives.sum_over_tensor_ranks(self.parameters, ranks)
             grad_norm = collectives.global_grad_norm(self.counted, ranks)
             grad_norm = grad_norm if scale is None else grad_norm / scale
             bad, spike = self.bad_steps.observe(loss, grad_norm)
