@@ -155,7 +155,9 @@ def verify(
     )
     if not json_:
         number = only.count(",") + 1 if only else len(verification.PROOFS)
-        console.print(f"{plural(number, 'proof')}; all take minutes for the tiny model on two cores")
+        console.print(
+            f"{plural(number, 'proof')}; all take minutes for the tiny model on two cores"
+        )
         console.print(f"{conditions}\n")
     proofs = verification.verify(
         recipe, overrides, world, kills, keep or None, show, list(filter(None, only.split(",")))
