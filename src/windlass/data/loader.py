@@ -46,11 +46,6 @@ class StepBatch:
     real_tokens: int  # its tokens without padding, masked prompts included
     wait_ms: float = 0.0  # how long the loop had to wait for it
 
-    @property
-    def positions(self) -> int:
-        """Its tokens with padding."""
-        return sum(micro.batch.tokens.numel() for micro in self.micro)
-
 
 class Loader(Iterator[StepBatch]):
     """Yields one `StepBatch` after another, without end; close it, or use it in a `with`."""

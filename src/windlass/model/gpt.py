@@ -385,12 +385,8 @@ class GPT(nn.Module):
         """The units of sharding beside the blocks; none if the root holds a tied head."""
         if self.settings.tie_head:
             return [], []
-        parts = (
-            [self.embedding],
-            [self.norm, self.head] if self.settings.final_norm else [self.head],
-        )
-        first, last = ([part for part in end if part is not None] for end in parts)
-        return first, last
+        first, last = [self.embedding], [getattr(self, "norm", None), self.head]
+        return list(filter(None, first)), list(filter(None, last))
 
     def new_cache(self, batch: int, length: int) -> list[LayerCache]:
         """An empty cache for `batch` rows of up to `length` tokens."""

@@ -256,10 +256,9 @@ class Pipeline:
                     size = 0.0
                 buckets[-1].append(grad)
                 size += grad.nbytes
-            flat = [torch.cat([grad.reshape(-1) for grad in bucket]) for bucket in buckets]
-            works = [dist.all_reduce(sums, group=group, async_op=True) for sums in flat]
-            for work, sums, bucket in zip(works, flat, buckets, strict=True):
-                work.wait()
+            for bucket in buckets:  # a copy of one bucket at a time
+                sums = torch.cat([grad.reshape(-1) for grad in bucket])
+                dist.all_reduce(sums, group=group)
                 parts = sums.split([grad.numel() for grad in bucket])
                 views = [part.view_as(g) for part, g in zip(parts, bucket, strict=True)]
                 torch._foreach_copy_(bucket, views)

@@ -274,9 +274,9 @@ class Trainer:
         """One optimizer step on this rank's micro-batches: forward, backward, clip, update."""
         ranks, timer, precision = self.ranks, self.recorder.timer, self.facts.precision
         scale = self.scaler.scale if self.scaler is not None else None
+        positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
-        own = [batch.valid_tokens, batch.real_tokens, batch.positions]
-        counts = collectives.count_async(own, ranks)
+        counts = collectives.count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
         dtype = torch.float64 if precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
 
