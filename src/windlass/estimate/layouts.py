@@ -8,8 +8,9 @@ from itertools import product
 
 from windlass.errors import UserError
 from windlass.estimate.devices import USABLE
-from windlass.estimate.memory import Layout, Memory, Network, layout_of, memory
+from windlass.estimate.memory import Memory, Network, memory
 from windlass.estimate.optimum import recipe_vocab
+from windlass.estimate.rank import Layout, layout_of
 from windlass.model.size import CountedSizes, checkpoint_bytes
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES

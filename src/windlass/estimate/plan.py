@@ -15,7 +15,6 @@ from typing import Any
 from windlass.errors import UserError, argument
 from windlass.estimate.devices import Device
 from windlass.estimate.layouts import MemoryRow, memory_rows, recommend
-from windlass.estimate.memory import layout_of
 from windlass.estimate.milestones import (
     TIMED,
     Evaluations,
@@ -26,6 +25,7 @@ from windlass.estimate.milestones import (
     milestones,
 )
 from windlass.estimate.optimum import optimal_steps, optimal_tokens
+from windlass.estimate.rank import layout_of
 from windlass.estimate.subject import Size, Subject, subject_of, with_activations
 from windlass.estimate.text import print_plan
 from windlass.estimate.time import (
