@@ -107,8 +107,9 @@ def evaluations(r: Any) -> Problems:
 
 
 def batch(r: Any) -> Problems:
+    shard_size = r.parallel.shard_size if r.strategy(1).grouped else 1
     try:
-        r.batch(r.parallel.model_ranks)
+        r.batch(r.parallel.model_ranks * max(1, shard_size))  # the fewest ranks
     except UserError as error:
         yield "train.micro_batch", str(error)
 
