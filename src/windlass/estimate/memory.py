@@ -268,6 +268,11 @@ def events(step: Step) -> Iterator[Memory]:
         yield replace(event, activations=event.activations + waiting * computes)
 
 
+def extremes(layers: int) -> list[int]:
+    """Blocks at whose backward pass the memory may peak; it is linear in the blocks between them."""
+    return sorted({layers, max(1, layers - 1), min(2, layers), 1}, reverse=True)
+
+
 def _plain_events(step: Step) -> Iterator[Memory]:
     """One process, or DDP, whose buckets hold all gradients all the time."""
     layers, whole, tied = step.layers, step.weights, step.rank.tied
@@ -281,7 +286,7 @@ def _plain_events(step: Step) -> Iterator[Memory]:
     for event in step.loss():
         buffers = step.copies * layers if event.at == "loss" or copied else 0
         yield replace(event, gradients=lasting, buffers=buffers)
-    for left in range(layers, 0, -1):
+    for left in extremes(layers):
         # A tied head's gradient waits for the embedding's.
         new = step.head if step.rank.last and (tied or not lasting) else 0
         new += 0 if lasting else (layers - left) * step.block
@@ -340,7 +345,7 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
             buffers=buffers,
             at="reduction of the head",
         )
-    for left in range(layers, 0, -1):
+    for left in extremes(layers):
         done = layers - left
         gradients = shards or on_device * done * step.block // shard
         gradients += end + left * step.block if whole else 0

@@ -128,11 +128,8 @@ class Rank:
     model: ModelSettings
     vocab: int
     layout: Layout
-    stage: int = 0
-
-    @cached_property
-    def layers(self) -> int:
-        return stage_layers(self.model, self.vocab, self.layout.pipeline)[self.stage]
+    stage: int
+    layers: int
 
     @property
     def first(self) -> bool:
@@ -233,5 +230,6 @@ class Rank:
 
 def ranks_of(model: ModelSettings, vocab: int, layout: Layout) -> list[Rank]:
     """The stages that differ in memory or work; of equal stages the first, which holds most."""
-    ranks = [Rank(model, vocab, layout, stage) for stage in range(layout.pipeline)]
+    layers = stage_layers(model, vocab, layout.pipeline)
+    ranks = [Rank(model, vocab, layout, stage, layers[stage]) for stage in range(layout.pipeline)]
     return list({(r.layers, r.first, r.last): r for r in reversed(ranks)}.values())[::-1]
