@@ -18,6 +18,7 @@ from windlass.estimate.devices import Device
 from windlass.estimate.layouts import CHECKPOINTING
 from windlass.estimate.memory import Memory, memory
 from windlass.estimate.rank import Layout, layout_of
+from windlass.estimate.subject import Subject
 from windlass.estimate.time import RECOMPUTED, Links, Rates, StepTime, step_time
 from windlass.estimate.work import LINKS, works
 from windlass.recipe import Recipe, typed
@@ -73,10 +74,19 @@ class Machine:
         per_host = self.per_host or (PER_HOST if self.device.kind == "cuda" else self.world)
         return per_host if per_host < self.world else 0
 
+    @property
+    def knows_peak(self) -> bool:
+        return peak_flops(self.device.name, self.precision) is not None
+
+    @staticmethod
+    def of(subject: Subject, per_host: int, mfu: float) -> Machine:
+        """The ranks of a plan."""
+        return Machine(subject.device, subject.world, subject.precision, per_host, mfu)
+
     def rates(self, recipe: Recipe) -> Rates:
         """The device's peak times an assumed MFU, and the published rates of links."""
         peak = peak_flops(self.device.name, self.precision, recipe.train.tf32)
-        flops = (peak or NOMINAL[self.device.kind]) * self.mfu
+        flops = self.mfu * (peak or NOMINAL[self.device.kind])
         return Rates(flops, links=Links(self.device.link, NETWORK, self.ranks_of_host))
 
 
@@ -184,14 +194,16 @@ def _row(
     every = works(recipe.model, vocab, layout, recipe.parallel.bucket_mb)
     sent = [work.bytes_sent() for work in every]
     most = {link: max(one[link] for one in sent) for link in LINKS}
-    changes, own = _changes(recipe, settings), _is_own(recipe, layout)
+    changes, own = _changes(recipe, settings, layout.world), _is_own(recipe, layout)
     compute, communication = step.compute or 0.0, step.communication or 0.0
     return LayoutRow(layout, peak, compute, communication, step.bubble, most, changes, own)
 
 
-def _changes(recipe: Recipe, settings: Settings) -> Settings:
+def _changes(recipe: Recipe, settings: Settings, world: int) -> Settings:
     """The settings that differ from the recipe's."""
     before = recipe.flat()
+    if before["parallel.strategy"] == "auto":
+        before["parallel.strategy"] = "ddp" if world > 1 else "single"
     return {key: value for key, value in settings.items() if before[key] != value}
 
 
@@ -211,7 +223,7 @@ def _nothing_fits(recipe: Recipe, machine: Machine, usable: int, least: list[Any
         problem = f"no layout divides the model and train.global_batch among {ranks}"
         return f"{problem}: use another number of ranks, or another batch"
     size, settings = least
-    changes = _changes(recipe, settings)
+    changes = _changes(recipe, settings, machine.world)
     closest = " ".join(f"{key}={typed(value)}" for key, value in changes.items())
     lacks = f"{size / 1e9:.3g} GB of {usable / 1e9:.3g} GB, {(size - usable) / 1e9:.3g} GB too much"
     problem = f"no layout of {ranks} fits. The closest ({closest or 'as it is'}) takes {lacks}"
