@@ -197,10 +197,11 @@ class Step:
         if self.layout.checkpointing == "none":
             return blocks * self.block_saved()
         saved = self.stream + RNG_BYTES[self.layout.device]
-        if self.layout.checkpointing == "selective":  # results of matrix products and attention
+        if self.layout.checkpointing == "selective":  # results of products, attention and sums
             model, n, c, d = self.model, self.n, self.compute, self.queries
             ups = 2 if model.activation == "swiglu" else 1
             saved += 2 * self.wide + n * (d + 2 * self.kv) * c + ups * self.hidden
+            saved += 2 * self.s * model.width * c * (self.layout.tensor > 1)  # sums over ranks
             saved += 0 if model.dropout else n * d * c + n * self.rank.heads * max(4, c)
         return blocks * saved
 

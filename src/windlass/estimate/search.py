@@ -15,7 +15,7 @@ from typing import Any
 
 from windlass.errors import UserError, plural
 from windlass.estimate.devices import Device
-from windlass.estimate.layouts import CHECKPOINTING
+from windlass.estimate.layouts import CHECKPOINTING, distinct_strategies, shard_of
 from windlass.estimate.memory import Memory, memory
 from windlass.estimate.rank import Layout, layout_of
 from windlass.estimate.subject import Subject
@@ -112,26 +112,17 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[tuple[Layout, Settings
                 continue
             base = replace(base, precision=machine.precision)
             base = replace(base, workspace=machine.device.workspace_bytes)
-            for strategy, checkpointing in product(_strategies(base), CHECKPOINTING):
+            groups = 0 if machine.ranks_of_host % (t * c) else machine.ranks_of_host // (t * c)
+            for strategy, checkpointing in product(distinct_strategies(base), CHECKPOINTING):
                 more: Settings = {"parallel.strategy": strategy}
                 more["parallel.activation_checkpointing"] = checkpointing
-                groups = 0 if machine.ranks_of_host % (t * c) else machine.ranks_of_host // (t * c)
-                data = STRATEGIES[strategy].sizes(base.data_world, 0, groups)
+                shard = shard_of(strategy, base, groups)
                 if STRATEGIES[strategy].grouped:
-                    if not 1 < data.dp_shard < base.data_world:
+                    if not 1 < shard // c < base.data_world:
                         continue
-                    more["parallel.shard_size"] = data.dp_shard
-                shard = data.dp_shard * (c if STRATEGIES[strategy].shards_optimizer else 1)
+                    more["parallel.shard_size"] = shard // c
                 layout = replace(base, strategy=strategy, shard=shard, checkpointing=checkpointing)
                 yield layout, settings | more
-
-
-def _strategies(base: Layout) -> list[str]:
-    """The strategies that differ on these ranks."""
-    if base.replicas == 1:
-        return ["ddp" if base.world > 1 else "single"]
-    hybrid = ["hybrid_shard"] * (base.data_world > 3)
-    return ["ddp", "shard_grad_op", "shard_optim", *hybrid, "full_shard"]
 
 
 def slowest(recipe: Recipe, vocab: int, layout: Layout, rates: Rates) -> StepTime:
@@ -152,8 +143,8 @@ def layout_rows(
     """The fastest layouts that fit, one for each combination of tensor, context and pipeline; or why
     none fits.
 
-    Among layouts within about ALIKE of each other the simplest is first: with the fewest parts,
-    without recomputation, with the least sharding, and with the largest micro-batch.
+    Of layouts within about ALIKE of each other the simplest is first: with the fewest parts, without
+    recomputation, with the least sharding, and with the largest micro-batch.
     """
     if (usable := machine.device.usable_bytes) is None:
         return [], "the device's memory is unknown"
@@ -179,7 +170,6 @@ def layout_rows(
             least = [peak.total, settings]
         if len(fitting) == rows:
             break
-    fitting.sort(key=lambda row: row.seconds)
     return fitting, "" if fitting else _nothing_fits(recipe, machine, usable, least)
 
 

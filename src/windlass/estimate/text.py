@@ -107,8 +107,7 @@ def _print_memory(plan: Any, console: Console) -> None:
     rows, usable, first = plan.memory, plan.device.usable_bytes, plan.memory[0].layout
     most, ours = max(row.memory.total for row in rows), plan.size.non_embedding is not None
     measured = rows[0].memory.at == "measured"
-    unit, size = _unit(most)
-    digits = sum(most < limit * size for limit in ((100,) if unit == "MB" else (200, 20)))
+    unit, size, digits = _unit(most)
     cells = []
     for row in rows:
         shown = [f"{getattr(row.memory, part) / size:,.{digits}f}" for part in (*PARTS, "total")]
@@ -153,8 +152,8 @@ def _print_layouts(plan: Any, console: Console) -> None:
     if not rows:
         _section(console, title, [], notes=[plan.layouts_advice])
         return
-    unit, size = _unit(max(row.memory.total for row in rows))
-    sent_unit, sent_size = _unit(max(max(row.sent.values()) for row in rows))
+    unit, size, digits = _unit(max(row.memory.total for row in rows))
+    sent_unit, sent_size, places = _unit(max(max(row.sent.values()) for row in rows))
     cells = []
     for row in rows:
         one, peak = row.layout, row.memory
@@ -169,8 +168,8 @@ def _print_layouts(plan: Any, console: Console) -> None:
                 str(one.micro_batch),
                 f"{1e3 * row.seconds:,.0f}" if machine.knows_peak else "",
                 f"{100 * one.bubble:.0f}%" if one.pipeline > 1 else "",
-                *(f"{part / size:,.2f}" for part in parts),
-                *(f"{row.sent[link] / sent_size:,.2f}" if row.sent[link] else "" for link in LINKS),
+                *(f"{part / size:,.{digits}f}" for part in parts),
+                *(f"{n / sent_size:,.{places}f}" if n else "" for n in row.sent.values()),
             )
         )
     head = ("tp cp pp", "strategy", "act ckpt", "micro", "ms", "wait", "state", "act", "all")
@@ -181,7 +180,7 @@ def _print_layouts(plan: Any, console: Console) -> None:
     if not machine.knows_peak:
         how = f"The order is a guess, because {plan.device.name} has no published peak."
     notes = [
-        f"Each row is the fastest layout of its tp, cp and pp. {how}",
+        f"Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest. {how}",
         "wait: a pipeline's bubble. state: param, grad and optim; act: act, logit and buf.",
         f"dp, tp, cp, pp: {sent_unit} that a rank gives to collectives and messages in a step.",
         f"First row (train.fit=true takes it): {pasted(rows[0].settings)}",
@@ -191,8 +190,11 @@ def _print_layouts(plan: Any, console: Console) -> None:
     _section(console, title, [], (*head, *LINKS), cells, 3, strong, notes)
 
 
-def _unit(most: float) -> tuple[str, float]:
-    return ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
+def _unit(most: float) -> tuple[str, float, int]:
+    """The unit of a table whose largest number is `most` bytes, its bytes, and decimal places."""
+    unit, size = ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
+    limits = (100,) if unit == "MB" else (200, 20)
+    return unit, size, sum(most < limit * size for limit in limits)
 
 
 def pasted(settings: dict[str, Any]) -> str:

@@ -64,6 +64,7 @@ class Work:
     flops_per_token: float = 0.0  # forward and backward, without recomputation
     bucket_mb: float = 25.0  # `parallel.bucket_mb`
     exchanges: tuple[Collective, ...] = ()  # inside a copy of the model
+    embedding: int = 0  # parameters of an embedding that is a unit of FSDP2
 
     @staticmethod
     def of_run(recipe: Recipe, start: Line) -> Work:
@@ -120,16 +121,18 @@ class Work:
                 sent.append(Collective("all_gather", gradients, 1, world, "dp", stride))
             return sent
         gradients_per_parameter = self.trained / self.total
-        root, steps = self.total - self.blocks * self.block, layout.accumulation
+        root, steps = self.total - self.blocks * self.block - self.embedding, layout.accumulation
         once = strategy.keeps_gathered
-        # A block is gathered for each forward and backward pass, the rest for each forward pass.
-        gathers = self.blocks * (1 if once else 2 * steps)
+        # Embedding and blocks are gathered for each forward and backward pass, the rest for each
+        # forward pass.
+        both = 1 if once else 2 * steps
         sent = [
             Collective("all_gather", low * root, 1 if once else steps, shard, "dp", stride),
-            Collective("all_gather", low * self.block, gathers, shard, "dp", stride),
+            Collective("all_gather", low * self.embedding, both, shard, "dp", stride),
+            Collective("all_gather", low * self.block, self.blocks * both, shard, "dp", stride),
         ]
         reductions, groups = steps if layout.reduces_each else 1, world // shard
-        for unit, number in ((root, 1), (self.block, self.blocks)):
+        for unit, number in ((root, 1), (self.embedding, 1), (self.block, self.blocks)):
             size = master * gradients_per_parameter * unit
             calls = number * reductions
             sent.append(Collective("reduce_scatter", size, calls, shard, "dp", stride))
@@ -161,6 +164,7 @@ def works(model: ModelSettings, vocab: int, layout: Layout, bucket_mb: float = 2
             rank.flops_per_token * layout.pipeline,
             bucket_mb,
             (*_of_tensor(rank), *_of_context(rank), *_of_pipeline(rank)),
+            0 if model.tie_head or not rank.first else rank.table,
         )
         for rank in ranks_of(model, vocab, layout)
     ]
@@ -186,9 +190,10 @@ def _of_tensor(rank: Rank) -> list[Collective]:
     def calls(name: str, size: float, number: float) -> Collective:
         return Collective(name, size, number, t, "tp")
 
-    # The recomputation of a block ends at the last matrix, or at the dropout after its sum.
-    again = _repeats(layout) - 1
-    enters, leaves = 2 * again, again * (2 if m.dropout else 1)
+    # The recomputation of a block ends at the last matrix, or at the dropout after its sum;
+    # `selective` saves the sums.
+    again, whole_again = _repeats(layout) - 1, layout.checkpointing == "full"
+    enters, leaves = 2 * again, whole_again * (2 if m.dropout else 1)
     if layout.sequence:
         whole = rank.stream_tokens * t * m.width
         sent = [

@@ -154,9 +154,10 @@ def _resume(
 
 def changes_of(run: Run, recipe: Recipe) -> dict[str, list[Any]]:
     """The settings that a resume changes and records: key -> [old, new]."""
-    old, new, unrecorded = run.recipe.flat(), recipe.flat(), (*UNRECORDED, "train.steps")
-    if recipe.train.fit:  # these settings are not chosen yet
-        unrecorded += ("train.fit", "train.micro_batch", "parallel.")
+    old, new = run.recipe.flat(), recipe.flat()
+    unrecorded: tuple[str, ...] = (*UNRECORDED, "train.steps")
+    later = ("train.fit", "train.micro_batch", "parallel.")  # `train.fit` has not chosen them yet
+    unrecorded = (*unrecorded, *later) if recipe.train.fit else unrecorded
     differ = [key for key in new if not key.startswith(unrecorded) and old.get(key) != new[key]]
     return {key: [old.get(key), new[key]] for key in differ}
 
