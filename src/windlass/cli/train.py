@@ -8,6 +8,7 @@ import platform
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -137,7 +138,7 @@ def verify(
     from windlass import verification
     from windlass.telemetry.terminal import pairs, rich_console
 
-    console = rich_console(sys.stdout)
+    console, names = rich_console(sys.stdout), list(filter(None, only.split(",")))
 
     def show(proof: Proof) -> None:
         if json_:
@@ -154,24 +155,25 @@ def verify(
         f"{torch.__version__}, {device}), with train.deterministic=true and train.compile=false"
     )
     if not json_:
-        number = only.count(",") + 1 if only else len(verification.PROOFS)
-        console.print(
-            f"{plural(number, 'proof')}; all take minutes for the tiny model on two cores"
-        )
+        number = len(names or verification.PROOFS)
+        console.print(f"{plural(number, 'proof')}; all take minutes with the tiny model on a CPU")
         console.print(f"{conditions}\n")
-    proofs = verification.verify(
-        recipe, overrides, world, kills, keep or None, show, list(filter(None, only.split(",")))
-    )
-    failed = [proof.name for proof in proofs if proof.passed is False]
-    untried = [proof.name for proof in proofs if proof.passed is None]
+    proofs = verification.verify(recipe, overrides, world, kills, keep or None, show, names)
     if json_:
         fields = [dataclasses.asdict(proof) for proof in proofs]
         print_json({"conditions": conditions, "proofs": fields})
     else:
-        count = len(proofs) - len(failed) - len(untried)
-        words = [f"{count} of {len(proofs)} proved" if failed or untried else "proved"]
-        words += [f"failed: {', '.join(failed)}"] * bool(failed)
-        untried += [part for proof in proofs for part in proof.untried]
-        words += [f"not tried: {', '.join(untried)}"] * bool(untried)
-        typer.echo("\n" + "; ".join(words))
-    return FAILED if failed else DONE
+        typer.echo(f"\n{summary_of(proofs)}")
+    return FAILED if any(proof.passed is False for proof in proofs) else DONE
+
+
+def summary_of(proofs: Sequence[Proof]) -> str:
+    """How many were proved, which failed, and what was not tried."""
+    failed = [proof.name for proof in proofs if proof.passed is False]
+    untried = [proof.name for proof in proofs if proof.passed is None]
+    count = len(proofs) - len(failed) - len(untried)
+    words = [f"{count} of {len(proofs)} proved" if failed or untried else "proved"]
+    words += [f"failed: {', '.join(failed)}"] * bool(failed)
+    untried += [part for proof in proofs for part in proof.untried]
+    words += [f"not tried: {', '.join(untried)}"] * bool(untried)
+    return "; ".join(words)
