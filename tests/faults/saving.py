@@ -3,11 +3,14 @@ layers that fail.
 """
 
 import errno
+import functools
+import itertools
 import json
 import math
 import os
 import re
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -15,16 +18,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from windlass.checkpoint import load
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import State, state_of
+from windlass.checkpoint.state_dict import Slice, State, divide, state_bytes, state_of
 from windlass.fileio import Files
+from windlass.model.share import Cut, Peers, with_cut
 
-SHAPES = {"model/a": (6, 4), "model/b": (3,), "optim/a/step": (), "optim/a/exp_avg": (6, 4)}
+SHAPES = {
+    "model/a": (12, 4),  # rows of queries, keys and values
+    "model/b": (3,),
+    "model/c": (4, 6),
+    "model/d": (7, 2),
+    "optim/a/step": (),
+    "optim/a/exp_avg": (12, 4),
+}
+TENSOR, GRID = 2, 4
+"""Four ranks are two of `tp` times two of `dp_shard`; other numbers of ranks hold replicas."""
 KILLED = -signal.SIGKILL
 # By name: the steps that are there already, and the step whose save is cut off (`again`: a save in
 # place of another).
@@ -44,22 +61,87 @@ def numbers(step: int) -> dict[str, torch.Tensor]:
 
 def state(step: int, rank: int = 0, world: int = 1) -> State:
     """A rank's share of the numbers of a step."""
-    return state_of(numbers(step), {"model/tied": "model/a"}, rank, world)
+    tensors, aliases = numbers(step), {"model/tied": "model/a"}
+    if world != GRID:
+        return state_of(tensors, aliases, rank, world)
+    flat = {name: tensor.flatten() for name, tensor in tensors.items()}
+    slices = [
+        Slice(box.name, flat[box.name][box.tensor], box.global_shape, box.offsets)
+        for box in places()[rank]
+    ]
+    return State(slices, aliases, state_bytes(tensors))
+
+
+def cut(name: str, peers: Peers) -> Cut | None:
+    """By heads (three ranges), by columns, by rows of unequal numbers, or not at all."""
+    match name.rpartition("/")[2], SHAPES[name]:
+        case "a" | "exp_avg", (rows, _):
+            each = rows // 3 // peers.size
+            starts = (part * rows // 3 + peers.rank * each for part in range(3))
+            return Cut(0, rows, tuple(range(start, start + each) for start in starts), peers)
+        case "c", (_, columns):
+            return Cut(1, columns, (peers.piece(columns),), peers)
+        case "d", (rows, _):
+            return Cut(0, rows, (peers.piece(rows),), peers)
+    return None
+
+
+@functools.cache
+def places() -> list[list[Slice]]:
+    """The boxes that each rank of GRID writes under `full_shard`; their numbers are places in the
+    flattened whole.
+    """
+    return [places_of(rank) for rank in range(GRID)]
+
+
+def places_of(rank: int) -> list[Slice]:
+    dist.init_process_group("fake", rank=rank, world_size=GRID, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (GRID // TENSOR, TENSOR), mesh_dim_names=("dp_shard", "tp"))
+        peers, tensors = Peers("", rank % TENSOR, TENSOR), dict[str, torch.Tensor]()
+        for name, shape in SHAPES.items():
+            tensor, own = torch.arange(math.prod(shape)).reshape(shape), cut(name, peers)
+            if shape:
+                part = own.take(tensor) if own else tensor
+                tensor = distribute_tensor(part, mesh["dp_shard"], [Shard(0)], src_data_rank=None)
+            tensors[name] = with_cut(tensor, own)
+        return divide(tensors, rank, GRID)
+    finally:
+        dist.destroy_process_group()
 
 
 def prepared(run: Path, *steps: int, **options: Any) -> Path:
     """A run with the checkpoints of these steps."""
     run.mkdir()
     for step in steps:
-        assert not save(run / "checkpoints", step, **options).error
+        assert not save_all(run / "checkpoints", step, **options).error
     return run
+
+
+def save_all(directory: Path, step: int, files: Any = None, world: int = 1, **options: Any) -> Save:
+    """One save by all ranks, each in a thread; the outcome of rank 0."""
+    outcomes = dict[int, Save]()
+
+    def rank(number: int) -> None:
+        outcomes[number] = save(directory, step, files, number, world, **options)
+
+    places()  # here, because it sets up process groups
+    others = [threading.Thread(target=rank, args=[n], daemon=True) for n in range(1, world)]
+    for thread in others:
+        thread.start()
+    rank(0)
+    for thread in others:
+        thread.join()
+    assert len({bool(outcome.error) for outcome in outcomes.values()}) == 1, outcomes
+    return outcomes[0]
 
 
 def save(
     directory: Path, step: int, files: Any = None, rank: int = 0, world: int = 1, **options: Any
 ) -> Save:
     """One save from begin to end, in this thread; raises nothing."""
-    options = {"background": False, "piece_bytes": 128, **options}
+    piece_bytes = 128 if world < GRID else 2048  # a tenth of the operations, for each rank
+    options = {"background": False, "piece_bytes": piece_bytes, **options}
     policy = Policy(last=options.pop("keep", 2))
     saver = Saver(directory, rank, world, files=files or Files(), policy=policy, **options)
     saver.save(step, state(step, rank, world), {"step": step}, {"data": "x"})
@@ -112,11 +194,11 @@ class Failer(Files):
         self, at: int, code: int = errno.ENOSPC, lasting: bool = False, only: tuple[str, ...] = ()
     ):
         self.at, self.code, self.lasting, self.only = at, code, lasting, only
-        self.count = self.failed = 0
+        self.count, self.failed = itertools.count(), 0
 
     def about_to(self, operation, path, output=None, data=None):
-        hit = self.count >= self.at if self.lasting else self.count == self.at
-        self.count += 1
+        number = next(self.count)
+        hit = number >= self.at if self.lasting else number == self.at
         if hit and (not self.only or operation in self.only):
             self.failed += 1
             if output is not None and data is not None:
@@ -162,25 +244,23 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def two_ranks(
-    directory: Path, step: int, files: Callable[[int], Files], **options: Any
+def each_rank(
+    directory: Path, step: int, files: Callable[[int], Files], world: int = 2, **options: Any
 ) -> list[int]:
-    """Process ids of two ranks that save; the outcome's error of each goes to `error-RANK` beside
-    the directory.
+    """Process ids of ranks that save; the outcome's error of each goes to `error-RANK` beside the
+    directory.
     """
 
     def rank(number: int) -> None:
-        outcome = save(directory, step, files(number), number, 2, **options)
+        outcome = save(directory, step, files(number), number, world, **options)
         (directory.parent / f"error-{number}").write_text(outcome.error)
 
-    return [forked(lambda n=n: rank(n)) for n in range(2)]
+    return [forked(lambda n=n: rank(n)) for n in range(world)]
 
 
-def count_of_two(folder: Path) -> list[int]:
-    """The operations of each rank of two, at most: rank 0's depend on nothing but the save, nor do
-    rank 1's.
-    """
-    run = prepared(folder / "count", 1)
+def count_of_ranks(folder: Path, world: int = 2) -> list[int]:
+    """The operations of each rank: they depend on nothing but the save."""
+    run = prepared(folder / "count", 1, world=world)
 
     class Counter(Files):
         def __init__(self, rank: int):
@@ -190,7 +270,7 @@ def count_of_two(folder: Path) -> list[int]:
             with self.path.open("a") as file:
                 file.write(operation[0])
 
-    for child in two_ranks(run / "checkpoints", 2, Counter, deadline=20):
+    for child in each_rank(run / "checkpoints", 2, Counter, world, deadline=20):
         assert ended(child) == 0
-    assert not (run / "error-0").read_text() and not (run / "error-1").read_text()
-    return [(run / f"count-{rank}").stat().st_size for rank in range(2)]
+    assert not any((run / f"error-{rank}").read_text() for rank in range(world))
+    return [(run / f"count-{rank}").stat().st_size for rank in range(world)]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saving import check, prepared, save, step_seen, tally
+from saving import GRID, check, prepared, save_all, step_seen, tally
 
 from helpers import refused, write_ledger
 from windlass.checkpoint import load
@@ -41,13 +41,21 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.fixture
-def run(scratch: Path) -> Path:
-    return prepared(scratch / "run", 1, 2, 3, keep=5)
+def world() -> int:
+    return 1
+
+
+@pytest.fixture
+def run(scratch: Path, world: int) -> Path:
+    return prepared(scratch / "run", 1, 2, 3, keep=5, world=world)
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("name", FILES)
-def test_an_older_one_is_chosen(run: Path, name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [*((1, name) for name in FILES), (GRID, "rank-00002.safetensors"), (GRID, "manifest.json")],
+)
+def test_an_older_one_is_chosen(run: Path, world: int, name: str, kind: str) -> None:
     newest = run / "checkpoints" / "step-00000003"
     DAMAGE[kind](newest / name)
     choice = load.choose_checkpoint(run)
@@ -61,7 +69,8 @@ def test_an_older_one_is_chosen(run: Path, name: str, kind: str) -> None:
         with pytest.raises(UserError):
             load.choose_checkpoint(run, resume)
     load.rename_damaged(choice, run)
-    assert not save(run / "checkpoints", 3, attempt="1").error  # and the step can be saved again
+    # and the step can be saved again
+    assert not save_all(run / "checkpoints", 3, world=world, attempt="1").error
     assert step_seen(run) == 3
     tally("a file flipped, cut off, emptied, lengthened, deleted, or another checkpoint's", 1)
 

@@ -63,11 +63,11 @@ def test_the_disk_stays_broken(scratch: Path, code: str) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_of_two_ranks(scratch: Path, victim: int, every: int) -> None:
     """Both ranks come to the same outcome, at once, though only one had the error."""
-    moments = range(0, saving.count_of_two(scratch)[victim], every)
+    moments = range(0, saving.count_of_ranks(scratch)[victim], every)
     for k in moments:
         run = prepared(scratch / f"run-{k}", 1)
         directory = run / "checkpoints"
-        children = saving.two_ranks(
+        children = saving.each_rank(
             directory, 2, lambda n, k=k: Failer(k) if n == victim else Files(), deadline=30
         )
         assert [ended(child) for child in children] == [0, 0]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import saving
 from saving import (
+    GRID,
     KILLED,
     SCENES,
     Killer,
@@ -19,7 +20,7 @@ from saving import (
     forked,
     hidden,
     prepared,
-    save,
+    save_all,
     state,
     step_seen,
     tally,
@@ -32,21 +33,22 @@ from windlass.checkpoint.save import Saver
 from windlass.fileio import Files
 
 
-def operations(folder: Path, scene: str) -> list[tuple[str, str]]:
+def operations(folder: Path, scene: str, world: int = 1) -> list[tuple[str, str]]:
     there, step = SCENES[scene]
-    recorder = Recorder()
-    assert not save(prepared(folder / "traced", *there) / "checkpoints", step, recorder).error
+    run, recorder = prepared(folder / "traced", *there, world=world), Recorder()
+    assert not save_all(run / "checkpoints", step, recorder, world).error
     return recorder.log
 
 
-def killed(run: Path, scene: str, at: int) -> None:
-    """A run whose save was killed at its operation `at`."""
+def killed(run: Path, scene: str, at: int, world: int = 1) -> None:
+    """A run whose save was killed, with all ranks, at its operation `at`."""
     there, step = SCENES[scene]
-    prepared(run, *there)
-    assert ended(forked(lambda: save(run / "checkpoints", step, Killer(at)) and None)) == KILLED, at
+    prepared(run, *there, world=world)
+    saving = forked(lambda: save_all(run / "checkpoints", step, Killer(at), world) and None)
+    assert ended(saving) == KILLED, at
 
 
-def recovers(run: Path, there: list[int], step: int) -> int:
+def recovers(run: Path, there: list[int], step: int, world: int = 1) -> int:
     """After a kill: what a reader sees before and after the tidying up; then the same step is saved
     again.
     """
@@ -56,23 +58,32 @@ def recovers(run: Path, there: list[int], step: int) -> int:
     recover(directory)
     assert step_seen(run) == before
     assert not hidden(directory), hidden(directory)
-    assert not save(directory, step, attempt="1").error
+    assert not save_all(directory, step, world=world, attempt="1").error
     assert step_seen(run) == step and not hidden(directory)
     return before
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("world", "every"),
+    [
+        (1, 4),
+        (GRID, 9),
+        pytest.param(1, 1, marks=pytest.mark.full),
+        pytest.param(GRID, 1, marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("scene", SCENES)
-def test_at_every_operation(scratch: Path, scene: str, every: int) -> None:
+def test_at_every_operation(scratch: Path, scene: str, world: int, every: int) -> None:
     there, step = SCENES[scene]
-    log = operations(scratch, scene)
+    log = operations(scratch, scene, world)
     assert len(log) > 25
     seen = []
     for k in range(0, len(log), every):
-        killed(scratch / f"{scene}-{k}", scene, k)
-        seen.append(recovers(scratch / f"{scene}-{k}", there, step))
-    tally(f"SIGKILL at every operation of a save, one rank ({scene})", len(seen))
-    if scene == "next" and every == 1:
+        killed(scratch / f"{scene}-{k}", scene, k, world)
+        seen.append(recovers(scratch / f"{scene}-{k}", there, step, world))
+    ranks = "one rank" if world == 1 else "all ranks of tensor 2 x data 2"
+    tally(f"SIGKILL at every operation of a save, {ranks} ({scene})", len(seen))
+    if scene == "next" and every == 1 and world == 1:
         # from one operation on, and for good, it is the new one
         assert seen == sorted(seen) and set(seen) == {2, 3}
         assert log[seen.index(3) - 1] == ("rename", f"step-{step:08d}")
@@ -101,26 +112,40 @@ def test_the_tidying_up_may_be_killed_too(scratch: Path) -> None:
     tally("SIGKILL in a save, then again at every operation of the recovery", tried)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.full)])
-def test_two_ranks(scratch: Path, victim: int, every: int) -> None:
-    """One of two ranks is killed at any of its operations; the other one comes to an end by itself."""
-    moments = range(0, saving.count_of_two(scratch)[victim], every)
+@pytest.mark.parametrize(
+    ("world", "victim", "every"),
+    [
+        (2, 0, 5),
+        (2, 1, 5),
+        (GRID, 3, 4),
+        *(pytest.param(2, victim, 1, marks=pytest.mark.full) for victim in range(2)),
+        *(pytest.param(GRID, victim, 1, marks=pytest.mark.full) for victim in range(GRID)),
+    ],
+)
+def test_one_of_several_ranks(scratch: Path, world: int, victim: int, every: int) -> None:
+    """One rank is killed at any of its operations; the others come to an end by themselves."""
+    moments = range(0, saving.count_of_ranks(scratch, world)[victim], every)
     for at in moments:
-        run = prepared(scratch / f"run-{at}", 1)
+        run = prepared(scratch / f"run-{at}", 1, world=world)
         directory = run / "checkpoints"
-        children = saving.two_ranks(
-            directory, 2, lambda n, at=at: Killer(at) if n == victim else Files(), deadline=0.3
+        children = saving.each_rank(
+            directory,
+            2,
+            lambda n, at=at: Killer(at) if n == victim else Files(),
+            world,
+            deadline=0.3,
         )
         if victim == 0:
             assert ended(children[0]) in (KILLED, 0)
-            # a rank that waits for rank 0 is ended by whoever watches the run
-            os.kill(children[1], signal.SIGKILL)
-            ended(children[1])
+            for other in children[1:]:
+                # a rank that waits for rank 0 is ended by whoever watches the run
+                os.kill(other, signal.SIGKILL)
+                ended(other)
         else:
-            assert [ended(child) for child in children] == [0, KILLED]
-        recovers(run, [1], 2)
-    tally(f"SIGKILL of rank {victim} of two at every operation of its part", len(moments))
+            codes = [ended(child) for child in children]
+            assert codes == [KILLED if n == victim else 0 for n in range(world)]
+        recovers(run, [1], 2, world)
+    tally(f"SIGKILL of rank {victim} of {world} at every operation of its part", len(moments))
 
 
 @pytest.mark.parametrize("kills", [25, pytest.param(220, marks=pytest.mark.full)])

@@ -10,12 +10,13 @@ itself and in any order.
 import copy
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from saving import SCENES, hidden, prepared, save, step_seen, tally
+from saving import GRID, SCENES, hidden, prepared, save, save_all, step_seen, tally
 
 from windlass.checkpoint.format import list_entries
 from windlass.checkpoint.load import Choice, choose_checkpoint, recover
@@ -52,11 +53,11 @@ class Folder:
 
 class Disk(Files):
     """Does what it is told, and keeps a model of what of it a power cut would leave, copied before
-    each operation.
+    each operation. Several ranks, each in a thread, may share it.
     """
 
     def __init__(self, root: Path):
-        self.base, self.root = root, Folder()
+        self.base, self.root, self.lock = root, Folder(), threading.RLock()
         self.moments: list[tuple[str, Folder]] = []
 
     def adopt(self, folder: Path) -> None:
@@ -76,7 +77,11 @@ class Disk(Files):
         return here
 
     def about_to(self, operation, path, output=None, data=None):
-        self.moments.append((f"{operation} {path.name}", copy.deepcopy(self.root)))
+        with self.lock:
+            self.moments.append((f"{operation} {path.name}", copy.deepcopy(self.root)))
+            self._note(operation, path, data)
+
+    def _note(self, operation: str, path: Path, data: bytes | None) -> None:
         parent, name = self._at(path.parent), path.name
         thing = parent.now.get(name)
         if operation == "write":
@@ -95,13 +100,14 @@ class Disk(Files):
             parent.put(name, None)
 
     def rename(self, source: Path, target: Path) -> None:
-        super().rename(source, target)
-        old, new = self._at(source.parent), self._at(target.parent)
-        thing = old.now[source.name]
-        new.put(target.name, thing)
-        old.put(source.name, None)
-        if old is new:  # one change, not two: they are on the disk together or not at all
-            old.pending[-2:] = [(f"{source.name}\0{target.name}", thing)]
+        with self.lock:  # no rank acts on the new name before it is in the model
+            super().rename(source, target)
+            old, new = self._at(source.parent), self._at(target.parent)
+            thing = old.now[source.name]
+            new.put(target.name, thing)
+            old.put(source.name, None)
+            if old is new:  # one change, not two: they are on the disk together or not at all
+                old.pending[-2:] = [(f"{source.name}\0{target.name}", thing)]
 
 
 def image(folder: Folder, place: Path, dice: random.Random | None, everything: bool) -> None:
@@ -137,12 +143,12 @@ def images_of(disk: Disk, place: Path, images: int) -> Iterator[str]:
             shutil.rmtree(place)
 
 
-def cuts(scratch: Path, scene: str, images: int, disk: Disk) -> int:
+def cuts(scratch: Path, scene: str, images: int, disk: Disk, world: int = 1) -> int:
     """The power goes at each moment of a save; the number of images that were looked at."""
     there, step = SCENES[scene]
-    old, run = max(there, default=0), prepared(scratch / "run", *there, keep=1)
+    old, run = max(there, default=0), prepared(scratch / "run", *there, keep=1, world=world)
     disk.adopt(run)
-    assert not save(run / "checkpoints", step, disk, keep=1).error
+    assert not save_all(run / "checkpoints", step, disk, world, keep=1).error
     assert step_seen(run) == step
     tried = 0
     for name in images_of(disk, scratch / "image", images):
@@ -157,11 +163,19 @@ def cuts(scratch: Path, scene: str, images: int, disk: Disk) -> int:
     return tried
 
 
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize(
+    ("scene", "world"),
+    [
+        *((scene, 1) for scene in SCENES),
+        ("next", GRID),
+        *(pytest.param(scene, GRID, marks=pytest.mark.full) for scene in ("first", "again")),
+    ],
+)
 @pytest.mark.parametrize("images", [3, pytest.param(30, marks=pytest.mark.full)])
-def test_power_cut_at_every_operation(scratch: Path, scene: str, images: int) -> None:
-    tried = cuts(scratch, scene, images, Disk(scratch))
-    tally("power cut at every operation, model of a strict disk", tried)
+def test_power_cut_at_every_operation(scratch: Path, scene: str, world: int, images: int) -> None:
+    tried = cuts(scratch, scene, images, Disk(scratch), world)
+    ranks = "" if world == 1 else ", tensor 2 x data 2"
+    tally(f"power cut at every operation, model of a strict disk{ranks}", tried)
 
 
 def beginnings(scratch: Path, scene: str, images: int, disk: Disk) -> int:
@@ -267,4 +281,12 @@ def test_no_sync_can_be_left_out(scratch: Path, scene: str, operation: str, name
     disk = Forgetful(scratch, operation, name)
     with pytest.raises((AssertionError, UserError)):
         (cuts if scene in SCENES else beginnings)(scratch, scene, 12, disk)
+    assert disk.forgotten
+
+
+@pytest.mark.full
+def test_the_sync_of_no_rank_can_be_left_out(scratch: Path) -> None:
+    disk = Forgetful(scratch, "fsync", "rank-00002.safetensors")
+    with pytest.raises((AssertionError, UserError)):
+        cuts(scratch, "first", 12, disk, GRID)
     assert disk.forgotten

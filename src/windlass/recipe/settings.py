@@ -138,6 +138,10 @@ class TrainSettings(Section):
     micro_batch: int = Field(0, ge=0)
     """Sequences in one forward pass of one rank; 0: about 4,096 tokens on a CPU and 16,384 on a
     GPU, and less if memory runs out in the first step of a run of one rank."""
+    fit: bool = False
+    """Choose `train.micro_batch` and the layout (`parallel.strategy`, `tensor`, `context`,
+    `pipeline`, `activation_checkpointing`) before the training: the first layout that `windlass plan`
+    lists. The run's recipe stores the choice."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
     """Arithmetic of forward and backward pass; master weights are fp32 (`fp64`: float64, for
     proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16."""
