@@ -148,6 +148,8 @@ STYLES: dict[str, type[Part]] = {
 }
 OF_PARAMETERS = ("colwise", "packed_colwise", "rowwise")
 WITHOUT_EFFECT = ("local_params", "replicate")  # on plain tensors
+BEFORE_HEADS = re.compile(r"_a_layernorm\.|_a_proj\.|_a_proj_with_mqa\.|\.indexer\.")
+"""Parameters inside an attention layer whose results all heads use."""
 
 
 def plan_of(model: Any) -> dict[str, str]:
@@ -163,6 +165,25 @@ def plan_of(model: Any) -> dict[str, str]:
         if any(module is end for end in ends):
             found[name] = ""  # by `divide_ends`
     return {name: style for name, style in found.items() if style not in ("", *WITHOUT_EFFECT)}
+
+
+def between(model: Any, plan: dict[str, str]) -> dict[str, bool]:
+    """Modules without a style beside layers that are cut, and whether each is whole on every rank.
+
+    A norm of one head's queries, and an activation with parameters, work on this rank's part. So
+    their gradients are partial.
+    """
+    found = {}
+    for owner in {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}:
+        layer = model.get_submodule(owner)
+        for name, parameter in layer.named_parameters(prefix=owner):
+            module = name.rpartition(".")[0]
+            if {name, module} & plan.keys() or BEFORE_HEADS.search(name):
+                continue
+            is_head = parameter.numel() == getattr(layer, "head_dim", None)
+            last = module.rpartition(".")[2]
+            found[module] = (is_head and last in ("q_norm", "k_norm")) or last == "act_fn"
+    return found
 
 
 def check(model: Any, ranks: int) -> dict[str, str]:
@@ -182,6 +203,11 @@ def check(model: Any, ranks: int) -> dict[str, str]:
         ):
             problem = f'{kind} divides {name} by the style "{style}", which Windlass does not have'
             raise UserError(f"parallel.tensor = {ranks}: {problem}: {advice}")
+    for name, is_shared in between(model, plan).items():
+        if not is_shared:
+            problem = f"{kind}'s tp_plan does not say how to divide {name}"
+            raise UserError(f"parallel.tensor = {ranks}: {problem}: {advice}")
+        plan[name] = SHARED
     counts = head_counts(model, plan)
     if any(count % ranks for count in counts):
         fit = [n for n in range(1, ranks) if math.gcd(*counts) % n == 0]
