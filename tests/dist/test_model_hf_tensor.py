@@ -104,6 +104,19 @@ def test_other_settings_are_those_of_one_process(models, name):
 
 
 @pytest.mark.dist
+def test_dropout_draws_the_masks_of_one_process(tmp_path):
+    llama = {"num_hidden_layers": 2, "attention_dropout": 0.2}
+    cells = [("gpt2", {"n_layer": 2}, "auto"), ("llama", llama, "sdpa"), ("llama", llama, "eager")]
+    for kind, changes, attention in cells:
+        hf_fixtures.save(kind, tmp_path / kind, vocab=VOCAB, **changes)
+        more = keys(tmp_path / kind, model__attention=attention, train__micro_batch=8)
+        [wanted] = run_ranks(trained, 1, settings("fp64", "single", **more))
+        recipe = settings("fp64", "full_shard", **more, parallel__tensor=2)
+        for outcome in run_ranks(trained, 2, recipe):
+            assert max(distance(outcome, wanted)) < 1e-9, (kind, attention)
+
+
+@pytest.mark.dist
 def test_gathered_and_fused_layers_are_those_of_one_process(tmp_path):
     """Phi-3 gathers fused layers; OLMo 2 normalises all heads; GPT-NeoX fuses queries and keys."""
     for kind, changes in {"phi3": {"pad_token_id": 0}, "olmo2": {}, "gpt_neox": {}}.items():

@@ -6,7 +6,7 @@ plain tensor, this rank's part, and the module gets a subclass whose forward pas
 collectives. The residual stream is whole on every rank, so the gradients of parameters that are not
 cut are complete. Embedding and head are cut by vocabulary if the head is plain.
 
-Legend: B batch, T time, D model width.
+Legend: B batch, T time, S time seen, D model width, H heads.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from windlass.errors import UserError
 from windlass.model.loss import Piece
@@ -132,6 +134,61 @@ class LatentKeys(Part):
         )
 
 
+class Attention(Part):
+    """An attention layer with dropout inside; each rank draws the masks of all heads."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training:
+            return super().forward(*args, **kwargs)
+        with HeadMasks(self.share):
+            return super().forward(*args, **kwargs)
+
+
+class HeadMasks(TorchFunctionMode):
+    """Dropout of this rank's heads with its slice of the masks of all heads."""
+
+    def __init__(self, share: Share):
+        super().__init__()
+        self.share = share
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            return self.attention(*args, **kwargs)
+        if function is F.dropout and args[0].dim() == 4 and kwargs.get("training", True):
+            return args[0] * self.keep(args[0], kwargs["p"])
+        return function(*args, **kwargs)
+
+    def keep(self, scores: Tensor, rate: float) -> Tensor:
+        """A mask like the scores [B, H, T, S] of this rank's heads."""
+        (B, H, T, S), tensor = scores.shape, self.share.tensor
+        assert tensor is not None
+        whole = F.dropout(scores.new_ones(B, H * tensor.size, T, S), rate)
+        return whole[:, tensor.rank * H : (tensor.rank + 1) * H]
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`F.scaled_dot_product_attention`, with `keep`."""
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = q @ k.transpose(2, 3) * (scale or 1 / math.sqrt(q.shape[3]))
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return (scores.softmax(-1) * self.keep(scores, dropout_p)).to(v.dtype) @ v
+
+
 SHARED = "replicated_with_grad_allreduce"
 """A module with whole parameters that serves this rank's heads only, as the norm of queries."""
 STYLES: dict[str, type[Part]] = {
@@ -220,16 +277,30 @@ def check(model: Any, ranks: int) -> dict[str, str]:
 def head_counts(model: Any, plan: dict[str, str]) -> list[int]:
     """The numbers of heads, also of keys, that the ranks divide; none if they gather all heads."""
     config, counts = model.config.get_text_config(), list[int]()
-    for name, style in plan.items():
+    for name in attention_layers(plan):
         owner, _, last = name.rpartition(".")
-        layer, attention = model.get_submodule(owner), owner.rpartition(".")[2]
-        if "att" not in attention or style not in ("colwise", "qkv_colwise"):
-            continue
+        layer = model.get_submodule(owner)
         if last in ("k_proj", "v_proj") and isinstance(getattr(layer, "head_dim", None), int):
             counts.append(getattr(layer, last).out_features // layer.head_dim)
         elif isinstance(config.num_attention_heads, int):
             counts.append(config.num_attention_heads)
     return counts
+
+
+def attention_layers(plan: dict[str, str]) -> list[str]:
+    """The layers that give each rank its heads."""
+    return [
+        name
+        for name, style in plan.items()
+        if style in ("colwise", "qkv_colwise") and "att" in name.rpartition(".")[0].split(".")[-1]
+    ]
+
+
+def has_dropout(layer: nn.Module) -> bool:
+    """Whether a module has dropout itself."""
+    rates = [value for key, value in vars(layer).items() if "dropout" in key]
+    rates += [child.p for child in layer.children() if isinstance(child, nn.Dropout)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -262,6 +333,11 @@ def divide(model: Any, share: Share) -> Piece | None:
             module.rotary = network.config.get_text_config().qk_rope_head_dim
         cuts |= {f"{name}.{key}": cut for key, cut in cuts_of(module, style, tensor)}
         become(module, STYLES[style], classes)
+    for name in {name.rpartition(".")[0] for name in attention_layers(plan)}:
+        layer = network.get_submodule(name)
+        if has_dropout(layer):
+            layer.share = share
+            become(layer, Attention, classes)
     piece = divide_ends(model, share, cuts, classes)
     keep_parts(network, cuts)
     model.cuts |= {f"model.{name}": cut for name, cut in cuts.items()}
