@@ -129,8 +129,14 @@ def layout(r: Any) -> Problems:
         return
     if p.strategy == "single":
         yield "parallel.strategy", f"{p.layout} needs several ranks: write another than single"
-    if m.kind != "gpt":
-        yield "parallel", f"{p.layout}: Windlass divides its own GPT only: use data parallelism"
+    if m.kind == "hf":
+        for key in ("context", "pipeline"):
+            if getattr(p, key) > 1:
+                problem = "a model of transformers has only parallel.tensor and data parallelism"
+                yield f"parallel.{key}", f"{problem}: write 1"
+        if p.tensor > 1 and m.lora.rank:
+            problem = "it does not divide a model with adapters (model.lora)"
+            yield "parallel.tensor", f"{problem}: use data parallelism (parallel.tensor=1)"
         return
     pieces = {"model.heads": m.heads, "model.ff_width": m.ff_width_}
     pieces["model.kv_heads"] = m.kv_heads_ * (m.width // m.heads)  # rows: a head may be cut
