@@ -19,10 +19,8 @@ sys.path[:0] = [str(TESTS / "dist"), str(TESTS)]
 from harness import run_ranks  # noqa: E402 - the tests come first in the path
 from memory_meter import measured  # noqa: E402 - the tests come first in the path
 
-from windlass.estimate.memory import (  # noqa: E402 - the tests come first in the path
-    layout_of,
-    memory,
-)
+from windlass.estimate.memory import memory  # noqa: E402 - the tests come first in the path
+from windlass.estimate.rank import layout_of  # noqa: E402 - the tests come first in the path
 from windlass.recipe import Recipe  # noqa: E402 - the tests come first in the path
 
 CASES = [

@@ -7,7 +7,7 @@ from torch import nn
 
 from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import resolve_precision, unwrap
+from windlass.parallel.parallelize import counted, resolve_precision, unwrap
 from windlass.recipe import Recipe
 from windlass.telemetry.timing import StepTimer
 from windlass.training.checks import uses_dropout
@@ -38,6 +38,7 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         "optimizer": build_optimizer(
             unwrap(model), recipe.optim, ranks.device.type, ranks.mesh.replicas
         ),
+        "counted": counted(model),
         "parameters": [p for p in model.parameters() if p.requires_grad],
         "facts": SimpleNamespace(precision=precision, dropout=uses_dropout(model)),
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),

@@ -8,7 +8,8 @@ from memory_meter import measured
 
 import hf_fixtures
 from windlass.estimate.activations import measure_peaks
-from windlass.estimate.memory import layout_of, memory
+from windlass.estimate.memory import memory
+from windlass.estimate.rank import layout_of
 from windlass.model.build import read_sizes
 
 WIDE = {"heads": 4, "width": 128, "context": 64}

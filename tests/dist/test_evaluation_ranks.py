@@ -5,7 +5,6 @@ never a hang.
 import itertools
 import math
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,7 @@ from windlass.evaluation.suites import Suites, precision_of
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks
-from windlass.parallel.mesh import Mesh
-from windlass.parallel.parallelize import parallelize, unwrap
-from windlass.recipe.strategies import STRATEGIES, Sizes
+from windlass.parallel.parallelize import divide, parallelize, unwrap
 
 pytestmark = pytest.mark.dist
 
@@ -122,8 +119,10 @@ def few(model: Any, ranks: Ranks, count: int) -> tuple[Any, ...]:
     return scored[0].tokens, chosen["acc"], squad[1]
 
 
-def scores_of(ranks: Ranks) -> tuple[Any, Any]:
+def scores_of(ranks: Ranks, settings: Any = None) -> tuple[Any, Any]:
     model = on_this_process()
+    if settings is not None:
+        divide(model, ranks, settings)
     loss = evaluate_loss(model, rows(11), ranks, 2)
     scored = log_likelihoods(model, [Continuation([1, 2], [3, i]) for i in range(3)], ranks)
     assert loss is not None and scored is not None
@@ -131,15 +130,16 @@ def scores_of(ranks: Ranks) -> tuple[Any, Any]:
 
 
 def scores_with_parts_of_sequences(join: Join) -> tuple[Any, Any]:
-    with join(recipe(parallel__strategy="ddp")) as ranks:
-        ranks.mesh = Mesh(Sizes(cp=2), ranks.rank)
-        ranks.mesh.connect(STRATEGIES["ddp"], "cpu", timedelta(seconds=30))
-        return scores_of(ranks)
+    settings = recipe(parallel__context=2)
+    with join(settings) as ranks:
+        return scores_of(ranks, settings)
 
 
 def test_ranks_that_share_sequences_count_them_once() -> None:
-    expected = scores_of(alone("cpu"))
-    assert run_ranks(scores_with_parts_of_sequences, 2) == [expected, expected]
+    (loss, tokens), texts = scores_of(alone("cpu"))
+    for (own_loss, own_tokens), own_texts in run_ranks(scores_with_parts_of_sequences, 2):
+        assert own_loss == pytest.approx(loss, rel=1e-6)
+        assert (own_tokens, own_texts) == (tokens, texts)
 
 
 @pytest.mark.parametrize("world", [2, 4])

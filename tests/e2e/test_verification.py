@@ -11,14 +11,15 @@ from safetensors.torch import load_file, save_file
 from helpers import windlass
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.verification import (
-    Bench,
+from windlass.verification import verify
+from windlass.verification.bench import Bench
+from windlass.verification.proofs import (
     export_equal,
     kills_lose_nothing,
+    layouts_agree,
     resume_exact,
     sequence_whole,
     strategies_agree,
-    verify,
     world_changes_nothing,
 )
 
@@ -33,8 +34,13 @@ class Wrong(Bench):
     wrong = ""
 
     def train(self, name: str, *arguments: Any, **settings: Any) -> Run:
-        run = super().train(name, *arguments, **settings)
-        if name == self.wrong:
+        return self.spoiled(super().train(name, *arguments, **settings))
+
+    def train_all(self, *arguments: Any) -> list[Run]:
+        return [self.spoiled(run) for run in super().train_all(*arguments)]
+
+    def spoiled(self, run: Run) -> Run:
+        if run.path.name == self.wrong and run.metrics_path.exists():
             lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
             spoiled = next(x for x in lines if x["kind"] == "train" and x["step"] == 10)
             spoiled["grad_norm"] *= 1 + 1e-6
@@ -70,6 +76,7 @@ def test_worlds_are_equal_with_dropout_on(tmp_path):
     [
         (resume_exact, "from-7", (1,)),
         pytest.param(strategies_agree, "s-full_shard", (1, 2), marks=FULL_DIST),
+        pytest.param(layouts_agree, "l-2-cp2", (1, 2), marks=FULL_DIST),
     ],
 )
 def test_a_run_that_is_not_exact_fails_the_proof(tmp_path, proof, wrong, worlds):
@@ -138,6 +145,6 @@ def test_a_recipe_of_a_hugging_face_model_is_proved(tmp_path):
 @pytest.mark.timeout(900)
 def test_the_verb_and_the_function_prove_everything_here(tmp_path):
     done = windlass("verify", "--json", "--kills", "3", cwd=tmp_path, timeout=900)
-    assert [proof["passed"] for proof in json.loads(done.stdout)["proofs"]] == [True] * 6
+    assert [proof["passed"] for proof in json.loads(done.stdout)["proofs"]] == [True] * 7
     passed = [proof.passed for proof in verify(world=1, kills=1)]
-    assert passed == [True, None, True, True, True, True]
+    assert passed == [True, None, None, True, True, True, True]

@@ -33,11 +33,11 @@ def whole(tmp_path_factory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         trainers = record_trainers(patch)
         skipped = {"skipped": ((58, 61),)}
-        patch.setattr(trainer, "Loader", lambda *a, **k: loader(*a, **k | skipped))
+        patch.setattr(setup, "Loader", lambda *a, **k: loader(*a, **k | skipped))
         return train(recipe(folder, folder / "run"), callbacks=[each_step(left_out)])
 
 
-loader = trainer.Loader
+loader = setup.Loader
 
 
 def recipe(folder: Path, run: Path, resume: str = "latest") -> Recipe:
@@ -81,7 +81,7 @@ def forget(monkeypatch, component: str) -> None:
     elif component == "dropout seed":
         monkeypatch.setattr(trainer, "step_seed", lambda seed, step, micro: seed + step + micro)
     elif component == "order seed":
-        monkeypatch.setattr(trainer, "Loader", lambda *a, seed, **k: loader(*a, seed=seed + 1, **k))
+        monkeypatch.setattr(setup, "Loader", lambda *a, seed, **k: loader(*a, seed=seed + 1, **k))
     else:
 
         def dropped(saved):

@@ -13,7 +13,8 @@ import hf_fixtures
 from helpers import curve, refused
 from windlass import train
 from windlass.errors import installed
-from windlass.estimate.memory import layout_of, memory
+from windlass.estimate.memory import memory
+from windlass.estimate.rank import layout_of
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export
 from windlass.model.build import build_model, read_sizes

@@ -11,8 +11,9 @@ import torch
 
 from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import memory_rows, recommend
-from windlass.estimate.memory import CHUNK_BYTES, GATHER_BYTES, Layout, Step, memory
+from windlass.estimate.memory import CHUNK_BYTES, GATHER_BYTES, Step, memory
 from windlass.estimate.plan import plan
+from windlass.estimate.rank import Layout, ranks_of
 from windlass.model import loss
 from windlass.model.gpt import GPT, initialise
 from windlass.model.size import CountedSizes, count
@@ -55,7 +56,7 @@ def saved_bytes(settings: ModelSettings, precision: str) -> int:
 
 def predicted_bytes(settings: ModelSettings, precision: str, checkpointing: str = "none") -> int:
     how = {"precision": precision, "checkpointing": checkpointing, "micro_batch": BATCH}
-    step, layers = Step(settings, VOCAB, Layout("single", **how)), settings.layers
+    step, layers = Step(*ranks_of(settings, VOCAB, Layout("single", **how))), settings.layers
     return step.saved(layers) + layers * step.copies + step.root_saved() + step.logits()[1]
 
 
@@ -118,7 +119,7 @@ def test_the_peak_of_a_chunked_loss(over):
     """
     assert CHUNK_BYTES == loss.CHUNK_BYTES and GATHER_BYTES == shard.GATHER_BYTES
     settings, vocab = ModelSettings(**{**BASE, "layers": 1, **over}), 120_000
-    step = Step(settings, vocab, Layout("single", micro_batch=4))
+    step = Step(*ranks_of(settings, vocab, Layout("single", micro_batch=4)))
     weight = torch.zeros(vocab, settings.width, requires_grad=True)
     hidden = torch.zeros(4, settings.context, settings.width, requires_grad=True)
     labels = torch.zeros(4, settings.context, dtype=torch.int64)

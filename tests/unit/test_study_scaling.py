@@ -6,15 +6,9 @@ import pytest
 from report_fixtures import edit
 from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, rates, worlds
 
-from windlass.estimate.memory import Layout
-from windlass.estimate.time import (
-    Collective,
-    Rates,
-    Work,
-    bus_bandwidth_at,
-    measured_rates,
-    step_time,
-)
+from windlass.estimate.rank import Layout
+from windlass.estimate.time import Rates, bus_bandwidth_at, measured_rates, step_time
+from windlass.estimate.work import Collective, Work
 from windlass.model.size import block_parameters, count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.reports.scaling import scaling_charts, sentences
@@ -223,7 +217,8 @@ def test_ring_formulas_of_the_collectives():
     layout = Layout("ddp", 4)
     assert collectives(Layout("single")) == []
     [one] = collectives(layout)
-    assert one == ("all_reduce", 4000, 1, 4) and one.bus_bytes == pytest.approx(2 * 3 / 4 * 4000)
+    assert one[:4] == ("all_reduce", 4000, 1, 4)
+    assert one.bus_bytes == pytest.approx(2 * 3 / 4 * 4000)
     assert len(collectives(layout, bucket_mb=1e-3)) == 1
     assert collectives(layout, bucket_mb=1e-3)[0].calls == 4
 

@@ -52,13 +52,19 @@ class State:
     total_bytes: int  # of the whole state, each tensor once
 
 
-def gather_state(model: nn.Module, optimizer: Any = None, rank: int = 0, world: int = 1) -> State:
+def gather_state(
+    model: nn.Module, optimizer: Any = None, rank: int = 0, world: int = 1, stages: int = 1
+) -> State:
     """The part of model and optimizer that this rank writes, as views.
 
     Every rank calls it; replicas must be equal, and the ranks do not communicate. Under FSDP2 it
-    reshards gathered parameters.
+    reshards gathered parameters. In a pipeline `total_bytes` is only of this rank's stages.
     """
-    return state_of(*named_state(model, optimizer), rank, world)
+    tensors, aliases = named_state(model, optimizer)
+    for name in getattr(unwrap(model), "copies", ()):
+        inside = (f"{MODEL}{name}", f"{OPTIM}{name}/")
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(inside)}
+    return state_of(tensors, aliases, rank, world, stages)
 
 
 def state_of(
@@ -66,9 +72,11 @@ def state_of(
     aliases: Mapping[str, str] | None = None,
     rank: int = 0,
     world: int = 1,
+    stages: int = 1,
 ) -> State:
     """The part of named tensors that `rank` of `world` writes."""
-    return State(divide(tensors, rank, world), dict(aliases or {}), state_bytes(tensors))
+    slices = divide(tensors, rank, world, stages)
+    return State(slices, dict(aliases or {}), state_bytes(tensors))
 
 
 def state_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -76,15 +84,20 @@ def state_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(math.prod(whole_shape(t)) * t.element_size() for t in tensors.values())
 
 
-def divide(tensors: Mapping[str, Tensor], rank: int, world: int) -> list[Slice]:
-    """The boxes that `rank` of `world` writes, so that each element is written by one rank."""
+def divide(tensors: Mapping[str, Tensor], rank: int, world: int, stages: int = 1) -> list[Slice]:
+    """The boxes that `rank` of `world` writes, so that each element is written by one rank.
+
+    The ranks of one of the `stages` of a pipeline are neighbours, and hold the same tensors.
+    """
+    first_rank = rank - rank % (world // stages)
+    peers = range(first_rank, first_rank + world // stages)
     groups: dict[tuple[int, ...], dict[str, Tensor]] = {}
     known: dict[Any, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
         place = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
         key = (*place, cut_of(tensor) is not None)
         if key not in known:
-            known[key] = replica_group(tensor, world)
+            known[key] = replica_group(tensor, peers)
         groups.setdefault(known[key], {})[name] = tensor
     slices = []
     for ranks, held in groups.items():
@@ -122,22 +135,22 @@ def divide_rows(
     return result
 
 
-def replica_group(tensor: Tensor, world: int) -> tuple[int, ...]:
-    """The ranks that hold the same box of a tensor as this rank, in order; all, unless it is cut.
+def replica_group(tensor: Tensor, peers: range) -> tuple[int, ...]:
+    """The ranks that hold the same box of a tensor as this rank, in order.
 
-    A mesh may be a part of the world, which then consists of copies of this mesh. Neighbouring
-    ranks differ in `tp`.
+    These are all of its `peers`, unless the tensor is cut. A mesh may be a part of the peers, which
+    then consist of copies of this mesh. Neighbouring ranks differ in `tp`.
     """
     if cut := cut_of(tensor):
-        every = range(cut.peers.rank, world, cut.peers.size)
-        return tuple(r for r in _holders(tensor, world) if r in every)
-    return _holders(tensor, world)
+        every = peers[cut.peers.rank :: cut.peers.size]
+        return tuple(r for r in _holders(tensor, peers) if r in every)
+    return _holders(tensor, peers)
 
 
-def _holders(tensor: Tensor, world: int) -> tuple[int, ...]:
+def _holders(tensor: Tensor, peers: range) -> tuple[int, ...]:
     """The same without the cut over `tp`."""
     if not isinstance(tensor, DTensor):
-        return tuple(range(world))
+        return tuple(peers)
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is not in the tensor's mesh"
     own = tuple(
@@ -145,18 +158,18 @@ def _holders(tensor: Tensor, world: int) -> tuple[int, ...]:
         for index, placement in zip(coordinate, tensor.placements, strict=True)
     )
     ranks: list[int] = mesh.mesh[own].reshape(-1).tolist()
-    return tuple(sorted(rank + shift for rank in ranks for shift in _copies(mesh, world)))
+    return tuple(sorted(rank + shift for rank in ranks for shift in _copies(mesh, peers)))
 
 
-def _copies(mesh: DeviceMesh, world: int) -> list[int]:
+def _copies(mesh: DeviceMesh, peers: range) -> list[int]:
     """The distances from this mesh's ranks to the same places in each copy of the mesh, also 0."""
     ranks = sorted(mesh.mesh.reshape(-1).tolist())
-    shifts, free = list[int](), set(range(world))
+    shifts, free = list[int](), set(peers)
     while free:  # the lowest rank that is left is the lowest rank of another copy
         shifts.append(min(free) - ranks[0])
         copy = {rank + shifts[-1] for rank in ranks}
         if not copy <= free:
-            raise NotImplementedError(f"a checkpoint of {world} ranks with the mesh {mesh}")
+            raise NotImplementedError(f"a checkpoint of {peers} with the mesh {mesh}")
         free -= copy
     return shifts
 
@@ -260,7 +273,7 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> 
     """
     try:
         targets, aliases = _model_tensors(model)
-        _check_same_model(checkpoint, targets, aliases.keys())
+        _check_same_model(checkpoint, targets, aliases.keys() | _elsewhere(model, MODEL))
         for name, tensor in targets.items():
             fill(checkpoint, name, tensor)
         if optimizer is not None:
@@ -276,7 +289,8 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
         name, _, key = full.removeprefix(OPTIM).rpartition("/")
         saved.setdefault(name, []).append(key)
     trained = _trained(model, optimizer)
-    if unknown := sorted(set(saved) - {name for name, _ in trained}):
+    known = {name for name, _ in trained} | _elsewhere(model, "")
+    if unknown := sorted(set(saved) - known):
         problem = f"checkpoint {checkpoint.path} has optimizer state for {_some(unknown)}"
         why = "the recipe freezes other weights or has another optimizer"
         raise UserError(f"{problem}, which the optimizer here does not train: {why}")
@@ -305,8 +319,13 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
             state[key] = tensor
 
 
+def _elsewhere(model: nn.Module, prefix: str) -> set[str]:
+    """The names of the parameters on other stages of a pipeline."""
+    return {prefix + name for name in getattr(unwrap(model), "elsewhere", ())}
+
+
 def _check_same_model(
-    checkpoint: Checkpoint, targets: Mapping[str, Tensor], aliases: Set[str]
+    checkpoint: Checkpoint, targets: Mapping[str, Tensor], others: Set[str]
 ) -> None:
     saved, problems = set(checkpoint.names(MODEL)), list[str]()
     for name, tensor in targets.items():
@@ -317,7 +336,7 @@ def _check_same_model(
             problems.append(f"{short} is {list(shape)} there and {list(here)} here")
         elif (dtype := checkpoint.dtype(name)) != tensor.dtype:
             problems.append(f"{short} is {dtype} there and {tensor.dtype} here")
-    extra = sorted(saved - set(targets) - aliases)
+    extra = sorted(saved - set(targets) - others)
     problems += [f"{name.removeprefix(MODEL)} is not in this model" for name in extra]
     if problems:
         raise UserError(f"checkpoint {checkpoint.path} is of another model: {_some(problems)}")

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer import Argument, Option
@@ -145,6 +145,7 @@ def plan(
     device: str = Option("", metavar="NAME", help="Kind of device, as A100-80GB; default: here."),
     memory: float = Option(0.0, min=0, metavar="GB", help="Memory of an unlisted device."),
     mfu: float = Option(0.4, min=0.001, max=1, help="Share of the peak, if none was measured."),
+    per_host: int = Option(0, min=0, help="Ranks of each host; default: 8 GPUs."),
     from_: list[str] = Option([], "--from", metavar="RUN|STUDY", help="Past runs for the speed."),
     json_: Json = False,
 ) -> None:
@@ -166,9 +167,8 @@ def plan(
     for path in from_:
         past += Study.open(path).runs() if Study.is_study(path) else [Run.open(path)]
     memory_bytes = int(memory * 1e9) or None
-    result = make_plan(
-        recipe, overrides, world=world, device=device, memory_bytes=memory_bytes, past=past, mfu=mfu
-    )
+    target: dict[str, Any] = {"world": world, "device": device, "memory_bytes": memory_bytes}
+    result = make_plan(recipe, overrides, **target, past=past, mfu=mfu, per_host=per_host)
     if json_:
         print_json(result.as_dict())
     else:

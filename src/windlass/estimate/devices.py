@@ -19,6 +19,10 @@ WORKSPACE = 8 * 4096 * 1024
 """Bytes per cuBLAS handle by CUBLAS_WORKSPACE_CONFIG=:4096:8, which `import windlass` sets."""
 
 
+PCIE = 32e9  # PCIe 4 x16, for devices that are not in the table
+LOOPBACK = 1e9  # assumed for CPU ranks of a host
+
+
 @dataclass(frozen=True)
 class Device:
     """A kind of device."""
@@ -26,6 +30,7 @@ class Device:
     name: str  # as torch and NVML report it; the key of the table of peaks
     kind: str  # `cuda` or `cpu`
     memory_bytes: int | None  # None: unknown
+    link: float = PCIE  # bytes a second to the other devices of a host, in one direction
 
     @property
     def usable_bytes(self) -> int | None:
@@ -41,7 +46,10 @@ class Device:
 def table() -> dict[str, Device]:
     """The devices of `devices.toml` by their short names."""
     rows = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
-    return {short: Device(row["name"], "cuda", row["gib"] * GIB) for short, row in rows.items()}
+    return {
+        short: Device(row["name"], "cuda", row["gib"] * GIB, row["link"] * 1e9)
+        for short, row in rows.items()
+    }
 
 
 def find_device(name: str, memory_bytes: int | None = None) -> Device:
@@ -51,7 +59,7 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
     Raises UserError for an ambiguous one, as `A100`.
     """
     if name.lower() == "cpu":
-        return Device("CPU", "cpu", memory_bytes)
+        return Device("CPU", "cpu", memory_bytes, LOOPBACK)
     wanted = _plain(name)
     for short, device in table().items():
         if wanted in map(_plain, (short, device.name, device.name.split(" ", 1)[1])):
@@ -72,10 +80,12 @@ def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = Fal
             handle = nvml_handle(pynvml, visible_gpus()[0])
             name = pynvml.nvmlDeviceGetName(handle)
             memory_bytes = memory_bytes or int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-            return Device(name, "cuda", memory_bytes)
+            listed = {device.name: device for device in table().values()}
+            return replace(listed.get(name, Device(name, "cuda", 0)), memory_bytes=memory_bytes)
     import psutil
 
-    return Device("CPU", "cpu", memory_bytes or psutil.virtual_memory().total // ranks)
+    memory_bytes = memory_bytes or psutil.virtual_memory().total // ranks
+    return Device("CPU", "cpu", memory_bytes, LOOPBACK)
 
 
 def _plain(name: str) -> str:

@@ -8,8 +8,9 @@ from itertools import product
 
 from windlass.errors import UserError
 from windlass.estimate.devices import USABLE
-from windlass.estimate.memory import Layout, Memory, Network, layout_of, memory
+from windlass.estimate.memory import Memory, Network, memory
 from windlass.estimate.optimum import recipe_vocab
+from windlass.estimate.rank import Layout, layout_of
 from windlass.model.size import CountedSizes, checkpoint_bytes
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES
@@ -30,6 +31,22 @@ class MemoryRow:
     chosen: bool  # whether it is the recipe's own layout
 
 
+def distinct_strategies(base: Layout) -> list[str]:
+    """The strategies that differ on the ranks of a layout, the fastest first."""
+    if base.replicas == 1:
+        return ["ddp" if base.world > 1 else "single"]
+    hybrid = ["hybrid_shard"] * (base.data_world > 3)
+    return ["ddp", "shard_grad_op", "shard_optim", *hybrid, "full_shard"]
+
+
+def shard_of(strategy: str, base: Layout, groups_of_host: int = 0) -> int:
+    """`Layout.shard` with another strategy; `groups_of_host` data ranks share each of several
+    hosts."""
+    policy = STRATEGIES[strategy]
+    data = policy.sizes(base.data_world, 0, groups_of_host).dp_shard
+    return data * (base.context if policy.shards_optimizer else 1)
+
+
 def memory_rows(
     model: Network, vocab: int, optimizer: str, base: Layout, usable: int | None
 ) -> list[MemoryRow]:
@@ -44,18 +61,14 @@ def memory_rows(
     ours = not isinstance(model, CountedSizes)
     known = not isinstance(model, CountedSizes) or bool(model.peaks)  # its activations
     base = base if known else replace(base, checkpointing="none")
-    hybrid = ["hybrid_shard"] * (base.world > 3)
-    several = ["ddp", "shard_grad_op", "shard_optim", *hybrid, "full_shard"]
-    strategies = several if base.world > 1 else ["single"]
-    kinds = [
-        (*k, False) for k in product(CHECKPOINTING if ours else [base.checkpointing], strategies)
-    ]
+    checkpointings = CHECKPOINTING if ours else [base.checkpointing]
+    kinds = [(*k, False) for k in product(checkpointings, distinct_strategies(base))]
     if base.device == "cuda" and ours:
         kinds += [(c, "full_shard", True) for c in ("none", "full")]
     layouts = []
     for checkpointing, strategy, offload in kinds:
         same = strategy == base.strategy
-        shard = base.shard if same else STRATEGIES[strategy].sizes(base.world).dp_shard
+        shard = base.shard if same else shard_of(strategy, base)
         layout = replace(base, strategy=strategy, shard=shard)
         layouts.append(replace(layout, checkpointing=checkpointing, offload=offload))
     rows, samples = [], base.micro_batch * base.accumulation
@@ -66,7 +79,8 @@ def memory_rows(
             fits = None  # the unknown activations may be too large
         largest = None
         if known and usable is not None:
-            sizes = (n for n in range(samples, 0, -1) if samples % n == 0)
+            most = samples // base.pipeline  # each stage needs a micro-batch
+            sizes = (n for n in range(most, 0, -1) if samples % n == 0)
             tried = (replace(layout, micro_batch=n, accumulation=samples // n) for n in sizes)
             fitting = (t for t in tried if memory(model, vocab, t, optimizer).total <= usable)
             largest = next((t.micro_batch for t in fitting), 0)

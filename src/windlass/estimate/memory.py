@@ -14,19 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from windlass.model.size import CountedSizes, block_matrices, block_parameters, count
+from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
+from windlass.model.size import CountedSizes
 from windlass.recipe.network import ModelSettings
-from windlass.recipe.strategies import STRATEGIES, Strategy
-
-if TYPE_CHECKING:
-    from windlass.recipe import Recipe
 
 Network = ModelSettings | CountedSizes
 """The settings of our GPT, or the counted parameters of a model of `transformers`."""
 
-COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
 """Logits that `windlass.model.loss` holds at a time; that module needs torch, so a test keeps the
@@ -35,33 +30,6 @@ GATHER_BYTES = 2**25
 """Parameters that `windlass.optim.shard` gathers at a time; a test keeps the two equal."""
 RNG_BYTES = {"cpu": 5056, "cuda": 5056 + 16}
 """The generators' states that activation checkpointing saves for each block."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The arrangement of a training over ranks and in memory."""
-
-    strategy: str
-    world: int = 1
-    shard: int = 1  # ranks that divide the optimizer state, and with FSDP2 parameters and gradients
-    precision: str = "fp32"
-    checkpointing: str = "none"
-    offload: bool = False
-    micro_batch: int = 1
-    accumulation: int = 1
-    device: str = "cpu"  # or cuda
-    reduce_each: bool | str = "auto"  # `parallel.reduce_each_micro_batch`
-    workspace: int = 0  # bytes of cuBLAS
-
-    @property
-    def policy(self) -> Strategy:
-        """The tensors that the ranks divide among themselves."""
-        return STRATEGIES[self.strategy]
-
-    @property
-    def reduces_each(self) -> bool:
-        """Whether FSDP2 reduces gradients in every micro-batch, or in a step's last one alone."""
-        return self.policy.reduces_each if self.reduce_each == "auto" else bool(self.reduce_each)
 
 
 @dataclass(frozen=True)
@@ -83,40 +51,28 @@ class Memory:
         return sum(getattr(self, part) for part in PARTS)
 
 
-def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = "") -> Layout:
-    """The layout of a recipe on `world` ranks; `precision` replaces `auto`."""
-    strategy, batch, parallel = recipe.strategy(world), recipe.batch(world, device), recipe.parallel
-    if not precision:
-        precision = recipe.train.precision
-        precision = {"cpu": "fp32", "cuda": "bf16"}[device] if precision == "auto" else precision
-    return Layout(
-        strategy.name,
-        world,
-        recipe.sizes(world).dp_shard,
-        precision,
-        parallel.activation_checkpointing,
-        parallel.offload,
-        batch.micro_batch,
-        batch.accumulation,
-        device,
-        parallel.reduce_each_micro_batch,
-    )
-
-
 def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw") -> Memory:
-    """The memory of a rank at a step's peak; activations of counted sizes need measured peaks."""
+    """The memory of the fullest rank at a step's peak; activations of counted sizes need measured
+    peaks."""
     if isinstance(model, CountedSizes):
         return _counted(model, layout)
-    step = Step(model, vocab, layout, optimizer)
-    one_moment = model.layers * block_matrices(model) if optimizer == "muon" else 0
-    moments = 2 * count(model, vocab).total - one_moment
+    every = (_of_stage(Step(rank, optimizer), layout) for rank in ranks_of(model, vocab, layout))
+    return max(every, key=lambda one: one.total)
+
+
+def _of_stage(step: Step, layout: Layout) -> Memory:
+    """The memory of a rank of one pipeline stage."""
+    rank = step.rank
+    one_moment = rank.layers * rank.matrices if step.optimizer == "muon" else 0
+    moments = 2 * rank.total - one_moment
     ranks = layout.shard if layout.policy.shards_parameters else 1
     parameters, state = -(-step.weights // ranks), -(-step.master * moments // layout.shard)
     host = 0
     if layout.offload:  # parameters, optimizer state and reduced gradients
         host, parameters, state = 2 * parameters + state, 0, 0
     peak = max(events(step), key=lambda event: event.total)
-    buffers = peak.buffers + 16 * step.n + layout.workspace  # tokens and labels are int64
+    tokens = layout.micro_batch * step.model.context
+    buffers = peak.buffers + 16 * tokens + layout.workspace  # tokens and labels are int64
     return replace(peak, parameters=parameters, optimizer=state, host=host, buffers=buffers)
 
 
@@ -150,29 +106,37 @@ def _counted(model: CountedSizes, layout: Layout) -> Memory:
 
 
 class Step:
-    """The bytes of the tensors of our GPT in a step under one layout.
+    """The bytes of the tensors of our GPT in a step on one rank.
 
-    Legend: N tokens of the micro-batch, D width, K width of all keys, F hidden width, H heads, T
-    context, V vocabulary. The residual stream and the norms have the master precision; matrix
-    products and their results have autocast's.
+    Legend: N tokens of the micro-batch on this rank, S of them in the residual stream, D width, F
+    hidden width, H heads, K width of all keys, T context, V vocabulary; F, H, K and V are the
+    rank's. The residual stream and the norms have the master precision; matrix products and their
+    results have autocast's.
     """
 
-    def __init__(self, model: ModelSettings, vocab: int, layout: Layout, optimizer: str = "adamw"):
-        self.model, self.vocab, self.layout = model, vocab, layout
+    def __init__(self, rank: Rank, optimizer: str = "adamw"):
+        self.rank, self.optimizer = rank, optimizer
+        self.model, self.layout, self.layers = rank.model, rank.layout, rank.layers
+        model, layout, parts = rank.model, rank.layout, rank.layout.tensor
         self.compute = COMPUTE_BYTES[layout.precision]  # bytes of a number in matrix products
         self.master = max(4, self.compute)  # bytes of a number of the weights
         self.cuda = layout.device == "cuda"
-        self.n = layout.micro_batch * model.context  # N
-        self.kv = model.width // model.heads * model.kv_heads_  # K
-        self.stream = self.n * model.width * self.master  # one copy of the residual stream [N, D]
-        self.hidden = self.n * model.ff_width_ * self.compute  # one hidden copy [N, F]
+        self.vocab = -(-rank.vocab // parts)  # V
+        self.n, self.s = rank.tokens, rank.stream_tokens
+        self.queries = rank.heads * rank.head_width  # D, or the rank's part of it
+        self.kv = rank.kv_heads * rank.head_width  # K
+        self.stream = self.s * model.width * self.master  # one copy of the residual stream [S, D]
+        self.wide = self.n * model.width * self.compute  # one copy of a product's input [N, D]
+        self.hidden = self.n * (model.ff_width_ // parts) * self.compute  # one hidden copy [N, F]
         # All weights. The root is outside the blocks: embedding, positions, final norm, head.
-        self.weights = self.master * count(model, vocab).total
-        self.block = self.master * block_parameters(model)
-        self.root = self.weights - model.layers * self.block
-        self.head = self.master * vocab * model.width  # also of a tied one
+        self.weights = self.master * rank.total
+        self.block = self.master * rank.block
+        self.root = self.weights - self.layers * self.block
+        # The matrix of the head, also of a tied one; before the last stage of the embedding, if any.
+        self.head = self.master * rank.table * (rank.first or rank.last)
         # The largest matrix of a block, whose gradient exists twice for a moment.
-        self.largest = max(model.ff_width_, model.width + 2 * self.kv) * model.width * self.master
+        rows = max(model.ff_width_ // parts, self.queries + 2 * self.kv)
+        self.largest = rows * model.width * self.master
         # Beside weights, gradients and state in the update.
         self.update = 6 * self.largest if optimizer == "muon" else 0
         if not layout.policy.shards_parameters and layout.shard > 1:
@@ -180,46 +144,52 @@ class Step:
             bucket = min(self.weights, max(self.head, GATHER_BYTES))
             self.update = max(self.update, bucket + bucket // layout.shard + self.largest)
         # Autocast's copies of a block's matrices, which the backward pass needs.
-        self.copies = block_matrices(model) * self.compute if self.compute < self.master else 0
+        self.copies = rank.matrices * self.compute if self.compute < self.master else 0
 
     def norm(self) -> int:
         """A normalisation saves its input (the stream), and a mean and a scale for each token."""
         if self.model.norm == "layernorm":
-            return self.stream + 2 * self.n * self.master
+            return self.stream + 2 * self.s * self.master
         copies = 1 if self.cuda else 2  # without a fused kernel it also saves the scaled input
-        return copies * self.stream + self.n * self.master
+        return copies * self.stream + self.s * self.master
 
     def dropout(self, width: int) -> int:
-        """The mask of a dropout over [N, D] numbers of `width` bytes."""
-        return self.n * self.model.width * (1 if self.cuda else width) if self.model.dropout else 0
+        """The mask of a dropout over [S, D] numbers of `width` bytes."""
+        fused = self.cuda and self.layout.tensor * self.layout.context == 1
+        return self.s * self.model.width * (1 if fused else width) if self.model.dropout else 0
 
     def attention(self) -> int:
         """The bytes from the input of the projections to the input of the output projection."""
-        model, n, c, d, k = self.model, self.n, self.compute, self.model.width, self.kv
-        saved = n * d * c  # the input
+        model, n, c, d, k = self.model, self.n, self.compute, self.queries, self.kv
+        heads, kv_heads = self.rank.heads, self.rank.kv_heads
+        saved = self.wide  # the input
         upcast = model.qk_norm and not self.cuda and c < 4  # fp32 copies of queries and keys
         if model.qk_norm:
-            saved += n * (model.heads + model.kv_heads_) * self.master
+            saved += n * (heads + kv_heads) * self.master
             saved += n * (d + k) * 4 if upcast else 0
-        # No kernel takes dropout on a CPU, or grouped queries in fp32 on CUDA. Then attention saves
-        # whole T x T matrices.
-        plain = c >= 4 and model.kv_heads_ != model.heads if self.cuda else model.dropout > 0
+        if not self.rank.by_heads:  # gathered keys and values
+            saved += 2 * n * (self.layout.context - 1) * k * c
+        # No kernel takes dropout on a CPU, a part of a dropout's mask, or grouped queries in fp32 on
+        # CUDA. Then attention saves whole T x T matrices.
+        divided = self.layout.tensor * self.layout.context > 1
+        plain = model.dropout > 0 and (divided or not self.cuda)
+        plain = plain or (self.cuda and c >= 4 and kv_heads != heads)
         if not plain or (model.qk_norm and not upcast):
             saved += n * (d + 2 * k) * c  # queries, keys and values, which are one tensor
         if plain:  # computes in fp32: the scores and, with dropout, its mask and their product
-            squares = n * model.heads * model.context * (3 if model.dropout else 1)
+            squares = n * heads * model.context * (3 if model.dropout else 1)
             return saved + (squares + 3 * n * d) * max(4, c) + n * d * c
         if model.qk_norm or model.position == "rope":
             saved += n * (d + k) * c  # transformed queries and keys
-        return saved + n * d * c + n * model.heads * max(4, c)  # the result, and a log-sum-exp
+        return saved + n * d * c + n * heads * max(4, c)  # the result, and a log-sum-exp
 
     def block_saved(self) -> int:
         """The bytes that a block saves without checkpointing, without copies of its weights."""
         activation = self.model.activation
         copies = {"gelu": 2, "gelu_tanh": 2, "relu": 1, "relu2": 2, "swiglu": 4}[activation]
-        # Autocast casts the input of two matrices twice.
-        inputs = 2 if activation == "swiglu" and self.copies else 1
-        feed_forward = inputs * self.n * self.model.width * self.compute + copies * self.hidden
+        # Autocast casts the input of two matrices twice, unless it is gathered after one cast.
+        twice = activation == "swiglu" and self.copies and self.layout.tensor == 1
+        feed_forward = (2 if twice else 1) * self.wide + copies * self.hidden
         return 2 * self.norm() + self.attention() + feed_forward + 2 * self.dropout(self.compute)
 
     def saved(self, blocks: int) -> int:
@@ -227,26 +197,39 @@ class Step:
         if self.layout.checkpointing == "none":
             return blocks * self.block_saved()
         saved = self.stream + RNG_BYTES[self.layout.device]
-        if self.layout.checkpointing == "selective":  # results of matrix products and attention
-            model, n, c, d = self.model, self.n, self.compute, self.model.width
+        if self.layout.checkpointing == "selective":  # results of products, attention and sums
+            model, n, c, d = self.model, self.n, self.compute, self.queries
             ups = 2 if model.activation == "swiglu" else 1
-            saved += n * (3 * d + 2 * self.kv) * c + ups * self.hidden
-            saved += 0 if model.dropout else n * d * c + n * model.heads * max(4, c)
+            saved += 2 * self.wide + n * (d + 2 * self.kv) * c + ups * self.hidden
+            saved += 2 * self.s * model.width * c * (self.layout.tensor > 1)  # sums over ranks
+            saved += 0 if model.dropout else n * d * c + n * self.rank.heads * max(4, c)
         return blocks * saved
 
     def inside(self) -> int:
         """The recomputed activations and their gradients in a block's backward pass."""
         # The derivative of a square takes two more copies.
         copies = {"swiglu": 2, "relu2": 3}.get(self.model.activation, 1)
-        return max(0, self.block_saved() - self.saved(1)) + self.stream + copies * self.hidden
+        gathered = self.wide if self.layout.tensor > 1 and self.layout.sequence else 0
+        recomputed = max(0, self.block_saved() - self.saved(1))
+        return recomputed + self.stream + gathered + copies * self.hidden
 
     def root_saved(self) -> int:
         """The bytes of the embedding's dropout, the final norm and the head's input."""
-        model = self.model
-        saved = self.dropout(self.master) + self.n * model.width * self.compute
+        model, rank = self.model, self.rank
+        saved = self.dropout(self.master) * rank.first + self.wide * rank.last
         if model.position == "rope":  # the tables that all blocks share
-            saved += 2 * model.context * (model.width // model.heads) * self.master
-        return saved + (self.norm() if model.final_norm else 0)
+            tokens = self.n // self.layout.micro_batch
+            saved += 2 * tokens * rank.head_width * self.master
+        return saved + (self.norm() if model.final_norm and rank.last else 0)
+
+    def waiting(self) -> int:
+        """The bytes of the other micro-batches that wait for their backward pass (1F1B)."""
+        others = min(self.layout.accumulation, self.layout.pipeline - self.rank.stage) - 1
+        copies = 0 if self.layout.policy.shards_parameters else self.copies
+        copies = copies if self.layout.checkpointing == "none" else 0
+        # The output, too, waits for its gradient.
+        each = self.saved(self.layers) + self.root_saved() + self.layers * copies + self.stream
+        return others * each if others > 0 else 0
 
     def logits(self) -> tuple[int, int, int]:
         """The bytes of head and loss: during the loss, after it, and in their backward pass.
@@ -257,7 +240,7 @@ class Step:
         wide, capped = max(4, c), bool(self.model.logit_cap)
         limit = max(1, CHUNK_BYTES[self.layout.device] // (4 * V))  # tokens
         head_copy = V * d * c if c < m else 0  # the head's matrix in the precision of autocast
-        if n <= limit:
+        if n <= limit and self.layout.tensor == 1:
             one, rest = n * V * wide, capped * n * V * c + head_copy
             return 2 * one + rest, one + rest, 3 * one + rest
         chunk = -(-n // -(-n // limit))  # equal chunks
@@ -269,8 +252,10 @@ class Step:
 
     def loss(self) -> Iterator[Memory]:
         """The events from the last block's end to the first gradient of an activation."""
+        if not self.rank.last:
+            return
         forward, _, backward = self.logits()
-        saved = self.saved(self.model.layers) + self.root_saved()
+        saved = self.saved(self.layers) + self.root_saved()
         cast = self.stream if self.compute < self.master else 0
         yield Memory(activations=saved + cast, logits=forward, at="loss")
         yield Memory(activations=saved, logits=backward, at="backward of the loss")
@@ -278,13 +263,23 @@ class Step:
 
 def events(step: Step) -> Iterator[Memory]:
     """The events of a step at which its memory may peak."""
-    return _fsdp_events(step) if step.layout.policy.shards_parameters else _plain_events(step)
+    sharded, waiting = step.layout.policy.shards_parameters, step.waiting()
+    for event in _fsdp_events(step) if sharded else _plain_events(step):
+        computes = event.at not in ("update", "sum of the gradients")
+        yield replace(event, activations=event.activations + waiting * computes)
+
+
+def extremes(layers: int) -> list[int]:
+    """Blocks at whose backward pass the memory may peak; it is linear in the blocks between them."""
+    return sorted({layers, max(1, layers - 1), min(2, layers), 1}, reverse=True)
 
 
 def _plain_events(step: Step) -> Iterator[Memory]:
     """One process, or DDP, whose buckets hold all gradients all the time."""
-    layers, whole = step.model.layers, step.weights
-    ddp, several = step.layout.world > 1, step.layout.accumulation > 1
+    layers, whole, tied = step.layers, step.weights, step.rank.tied
+    staged, several = step.layout.pipeline > 1, step.layout.accumulation > 1
+    copied_gradients = step.layout.replicas > 1  # for their sum over replicas
+    ddp = copied_gradients and not staged
     # With checkpointing the backward pass makes autocast's copies again.
     copied = step.layout.checkpointing == "none"
     # Between micro-batches DDP has gradients beside its buckets.
@@ -292,9 +287,9 @@ def _plain_events(step: Step) -> Iterator[Memory]:
     for event in step.loss():
         buffers = step.copies * layers if event.at == "loss" or copied else 0
         yield replace(event, gradients=lasting, buffers=buffers)
-    for left in range(layers, 0, -1):
+    for left in extremes(layers):
         # A tied head's gradient waits for the embedding's.
-        new = step.head if step.model.tie_head or not lasting else 0
+        new = step.head if step.rank.last and (tied or not lasting) else 0
         new += 0 if lasting else (layers - left) * step.block
         yield Memory(
             gradients=lasting + new + step.largest,
@@ -303,8 +298,10 @@ def _plain_events(step: Step) -> Iterator[Memory]:
             at=f"backward of block {left}",
         )
     # A tied head's gradient needs two more tensors of the embedding's size.
-    gradients = (lasting or whole) + step.head * (bool(lasting) + 2 * step.model.tie_head)
+    gradients = (lasting or whole) + step.head * (bool(lasting) + 2 * tied)
     yield Memory(gradients=gradients, activations=step.stream, at="backward of the embedding")
+    if staged and copied_gradients:
+        yield Memory(gradients=2 * whole, at="sum of the gradients")
     yield Memory(gradients=whole if ddp else max(lasting, whole), buffers=step.update, at="update")
 
 
@@ -317,12 +314,12 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     reduction. An untied head and the embedding are units of their own. A tied matrix belongs to the
     root, which stays gathered.
     """
-    layout, tied, low = step.layout, step.model.tie_head, step.compute / step.master
-    layers, shard, end = step.model.layers, layout.shard, step.root if tied else step.head
+    layout, tied, low = step.layout, step.rank.tied, step.compute / step.master
+    layers, shard, end = step.layers, layout.shard, step.root if tied else step.head
     stays = layout.policy.keeps_gathered
     wide = int(low * end)  # the gathered embedding or head
     root = wide if tied or stays else 0  # while blocks compute
-    gathered = step.compute * block_parameters(step.model)  # a block in autocast's precision
+    gathered = step.compute * step.rank.block  # a block in autocast's precision
     on_device = not layout.offload  # with offload reduced gradients go to the host
     several, each = layout.accumulation > 1, layout.reduces_each
     whole = several and not each  # gradients wait unreduced for the step's last micro-batch
@@ -341,7 +338,7 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
         received = event.at == "loss" and not several
         gathers = root + (0 if tied else wide) + (layers + received if stays else 1) * gathered
         yield replace(event, gradients=before, buffers=gathers)
-    if not tied:
+    if not tied and step.rank.last:
         buffers = root + wide + end + (layers + 1 if stays else min(layers, 2)) * gathered
         yield Memory(
             gradients=before + end,
@@ -349,7 +346,7 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
             buffers=buffers,
             at="reduction of the head",
         )
-    for left in range(layers, 0, -1):
+    for left in extremes(layers):
         done = layers - left
         gradients = shards or on_device * done * step.block // shard
         gradients += end + left * step.block if whole else 0

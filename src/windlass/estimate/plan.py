@@ -15,7 +15,6 @@ from typing import Any
 from windlass.errors import UserError, argument
 from windlass.estimate.devices import Device
 from windlass.estimate.layouts import MemoryRow, memory_rows, recommend
-from windlass.estimate.memory import layout_of
 from windlass.estimate.milestones import (
     TIMED,
     Evaluations,
@@ -26,6 +25,8 @@ from windlass.estimate.milestones import (
     milestones,
 )
 from windlass.estimate.optimum import optimal_steps, optimal_tokens
+from windlass.estimate.rank import layout_of
+from windlass.estimate.search import LayoutRow, Machine, layout_rows
 from windlass.estimate.subject import Size, Subject, subject_of, with_activations
 from windlass.estimate.text import print_plan
 from windlass.estimate.time import (
@@ -73,6 +74,9 @@ class Plan:
     memory: list[MemoryRow] = field(default_factory=list)  # the fastest layout first
     recommended: dict[str, str | int | bool] = field(default_factory=dict)  # a layout that fits
     advice: str = ""  # the reason for it, or a remedy if nothing fits
+    layouts: list[LayoutRow] = field(default_factory=list)  # that fit, the fastest first
+    layouts_advice: str = ""  # if none fits
+    machine: Machine | None = None  # the ranks and rates behind the layouts
     checkpoints: int | None = None  # the most on disk at a time
     tokens_bytes: int | None = None  # of the shards, if `data.max_tokens` gives their number
     speed: Speed | None = None
@@ -100,6 +104,8 @@ class Plan:
         plain["device"]["usable_bytes"] = self.device.usable_bytes
         for row, source in zip(plain["memory"], self.memory, strict=True):
             row["memory"]["total"] = source.memory.total
+        for row, fast in zip(plain["layouts"], self.layouts, strict=True):
+            row["memory"]["total"], row["seconds"] = fast.memory.total, fast.seconds
         return plain
 
 
@@ -112,6 +118,7 @@ def plan(
     memory_bytes: int | None = None,
     past: Sequence[Run] = (),
     mfu: float = ASSUMED_MFU,
+    per_host: int = 0,
 ) -> Plan:
     """The plan of a recipe, or of a run's remaining steps by its own ledger.
 
@@ -124,6 +131,7 @@ def plan(
         memory_bytes: The memory of a device that is not in the table.
         past: Past runs to take the speed from; UserError if none has this model and device.
         mfu: Share of the device's peak to assume if nothing was measured.
+        per_host: Ranks of each host; 0: 8 GPUs, or all ranks on a CPU.
     """
     if isinstance(source, str | Path):
         is_run = (Path(source) / "recipe.toml").is_file() and not overrides
@@ -138,7 +146,17 @@ def plan(
         like = f"name a run of this model (with {argument('device', 'NAME')} for its device)"
         without = f"drop {argument('past', 'RUN')} to assume a speed from the device's peak"
         raise UserError(f"{problem}: {like}, or {without}")
-    return assemble(subject, speed or assumed_speed(subject, mfu), run)
+    whole = assemble(subject, speed or assumed_speed(subject, mfu), run)
+    return add_layouts(whole, subject, Machine.of(subject, per_host, mfu))
+
+
+def add_layouts(plan: Plan, subject: Subject, machine: Machine) -> Plan:
+    """The plan with the fastest layouts of several ranks, for our GPT of known size."""
+    vocab, recipe = plan.size.vocab, subject.recipe
+    if subject.world == 1 or subject.counted or recipe.model.kind != "gpt" or not vocab:
+        return plan
+    rows, why = layout_rows(recipe, vocab, machine)
+    return replace(plan, layouts=rows, layouts_advice=why, machine=machine)
 
 
 def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
@@ -169,7 +187,10 @@ def assumed_speed(subject: Subject, mfu: float) -> Speed | None:
         small = f"matrices of width {model.width} hardly fill such a device"
         detail += f"; {small}, so take it for a bound"
     flops = subject.size.flops_per_token * model.context * batch / subject.world
-    seconds = step_time(Rates(peak * mfu), flops).compute
+    bubble = layout_of(recipe, subject.world, subject.device.kind, subject.precision).bubble
+    if bubble:
+        detail += f"; a pipeline's stages wait {100 * bubble:.3g} % of the step"
+    seconds = step_time(Rates(peak * mfu), flops, bubble=bubble).total
     assert seconds is not None
     return Speed(batch * tokens / seconds, subject.world, "assumed", detail, device=name)
 

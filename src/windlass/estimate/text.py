@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.errors import plural
 from windlass.estimate.memory import PARTS
+from windlass.estimate.search import NETWORK
+from windlass.estimate.work import LINKS
 from windlass.model.size import describe_network, trainable
 from windlass.recipe import typed
 from windlass.telemetry.measures import duration, short
@@ -29,6 +31,8 @@ def print_plan(plan: Any, console: Console) -> None:
     _section(console, title, _facts(plan))
     if plan.memory:
         _print_memory(plan, console)
+    if plan.layouts or plan.layouts_advice:
+        _print_layouts(plan, console)
     if plan.steps is None or plan.done < plan.steps:
         _section(console, "Time", _time(plan))
     if plan.milestones:
@@ -103,8 +107,7 @@ def _print_memory(plan: Any, console: Console) -> None:
     rows, usable, first = plan.memory, plan.device.usable_bytes, plan.memory[0].layout
     most, ours = max(row.memory.total for row in rows), plan.size.non_embedding is not None
     measured = rows[0].memory.at == "measured"
-    unit, size = ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
-    digits = sum(most < limit * size for limit in ((100,) if unit == "MB" else (200, 20)))
+    unit, size, digits = _unit(most)
     cells = []
     for row in rows:
         shown = [f"{getattr(row.memory, part) / size:,.{digits}f}" for part in (*PARTS, "total")]
@@ -131,7 +134,7 @@ def _print_memory(plan: Any, console: Console) -> None:
         notes.append(f"The plan assumes that {plan.optimizer} has as much state as AdamW.")
     if host := max(row.memory.host for row in rows):
         notes.append(f"offload: sharded, with {host / 1e9:.3g} GB of host memory in addition")
-    settings = " ".join(f"{key}={typed(value)}" for key, value in plan.recommended.items())
+    settings = pasted(plan.recommended) if plan.recommended else ""
     if plan.advice:
         notes.append(f"Recommended ({plan.advice}): {settings}" if settings else plan.advice)
     micro = f"micro-batch {first.micro_batch}, {first.accumulation} a step"
@@ -141,6 +144,63 @@ def _print_memory(plan: Any, console: Console) -> None:
     head = ("strategy", "act ckpt", *parts, "all", "fits", "max")
     strong = [i for i, row in enumerate(rows) if row.chosen]
     _section(console, title, [], head, cells, text_columns=2, strong=strong, notes=notes)
+
+
+def _print_layouts(plan: Any, console: Console) -> None:
+    """The fastest layouts that fit, with their memory and their bytes along each dimension."""
+    rows, machine, title = plan.layouts, plan.machine, f"Layouts of {plan.world} ranks"
+    if not rows:
+        _section(console, title, [], notes=[plan.layouts_advice])
+        return
+    unit, size, digits = _unit(max(row.memory.total for row in rows))
+    sent_unit, sent_size, places = _unit(max(max(row.sent.values()) for row in rows))
+    cells = []
+    for row in rows:
+        one, peak = row.layout, row.memory
+        states = peak.parameters + peak.gradients + peak.optimizer
+        parts = (states, peak.total - states, peak.total)
+        numbers = (one.tensor, one.context, one.pipeline)
+        cells.append(
+            (
+                " ".join(f"{number:>2}" for number in numbers) + " *" * row.chosen,
+                one.strategy,
+                one.checkpointing,
+                str(one.micro_batch),
+                f"{1e3 * row.seconds:,.0f}" if machine.knows_peak else "",
+                f"{100 * one.bubble:.0f}%" if one.pipeline > 1 else "",
+                *(f"{part / size:,.{digits}f}" for part in parts),
+                *(f"{n / sent_size:,.{places}f}" if n else "" for n in row.sent.values()),
+            )
+        )
+    head = ("tp cp pp", "strategy", "act ckpt", "micro", "ms", "wait", "state", "act", "all")
+    links = f"{machine.device.link / 1e9:g} GB/s inside a host"
+    if machine.ranks_of_host:
+        links += f" of {machine.ranks_of_host} ranks, {NETWORK / 1e9:g} GB/s per rank between hosts"
+    how = f"ms: predicted with an MFU of {100 * machine.mfu:g} %, {links}, and no overlap."
+    if not machine.knows_peak:
+        how = f"The order is a guess, because {plan.device.name} has no published peak."
+    notes = [
+        f"Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest. {how}",
+        "wait: a pipeline's bubble. state: param, grad and optim; act: act, logit and buf.",
+        f"dp, tp, cp, pp: {sent_unit} that a rank gives to collectives and messages in a step.",
+        f"First row (train.fit=true takes it): {pasted(rows[0].settings)}",
+    ]
+    strong = [i for i, row in enumerate(rows) if row.chosen]
+    title += f" that fit, memory of the fullest rank in {unit}"
+    _section(console, title, [], (*head, *LINKS), cells, 3, strong, notes)
+
+
+def _unit(most: float) -> tuple[str, float, int]:
+    """The unit of a table whose largest number is `most` bytes, its bytes, and decimal places."""
+    unit, size = ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
+    limits = (100,) if unit == "MB" else (200, 20)
+    return unit, size, sum(most < limit * size for limit in limits)
+
+
+def pasted(settings: dict[str, Any]) -> str:
+    """Settings as overrides on a command line."""
+    text = " ".join(f"{key}={typed(value)}" for key, value in settings.items())
+    return text or "it is the recipe's own layout"
 
 
 def _time(plan: Any) -> list[Fact]:

@@ -1,11 +1,12 @@
 """The time of a training step, by rates or by past runs, and the time of a whole run.
 
-`step_time` is the one analytic model: a rank's FLOPs, its optimizer update, and the strategy's
-collectives by ring formulas (docs/guides/scale.md). Nothing overlaps, and latency and memory traffic do
-not count. It is not calibrated for CPUs, where its predictions missed measured steps by more than
-half. Three callers calibrate its `Rates`:
+`step_time` is the one analytic model: a rank's FLOPs, its optimizer update, the layout's collectives
+by ring formulas (docs/guides/scale.md), and the bubble of a pipeline. Nothing overlaps, and latency
+and memory traffic do not count. It is not calibrated for CPUs, where its predictions missed measured
+steps by more than half. Four callers calibrate its `Rates`:
 
-- `windlass plan`: a device's published peak times an assumed MFU, which includes communication
+- the time of `windlass plan`: a device's peak times an assumed MFU, which includes communication
+- its table of layouts: the same, and communication at the published rates of links
 - the predicted step of a scaling study: measured matrix products and collectives
 - its projection to more ranks: the measured step of the largest setup, and the same collectives
 
@@ -22,15 +23,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from windlass.estimate.memory import COMPUTE_BYTES, Layout, layout_of
 from windlass.estimate.milestones import CHECKPOINT, EVALUATION, SAMPLE, milestones, seconds_until
-from windlass.model.size import CountedSizes, block_parameters, flops_per_token
+from windlass.estimate.rank import Layout
+from windlass.estimate.work import Collective
 from windlass.recipe import Horizon
 from windlass.run import effective, last_start, read_lines
 from windlass.telemetry.timing import wall_time
 
 if TYPE_CHECKING:
-    from windlass.recipe import Recipe
     from windlass.run import Line, Run
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -43,106 +43,6 @@ NO_PEAK = "a CPU has no published peak"
 UNCALIBRATED = "the model of a step's time is not calibrated for CPUs"
 PREDICTED_AT = 0.05
 """The part of a run's steps after which a report predicts its time to finish."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """The model and layout of a run, which determine a step's FLOPs and collectives."""
-
-    layout: Layout
-    total: int  # parameters
-    trained: int  # parameters with gradients
-    block: int = 0  # parameters of one block, the unit of FSDP2
-    blocks: int = 0
-    flops_per_token: float = 0.0  # forward and backward, without recomputation
-    bucket_mb: float = 25.0  # `parallel.bucket_mb`
-
-    @staticmethod
-    def of_run(recipe: Recipe, start: Line) -> Work:
-        """From a run's recipe and its last start (`run.last_start`).
-
-        In a model of `transformers`, everything but one token table counts as blocks.
-        """
-        device = "cpu" if on_cpu(start) else "cuda"
-        layout = layout_of(recipe, int(start["world"]), device, start["precision"])
-        layout = replace(layout, strategy=start["strategy"], accumulation=start["accumulation"])
-        total, trained, network = start["parameters"], start["trained"], start.get("network")
-        if network:
-            blocks = int(network.get("layers") or 0)
-            table = int(network.get("vocab", 0)) * int(network.get("width", 0))
-            block = (total - table) // blocks if blocks else 0
-        else:
-            block, blocks = block_parameters(recipe.model), recipe.model.layers
-        if network or recipe.model.freeze:
-            flops = CountedSizes(total, trained, 0).flops_per_token()
-        else:
-            flops = flops_per_token(recipe.model, start["data"]["vocab"])
-        return Work(layout, total, trained, block, blocks, flops, recipe.parallel.bucket_mb)
-
-    @property
-    def updated(self) -> float:
-        """Parameters that a rank updates."""
-        return self.trained / self.layout.shard
-
-    @property
-    def collectives(self) -> list[Collective]:
-        """The collectives of a step on parameters and gradients; none on one rank.
-
-        Gradients and master weights have 4 bytes (8 in fp64). FSDP2 gathers in the step's
-        precision.
-        """
-        layout, strategy = self.layout, self.layout.policy
-        world, shard = layout.world, layout.shard
-        low = COMPUTE_BYTES[layout.precision]
-        master = max(4, low)
-        if world == 1:
-            return []
-        if not strategy.shards_parameters:
-            gradients = master * self.trained
-            calls = max(1, math.ceil(gradients / (self.bucket_mb * 2**20)))
-            sent = [Collective("all_reduce", gradients / calls, calls, world)]
-            if strategy.shards_optimizer:  # each rank updates its part, which then goes to all
-                sent.append(Collective("all_gather", gradients, 1, world))
-            return sent
-        gradients_per_parameter = self.trained / self.total
-        root, steps = self.total - self.blocks * self.block, layout.accumulation
-        once = strategy.keeps_gathered
-        # A block is gathered for each forward and backward pass, the rest for each forward pass.
-        gathers = self.blocks * (1 if once else 2 * steps)
-        sent = [
-            Collective("all_gather", low * root, 1 if once else steps, shard),
-            Collective("all_gather", low * self.block, gathers, shard),
-        ]
-        reductions = steps if layout.reduces_each else 1
-        for unit, number in ((root, 1), (self.block, self.blocks)):
-            size = master * gradients_per_parameter * unit
-            sent.append(Collective("reduce_scatter", size, number * reductions, shard))
-            if world > shard:  # between the groups, each shard with its equals
-                sent.append(Collective("all_reduce", size / shard, number, world // shard))
-        return [one for one in sent if one.calls and one.size and one.ranks > 1]
-
-
-def on_cpu(start: Line) -> bool:
-    """Whether a run's last start was on a CPU."""
-    return str(start.get("device")).upper() == "CPU"
-
-
-class Collective(NamedTuple):
-    """Equal calls of one collective in a step."""
-
-    name: str  # as preflight measures it
-    size: float  # bytes of a call: the whole buffer
-    calls: float
-    ranks: int
-
-    @property
-    def bus_bytes(self) -> float:
-        """Bytes over each link of a ring in all calls.
-
-        2 (n-1)/n of the buffer for an all-reduce, (n-1)/n for the others.
-        """
-        passes = 2 if self.name == "all_reduce" else 1
-        return self.calls * self.size * passes * (self.ranks - 1) / self.ranks
 
 
 def bus_bandwidth_at(rows: Sequence[Mapping[str, Any]], name: str, size: float) -> float | None:
@@ -159,6 +59,22 @@ def bus_bandwidth_at(rows: Sequence[Mapping[str, Any]], name: str, size: float) 
 
 
 @dataclass(frozen=True)
+class Links:
+    """Published rates between ranks, in bytes a second and direction."""
+
+    inside: float  # of a host
+    network: float  # between hosts, for each rank
+    per_host: int = 0  # ranks; 0: there is one host
+
+    def bandwidth(self, one: Collective) -> float:
+        """Bytes a second over the bus; the ranks of a host send to other hosts together."""
+        if self.per_host % (one.stride * one.ranks) == 0:
+            return self.inside
+        together = 1 if one.name == "send_recv" else max(1, self.per_host // one.stride)
+        return min(self.inside, together * self.network)
+
+
+@dataclass(frozen=True)
 class Rates:
     """The speed of a rank in the parts of a step."""
 
@@ -167,6 +83,13 @@ class Rates:
     fixed_s: float = 0.0  # of every step: the host, waiting for data
     collectives: Sequence[Mapping[str, Any]] = ()  # `collective`, `size` and `busbw` (GB/s)
     products: str = "matrix products"  # the ones behind `flops_per_s`
+    links: Links | None = None  # replaces `collectives`
+
+    def bandwidth(self, one: Collective) -> float | None:
+        """Bytes a second over the bus; None if it was not measured."""
+        if self.links is not None:
+            return self.links.bandwidth(one)
+        return bus_bandwidth_at(self.collectives, one.name, one.size)
 
 
 def measured_rates(machine: Mapping[str, Any], layout: Layout) -> Rates:
@@ -184,10 +107,21 @@ class StepTime(NamedTuple):
     compute: float | None
     communication: float | None
     reason: str = ""
+    bubble: float = 0.0  # in which a pipeline stage waits for others
+
+    @property
+    def total(self) -> float | None:
+        if self.compute is None or self.communication is None:
+            return None
+        return self.compute + self.communication + self.bubble
 
 
 def step_time(
-    rates: Rates, flops: float, sent: Sequence[Collective] = (), updated: float = 0.0
+    rates: Rates,
+    flops: float,
+    sent: Sequence[Collective] = (),
+    updated: float = 0.0,
+    bubble: float = 0.0,
 ) -> StepTime:
     """The step of one rank.
 
@@ -195,18 +129,21 @@ def step_time(
         flops: of forward and backward; `rates` include recomputation.
         sent: the collectives in which the rank takes part.
         updated: parameters that the rank updates.
+        bubble: `Layout.bubble`; collectives on parameters wait for no other stage.
     """
-    compute = None
+    compute, passes = None, 0.0
     if rates.flops_per_s:
-        compute = flops / rates.flops_per_s + updated * rates.per_parameter_s + rates.fixed_s
+        passes = flops / rates.flops_per_s
+        compute = passes + updated * rates.per_parameter_s + rates.fixed_s
     seconds = 0.0
     for one in sent:
-        bandwidth = bus_bandwidth_at(rates.collectives, one.name, one.size)
+        bandwidth = rates.bandwidth(one)
         if bandwidth is None:
             return StepTime(compute, None, f"the bandwidth of {one.name} was not measured")
         seconds += one.bus_bytes / bandwidth
+        passes += one.bus_bytes / bandwidth if one.link != "dp" else 0.0
     reason = f"the rate of {rates.products} was not measured" if compute is None else ""
-    return StepTime(compute, seconds, reason)
+    return StepTime(compute, seconds, reason, passes * bubble / (1 - bubble))
 
 
 @dataclass(frozen=True)

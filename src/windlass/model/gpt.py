@@ -254,7 +254,14 @@ class Blocks(nn.ModuleList):
 
 
 class GPT(nn.Module):
-    """The network with `vocab` rows in its embedding; `initialise` gives its weights values."""
+    """The network with `vocab` rows in its embedding; `initialise` gives its weights values.
+
+    In a pipeline a rank holds some blocks. `elsewhere` has the names of parameters that only other
+    ranks hold, `copies` the names of parameters here that count, and are saved, on another rank.
+    """
+
+    elsewhere: frozenset[str] = frozenset()
+    copies: frozenset[str] = frozenset()
 
     def __init__(self, settings: ModelSettings, vocab: int):
         super().__init__()
@@ -269,7 +276,12 @@ class GPT(nn.Module):
         self.head = Head(settings, vocab)
 
     def forward(
-        self, tokens: Tensor, labels: Tensor | None = None, cache: list[LayerCache] | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        cache: list[LayerCache] | None = None,
+        hidden: Tensor | None = None,
+        layers: range | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the loss.
 
@@ -280,8 +292,12 @@ class GPT(nn.Module):
                 model is).
             cache: Earlier tokens, from `new_cache`; this pass adds its tokens. With a cache the
                 result is the last token's logits [B, 1, V].
+            layers: The numbers of the blocks to compute, for a stage of a pipeline; default: all.
+                Before the last block the result is hidden states [B, T, D].
+            hidden: The result of the stage before.
         """
-        m, start, length = self.settings, cache[0].length if cache else 0, tokens.shape[1]
+        m, layers = self.settings, layers or range(self.settings.layers)
+        start, length = cache[layers.start].length if cache else 0, tokens.shape[1]
         assert start + length <= self.context, f"{start + length} tokens, context {self.context}"
         # Logits are of whole sequences; the ranks of `context` divide only what has labels.
         share = self.share if labels is not None else replace(self.share, context=None)
@@ -289,17 +305,22 @@ class GPT(nn.Module):
         if not share.is_whole:
             rows = share.rows(start, length, self.kv_heads, tokens.device)
             tokens, labels = rows.tokens(tokens), None if labels is None else rows.labels(labels)
-        x, rotary = self.embed(tokens), None
-        if m.position == "learned":
+        x, rotary = self.embed(tokens) if hidden is None else hidden, None
+        if m.position == "learned" and hidden is None:
             here = slice(start, start + length) if rows is None else rows.place(rows.stream)
             x = x + self.positions.weight[here]
         elif m.position == "rope":
             whole = torch.arange(start, start + length, device=x.device)
             here = whole if rows is None else rows.place(rows.inner)
             rotary = RotaryEmbedding(m.rope_theta, m.width // m.heads, here, like=x)
-        x = drop(x, m.dropout if self.training else 0.0, rows)
-        for i, block in enumerate(self.blocks):
-            x = block(x, rotary, cache[i] if cache else None, rows)
+        rate, seed = m.dropout if self.training else 0.0, torch.initial_seed()
+        x = drop(x, rate, rows) if hidden is None else x
+        for i in layers:
+            if rate:  # a block's masks do not depend on the blocks before it
+                torch.manual_seed(seed_of(f"windlass/dropout/{seed}/block/{i}"))
+            x = getattr(self.blocks, str(i))(x, rotary, cache[i] if cache else None, rows)
+        if layers.stop < m.layers:
+            return x
         if m.final_norm:
             x = self.norm(x)
         x = share.enter(x, rows)
@@ -318,6 +339,13 @@ class GPT(nn.Module):
         elsewhere = (tokens < held.start) | (tokens >= held.stop)
         x = self.embedding((tokens - held.start).masked_fill(elsewhere, 0))
         return self.share.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+    def stream_length(self, start: int, length: int, labelled: bool) -> int:
+        """This rank's tokens of the residual stream, in a pass of `length` tokens."""
+        share = self.share if labelled else replace(self.share, context=None)
+        if share.is_whole:
+            return length
+        return len(share.rows(start, length, self.kv_heads, torch.device("cpu")).stream)
 
     def divide(self, share: Share) -> None:
         """Keep this rank's part of each parameter, and compute only it."""
@@ -357,12 +385,13 @@ class GPT(nn.Module):
         """The units of sharding beside the blocks; none if the root holds a tied head."""
         if self.settings.tie_head:
             return [], []
-        return [self.embedding], [*([self.norm] if self.settings.final_norm else []), self.head]
+        first, last = [self.embedding], [getattr(self, "norm", None), self.head]
+        return list(filter(None, first)), list(filter(None, last))
 
     def new_cache(self, batch: int, length: int) -> list[LayerCache]:
         """An empty cache for `batch` rows of up to `length` tokens."""
         assert length <= self.context, f"{length} tokens, context {self.context}"
-        return [LayerCache(batch, length) for _ in self.blocks]
+        return [LayerCache(batch, length) for _ in range(self.settings.layers)]
 
     def matrix_parts(self, name: str) -> tuple[int, ...]:
         """The rows of each matrix stacked in a parameter; empty if it is one matrix."""

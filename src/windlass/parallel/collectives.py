@@ -79,8 +79,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor
         for group in groups:
             dist.all_reduce(squares, group=group)
         total += squares
-    if stages := ranks.mesh.part("pp"):
-        dist.all_reduce(total, group=stages.get_group())
+    total = sum_over_stages(total, ranks)
     double = any(p.dtype == torch.float64 for p in trained)
     return total.sqrt().to(torch.float64 if double else torch.float32)
 
@@ -98,6 +97,13 @@ def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: Ranks) -> N
         dist.all_reduce(flat, group=ranks.mesh.tp)
         sums = flat.split([grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [s.view_as(g) for s, g in zip(sums, grads, strict=True)])
+
+
+def sum_over_stages(squares: Tensor, ranks: Ranks) -> Tensor:
+    """Add up the squares of a gradient's parts over the stages of a pipeline."""
+    if ranks.mesh.pp is not None:
+        dist.all_reduce(squares, group=ranks.mesh.pp)
+    return squares
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

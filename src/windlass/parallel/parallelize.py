@@ -40,6 +40,7 @@ from windlass.errors import UserError
 from windlass.model.build import materialise
 from windlass.model.share import Peers, Share, with_cut
 from windlass.parallel.dist import Ranks
+from windlass.parallel.pipeline import keep_stages
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import Strategy
 
@@ -78,6 +79,8 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
             dist.broadcast(tensor.data, src=0)
     divide(model, ranks, recipe)
+    if ranks.mesh.pp is not None:
+        keep_stages(model, ranks, recipe)
     blocks = repeated_parts(model, recipe, ranks)
     checkpoint_activations(blocks, recipe.parallel.activation_checkpointing)
     if recipe.train.compile:
@@ -100,7 +103,8 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
             p.data = p.data.contiguous()  # the fused optimizers update rows as consecutive numbers
     replicas = ranks.mesh.replicas
     # One rank has nothing to exchange, and DDP cannot repeat a step in which memory ran out.
-    if replicas is None or replicas.size() == 1:
+    # A pipeline adds up gradients itself, after the passes of all its stages.
+    if replicas is None or replicas.size() == 1 or ranks.mesh.pp is not None:
         return model
     return _replicate(model, replicas.get_group(), ranks.device, recipe.parallel.bucket_mb)
 
@@ -307,6 +311,12 @@ def attention_without_plans() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def counted(model: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters that count in the gradient norm: a table on two stages once."""
+    named, copies = unwrap(model).named_parameters(), getattr(unwrap(model), "copies", ())
+    return [p for name, p in named if p.requires_grad and name not in copies]
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -130,6 +130,7 @@ def layout(r: Any) -> Problems:
     if p.strategy == "single":
         yield "parallel.strategy", f"{p.layout} needs several ranks: write another than single"
     if m.kind != "gpt":
+        yield "parallel", f"{p.layout}: Windlass divides its own GPT only: use data parallelism"
         return
     pieces = {"model.heads": m.heads, "model.ff_width": m.ff_width_}
     pieces["model.kv_heads"] = m.kv_heads_ * (m.width // m.heads)  # rows: a head may be cut
@@ -145,9 +146,12 @@ def layout(r: Any) -> Problems:
     if heads and p.tensor > 1 and max(keys, p.tensor) % min(keys, p.tensor):
         problem = f"{p.tensor} ranks cannot share {keys} key and value heads evenly"
         yield "parallel.tensor", f"{problem}; write a number that divides or is a multiple of them"
-    if p.pipeline > m.layers:
-        problem = f"{p.pipeline} stages for {plural(m.layers, 'layer')}"
-        yield "parallel.pipeline", f"{problem}: write {m.layers}, or less"
+    stages = p.pipeline * p.chunks
+    if p.pipeline > 1 and stages > m.layers:
+        problem = f"{stages} stages for {plural(m.layers, 'layer')}"
+        advice = f"write {m.layers // p.chunks or 1}, or less"
+        advice += ', or parallel.pipeline_schedule="1f1b"' * (p.chunks > 1)
+        yield "parallel.pipeline", f"{problem}: {advice}"
 
 
 def optimizer(r: Any) -> Problems:

@@ -40,7 +40,8 @@ from windlass.recipe.units import BatchPlan, plan_batch
 NON_SEMANTIC = (
     *("run.name", "run.dir", "run.notes", "data.dir", "data.workers", "data.prefetch"),
     *("train.micro_batch", "train.threads", "train.early_stop", "train.startup_checks"),
-    *("train.compile", "train.deterministic", "parallel.", "checkpoint.", "eval.", "telemetry."),
+    *("train.compile", "train.deterministic", "train.fit"),
+    *("parallel.", "checkpoint.", "eval.", "telemetry."),
 )
 """Settings outside the config hash: they do not change a run's numbers and may change on resume."""
 MEASURED_ON = ("eval.batches", "eval.hellaswag_", "eval.squad_")

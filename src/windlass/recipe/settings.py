@@ -138,6 +138,10 @@ class TrainSettings(Section):
     micro_batch: int = Field(0, ge=0)
     """Sequences in one forward pass of one rank; 0: about 4,096 tokens on a CPU and 16,384 on a
     GPU, and less if memory runs out in the first step of a run of one rank."""
+    fit: bool = False
+    """Choose `train.micro_batch` and the layout (`parallel.strategy`, `tensor`, `context`,
+    `pipeline`, `activation_checkpointing`) before the training: the first layout that `windlass plan`
+    lists. The run's recipe stores the choice."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
     """Arithmetic of forward and backward pass; master weights are fp32 (`fp64`: float64, for
     proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16."""
@@ -257,6 +261,11 @@ class ParallelSettings(Section):
     enough, else it gathers keys and values (arXiv 2407.21783)."""
     pipeline: int = Field(1, ge=1)
     """Stages of consecutive blocks, each on other ranks."""
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    """`1f1b` (arXiv 2104.04473) holds activations of at most `pipeline` micro-batches; `gpipe` holds
+    those of all. With `interleaved` each rank has `pipeline_chunks` stages, which wait less."""
+    pipeline_chunks: int = Field(2, ge=2)
+    """With `pipeline_schedule = "interleaved"`: stages on each rank."""
     offload: bool = False
     """FSDP2: keep parameters, gradients and optimizer state in the host's memory between uses."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -279,6 +288,11 @@ class ParallelSettings(Section):
     @property
     def model_ranks(self) -> int:  # that hold one copy of the model, apart from sharding
         return self.tensor * self.context * self.pipeline
+
+    @property
+    def chunks(self) -> int:
+        """The stages of a pipeline on each rank."""
+        return self.pipeline_chunks if self.pipeline_schedule == "interleaved" else 1
 
     @property
     def layout(self) -> str:

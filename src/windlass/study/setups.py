@@ -18,11 +18,10 @@ from windlass.estimate.time import (
     NO_PEAK,
     UNCALIBRATED,
     Rates,
-    Work,
     measured_rates,
-    on_cpu,
     step_time,
 )
+from windlass.estimate.work import Work, on_cpu, works
 from windlass.fileio import read_json
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
@@ -255,10 +254,11 @@ def _predict(setup: Setup, machines: Mapping[str, Any]) -> None:
         why = "the rates of these hosts and ranks were not measured"
     else:
         rates = measured_rates(machine, setup.work.layout)
-        step = step_time(rates, values["flops_per_device"], setup.work.collectives)
+        work, flops = setup.work, values["flops_per_device"]
+        step = step_time(rates, flops, work.collectives, bubble=work.layout.bubble)
         why = step.reason
-        if step.compute is not None and step.communication is not None:
-            values["predicted_ms"] = 1e3 * (step.compute + step.communication)
+        if step.total is not None:
+            values["predicted_ms"] = 1e3 * step.total
             values["predicted_error"] = values["predicted_ms"] / values["step_ms"] - 1
             return
     setup.missing["predicted_ms"] = why
@@ -440,6 +440,9 @@ def _project(study: Study, base: Setup, first: Setup, world: int) -> Projection:
     if batch < world:
         fewer = f"{world} ranks are more than the samples of a step ({batch:g})"
         return Projection(world, reason=fewer)
+    if world % base.work.layout.model_ranks:
+        copies = f"copies of the model of {base.work.layout.model_ranks} ranks each"
+        return Projection(world, reason=f"{world} ranks cannot form {copies}")
     machine = read_json(study.path / "machine.json").get(f"{values['nodes']}x{base.world}")
     if not machine:
         return Projection(world, reason="the machine's rates were not measured")
@@ -452,11 +455,12 @@ def _project(study: Study, base: Setup, first: Setup, world: int) -> Projection:
         machine.get("collectives", ()),
     )
     flops *= fraction * work.flops_per_token / base.work.flops_per_token
-    step = step_time(rates, flops, work.collectives, work.updated)
+    bubble = work.layout.bubble
+    step = step_time(rates, flops, work.collectives, work.updated, bubble)
     if step.communication is None or step.compute is None:
         return Projection(world, reason="the bandwidth of a collective was not measured")
     compute_ms, communication_ms = 1e3 * step.compute, 1e3 * step.communication
-    step_ms = compute_ms + communication_ms
+    step_ms = compute_ms + communication_ms + 1e3 * step.bubble
     speed, efficiency = batch / step_ms * 1e3, None
     if first.measured and scaling.mode == "weak":
         efficiency = first.values["step_ms"] / step_ms
@@ -468,16 +472,21 @@ def _project(study: Study, base: Setup, first: Setup, world: int) -> Projection:
 def _work(base: Setup, world: int, fraction: float, more_layers: float) -> Work:
     """The work of `base` on `world` ranks, with `more_layers` times the layers."""
     work, recipe = base.work, base.recipe
+    old, parallel = work.layout, recipe.parallel
+    data = old.policy.sizes(world // old.model_ranks, parallel.shard_size)
     layout = replace(
-        work.layout,
+        old,
         world=world,
-        shard=work.layout.policy.sizes(world, recipe.parallel.shard_size).dp_shard,
-        accumulation=max(1, round(work.layout.accumulation * fraction)),
+        shard=data.dp_shard * (old.context if old.policy.shards_optimizer else 1),
+        accumulation=max(1, round(old.accumulation * fraction)),
     )
-    if more_layers == 1.0:
+    if more_layers == 1.0 and old.model_ranks == 1:
         return replace(work, layout=layout)
     model, vocab = recipe.model, base.start["data"]["vocab"]
     grown = model.model_copy(update={"layers": round(model.layers * more_layers)})
+    if old.model_ranks > 1:
+        every = works(grown, vocab, layout, parallel.bucket_mb)
+        return max(every, key=lambda one: one.flops_per_token)
     more = count(grown, vocab).total - count(model, vocab).total
     growth = flops_per_token(grown, vocab) / flops_per_token(model, vocab)
     return replace(

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from windlass.parallel.env import detect_env
 from windlass.processes import QUIET_END, WINDLASS
 from windlass.recipe import Recipe, as_recipe
 from windlass.run import Run
-from windlass.training.start import StartPlan, check_shared, resolve_start
+from windlass.training.start import StartPlan, changes_of, check_shared, resolve_start
 from windlass.training.stop import StopSignals
 
 if TYPE_CHECKING:
@@ -106,8 +107,13 @@ def train_rank(
 ) -> None:
     """Train as one rank in this process."""
     from windlass.parallel.parallelize import attention_without_plans
+    from windlass.training.fit import fitted
     from windlass.training.trainer import Trainer
 
+    if plan.recipe.train.fit:
+        recipe = fitted(plan.recipe, custom=model is not None or data is not None)
+        changes = changes_of(plan.run, recipe) if plan.resuming else {}
+        plan = replace(plan, recipe=recipe, changes=changes)
     if plan.recipe.data.format != "text":  # rows of varying lengths
         stack.enter_context(attention_without_plans())
     samples = data if isinstance(data, Data | None) else from_dataset(data, plan.recipe)
@@ -153,7 +159,7 @@ def launch_ranks(
 
     Prepares the data once, before the ranks. The ranks leave the end of the run to this process.
     """
-    for world in worlds:
+    for world in worlds if not recipe.train.fit else ():
         recipe.batch(world)  # raises if the ranks cannot share the global batch
     with StopSignals():
         prepare(recipe)

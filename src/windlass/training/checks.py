@@ -19,7 +19,7 @@ from windlass.evaluation.source import evaluating
 from windlass.model.share import cut_of, whole_shape
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import unwrap
+from windlass.parallel.parallelize import counted, unwrap
 from windlass.recipe.settings import IGNORE_INDEX
 
 HASH_WORDS = 2**20  # hashed at once: three temporary tensors of 8 MB, whatever the parameter's size
@@ -54,11 +54,15 @@ def tie_groups(model: nn.Module) -> list[list[str]]:
 
 def norm_probe(model: nn.Module, ranks: Ranks) -> list[str]:
     """Compare the distributed norm of known gradients, a constant for each parameter."""
-    parameters, squares = [p for p in model.parameters() if p.requires_grad], 0.0
+    parameters, squares = counted(model), 0.0
     for number, parameter in enumerate(parameters):
         value = 1.0 / (1 + number % 7)
         parameter.grad = torch.full_like(parameter, value)
         squares += value * value * math.prod(whole_shape(parameter))
+    stages = ranks.mesh.rows(("pp",))[0]  # every rank of a stage has the same sum
+    if len(stages) > 1:
+        every = ranks.all_gather_object("squares", squares)
+        squares = sum(every[stage] for stage in stages)
     norm, expected = float(collectives.global_grad_norm(parameters, ranks)), math.sqrt(squares)
     for parameter in parameters:
         parameter.grad = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +16,8 @@ from windlass.checkpoint.commit import shortage
 from windlass.checkpoint.load import Choice, open_checkpoint, recover, rename_damaged
 from windlass.checkpoint.retention import policy_of, read_lineage
 from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import restore
+from windlass.checkpoint.state_dict import State, restore
+from windlass.data.loader import Loader
 from windlass.data.prepare import Data, data_dir, open_data
 from windlass.data.samples import real_tokens
 from windlass.errors import UserError, argument, plural
@@ -28,9 +30,16 @@ from windlass.model.build import read_sizes, sizes_of
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
 from windlass.model.size import flops_per_token
+from windlass.optim.build import count_groups
 from windlass.parallel.architecture import code_for
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import autocast, parallelize, resolve_precision, unwrap
+from windlass.parallel.parallelize import (
+    autocast,
+    counted,
+    parallelize,
+    resolve_precision,
+    unwrap,
+)
 from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.run import read_lines
@@ -292,6 +301,53 @@ def describe_origin(model: nn.Module, facts: ModelFacts, ranks: Ranks) -> dict[s
     if facts.hf and ranks.main:
         origin["model"] = hf_files.describe_origin(unwrap(model))
     return origin
+
+
+def open_loader(
+    recipe: Recipe, data: Data, batch: BatchPlan, ranks: Ranks, state: TrainState
+) -> Loader:
+    """The batches from the state's step on, read ahead in the background."""
+    settings = recipe.data
+    return Loader(
+        data.train,
+        batch,
+        ranks.mesh.data_rank,
+        seed=recipe.run.seed,
+        kind=settings.order,
+        device=ranks.device,
+        prefetch=settings.prefetch,
+        first_step=state.step,
+        skipped=tuple(state.skipped),
+        length_buckets=settings.length_buckets and settings.format != "text",
+    )
+
+
+def add_stages(state: State, ranks: Ranks) -> State:
+    """A state with the bytes of all stages of a pipeline."""
+    every = ranks.all_gather_object("bytes", state.total_bytes)
+    total = sum(every[stage] for stage in ranks.mesh.rows(("pp",))[0])
+    return replace(state, total_bytes=total)
+
+
+def optimizer_groups(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> list[dict[str, Any]]:
+    """`count_groups` over all stages of a pipeline."""
+    stages = ranks.mesh.rows(("pp",))[0]
+    if len(stages) == 1:
+        return count_groups(optimizer.param_groups)
+    rows: Any = getattr(optimizer, "rows", {})
+    own = {id(rows.get(p, p)) for p in counted(model)}
+    groups = [
+        g | {"params": [p for p in g["params"] if id(p) in own]} for g in optimizer.param_groups
+    ]
+    total = dict[str, dict[str, Any]]()
+    every = ranks.all_gather_object("optimizer groups", count_groups(groups))
+    for group in itertools.chain.from_iterable(every[stage] for stage in stages):
+        before = total.setdefault(group["name"], group | {"tensors": 0, "parameters": 0})
+        for key in ("tensors", "parameters"):
+            before[key] += group[key]
+    return list(total.values())
 
 
 def disk_shortage(plan: StartPlan, horizon: Horizon, done: int, size: int) -> list[str]:

@@ -141,8 +141,6 @@ def _resume(
         if begins_at.parent != directory or not same_step:
             problem = f"{run.path} begins at {begins_at}, not at {branch_from}"
             raise UserError(f"{problem}; give another run.dir")
-    old, new, unrecorded = run.recipe.flat(), recipe.flat(), (*UNRECORDED, "train.steps")
-    differ = [key for key in new if not key.startswith(unrecorded) and old.get(key) != new[key]]
     return StartPlan(
         recipe,
         run,
@@ -150,8 +148,18 @@ def _resume(
         finished=not extends_from and _is_finished(run, recipe),
         extends_from=extends_from,
         restarted=restarted,
-        changes={key: [old.get(key), new[key]] for key in differ},
+        changes=changes_of(run, recipe),
     )
+
+
+def changes_of(run: Run, recipe: Recipe) -> dict[str, list[Any]]:
+    """The settings that a resume changes and records: key -> [old, new]."""
+    old, new = run.recipe.flat(), recipe.flat()
+    unrecorded: tuple[str, ...] = (*UNRECORDED, "train.steps")
+    later = ("train.fit", "train.micro_batch", "parallel.")  # `train.fit` has not chosen them yet
+    unrecorded = (*unrecorded, *later) if recipe.train.fit else unrecorded
+    differ = [key for key in new if not key.startswith(unrecorded) and old.get(key) != new[key]]
+    return {key: [old.get(key), new[key]] for key in differ}
 
 
 def _is_finished(run: Run, recipe: Recipe) -> bool:

@@ -18,37 +18,39 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from windlass import processes
 from windlass.checkpoint.commit import Save
-from windlass.checkpoint.load import candidates, open_checkpoint, rename_damaged
+from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, PERIODIC
-from windlass.checkpoint.state_dict import State, gather_state, named_state, restore, state_bytes
+from windlass.checkpoint.state_dict import State, gather_state, restore
 from windlass.data.facts import describe
-from windlass.data.loader import Loader, StepBatch
+from windlass.data.loader import Loader, MicroBatch, StepBatch
 from windlass.data.order import step_samples
 from windlass.data.prepare import Data
 from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
 from windlass.model.build import build_model, own_module
 from windlass.model.convert import export_note
-from windlass.optim.build import build_optimizer, count_groups, set_lr
+from windlass.optim.build import build_optimizer, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
 from windlass.parallel.dist import init_process_group, init_store
 from windlass.parallel.env import detect_env
-from windlass.parallel.parallelize import autocast, sync_gradients, unwrap
+from windlass.parallel.parallelize import autocast, counted, sync_gradients, unwrap
+from windlass.parallel.pipeline import StagedGPT
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.telemetry.console import Console
 from windlass.training import memory, setup, start
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import startup_checks
 from windlass.training.evaluator import Evaluator
-from windlass.training.nonfinite import BadSteps, check_is_deferred
+from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
 from windlass.training.record import Recorder
-from windlass.training.start import StartPlan, choose_undamaged, decide_on_rank_0
+from windlass.training.start import StartPlan, decide_on_rank_0
 from windlass.training.state import LossScaler, LossSum, TrainState, step_seed
 from windlass.training.stop import StopSignals
 from windlass.training.threads import set_threads
@@ -56,7 +58,6 @@ from windlass.training.threads import set_threads
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
 FAILING_SAVE_SECONDS = 5.0  # the longest wait of a failing run for a save in progress
 TRACKER_RESERVE_SECONDS = 2.0  # of the grace after a signal, after the trackers have finished
-MAX_REWINDS = 3  # to the same checkpoint
 
 
 class Trainer:
@@ -99,6 +100,7 @@ class Trainer:
         if custom:
             decide_on_rank_0(ranks, "write", begin)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.counted = counted(self.model)
         shards, replicas = ranks.strategy.shards_optimizer, ranks.mesh.replicas
         kind, network = ranks.device.type, unwrap(self.model)
         self.optimizer = build_optimizer(network, recipe.optim, kind, replicas, shards)
@@ -137,14 +139,13 @@ class Trainer:
         self, plan: StartPlan, place: setup.RunPlace, threads: str, custom: bool, source: str
     ) -> None:
         """Report the start, and write the settings that a resume has changed."""
-        notes, step = [*place.notes], self.state.step
+        notes, step, size = [*place.notes], self.state.step, self.tensors().total_bytes
         if self.ranks.main:
             # torch's optimizers have no state before their first step.
-            size = state_bytes(named_state(self.model, self.optimizer)[0])
             size += 0 if self.optimizer.state else 8 * self.facts.sizes.trained
             notes += setup.disk_shortage(plan, self.horizon, step, size)
         notes += [note] if not custom and (note := export_note(self.recipe.model)) else []
-        groups = count_groups(self.optimizer.param_groups)
+        groups = setup.optimizer_groups(self.model, self.optimizer, self.ranks)
         self.recorder.started(self.batch, threads, describe(self.data), groups, source, notes)
         if plan.changes:
             self.recorder.settings_changed()
@@ -279,23 +280,35 @@ class Trainer:
         dtype = torch.float64 if precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
 
-        for micro in batch.micro:
+        def forward(micro: MicroBatch, **stage: Any) -> torch.Tensor:
             if self.facts.dropout:
                 torch.manual_seed(step_seed(self.recipe.run.seed, batch.step, micro.k))
-            with sync_gradients(self.model, ranks.strategy, micro is batch.micro[-1]):
-                ranks.mark(batch.step, "forward")
-                with timer.phase("forward"), autocast(self.recipe, ranks.device):
-                    loss_sum = self.model(micro.batch.tokens, micro.batch.labels)  # [B, T]
-                micro_loss = loss_sum / max(1, counts.wait()[0])
-                ranks.mark(batch.step, "backward")
-                with timer.phase("backward"):
-                    (micro_loss if scale is None else micro_loss * scale).backward()
-            loss += micro_loss.detach()
+            ranks.mark(batch.step, "forward")
+            with timer.phase("forward"), autocast(self.recipe, ranks.device):
+                result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
+            if result.dim():  # hidden states, for the next stage of a pipeline
+                return result
+            micro_loss = result / max(1, counts.wait()[0])
+            loss.add_(micro_loss.detach())
+            return micro_loss if scale is None else micro_loss * scale
+
+        def backward(result: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+            ranks.mark(batch.step, "backward")
+            with timer.phase("backward"):
+                result.backward(gradient)
+
+        sync = partial(sync_gradients, self.model, ranks.strategy)
+        if isinstance(self.model, StagedGPT):
+            self.model.pipeline.train(self.model, batch.micro, forward, backward, sync, loss)
+        else:
+            for micro in batch.micro:
+                with sync(micro is batch.micro[-1]):
+                    backward(forward(micro))
 
         ranks.mark(batch.step, "optimizer")
         with timer.phase("optimizer"):
             collectives.sum_over_tensor_ranks(self.parameters, ranks)
-            grad_norm = collectives.global_grad_norm(self.parameters, ranks)
+            grad_norm = collectives.global_grad_norm(self.counted, ranks)
             grad_norm = grad_norm if scale is None else grad_norm / scale
             bad, spike = self.bad_steps.observe(loss, grad_norm)
             if self.bad_steps.deferred:  # the device makes no update if it is 1
@@ -319,19 +332,7 @@ class Trainer:
 
     def open_loader(self) -> Loader:
         """The batches from the present step on, read ahead in the background."""
-        data = self.recipe.data
-        return Loader(
-            self.data.train,
-            self.batch,
-            self.ranks.mesh.data_rank,
-            seed=self.recipe.run.seed,
-            kind=data.order,
-            device=self.ranks.device,
-            prefetch=data.prefetch,
-            first_step=self.state.step,
-            skipped=tuple(self.state.skipped),
-            length_buckets=data.length_buckets and data.format != "text",
-        )
+        return setup.open_loader(self.recipe, self.data, self.batch, self.ranks, self.state)
 
     def next_batch(self, loader: Loader) -> StepBatch:
         """The next batch. While it is late, a single rank may stop; several wait for each other."""
@@ -381,19 +382,9 @@ class Trainer:
 
     def rewind(self, reason: str, stop_sample: int) -> None:
         """Return to the newest good checkpoint, and leave out the samples up to `stop_sample`."""
-        recorder, run, state = self.recorder, self.recorder.run, self.state
+        recorder, state = self.recorder, self.state
         self.wait_for_saves()
-        choice = choose_undamaged(self.ranks, lambda: candidates(run.path))
-        if choice is None:
-            raise RunFailed(f"{reason}; there is no checkpoint yet to return to")
-        for note in choice.notes:
-            recorder.console.warning(note)
-        decide_on_rank_0(self.ranks, "rename damaged", lambda: rename_damaged(choice, run.path))
-        self.rewinds[choice.step] += 1
-        if self.rewinds[choice.step] > MAX_REWINDS:
-            times = f"the run returned to step {choice.step} {MAX_REWINDS} times"
-            advice = "resume from an earlier one (checkpoint.resume=STEP) with a lower optim.lr"
-            raise RunFailed(f"{reason}; {times}: {advice}")
+        choice = choose_rewind(recorder, self.rewinds, reason)
         self.losses.reset()
         checkpoint = open_checkpoint(choice.path, deep=False)
         restore(checkpoint, self.model, self.optimizer)
@@ -408,7 +399,9 @@ class Trainer:
 
     def tensors(self) -> State:
         """This rank's share of model and optimizer; of equal replicas one rank has the tensor."""
-        return gather_state(self.model, self.optimizer, self.ranks.rank, self.ranks.world)
+        ranks, stages = self.ranks, self.ranks.mesh.sizes.pp
+        state = gather_state(self.model, self.optimizer, ranks.rank, ranks.world, stages)
+        return state if stages == 1 else setup.add_stages(state, ranks)
 
     def save(self, reason: str = PERIODIC) -> None:
         """Copy the state to the host, for a checkpoint that is written in the background."""

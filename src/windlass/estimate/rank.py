@@ -1,0 +1,235 @@
+"""One rank of a layout: its stage of the layers, and its parts of each matrix and sequence.
+
+`model/share.py` makes the same division of a real model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from windlass.model.size import block_matrices, block_parameters, count
+from windlass.recipe.network import ModelSettings
+from windlass.recipe.strategies import STRATEGIES, Strategy
+
+if TYPE_CHECKING:
+    from windlass.recipe import Recipe
+
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The arrangement of a training over ranks and in memory."""
+
+    strategy: str
+    world: int = 1
+    shard: int = 1  # ranks that divide the optimizer state, and with FSDP2 parameters and gradients
+    precision: str = "fp32"
+    checkpointing: str = "none"
+    offload: bool = False
+    micro_batch: int = 1
+    accumulation: int = 1
+    device: str = "cpu"  # or cuda
+    reduce_each: bool | str = "auto"  # `parallel.reduce_each_micro_batch`
+    workspace: int = 0  # bytes of cuBLAS
+    tensor: int = 1
+    sequence: bool = True
+    context: int = 1
+    pipeline: int = 1
+
+    @property
+    def policy(self) -> Strategy:
+        """The tensors that the ranks divide among themselves."""
+        return STRATEGIES[self.strategy]
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether FSDP2 reduces gradients in every micro-batch, or in a step's last one alone."""
+        return self.policy.reduces_each if self.reduce_each == "auto" else bool(self.reduce_each)
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model, apart from sharding."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def data_world(self) -> int:
+        """Ranks that read different samples."""
+        return self.world // self.model_ranks
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that add up the gradients of the same parameters."""
+        return self.data_world * self.context
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step's computation in which a stage waits (1F1B; arXiv 2104.04473)."""
+        return (self.pipeline - 1) / (self.accumulation + self.pipeline - 1)
+
+
+def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = "") -> Layout:
+    """The layout of a recipe on `world` ranks; `precision` replaces `auto`."""
+    strategy, batch, parallel = recipe.strategy(world), recipe.batch(world, device), recipe.parallel
+    if not precision:
+        precision = recipe.train.precision
+        precision = {"cpu": "fp32", "cuda": "bf16"}[device] if precision == "auto" else precision
+    parts = parallel.context if strategy.shards_optimizer else 1
+    return Layout(
+        strategy.name,
+        world,
+        recipe.sizes(world).dp_shard * parts,
+        precision,
+        parallel.activation_checkpointing,
+        parallel.offload,
+        batch.micro_batch,
+        batch.accumulation,
+        device,
+        parallel.reduce_each_micro_batch,
+        0,
+        parallel.tensor,
+        parallel.sequence,
+        parallel.context,
+        parallel.pipeline,
+    )
+
+
+def stage_layers(settings: ModelSettings, vocab: int, stages: int) -> list[int]:
+    """The blocks of each stage, so that the slowest stage takes the least time.
+
+    The last stage also computes the head. Looking up the embedding costs nothing. Of stages with
+    unequal numbers of blocks the later ones have more, because they hold fewer activations.
+    """
+    m = settings
+    if stages == 1:
+        return [m.layers]
+    block = block_matrices(m) + m.context * m.width  # products a token; half of 2 T D in attention
+    head = vocab * m.width
+
+    def slowest(last: int) -> int:
+        others = -(-(m.layers - last) // (stages - 1))
+        return max(others * block, last * block + head)
+
+    last = min(range(1, m.layers - stages + 2), key=lambda n: (slowest(n), -n))
+    each, more = divmod(m.layers - last, stages - 1)
+    return [each + (stage >= stages - 1 - more) for stage in range(stages - 1)] + [last]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The part of our GPT that the fullest rank of a pipeline stage holds.
+
+    Each element of a matrix is on one rank of `tensor`. These ranks replicate norms, learned
+    positions and the biases of the output projections.
+    """
+
+    model: ModelSettings
+    vocab: int
+    layout: Layout
+    stage: int
+    layers: int
+
+    @property
+    def first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it has the head."""
+        return self.stage == self.layout.pipeline - 1
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and head are one tensor of this rank; two stages have one each."""
+        return self.model.tie_head and self.first and self.last
+
+    @property
+    def head_width(self) -> int:
+        return self.model.width // self.model.heads
+
+    @property
+    def heads(self) -> int:
+        return self.model.heads // self.layout.tensor
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values; with fewer of them than ranks, ranks compute the same one."""
+        return max(1, self.model.kv_heads_ // self.layout.tensor)
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether the ranks of `context` exchange heads; otherwise they gather keys and values."""
+        return self.kv_heads % self.layout.context == 0
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch in attention and feed-forward layers, with padding."""
+        parts = self.layout.context * (1 if self.by_heads else 2)  # an early and a late part
+        parts = parts if self.layout.context > 1 else 1
+        each = -(-self.model.context // parts) * parts // self.layout.context
+        return self.layout.micro_batch * each
+
+    @cached_property
+    def stream_tokens(self) -> int:
+        """Tokens of a micro-batch in the residual stream, with padding."""
+        parts = self.layout.tensor if self.layout.sequence else 1
+        return self.layout.micro_batch * -(-self.tokens // self.layout.micro_batch // parts)
+
+    @cached_property
+    def matrices(self) -> int:
+        """Entries of a block's matrices."""
+        return block_matrices(self.model) // self.layout.tensor
+
+    @cached_property
+    def block_replicated(self) -> int:
+        """Parameters of a block that the ranks of `tensor` replicate."""
+        m, keys = self.model, self.head_width * self.model.kv_heads_
+        ups = 2 if m.activation == "swiglu" else 1
+        biases = m.attn_bias * (m.width + 2 * keys) + m.ff_bias * ups * m.ff_width_
+        return block_parameters(m) - block_matrices(m) - biases
+
+    @cached_property
+    def block(self) -> int:
+        """Parameters of a block."""
+        cut = block_parameters(self.model) - self.block_replicated
+        return cut // self.layout.tensor + self.block_replicated
+
+    @cached_property
+    def table(self) -> int:
+        """Entries of the embedding's or the head's matrix."""
+        return -(-self.vocab // self.layout.tensor) * self.model.width
+
+    @cached_property
+    def replicated(self) -> int:
+        """Parameters that the ranks of `tensor` replicate."""
+        sizes, layers = count(self.model, self.vocab), self.model.layers
+        norm = sizes.norms // (2 * layers + self.model.final_norm)
+        ends = self.first * sizes.positions + self.last * self.model.final_norm * norm
+        return ends + self.layers * self.block_replicated
+
+    @cached_property
+    def total(self) -> int:
+        """All parameters."""
+        tables = self.first + self.last * (not self.tied)
+        bias = self.last * self.model.head_bias * -(-self.vocab // self.layout.tensor)
+        blocks = self.layers * (self.block - self.block_replicated)
+        return tables * self.table + bias + blocks + self.replicated
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of the stage for a token, on all ranks, as `model.size.flops_per_token`."""
+        m, sizes = self.model, count(self.model, self.vocab)
+        multiplied = self.layers * block_parameters(m)
+        if self.last:
+            multiplied += sizes.multiplied - m.layers * block_parameters(m)
+        return 6 * multiplied + 12 * self.layers * m.width * m.context
+
+
+def ranks_of(model: ModelSettings, vocab: int, layout: Layout) -> list[Rank]:
+    """The stages that differ in memory or work; of equal stages the first, which holds most."""
+    layers = stage_layers(model, vocab, layout.pipeline)
+    ranks = [Rank(model, vocab, layout, stage, layers[stage]) for stage in range(layout.pipeline)]
+    return list({(r.layers, r.first, r.last): r for r in reversed(ranks)}.values())[::-1]

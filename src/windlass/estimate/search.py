@@ -1,0 +1,231 @@
+"""The layouts of our GPT on a number of ranks: which fit, how long a step takes, what is sent.
+
+Every combination of `parallel.tensor`, `context` and `pipeline` is tried that the recipe's checks
+accept, with each strategy, activation checkpointing and micro-batch. `time.step_time` predicts the
+step, `memory.memory` the peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from windlass.errors import UserError, plural
+from windlass.estimate.devices import Device
+from windlass.estimate.layouts import CHECKPOINTING, distinct_strategies, shard_of
+from windlass.estimate.memory import Memory, memory
+from windlass.estimate.rank import Layout, layout_of
+from windlass.estimate.subject import Subject
+from windlass.estimate.time import RECOMPUTED, Links, Rates, StepTime, step_time
+from windlass.estimate.work import LINKS, works
+from windlass.recipe import Recipe, typed
+from windlass.recipe.strategies import STRATEGIES
+from windlass.telemetry.timing import peak_flops
+
+ROWS = 8  # of the table, one for each combination of tensor, context and pipeline
+PER_HOST = 8  # assumed GPUs of a host
+NETWORK = 25e9
+"""Assumed bytes a second between hosts for each GPU: one adapter of 200 Gbit/s."""
+NOMINAL = {"cpu": 5e10, "cuda": 1e14}
+"""FLOP/s of a rank that order layouts if the device has no published peak; they are not shown."""
+
+ALIKE = 0.02
+"""Predicted steps that differ by less than this part count as equal."""
+
+Settings = dict[str, str | int | bool]
+
+
+@dataclass(frozen=True)
+class LayoutRow:
+    """A layout that fits, with the step of its slowest rank."""
+
+    layout: Layout
+    memory: Memory  # of the fullest rank
+    # Seconds of a step, predicted; only for the order if the device has no published peak.
+    compute: float
+    communication: float
+    bubble: float
+    sent: dict[str, int]  # bytes of a rank in a step along each dimension, at most
+    settings: Settings  # that differ from the recipe's
+    chosen: bool  # whether it is the recipe's own layout
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time of a step."""
+        return self.compute + self.communication + self.bubble
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The ranks for which layouts are compared."""
+
+    device: Device
+    world: int
+    precision: str
+    per_host: int = 0  # ranks; 0: PER_HOST GPUs, or all ranks on a CPU
+    mfu: float = 0.4
+
+    @property
+    def ranks_of_host(self) -> int:
+        """Ranks of each of several hosts; 0 if there is one host."""
+        per_host = self.per_host or (PER_HOST if self.device.kind == "cuda" else self.world)
+        return per_host if per_host < self.world else 0
+
+    @property
+    def knows_peak(self) -> bool:
+        return peak_flops(self.device.name, self.precision) is not None
+
+    @staticmethod
+    def of(subject: Subject, per_host: int, mfu: float) -> Machine:
+        """The ranks of a plan."""
+        return Machine(subject.device, subject.world, subject.precision, per_host, mfu)
+
+    def rates(self, recipe: Recipe) -> Rates:
+        """The device's peak times an assumed MFU, and the published rates of links."""
+        peak = peak_flops(self.device.name, self.precision, recipe.train.tf32)
+        flops = self.mfu * (peak or NOMINAL[self.device.kind])
+        return Rates(flops, links=Links(self.device.link, NETWORK, self.ranks_of_host))
+
+
+def layouts(recipe: Recipe, machine: Machine) -> Iterator[tuple[Layout, Settings]]:
+    """Every valid layout, with its settings."""
+    world, train = machine.world, recipe.train
+    numbers = [n for n in range(1, world + 1) if world % n == 0]
+    # Some of torch's optimizers need whole matrices.
+    whole = recipe.optim.kind.startswith("torch.")
+    for t, c, p in product(numbers, numbers, numbers):
+        if world % (t * c * p) or (whole and t > 1):
+            continue
+        division: Settings = {"parallel.tensor": t, "parallel.context": c, "parallel.pipeline": p}
+        division |= {"parallel.strategy": "auto", "parallel.offload": False}
+        division |= {"parallel.shard_size": 0}
+        samples = train.global_batch // max(1, world // (t * c * p))
+        sizes = [n for n in range(1, samples + 1) if samples % n == 0]
+        for size in [train.micro_batch] if train.micro_batch else sizes:
+            settings = division | {"train.micro_batch": size}
+            try:
+                base = layout_of(recipe.replace(settings), world, machine.device.kind)
+            except UserError:  # the checks of `recipe.combinations` and of the batch
+                continue
+            base = replace(base, precision=machine.precision)
+            base = replace(base, workspace=machine.device.workspace_bytes)
+            groups = 0 if machine.ranks_of_host % (t * c) else machine.ranks_of_host // (t * c)
+            for strategy, checkpointing in product(distinct_strategies(base), CHECKPOINTING):
+                more: Settings = {"parallel.strategy": strategy}
+                more["parallel.activation_checkpointing"] = checkpointing
+                shard = shard_of(strategy, base, groups)
+                if STRATEGIES[strategy].grouped:
+                    if not 1 < shard // c < base.data_world:
+                        continue
+                    more["parallel.shard_size"] = shard // c
+                layout = replace(base, strategy=strategy, shard=shard, checkpointing=checkpointing)
+                yield layout, settings | more
+
+
+def slowest(recipe: Recipe, vocab: int, layout: Layout, rates: Rates) -> StepTime:
+    """The step of the slowest stage."""
+    again = RECOMPUTED.get(layout.checkpointing, 1.0)
+    tokens = again * recipe.train.global_batch * recipe.model.context / layout.world
+    every = works(recipe.model, vocab, layout, recipe.parallel.bucket_mb)
+    steps = [
+        step_time(rates, work.flops_per_token * tokens, work.collectives, bubble=layout.bubble)
+        for work in every
+    ]
+    return max(steps, key=lambda step: step.total or 0.0)
+
+
+def layout_rows(
+    recipe: Recipe, vocab: int, machine: Machine, rows: int = ROWS
+) -> tuple[list[LayoutRow], str]:
+    """The fastest layouts that fit, one for each combination of tensor, context and pipeline; or why
+    none fits.
+
+    Of layouts within about ALIKE of each other the simplest is first: with the fewest parts, without
+    recomputation, with the least sharding, and with the largest micro-batch.
+    """
+    if (usable := machine.device.usable_bytes) is None:
+        return [], "the device's memory is unknown"
+    rates, timed = machine.rates(recipe), list[tuple[Any, ...]]()
+    for layout, settings in layouts(recipe, machine):
+        step = slowest(recipe, vocab, layout, rates)
+        about = round(math.log(step.total or 1.0) / ALIKE)
+        parts = layout.model_ranks, layout.pipeline, layout.context
+        kind = CHECKPOINTING.index(layout.checkpointing), [*STRATEGIES].index(layout.strategy)
+        timed.append(((about, parts, kind, -layout.micro_batch), layout, settings, step))
+    timed.sort(key=lambda one: one[0])
+    fitting, done = list[LayoutRow](), set[tuple[int, ...]]()
+    least = list[Any]()
+    for _, layout, settings, step in timed:
+        division = layout.tensor, layout.context, layout.pipeline
+        if division in done:
+            continue
+        peak = memory(recipe.model, vocab, layout, recipe.optim.kind)
+        if peak.total <= usable:
+            fitting.append(_row(recipe, vocab, layout, settings, peak, step))
+            done.add(division)
+        elif not least or peak.total < least[0]:
+            least = [peak.total, settings]
+        if len(fitting) == rows:
+            break
+    return fitting, "" if fitting else _nothing_fits(recipe, machine, usable, least)
+
+
+def _row(
+    recipe: Recipe,
+    vocab: int,
+    layout: Layout,
+    settings: Settings,
+    peak: Memory,
+    step: StepTime,
+) -> LayoutRow:
+    every = works(recipe.model, vocab, layout, recipe.parallel.bucket_mb)
+    sent = [work.bytes_sent() for work in every]
+    most = {link: max(one[link] for one in sent) for link in LINKS}
+    changes, own = _changes(recipe, settings, layout.world), _is_own(recipe, layout)
+    compute, communication = step.compute or 0.0, step.communication or 0.0
+    return LayoutRow(layout, peak, compute, communication, step.bubble, most, changes, own)
+
+
+def _changes(recipe: Recipe, settings: Settings, world: int) -> Settings:
+    """The settings that differ from the recipe's."""
+    before = recipe.flat()
+    if before["parallel.strategy"] == "auto":
+        before["parallel.strategy"] = "ddp" if world > 1 else "single"
+    return {key: value for key, value in settings.items() if before[key] != value}
+
+
+def _is_own(recipe: Recipe, layout: Layout) -> bool:
+    """Whether a recipe has this layout already."""
+    try:
+        own = layout_of(recipe, layout.world, layout.device, layout.precision)
+    except UserError:
+        return False
+    return own == replace(layout, workspace=0)
+
+
+def _nothing_fits(recipe: Recipe, machine: Machine, usable: int, least: list[Any]) -> str:
+    """Which layout is the closest, and what it lacks."""
+    ranks = plural(machine.world, "rank")
+    if not least:
+        problem = f"no layout divides the model and train.global_batch among {ranks}"
+        return f"{problem}: use another number of ranks, or another batch"
+    size, settings = least
+    changes = _changes(recipe, settings, machine.world)
+    closest = " ".join(f"{key}={typed(value)}" for key, value in changes.items())
+    lacks = f"{size / 1e9:.3g} GB of {usable / 1e9:.3g} GB, {(size - usable) / 1e9:.3g} GB too much"
+    problem = f"no layout of {ranks} fits. The closest ({closest or 'as it is'}) takes {lacks}"
+    return f"{problem}. Use more ranks, a larger device, or a smaller train.micro_batch or model"
+
+
+def fit(recipe: Recipe, vocab: int, machine: Machine) -> LayoutRow:
+    """The fastest layout that fits; UserError with the closest if none does."""
+    if recipe.model.kind != "gpt" or recipe.model.freeze:
+        problem = "Windlass computes the layouts of its own GPT only, with all parameters trained"
+        raise UserError(f"train.fit: {problem}: drop it, and see `windlass plan`")
+    rows, why = layout_rows(recipe, vocab, machine, rows=1)
+    if not rows:
+        raise UserError(f"train.fit: {why}")
+    return rows[0]

@@ -1,0 +1,256 @@
+"""The work of a rank in a step: its FLOPs, and its collectives in each dimension of the mesh.
+
+`Collective.size` counts the whole buffer of a call: the result of an all-gather, the input of a
+reduce-scatter or an all-to-all, the buffer of an all-reduce, and a message at its sender. Scalars
+do not count, for example losses, token counts and the gradient norm.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, layout_of, ranks_of
+from windlass.model.size import CountedSizes, block_parameters, flops_per_token
+from windlass.recipe.network import ModelSettings
+
+if TYPE_CHECKING:
+    from windlass.recipe import Recipe
+    from windlass.run import Line
+
+LINKS = ("dp", "tp", "cp", "pp")
+"""The dimensions along which ranks communicate; `dp` also sums the gradients over `cp`."""
+
+
+def on_cpu(start: Line) -> bool:
+    """Whether a run's last start was on a CPU."""
+    return str(start.get("device")).upper() == "CPU"
+
+
+class Collective(NamedTuple):
+    """Equal calls of one collective in a step."""
+
+    name: str  # as preflight measures it
+    size: float  # bytes of a call: the whole buffer
+    calls: float
+    ranks: int
+    link: str = "dp"  # one of LINKS
+    stride: int = 1  # the difference between the numbers of neighbouring ranks
+
+    @property
+    def bus_bytes(self) -> float:
+        """Bytes over each link of a ring in all calls.
+
+        2 (n-1)/n of the buffer for an all-reduce, all of a message, (n-1)/n for the others.
+        """
+        part = (self.ranks - 1) / self.ranks
+        passes = {"all_reduce": 2 * part, "send_recv": 1.0}.get(self.name, part)
+        return self.calls * self.size * passes
+
+
+@dataclass(frozen=True)
+class Work:
+    """The model and layout of a run, which determine a step's FLOPs and collectives.
+
+    With tensor or pipeline parallelism the parameters are the rank's.
+    """
+
+    layout: Layout
+    total: int  # parameters
+    trained: int  # parameters with gradients
+    block: int = 0  # parameters of one block, the unit of FSDP2
+    blocks: int = 0
+    flops_per_token: float = 0.0  # forward and backward, without recomputation
+    bucket_mb: float = 25.0  # `parallel.bucket_mb`
+    exchanges: tuple[Collective, ...] = ()  # inside a copy of the model
+    embedding: int = 0  # parameters of an embedding that is a unit of FSDP2
+
+    @staticmethod
+    def of_run(recipe: Recipe, start: Line) -> Work:
+        """From a run's recipe and its last start (`run.last_start`).
+
+        In a model of `transformers`, everything but one token table counts as blocks.
+        """
+        device = "cpu" if on_cpu(start) else "cuda"
+        layout = layout_of(recipe, int(start["world"]), device, start["precision"])
+        layout = replace(layout, strategy=start["strategy"], accumulation=start["accumulation"])
+        total, trained, network = start["parameters"], start["trained"], start.get("network")
+        if layout.model_ranks > 1:
+            vocab = start["data"]["vocab"]
+            every = works(recipe.model, vocab, layout, recipe.parallel.bucket_mb)
+            return max(every, key=lambda work: work.flops_per_token)
+        if network:
+            blocks = int(network.get("layers") or 0)
+            table = int(network.get("vocab", 0)) * int(network.get("width", 0))
+            block = (total - table) // blocks if blocks else 0
+        else:
+            block, blocks = block_parameters(recipe.model), recipe.model.layers
+        if network or recipe.model.freeze:
+            flops = CountedSizes(total, trained, 0).flops_per_token()
+        else:
+            flops = flops_per_token(recipe.model, start["data"]["vocab"])
+        return Work(layout, total, trained, block, blocks, flops, recipe.parallel.bucket_mb)
+
+    @property
+    def updated(self) -> float:
+        """Parameters that a rank updates."""
+        return self.trained / self.layout.shard
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """All collectives of a step; none on one rank."""
+        sent = [*self._of_parameters(), *self.exchanges]
+        return [one for one in sent if one.calls and one.size and one.ranks > 1]
+
+    def _of_parameters(self) -> list[Collective]:
+        """The collectives on parameters and gradients.
+
+        Gradients and master weights have 4 bytes (8 in fp64). FSDP2 gathers in the step's
+        precision.
+        """
+        layout, strategy = self.layout, self.layout.policy
+        world, shard, stride = layout.replicas, layout.shard, layout.tensor
+        low = COMPUTE_BYTES[layout.precision]
+        master = max(4, low)
+        if not strategy.shards_parameters:
+            gradients = master * self.trained
+            calls = max(1, math.ceil(gradients / (self.bucket_mb * 2**20)))
+            sent = [Collective("all_reduce", gradients / calls, calls, world, "dp", stride)]
+            if strategy.shards_optimizer:  # each rank updates its part, which then goes to all
+                sent.append(Collective("all_gather", gradients, 1, world, "dp", stride))
+            return sent
+        gradients_per_parameter = self.trained / self.total
+        root, steps = self.total - self.blocks * self.block - self.embedding, layout.accumulation
+        once = strategy.keeps_gathered
+        # Embedding and blocks are gathered for each forward and backward pass, the rest for each
+        # forward pass.
+        both = 1 if once else 2 * steps
+        sent = [
+            Collective("all_gather", low * root, 1 if once else steps, shard, "dp", stride),
+            Collective("all_gather", low * self.embedding, both, shard, "dp", stride),
+            Collective("all_gather", low * self.block, self.blocks * both, shard, "dp", stride),
+        ]
+        reductions, groups = steps if layout.reduces_each else 1, world // shard
+        for unit, number in ((root, 1), (self.embedding, 1), (self.block, self.blocks)):
+            size = master * gradients_per_parameter * unit
+            calls = number * reductions
+            sent.append(Collective("reduce_scatter", size, calls, shard, "dp", stride))
+            # Between the groups, each shard with its equals.
+            between = Collective("all_reduce", size / shard, number, groups, "dp", stride * shard)
+            sent.append(between)
+        return sent
+
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes of the buffers of all calls in a step, for each of LINKS."""
+        sent = dict.fromkeys(LINKS, 0.0)
+        for one in self.collectives:
+            sent[one.link] += one.calls * one.size
+        return {link: round(size) for link, size in sent.items()}
+
+
+def works(model: ModelSettings, vocab: int, layout: Layout, bucket_mb: float = 25.0) -> list[Work]:
+    """The work of a rank of our GPT, in each stage that differs from the others.
+
+    The FLOPs of a stage count as if all stages were equal to it, because the slowest sets the pace.
+    """
+    return [
+        Work(
+            layout,
+            rank.total,
+            rank.total,
+            rank.block,
+            rank.layers,
+            rank.flops_per_token * layout.pipeline,
+            bucket_mb,
+            (*_of_tensor(rank), *_of_context(rank), *_of_pipeline(rank)),
+            0 if model.tie_head or not rank.first else rank.table,
+        )
+        for rank in ranks_of(model, vocab, layout)
+    ]
+
+
+def _repeats(layout: Layout) -> int:
+    """How often a forward pass of a block runs in a micro-batch."""
+    return 1 if layout.checkpointing == "none" else 2
+
+
+def _of_tensor(rank: Rank) -> list[Collective]:
+    """Sums over the ranks of `tp` after a matrix that is cut by columns, and their mirror.
+
+    Autocast rounds the input of a matrix before it is gathered. The embedding's sum has the
+    stream's precision.
+    """
+    layout, m, t = rank.layout, rank.model, rank.layout.tensor
+    if t == 1:
+        return []
+    low = COMPUTE_BYTES[layout.precision]
+    master, steps, blocks = max(4, low), layout.accumulation, rank.layers
+
+    def calls(name: str, size: float, number: float) -> Collective:
+        return Collective(name, size, number, t, "tp")
+
+    # The recomputation of a block ends at the last matrix, or at the dropout after its sum;
+    # `selective` saves the sums.
+    again, whole_again = _repeats(layout) - 1, layout.checkpointing == "full"
+    enters, leaves = 2 * again, whole_again * (2 if m.dropout else 1)
+    if layout.sequence:
+        whole = rank.stream_tokens * t * m.width
+        sent = [
+            calls("all_gather", low * whole, steps * (blocks * (4 + enters) + rank.last)),
+            calls("reduce_scatter", low * whole, steps * (blocks * (4 + leaves) + rank.last)),
+            calls("reduce_scatter", master * whole, steps * rank.first),
+            calls("all_gather", master * whole, steps * rank.first),
+        ]
+        # Each rank has seen other tokens of the stream.
+        shard = layout.shard if layout.policy.shards_parameters else 1
+        sent.append(calls("all_reduce", master * rank.replicated / shard, 1))
+    else:
+        whole = rank.tokens * m.width
+        sent = [
+            calls("all_reduce", low * whole, steps * (blocks * (4 + leaves) + rank.last)),
+            calls("all_reduce", master * whole, steps * rank.first),
+        ]
+    if m.kv_heads_ < t:  # each rank computes a part of a head
+        keys = 2 * rank.tokens * m.kv_heads_ * rank.head_width
+        sent.append(calls("all_gather", low * keys, steps * blocks * (1 + again)))
+        sent.append(calls("reduce_scatter", low * keys, steps * blocks))
+    if rank.last:  # the largest logit of each token, and the sum of the exponentials
+        sent.append(calls("all_reduce", max(4, low) * rank.tokens, 2 * steps))
+    return sent
+
+
+def _of_context(rank: Rank) -> list[Collective]:
+    """Exchanges of the ranks of `cp` in attention."""
+    layout, c = rank.layout, rank.layout.context
+    low, each = COMPUTE_BYTES[layout.precision], rank.layers * layout.accumulation
+    queries, keys = rank.heads * rank.head_width, rank.kv_heads * rank.head_width
+    passes = each * (1 + _repeats(layout))  # forward, again, and backward
+    how = (c, "cp", layout.tensor)
+    if rank.by_heads:  # queries, keys and values there, and the result back
+        size = low * rank.tokens
+        return [
+            Collective("all_to_all", size * (queries + 2 * keys), passes, *how),
+            Collective("all_to_all", size * queries, passes, *how),
+        ]
+    size = low * 2 * keys * rank.tokens * c
+    return [
+        Collective("all_gather", size, each * _repeats(layout), *how),
+        Collective("reduce_scatter", size, each, *how),
+    ]
+
+
+def _of_pipeline(rank: Rank) -> list[Collective]:
+    """Messages between stages, and the gradient of a tied head, which two stages have."""
+    layout, p = rank.layout, rank.layout.pipeline
+    if p == 1:
+        return []
+    master = max(4, COMPUTE_BYTES[layout.precision])
+    size, stride = master * rank.stream_tokens * rank.model.width, layout.world // p
+    messages = layout.accumulation * ((not rank.first) + (not rank.last))
+    sent = [Collective("send_recv", size, messages, p, "pp", stride)]
+    if rank.model.tie_head and (rank.first or rank.last):
+        shard = layout.shard if layout.policy.shards_parameters else 1
+        table = master * rank.table / shard
+        sent.append(Collective("all_reduce", table, 1, 2, "pp", stride * (p - 1)))
+    return sent

@@ -1,0 +1,348 @@
+"""Pipeline parallelism (arXiv 1811.06965): stages of consecutive blocks, each on other ranks.
+
+Windlass has its own schedules, because torch's (`torch.distributed.pipelining`) fix the shapes of a
+stage at its first pass, and micro-batches differ in length. Every rank reads the micro-batches of
+its replica, so it knows the shape of each message, and nothing is padded.
+
+A schedule is a list of tasks for each rank: the forward or backward pass of a stage and a
+micro-batch. `timetable` puts the tasks of all ranks into ticks. After each tick, a rank posts what
+it sends and receives in this tick as one batch, so no order of messages can block the ranks.
+
+An evaluation passes through the stages one after another. The last stage sends its result to all.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from windlass.errors import UserError
+from windlass.model.gpt import GPT, LayerCache
+from windlass.model.size import block_matrices
+from windlass.parallel.dist import Ranks
+from windlass.recipe import Recipe
+from windlass.recipe.network import ModelSettings
+
+TICKS_KEPT = 2  # a message sent this many ticks ago is waited for, so that its memory is freed
+
+
+class Task(NamedTuple):
+    """A forward or backward pass of one stage for one micro-batch, both counted from 0."""
+
+    backward: bool
+    stage: int
+    micro: int
+
+
+def split_blocks(settings: ModelSettings, vocab: int, stages: int) -> list[range]:
+    """The blocks of each stage, so that the slowest stage takes the least time.
+
+    The last stage also computes the head. Looking up the embedding costs nothing. Of stages with
+    unequal numbers of blocks the later ones have more, because they hold fewer activations.
+    """
+    m, most = settings, settings.layers - stages + 1
+    block = block_matrices(m) + m.context * m.width  # products a token; half of 2 T D in attention
+    head = vocab * m.width
+
+    def slowest(last: int) -> int:
+        others = -(-(m.layers - last) // (stages - 1))
+        return max(others * block, last * block + head)
+
+    last = min(range(1, most + 1), key=lambda n: (slowest(n), -n)) if stages > 1 else m.layers
+    each, more = divmod(m.layers - last, max(1, stages - 1))
+    sizes = [each + (stage >= stages - 1 - more) for stage in range(stages - 1)] + [last]
+    ends = [sum(sizes[:stage]) for stage in range(stages + 1)]
+    return [range(*ends[stage : stage + 2]) for stage in range(stages)]
+
+
+def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Task]:
+    """The tasks of a rank, in order. It has the stages `rank`, `rank + ranks`, ... (`chunks`).
+
+    - `gpipe`: all forward passes, then all backward passes.
+    - `1f1b` (arXiv 2104.04473): as many forward passes as fill the pipeline, then forward and
+      backward passes in turn, so that a rank holds activations of at most `ranks` micro-batches.
+    - `interleaved`: the same with several stages on each rank, which take turns every `ranks`
+      micro-batches. The pipeline fills and empties in 1 / `chunks` of the time.
+    """
+    # The last turn also has the micro-batches that would make a turn of less than `ranks`.
+    turns = max(1, micro_batches // ranks)
+    ends = [*range(0, turns * ranks, ranks), micro_batches]
+    forward, backward = list[Task](), list[Task]()
+    for first, stop in itertools.pairwise(ends):
+        for chunk in range(chunks):
+            forward += [Task(False, chunk * ranks + rank, i) for i in range(first, stop)]
+            other = (chunks - 1 - chunk) * ranks + rank
+            backward += [Task(True, other, i) for i in range(first, stop)]
+    warmup = len(forward)
+    if schedule == "1f1b":
+        warmup = min(ranks - 1 - rank, micro_batches)
+    elif schedule == "interleaved":
+        longest = max(stop - first for first, stop in itertools.pairwise(ends))
+        warmup = min((chunks - 1) * longest + 2 * (ranks - 1 - rank), warmup)
+    tasks = forward[:warmup]
+    for pair in zip(forward[warmup:], backward, strict=False):
+        tasks += pair
+    return tasks + backward[len(forward) - warmup :]
+
+
+@functools.cache
+def timetable(
+    schedule: str, ranks: int, chunks: int, micro_batches: int
+) -> tuple[tuple[Task | None, ...], ...]:
+    """For each tick the task of each rank; a task follows the tick of what it needs."""
+    left = [deque(order(schedule, r, ranks, chunks, micro_batches)) for r in range(ranks)]
+    done, ticks = set[Task](), list[tuple[Task | None, ...]]()
+    while any(left):
+        tick = [
+            tasks[0] if tasks and needs(tasks[0], ranks * chunks) <= done else None
+            for tasks in left
+        ]
+        assert any(tick), f"{schedule} of {micro_batches} micro-batches on {ranks} ranks is stuck"
+        for task in filter(None, tick):
+            left[task.stage % ranks].popleft()
+            done.add(task)
+        ticks.append(tuple(tick))
+    return tuple(ticks)
+
+
+def needs(task: Task, stages: int) -> set[Task]:
+    """The tasks that come before a task."""
+    backward, stage, micro = task
+    if not backward:
+        return {Task(False, stage - 1, micro)} if stage else set()
+    above = {Task(True, stage + 1, micro)} if stage + 1 < stages else set()
+    return above | {Task(False, stage, micro)}
+
+
+def receiver(task: Task, stages: int) -> Task | None:
+    """The task that gets the result of a task: hidden states or their gradient."""
+    stage = task.stage - 1 if task.backward else task.stage + 1
+    return task._replace(stage=stage) if 0 <= stage < stages else None
+
+
+def wait(works: list[Any]) -> None:
+    """Wait for works and forget them; a second wait for one of gloo's would not end."""
+    while works:
+        works.pop().wait()
+
+
+class Pipeline:
+    """This rank's stages, and the messages between stages.
+
+    Attributes:
+        rank, ranks: the place among the ranks of `pp`, and their number.
+        layers: the blocks of each stage, of all ranks.
+        own: the numbers of this rank's stages.
+        ends: the ranks of the first and last stage if both hold the table of a tied head and this
+            rank is one of them.
+    """
+
+    def __init__(self, model: GPT, ranks: Ranks, recipe: Recipe):
+        settings, mesh = recipe.parallel, ranks.mesh
+        assert mesh.pp is not None
+        self.group: dist.ProcessGroup = mesh.pp
+        self.rank, self.ranks = mesh.at["pp"], mesh.sizes.pp
+        self.schedule, self.chunks = settings.pipeline_schedule, settings.chunks
+        self.stages = self.ranks * self.chunks
+        self.layers = split_blocks(recipe.model, model.vocab, self.stages)
+        self.own = range(self.rank, self.stages, self.ranks)
+        self.device, self.dtype = ranks.device, next(model.parameters()).dtype
+        self.width, self.bucket_bytes = recipe.model.width, settings.bucket_mb * 2**20
+        replicas = mesh.replicas
+        self.replicas = replicas.get_group() if replicas is not None else None
+        self.ends: dist.ProcessGroup | None = None
+        if recipe.model.tie_head and self.ranks == 2:
+            self.ends = self.group
+        elif recipe.model.tie_head:
+            pairs = [[row[0], row[-1]] for row in mesh.rows(("pp",))]
+            timeout = timedelta(seconds=settings.startup_timeout_seconds)
+            self.ends = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)[0]
+        # NCCL needs a collective of all ranks before the first batch of messages.
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+
+    def last(self, stage: int) -> bool:
+        return stage == self.stages - 1
+
+    def post(self, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]]) -> list[Any]:
+        """Begin to send and receive tensors; the numbers are stages of the other ranks."""
+        operations = [
+            dist.P2POp(how, tensor, group=self.group, group_peer=stage % self.ranks)
+            for how, messages in ((dist.isend, sent), (dist.irecv, received))
+            for tensor, stage in messages
+        ]
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def train(
+        self,
+        model: StagedGPT,
+        micro: Sequence[Any],
+        forward: Callable[..., Tensor],
+        backward: Callable[[Tensor, Tensor | None], None],
+        sync: Callable[[bool], AbstractContextManager[None]],
+        loss: Tensor,
+    ) -> None:
+        """The forward and backward passes of a step on this rank's stages, then the sums over ranks.
+
+        Args:
+            micro: The step's micro-batches, on every stage.
+            forward: `forward(micro, hidden=..., layers=...)` returns hidden states, or the loss.
+            backward: `backward(result, its gradient)`.
+            sync: The context of a backward pass; `sync(True)` for a stage's last one.
+            loss: To which `forward` adds on the last stage; every stage gets the sum.
+        """
+        held: dict[Task, tuple[Tensor | None, Tensor]] = {}
+        arriving: dict[Task, tuple[Tensor, list[Any]]] = {}
+        posted: deque[tuple[list[Any], Any]] = deque()
+        for tick in timetable(self.schedule, self.ranks, self.chunks, len(micro)):
+            sent, received = list[tuple[Tensor, int]](), dict[Task, Tensor]()
+            if (task := tick[self.rank]) is not None:
+                arrived, works = arriving.pop(task, (None, []))
+                wait(works)
+                if task.backward:
+                    hidden, result = held.pop(task._replace(backward=False))
+                    if result.requires_grad:  # else nothing up to here is trained
+                        with sync(task.micro == len(micro) - 1):
+                            backward(result, arrived)
+                    output = None if hidden is None else hidden.grad
+                else:
+                    hidden = None if arrived is None else arrived.requires_grad_()
+                    layers = self.layers[task.stage]
+                    output = forward(micro[task.micro], hidden=hidden, layers=layers)
+                    held[task] = hidden, output
+                    output = output.detach()
+                if (to := receiver(task, self.stages)) is not None and output is not None:
+                    sent = [(output.to(self.dtype).contiguous(), to.stage)]
+            for other in filter(None, tick):
+                to = receiver(other, self.stages)
+                if to is not None and to.stage % self.ranks == self.rank:
+                    received[to] = self.buffer(model, micro[to.micro].batch.tokens)
+            sources = [
+                (tensor, to.stage + (1 if to.backward else -1)) for to, tensor in received.items()
+            ]
+            works = self.post(sent, sources)
+            arriving |= {to: (tensor, works) for to, tensor in received.items()}
+            posted.append((works, sent))
+            if len(posted) > TICKS_KEPT:
+                wait(posted.popleft()[0])
+        for works, _ in posted:
+            wait(works)
+        self.sum_gradients(model)
+        dist.all_reduce(loss, group=self.group)  # zero except on the last stage
+
+    def buffer(self, model: GPT, tokens: Tensor, labelled: bool = True, start: int = 0) -> Tensor:
+        """Room for the hidden states of tokens [B, T]; their gradient has the same shape."""
+        shape = (len(tokens), model.stream_length(start, tokens.shape[1], labelled), self.width)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def sum_gradients(self, model: StagedGPT) -> None:
+        """Add up the gradients of replicas, and of a table that two stages hold."""
+        group = self.replicas
+        if group is not None and group.size() > 1:
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            buckets, size = list[list[Tensor]](), 0.0
+            for grad in grads:
+                if not buckets or size + grad.nbytes > self.bucket_bytes:
+                    buckets.append([])
+                    size = 0.0
+                buckets[-1].append(grad)
+                size += grad.nbytes
+            for bucket in buckets:  # a copy of one bucket at a time
+                sums = torch.cat([grad.reshape(-1) for grad in bucket])
+                dist.all_reduce(sums, group=group)
+                parts = sums.split([grad.numel() for grad in bucket])
+                views = [part.view_as(g) for part, g in zip(parts, bucket, strict=True)]
+                torch._foreach_copy_(bucket, views)
+        grad = model.embedding.weight.grad if self.ends is not None else None
+        if grad is not None and self.ends is not None:
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            dist.all_reduce(local, group=self.ends)
+
+
+class StagedGPT(GPT):
+    """A GPT of which this rank holds some stages.
+
+    Called with `layers`, it computes one stage. Otherwise it evaluates: it passes the batch through
+    the stages of all ranks, and every rank gets the result, without a gradient.
+    """
+
+    pipeline: Pipeline
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        cache: list[LayerCache] | None = None,
+        hidden: Tensor | None = None,
+        layers: range | None = None,
+    ) -> Tensor:
+        if layers is not None:
+            return super().forward(tokens, labels, cache, hidden, layers)
+        assert not torch.is_grad_enabled(), "training passes of a pipeline need its schedule"
+        pipe = self.pipeline
+        start = cache[pipe.layers[pipe.own[0]].start].length if cache else 0
+        for stage in pipe.own:
+            hidden = None
+            if stage:
+                hidden = pipe.buffer(self, tokens, labels is not None, start)
+                wait(pipe.post([], [(hidden, stage - 1)]))
+            result = super().forward(tokens, labels, cache, hidden, pipe.layers[stage])
+            if not pipe.last(stage):
+                wait(pipe.post([(result.contiguous(), stage + 1)], []))
+        if pipe.last(stage):
+            result = result.to(pipe.dtype).contiguous()
+        else:
+            length = 1 if cache else tokens.shape[1]
+            shape = () if labels is not None else (len(tokens), length, self.vocab)
+            result = torch.empty(shape, dtype=pipe.dtype, device=pipe.device)
+        dist.broadcast(result, group=pipe.group, group_src=pipe.ranks - 1)
+        return result
+
+
+def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
+    """Keep this rank's stages of a model, in place. Parameters keep their names.
+
+    UserError if the model is not ours, or if nothing is trained in the stages of a rank.
+    """
+    if not isinstance(model, GPT):
+        problem = f"{recipe.parallel.layout}: Windlass divides its own GPT only"
+        raise UserError(f"{problem}, not {type(model).__name__}: use data parallelism")
+    pipe, whole = Pipeline(model, ranks, recipe), dict(model.named_parameters())
+    for rank in range(pipe.ranks):
+        parts = parts_of(model, pipe, rank)
+        if not any(p.requires_grad for name, p in whole.items() if name.startswith(parts)):
+            problem = f"it leaves nothing to train in stage {rank} of {pipe.ranks}"
+            raise UserError(f"model.freeze: {problem} (parallel.pipeline): use fewer stages")
+    own = parts_of(model, pipe, pipe.rank)
+    model.elsewhere = frozenset(name for name in whole if not name.startswith(own))
+    if pipe.last(pipe.own[-1]) and recipe.model.tie_head:
+        model.copies = frozenset({"embedding.weight"})
+    for name, _ in list(model.named_children()):
+        if name != "blocks" and f"{name}." not in own:
+            setattr(model, name, None)
+    for number in range(recipe.model.layers):
+        if f"blocks.{number}." not in own:
+            delattr(model.blocks, str(number))
+    model.__class__ = StagedGPT
+    model.pipeline = pipe  # type: ignore[assignment]
+
+
+def parts_of(model: GPT, pipe: Pipeline, rank: int) -> tuple[str, ...]:
+    """What the names of the parameters in the stages of a rank begin with."""
+    parts = list[str]()
+    for stage in range(rank, pipe.stages, pipe.ranks):
+        parts += [f"blocks.{i}." for i in pipe.layers[stage]]
+        if stage == 0:
+            parts += ["embedding.", "positions."]
+        if pipe.last(stage):
+            parts += ["norm.", "head.", *(["embedding."] if model.settings.tie_head else [])]
+    return tuple(parts)

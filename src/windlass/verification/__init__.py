@@ -1,0 +1,73 @@
+"""The proof on the user's own machine."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from windlass.errors import UserError, did_you_mean
+from windlass.verification.bench import Bench
+from windlass.verification.proofs import PROOFS
+
+
+@dataclass
+class Proof:
+    """A promise and whether it holds; None: it could not be tried, and `measured` says why."""
+
+    name: str
+    claim: str
+    passed: bool | None
+    measured: str
+    seconds: float = 0.0
+    untried: list[str] = field(default_factory=list)  # parts of a proof that need more ranks
+
+
+def verify(
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    world: int = 0,
+    kills: int = 10,
+    directory: str | Path | None = None,
+    show: Callable[[Proof], None] = lambda proof: None,
+    only: Sequence[str] = (),
+) -> list[Proof]:
+    """Prove, with real runs on this machine, that nothing is lost or silently wrong.
+
+    A proof that raises an error has failed.
+
+    Args:
+        recipe: A recipe to prove, shortened to 12 steps of 8 samples, instead of a tiny one.
+        overrides: Settings to change, as `KEY=VALUE`; UserError for a wrong one.
+        world: The most ranks; 0: 4 on a CPU, else one for each GPU.
+        kills: How often to kill a run that saves.
+        directory: Keep the runs of the proofs there.
+        show: Called with each result at once.
+        only: Names of the proofs to make; none: all.
+    """
+    import torch
+
+    most = world or (torch.cuda.device_count() if torch.cuda.is_available() else 4)
+    if unknown := sorted(set(only) - set(PROOFS)):
+        raise UserError(f"no proof is named {unknown[0]}; {did_you_mean(unknown[0], PROOFS)}")
+    results = []
+    with tempfile.TemporaryDirectory(prefix="windlass-verify-") as temporary:
+        folder = Path(directory or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        bench = Bench(
+            folder, recipe or "", overrides, [w for w in (1, 2, 4, 8) if w <= most], kills
+        )
+        for name, (claim, prove) in PROOFS.items():
+            if only and name not in only:
+                continue
+            began, bench.untried = time.monotonic(), []
+            try:
+                passed, measured = prove(bench)
+            except Exception as error:
+                passed, measured = False, f"{type(error).__name__}: {error}"
+            seconds = time.monotonic() - began
+            results.append(Proof(name, claim, passed, measured, seconds, bench.untried))
+            show(results[-1])
+    return results

@@ -1,0 +1,103 @@
+"""One rank of the trainings of a proof: `python -m windlass.verification.rank TASK`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import windlass
+from windlass import processes
+from windlass.data.prepare import open_data
+from windlass.errors import Stopped
+from windlass.launch.local import launch
+from windlass.model.share import Rows
+from windlass.parallel import collectives
+from windlass.recipe import Recipe
+
+Task = dict[str, Any]
+
+
+def run_rank(task: Task) -> None:
+    """Train each recipe of a task, whose files are in `recipes`, on `world` ranks.
+
+    The task may have `faults`: for each recipe the name of an error to inject, or ""; `stop_at`, a
+    step; `kill_after`, a step; `module`: give `train` the model as a user's own module; `record`:
+    write the indices of the samples of each micro-batch to `RECORD-RANK.json`.
+    """
+    faults = task.get("faults") or [""] * len(task["recipes"])
+    for path, fault in zip(task["recipes"], faults, strict=True):
+        with injected(fault):
+            train(Recipe.load(path), task)
+
+
+def train(recipe: Recipe, task: Task) -> None:
+    """Train one recipe of a task."""
+    from windlass.model.build import build_model
+    from windlass.model.gpt import initialise
+
+    data = open_data(recipe)
+    model = build_model(recipe, data.vocab, "cpu") if task.get("module") else None
+    if model is not None:
+        initialise(model, recipe.run.seed)
+    reads, read = list[list[int]](), data.train.read
+
+    def recorded(indices: Any) -> Any:
+        reads.append([int(i) for i in indices])
+        return read(indices)
+
+    class AtStep(windlass.Callback):
+        def on_step(self, now: Any) -> None:
+            if now.step == task.get("kill_after"):
+                while not any((recipe.run_dir / "checkpoints").glob("step-????????")):
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    data.train.read = recorded  # type: ignore[method-assign]
+    with contextlib.suppress(Stopped):
+        windlass.train(recipe, model, data, callbacks=[AtStep()], stop_at=task.get("stop_at", 0))
+    if "record" in task:
+        Path(f"{task['record']}-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(reads))
+
+
+@contextlib.contextmanager
+def injected(fault: str) -> Iterator[None]:
+    """Train with an error that other trainers have had, to show that the proof sees it."""
+    faults: dict[str, Callable[[], Any]] = {
+        # The ranks divide the loss by their own number of labels.
+        "own count": lambda: mock.patch.object(collectives, "count_async", own_numbers),
+        # Norms have seen only this rank's tokens, and nobody adds up their gradients.
+        "norms": lambda: mock.patch.object(collectives, "sum_over_tensor_ranks", lambda *_: None),
+        # The labels are those of the first part of the sequence on every rank.
+        "labels": lambda: mock.patch.object(Rows, "labels", first_labels),
+        # Each stage clips by its own norm.
+        "clipping": lambda: mock.patch.object(collectives, "sum_over_stages", lambda s, _: s),
+    }
+    with faults[fault]() if fault else contextlib.nullcontext():
+        yield
+
+
+def own_numbers(numbers: Any, ranks: Any) -> collectives.Pending:
+    """This rank's numbers in place of the sums."""
+    return collectives.Pending(numbers, None, None)
+
+
+def first_labels(rows: Rows, whole: Any) -> Any:
+    """The labels of the first tokens, whatever this rank's tokens are."""
+    return whole[:, : len(rows.inner)]
+
+
+if __name__ == "__main__":
+    processes.exit_with_parent()
+    task = json.loads(sys.argv[1])
+    if task["world"] > 1 and "RANK" not in os.environ:
+        command = [sys.executable, "-m", "windlass.verification.rank", sys.argv[1]]
+        sys.exit(launch(command, task["world"]))
+    run_rank(task)

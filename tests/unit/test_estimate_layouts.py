@@ -1,0 +1,223 @@
+"""The layouts of several ranks: memory and bytes by hand, and which layouts are proposed."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from windlass.errors import UserError
+from windlass.estimate.devices import find_device
+from windlass.estimate.memory import memory
+from windlass.estimate.plan import plan
+from windlass.estimate.rank import Layout, layout_of, ranks_of, stage_layers
+from windlass.estimate.search import Machine, fit, layout_rows, layouts
+from windlass.estimate.time import Links, Rates, step_time
+from windlass.estimate.work import Collective, works
+from windlass.model.size import count
+from windlass.recipe import ModelSettings, Recipe
+
+VOCAB, L, D, F, T, B = 64, 4, 32, 128, 16, 2
+MODEL = ModelSettings(layers=L, heads=4, width=D, context=T)
+BLOCK_CUT = 4 * D * D + 3 * D + 2 * D * F + F  # matrices, and biases of qkv and up
+BLOCK_WHOLE = 2 * D + 2 * 2 * D  # biases of out and down, two norms
+BLOCK = BLOCK_CUT + BLOCK_WHOLE
+CUT, WHOLE = VOCAB * D + L * BLOCK_CUT, T * D + 2 * D + L * BLOCK_WHOLE
+
+
+def sent(model=MODEL, **layout):
+    """Bytes of the fullest rank along each dimension."""
+    layout = {"strategy": "ddp", "micro_batch": B, "accumulation": 6} | layout
+    stages = [work.bytes_sent() for work in works(model, VOCAB, Layout(**layout))]
+    most = {link: max(one[link] for one in stages) for link in stages[0]}
+    return {link: size for link, size in most.items() if size}
+
+
+def test_parameters_of_a_rank():
+    assert count(MODEL, VOCAB).total == CUT + WHOLE
+    for t in (1, 2, 4):
+        [rank] = ranks_of(MODEL, VOCAB, Layout("ddp", t, tensor=t))
+        assert (rank.total, rank.replicated) == (CUT // t + WHOLE, WHOLE)
+        peak = memory(MODEL, VOCAB, Layout("ddp", t, tensor=t))
+        assert (peak.parameters, peak.optimizer) == (4 * rank.total, 8 * rank.total)
+    # ranks of `cp` hold all of it, and share the state of a sharding strategy
+    assert memory(MODEL, VOCAB, Layout("ddp", 2, context=2)).parameters == 4 * (CUT + WHOLE)
+    shape = {"layers": L, "heads": 4, "width": D, "context": T}
+    recipe = Recipe().replace({"model": shape, "parallel.context": 2})
+    sharded = recipe.replace("parallel.strategy=full_shard", "train.global_batch=4")
+    assert layout_of(sharded, 4).shard == 4 and layout_of(recipe, 2).shard == 1
+    # the embedding is on the first stage, the tied head on the last one too
+    first, last = ranks_of(MODEL, VOCAB, Layout("ddp", 2, pipeline=2, accumulation=2))
+    assert first.total == VOCAB * D + T * D + first.layers * BLOCK
+    assert last.total == VOCAB * D + 2 * D + last.layers * BLOCK
+    assert stage_layers(MODEL, 0, 3) == [1, 1, 2]  # the later stages hold fewer micro-batches
+    assert stage_layers(MODEL, VOCAB, 3) == [1, 2, 1]  # the head takes time, too
+
+
+def test_activations_of_a_rank():
+    """The stream, norms and head's chunk by hand, without attention's details."""
+    settings = MODEL.model_copy(update={"position": "none", "final_norm": False})
+    wide, n = replace(Layout("ddp", 4), micro_batch=B), B * T
+
+    def peak(**changes):
+        return memory(settings, 50_000, replace(wide, **changes))
+
+    # one logit of each token, its gradient, the gradients of the head and its input
+    cut = 2 * n * 12_500 * 4 + 12_500 * D * 4 + n * D * 4
+    assert peak(tensor=4).logits == cut
+    [rank] = ranks_of(settings, VOCAB, replace(wide, tensor=4))
+    assert (rank.tokens, rank.stream_tokens, rank.heads) == (n, n // 4, 1)
+    [plain] = ranks_of(settings, VOCAB, replace(wide, tensor=4, sequence=False))
+    assert plain.stream_tokens == n
+    [part] = ranks_of(settings, VOCAB, replace(wide, context=4))
+    assert (part.tokens, part.stream_tokens, part.heads) == (n // 4, n // 4, 4)
+    by_t = [memory(MODEL, VOCAB, replace(wide, world=t, tensor=t)).activations for t in (1, 2, 4)]
+    by_c = [memory(MODEL, VOCAB, replace(wide, world=c, context=c)).activations for c in (1, 2, 4)]
+    assert by_t == sorted(by_t, reverse=True) and by_c == sorted(by_c, reverse=True)
+    assert by_c[0] / by_c[2] == pytest.approx(4, rel=0.05)
+
+
+def test_a_stage_keeps_the_activations_of_as_many_micro_batches_as_follow_it():
+    settings = MODEL.model_copy(update={"layers": 8, "context": 256})
+    few, many = (
+        memory(settings, VOCAB, Layout("ddp", 4, pipeline=4, micro_batch=8, accumulation=m))
+        for m in (4, 64)
+    )
+    assert few.activations == many.activations  # at most 4 of them
+    one = memory(settings, VOCAB, Layout("ddp", 1, micro_batch=8, accumulation=4))
+    assert few.total < one.total
+    assert Layout("ddp", 4, pipeline=4, accumulation=12).bubble == 3 / 15
+
+
+def test_bytes_of_tensor_parallelism():
+    """6 micro-batches, each with 4 gathers and 4 scatters of [B, T, D] in a block. The embedding
+    has one of each, and so has the head. Beside them are two numbers of each token for the loss,
+    and once the gradients of what is not cut. A counted run of 2 gloo ranks gave these bytes.
+    """
+    whole, once = B * T * D * 4, WHOLE * 4 + 6 * 2 * B * T * 4
+    assert sent(world=2, tensor=2) == {"tp": 6 * (8 * L + 4) * whole + once}
+    # the recomputation needs the two gathers again, and one of the sums (not the last)
+    full = sent(world=2, tensor=2, checkpointing="full")
+    assert full == {"tp": 6 * (11 * L + 4) * whole + once}
+    selective = sent(world=2, tensor=2, checkpointing="selective")  # which saves the sums
+    assert selective == {"tp": 6 * (10 * L + 4) * whole + once}
+    # two sums forward and two backward; one for the embedding and one for the head
+    plain = sent(world=2, tensor=2, sequence=False)
+    assert plain == {"tp": 6 * (4 * L + 2) * whole + 6 * 2 * B * T * 4}
+    # matrix products in bf16; the embedding in fp32
+    low = sent(world=2, tensor=2, precision="bf16")
+    assert low == {"tp": 6 * ((8 * L + 2) * whole // 2 + 2 * whole) + once}
+    few = MODEL.model_copy(update={"kv_heads": 2})
+    keys = 6 * L * 2 * (B * T * 2 * (2 * D // 4) * 4)  # 4 ranks gather the keys of 2 heads
+    [rank] = ranks_of(few, VOCAB, Layout("ddp", 4, tensor=4))
+    assert sent(few, world=4, tensor=4)["tp"] == 6 * (8 * L + 4) * whole + once + keys
+    assert (rank.heads, rank.kv_heads) == (1, 1)
+
+
+def test_bytes_of_context_parallelism():
+    """All heads are exchanged, or keys and values gathered if there are too few heads."""
+    gradients, tokens = 4 * (CUT + WHOLE), B * T // 2
+    there, back = 4 * tokens * 3 * D, 4 * tokens * D
+    cp = 6 * L * 2 * (there + back)
+    assert sent(world=2, context=2) == {"dp": gradients, "cp": cp}
+    assert sent(world=2, context=2, checkpointing="full")["cp"] == cp * 3 / 2
+    one = MODEL.model_copy(update={"kv_heads": 1})
+    gathered = 4 * B * T * 2 * (D // 4)
+    assert sent(one, world=2, context=2)["cp"] == 6 * L * 2 * gathered
+
+
+def test_bytes_of_a_pipeline():
+    message, table = 4 * B * T * D, 4 * VOCAB * D
+    # a rank sends hidden states forward or gradients back, and the inner stage both
+    assert sent(world=2, pipeline=2) == {"pp": 6 * message + table}
+    assert sent(world=3, pipeline=3) == {"pp": max(12 * message, 6 * message + table)}
+    untied = MODEL.model_copy(update={"tie_head": False})
+    assert sent(untied, world=2, pipeline=2) == {"pp": 6 * message}
+    with_tensor = sent(untied, world=4, pipeline=2, tensor=2)
+    assert with_tensor["pp"] == 6 * message // 2
+
+
+def test_the_bubble_and_the_links_of_a_step():
+    rates = Rates(1e12, links=Links(100e9, 10e9, per_host=8))
+    inner = Collective("all_gather", 8e9, 1, 8, "tp")
+    outer = Collective("all_reduce", 8e9, 1, 2, "dp", stride=8)
+    message = Collective("send_recv", 1e9, 2, 4, "pp", stride=4)
+    step = step_time(rates, 2e12, [inner, outer, message], bubble=0.2)
+    inside, across, sends = 7e9 / 100e9, 8e9 / 10e9, 2e9 / 10e9
+    assert (step.compute, step.communication) == (2.0, pytest.approx(inside + across + sends))
+    assert step.bubble == pytest.approx((2 + inside + sends) * 0.2 / 0.8)
+    assert step.total == pytest.approx(step.compute + step.communication + step.bubble)
+    # the 2 ranks of a host send together
+    four = Collective("all_gather", 8e9, 1, 4, "dp", stride=4)
+    assert Links(100e9, 10e9, 8).bandwidth(four) == 20e9
+    assert Links(100e9, 10e9).bandwidth(four) == 100e9  # one host
+
+
+GPT2 = Recipe.load("gpt2-124m")
+
+
+def machine(world, gigabytes, name="A100-40GB"):
+    device = replace(find_device(name), memory_bytes=int(gigabytes * 1e9 / 0.9))
+    return Machine(device, world, "bf16")
+
+
+@pytest.mark.parametrize("world", [2, 6, 16])
+def test_every_layout_is_a_valid_recipe(world):
+    recipe = GPT2.replace("train.global_batch=96", "model.kv_heads=4", "model.layers=6")
+    every = list(layouts(recipe, machine(world, 40)))
+    for layout, settings in every:
+        own = recipe.replace(settings)
+        assert layout_of(own, world, "cuda", "bf16") == replace(layout, workspace=0)
+        assert layout.accumulation >= layout.pipeline and layout.pipeline <= 6
+        assert 12 % layout.tensor == 0 and layout.model_ranks * layout.data_world == world
+    assert any(layout.model_ranks == world for layout, _ in every)
+    assert {layout.tensor for layout, _ in every} <= {1, 2, 4, 12}  # 3 and 6 do not fit 4 heads
+    adafactor = recipe.replace("optim.kind=torch.optim.Adafactor")
+    assert {layout.tensor for layout, _ in layouts(adafactor, machine(world, 40))} == {1}
+
+
+def test_layouts_are_sorted_by_time_and_fit():
+    for gigabytes in (2, 5, 40):
+        rows, why = layout_rows(GPT2, 50304, machine(8, gigabytes))
+        assert rows and not why and len(rows) <= 8
+        seconds = [row.seconds for row in rows]
+        assert all(a < 1.03 * b for a, b in pairwise(seconds))
+        assert all(row.memory.total <= gigabytes * 1e9 for row in rows)
+        divisions = [(r.layout.tensor, r.layout.context, r.layout.pipeline) for r in rows]
+        assert len(set(divisions)) == len(divisions)
+        assert fit(GPT2, 50304, machine(8, gigabytes)) == rows[0]
+    # with room for everything, data parallelism without any cost
+    assert rows[0].settings == {"train.micro_batch": 64}
+    own = GPT2.replace(rows[0].settings)
+    assert [r.chosen for r in layout_rows(own, 50304, machine(8, 40))[0]] == [True] + [False] * 7
+
+
+def test_nothing_fits():
+    with pytest.raises(UserError) as error:
+        fit(GPT2, 50304, machine(2, 0.5))
+    text = str(error.value)
+    assert "closest" in text and "parallel.tensor=2" in text and "1 GB too much" in text
+    with pytest.raises(UserError, match="own GPT only"):
+        fit(GPT2.replace({"model.freeze": ["embedding.*"]}), 50304, machine(2, 40))
+    odd, _ = layout_rows(GPT2, 50304, machine(7, 40))  # for 512 sequences, 12 heads and layers
+    divisions = {(row.layout.tensor, row.layout.context, row.layout.pipeline) for row in odd}
+    assert divisions == {(1, 7, 1), (1, 1, 7)}
+
+
+def test_the_plan_lists_layouts():
+    result = plan("gpt2-124m", world=8, device="A100-40GB")
+    text, plain = repr(result), result.as_dict()["layouts"]
+    assert "tp cp pp" in text and "train.fit=true" in text
+    assert "train.micro_batch=64" in text.partition("Layouts of 8 ranks")[2]
+    assert plain[0]["seconds"] == result.layouts[0].seconds
+    assert plain[0]["sent"]["dp"] == 4 * result.size.parameters
+    assert plain[0]["memory"]["total"] == result.layouts[0].memory.total
+    assert not plan("gpt2-124m", device="A100-40GB").layouts  # one rank
+    small = plan("gpt2-124m", world=2, device="A100-40GB", memory_bytes=10**9)
+    assert not small.layouts and "closest" in repr(small)
+    two_hosts = plan("gpt2-124m", world=16, device="A100-40GB")
+    assert "host of 8 ranks" in repr(two_hosts)
+    staged = plan("gpt2-124m", ["parallel.pipeline=2"], world=2, device="A100-40GB")
+    whole = plan("gpt2-124m", world=2, device="A100-40GB")
+    micro_batches = staged.memory[0].layout.accumulation
+    waits = (micro_batches + 1) / micro_batches
+    assert staged.seconds_per_step == pytest.approx(whole.seconds_per_step * waits)
