@@ -68,9 +68,9 @@ def test_the_number_that_a_message_names_works(ranks, number):
 @pytest.mark.parametrize(
     ("world", "layout", "words"),
     [
-        (1, {TENSOR: 2}, ["parallel.tensor = 2 needs 2 ranks", "here is 1", "world=2"]),
-        (3, {TENSOR: 2}, ["multiple of 2", "here are 3", "world=2", "world=4"]),
-        (6, {TENSOR: 2, "parallel.context": 2}, ["needs 4 ranks", "world=4", "world=8"]),
+        (1, {TENSOR: 2}, ["parallel.tensor = 2", "multiple of 2", "has 1", "start 2 ranks"]),
+        (3, {TENSOR: 2}, ["multiple of 2", "has 3", "start 2 or 4 ranks", "world=2"]),
+        (6, {TENSOR: 2, "parallel.context": 2}, ["multiple of 4", "start 4 or 8 ranks"]),
         (6, {TENSOR: 2}, ["train.global_batch = 8", "3 data ranks", "write 6 or 9"]),
         (
             2,

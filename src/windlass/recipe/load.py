@@ -168,11 +168,9 @@ class Recipe(BaseModel):
         if world % p.model_ranks:
             fewer = world // p.model_ranks * p.model_ranks
             near = [ranks for ranks in (fewer, fewer + p.model_ranks) if ranks]
-            problem = f"{p.layout} needs {p.model_ranks} ranks, or a multiple of {p.model_ranks}"
-            advice = " or ".join(argument("world", ranks) for ranks in near)
-            raise UserError(
-                f"{problem}, and here {'is' if world == 1 else 'are'} {world}: {advice}"
-            )
+            problem = f"{p.layout} needs a multiple of {p.model_ranks} ranks, and this run has"
+            advice = f"start {' or '.join(map(str, near))} ranks ({argument('world', near[0])})"
+            raise UserError(f"{problem} {world}: {advice}")
         inner = p.context * p.tensor
         groups = 0 if ranks_of_host % inner else ranks_of_host // inner
         data = strategy.sizes(world // p.model_ranks, p.shard_size, groups)
