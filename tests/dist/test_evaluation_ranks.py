@@ -68,9 +68,11 @@ def on_this_process() -> Any:
     return model
 
 
-def with_sharded(join: Join, strategy: str, call: Callable[..., Any], *args: Any) -> Any:
+def with_sharded(
+    join: Join, strategy: str, call: Callable[..., Any], *args: Any, **layout: int
+) -> Any:
     """`call(model, ranks, *args)` on the ranks of a parallelized model."""
-    settings = recipe(**SHAPE, parallel__strategy=strategy)
+    settings = recipe(**SHAPE, **layout, parallel__strategy=strategy)
     with join(settings) as ranks:
         model = parallelize(build_model(settings, 257), ranks, settings)
         initialise(unwrap(model), 1)
@@ -79,17 +81,17 @@ def with_sharded(join: Join, strategy: str, call: Callable[..., Any], *args: Any
 
 def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     """All measurements, with counts that no world divides; rank 3 of 4 gets no prompt at all."""
-    texts = prompts(7)
-    mine = [] if ranks.rank == 3 else list(range(7))[ranks.rank :: ranks.world]
+    texts, rank, world = prompts(7), ranks.mesh.data_rank, ranks.mesh.data_world
+    mine = [] if rank == 3 else list(range(7))[rank::world]
     continued = generate(model, [texts[i] for i in mine], SAMPLING, ranks, indices=mine, batch=2)
     scored = log_likelihoods(model, [Continuation(texts[i], texts[i + 1]) for i in range(6)], ranks)
     assert continued is not None and scored is not None
     # One text ends at its first token, while the other ranks go on for long. Then only the last
     # rank has a text.
-    stop = frozenset(range(257 if ranks.rank == 0 else 0))
+    stop = frozenset(range(257 if rank == 0 else 0))
     uneven = generate(model, [texts[0]], Sampling(24, temperature=0, stop=stop), ranks)
-    assert uneven is not None and len(uneven[0]) == (0 if ranks.rank == 0 else 24)
-    lone = generate(model, texts[:1] if ranks.rank == ranks.world - 1 else [], SAMPLING, ranks)
+    assert uneven is not None and len(uneven[0]) == (0 if rank == 0 else 24)
+    lone = generate(model, texts[:1] if rank == world - 1 else [], SAMPLING, ranks)
     squad = evaluate_squad(model, TOKENIZER, QUESTIONS, ranks, max_tokens=8, batch=2)
     assert squad is not None
     return {
@@ -142,11 +144,26 @@ def test_ranks_that_share_sequences_count_them_once() -> None:
         assert (own_tokens, own_texts) == (tokens, texts)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
-def test_all_that_is_measured_is_that_of_one_process(strategy: str, world: int) -> None:
+TENSOR, CONTEXT = {"parallel__tensor": 2}, {"parallel__context": 2}
+
+
+def measured_in(join: Join, strategy: str, layout: dict[str, int]) -> dict[str, Any]:
+    return with_sharded(join, strategy, measured, **layout)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "layout"),
+    [
+        *((strategy, world, {}) for strategy in ("full_shard", "ddp") for world in (2, 4)),
+        ("full_shard", 4, TENSOR),
+        ("full_shard", 4, CONTEXT),
+        pytest.param("ddp", 2, TENSOR, marks=pytest.mark.full),
+        pytest.param("ddp", 4, TENSOR | CONTEXT, marks=pytest.mark.full),
+    ],
+)
+def test_all_that_is_measured_is_that_of_one_process(strategy, world, layout) -> None:
     expected = measured(on_this_process(), alone("cpu"))
-    results = run_ranks(with_sharded, world, strategy, measured)
+    results = run_ranks(measured_in, world, strategy, layout)
     for one in results:
         for mine, whole in zip(one["loss"], expected["loss"], strict=True):
             assert (mine["tokens"], mine["samples"]) == (whole["tokens"], whole["samples"])
@@ -159,7 +176,9 @@ def test_all_that_is_measured_is_that_of_one_process(strategy: str, world: int) 
         assert one["sums"] == pytest.approx(expected["sums"], rel=1e-5)
         assert all(one[name] == expected[name] for name in ("hellaswag", "squad", "few", "written"))
         assert one["texts"].items() <= expected["texts"].items()
-    assert [one["lone"] for one in results] == [None] * (world - 1) + [expected["lone"]]
+    copies = math.prod(layout.values())  # ranks with the same prompts
+    lone = [None] * (world - copies) + [expected["lone"]] * copies
+    assert [one["lone"] for one in results] == lone
     lengths = {len(text) for text in expected["texts"].values()}
     assert len(lengths) > 2, "texts end at different places"
 

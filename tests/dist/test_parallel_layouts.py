@@ -145,8 +145,9 @@ def test_logits_and_a_cache_are_those_of_one_process(parts):
     """The tokens do not divide by the ranks, and the vocabulary of 37 does not either."""
     model = PARTS[parts] | {"model__heads": 4}
     [[(wanted, cached)]] = run_ranks(logits_of, 1, [settings("fp64", "single", **model)])
-    layouts = [("tensor", 4), ("context", 4), ("tensor", 2)]
-    recipes = [settings("fp64", "full_shard", **model, **{f"parallel__{k}": n}) for k, n in layouts]
+    layouts = [{"tensor": 4}, {"context": 4}, {"tensor": 2}, {"tensor": 2, "context": 2}]
+    keys = [{f"parallel__{key}": n for key, n in layout.items()} for layout in layouts]
+    recipes = [settings("fp64", "full_shard", **model, **more) for more in keys]
     for per_rank in run_ranks(logits_of, 4, recipes):
         for whole, parts_of_it in per_rank:
             torch.testing.assert_close(whole, wanted, rtol=1e-9, atol=1e-12)

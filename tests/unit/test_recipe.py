@@ -288,7 +288,7 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         (
             "parallel.strategy=hybrid_shard parallel.shard_size=3",
             "train.micro_batch",
-            "not divisible by world size 3",
+            "not divisible by 3 data ranks",
         ),
         ("checkpoint.best=squad.f1", "checkpoint.best", SUITES),
         (f"{SUITES} checkpoint.best=f1", "checkpoint.best", "squad.exact_match"),
@@ -420,7 +420,7 @@ def test_micro_batches_are_divided_round_robin_and_none_is_lost(world, micro, ac
 def test_an_uneven_batch_names_the_sizes_that_work():
     with pytest.raises(UserError, match=r"train\.global_batch.* 63 or 66"):
         Recipe.load("quickstart", ["train.global_batch=64"]).batch(3)
-    with pytest.raises(UserError, match=r"32 sequences .* each of 2 ranks .* write 16 or 32"):
+    with pytest.raises(UserError, match=r"32 sequences .* each of 2 data ranks .* write 16 or 32"):
         plan_batch(64, 20, 2, context=8)
     text = problems("train.global_batch=64", "train.micro_batch=60")["train.micro_batch"]
     # `--world` is not known where a recipe is read

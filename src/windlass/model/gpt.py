@@ -139,7 +139,7 @@ class Attention(nn.Module):
         mask, rate = None, self.dropout if self.training else 0.0
         if cache:
             k, v, mask = cache.extend(k, v)  # [B, K, S, E]
-        elif rows and (rate or share.context):
+        elif rows and (rate or rows.context):
             y = share.attention(q, k, v, rows, rate)
             return self.project(y.transpose(1, 2).flatten(2))
         y = F.scaled_dot_product_attention(

@@ -117,6 +117,7 @@ class Rows(NamedTuple):
     length: int
     inner: Tensor  # in attention and feed-forward
     stream: Tensor  # in the residual stream
+    context: Peers | None = None  # the ranks that divide the tokens; None: this rank has all
     masks: tuple[Tensor | None, ...] = ()
     """If the ranks gather keys: the causal mask of the early and the late part, None if square.
     (`torch.compile` takes such masks as arguments but does not make them.)"""
@@ -175,7 +176,7 @@ class Share:
             short = -len(inner) % t.size
             stream = torch.cat([inner, inner.new_full((short,), start + length)])
             stream = stream.view(t.size, -1)[t.rank]
-        return Rows(start, start + length, inner, stream, tuple(masks))
+        return Rows(start, start + length, inner, stream, c, tuple(masks))
 
     def add_gradients(self, x: Tensor) -> Tensor:
         """The same tensor; the backward pass adds up the gradients of the ranks of `tensor`."""
@@ -227,7 +228,7 @@ class Share:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, rate: float) -> Tensor:
         """Causal attention [B, H, T, E] of this rank's heads and tokens, with dropout at `rate`."""
-        c, t, (H, K) = self.context, self.tensor, (q.shape[1], k.shape[1])
+        c, t, (H, K) = rows.context, self.tensor, (q.shape[1], k.shape[1])
         keep, first = None, 0 if t is None else t.rank * H
         if rate:  # of all heads and tokens, in the order of the whole model
             every = H if t is None else t.size * H

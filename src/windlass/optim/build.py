@@ -107,6 +107,14 @@ def one_step(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
+def check_cut_matrices(settings: OptimSettings) -> None:
+    """Raise UserError if an optimizer of `torch.optim` needs matrices that ranks divide."""
+    optimizer = torch_optimizer(settings)
+    if optimizer is not None and not is_elementwise(optimizer, settings):
+        why = f"{settings.kind} needs whole matrices, and parallel.tensor divides them"
+        raise UserError(f"optim.kind: {why}: write another optimizer, or parallel.tensor=1")
+
+
 def is_elementwise(optimizer: Any, settings: OptimSettings) -> bool:
     """Whether two steps of an optimizer on a part of a matrix update it as two on the whole."""
     draw = torch.Generator().manual_seed(0)
@@ -131,9 +139,8 @@ def build_torch_optimizer(
     """An optimizer of `torch.optim`; UserError if only its state cannot be sharded."""
     optimizer: Any = torch_optimizer(settings)
     parameters = [p for g in groups for p in g["params"]]
-    if any(map(cut_of, parameters)) and not is_elementwise(optimizer, settings):
-        why = f"{settings.kind} needs whole matrices, and parallel.tensor divides them"
-        raise UserError(f"optim.kind: {why}: write another optimizer, or parallel.tensor=1")
+    if any(map(cut_of, parameters)):
+        check_cut_matrices(settings)
     sharded = next((p for p in parameters if isinstance(p, DTensor) and p.dim()), None)
     if sharded is not None and sharded.device_mesh.size() > 1:
         some, mesh = torch.zeros(3, 2, device=sharded.device), sharded.device_mesh

@@ -56,6 +56,14 @@ def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
     return tensor
 
 
+def max_over_all_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """The largest value of a tensor on any rank, in place and on its device."""
+    if group := ranks.mesh.all_ranks:
+        group = group if tensor.device.type == "cpu" else dist.group.WORLD
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return tensor
+
+
 def max_async(flags: Sequence[int], ranks: Ranks) -> Pending:
     """Begin to take the largest of each flag over all ranks, so that they act together."""
     return Pending(flags, ranks.mesh.all_ranks, dist.ReduceOp.MAX)

@@ -7,7 +7,6 @@ check that reads one ends with an AttributeError.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +106,8 @@ def evaluations(r: Any) -> Problems:
 
 
 def batch(r: Any) -> Problems:
+    if r.parallel.strategy == "single" and r.parallel.model_ranks > 1:
+        return  # `layout` reports it
     shard_size = r.parallel.shard_size if r.strategy(1).grouped else 1
     try:
         r.batch(r.parallel.model_ranks * max(1, shard_size))  # the fewest ranks
@@ -128,7 +129,8 @@ def layout(r: Any) -> Problems:
     if p.model_ranks == 1:
         return
     if p.strategy == "single":
-        yield "parallel.strategy", f"{p.layout} needs several ranks: write another than single"
+        problem = f'{p.layout} needs {p.model_ranks} ranks, and "single" is for one'
+        yield "parallel.strategy", f'{problem}: write "auto"'
     if m.kind == "hf":
         for key in ("context", "pipeline"):
             if getattr(p, key) > 1:
@@ -138,26 +140,33 @@ def layout(r: Any) -> Problems:
             problem = "it does not divide a model with adapters (model.lora)"
             yield "parallel.tensor", f"{problem}: use data parallelism (parallel.tensor=1)"
         return
-    pieces = {"model.heads": m.heads, "model.ff_width": m.ff_width_}
-    pieces["model.kv_heads"] = m.kv_heads_ * (m.width // m.heads)  # rows: a head may be cut
-    for key, count in pieces.items():
-        if count % p.tensor:
-            what = "rows of the keys" if key == "model.kv_heads" else key.partition(".")[2]
-            divisors = [d for d in range(1, count + 1) if math.gcd(*pieces.values()) % d == 0]
-            near = max(d for d in divisors if d <= p.tensor)
-            problem = f"{p.tensor} ranks do not divide the {count} {what}"
-            yield "parallel.tensor", f"{problem}; write {near}, or change {key}"
-            break
-    heads, keys = m.heads // p.tensor, m.kv_heads_
-    if heads and p.tensor > 1 and max(keys, p.tensor) % min(keys, p.tensor):
-        problem = f"{p.tensor} ranks cannot share {keys} key and value heads evenly"
-        yield "parallel.tensor", f"{problem}; write a number that divides or is a multiple of them"
+    if problem := tensor_problem(m, p.tensor):
+        near = max(ranks for ranks in range(1, p.tensor) if not tensor_problem(m, ranks))
+        key, text = problem
+        yield "parallel.tensor", f"{text}; write {near}, or change {key}"
     stages = p.pipeline * p.chunks
     if p.pipeline > 1 and stages > m.layers:
-        problem = f"{stages} stages for {plural(m.layers, 'layer')}"
-        advice = f"write {m.layers // p.chunks or 1}, or less"
+        problem = f"{stages} stages need {stages} or more layers, and the model has {m.layers}"
+        advice = f"write at most {m.layers // p.chunks or 1}"
         advice += ', or parallel.pipeline_schedule="1f1b"' * (p.chunks > 1)
         yield "parallel.pipeline", f"{problem}: {advice}"
+
+
+def tensor_problem(m: Any, ranks: int) -> tuple[str, str] | None:
+    """Why `ranks` cannot divide the matrices of a GPT, and the key to change; None if they can."""
+    rows = m.kv_heads_ * (m.width // m.heads)  # a head of keys may be cut
+    counts = {
+        "model.heads": (m.heads, "heads"),
+        "model.ff_width": (m.ff_width_, "units of the feed-forward layer"),
+        "model.kv_heads": (rows, "rows of the keys"),
+    }
+    for key, (count, what) in counts.items():
+        if count % ranks:
+            return key, f"{ranks} ranks do not divide the {count:,} {what}"
+    few, many = sorted((m.kv_heads_, ranks))
+    if many % few:
+        return "model.kv_heads", f"{ranks} ranks cannot share {few} key and value heads evenly"
+    return None
 
 
 def optimizer(r: Any) -> Problems:

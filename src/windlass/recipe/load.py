@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 import windlass.recipe.settings as sections
-from windlass.errors import UserError, argument, plural, require
+from windlass.errors import UserError, argument, require
 from windlass.recipe.combinations import CHECKS
 from windlass.recipe.keys import meant, problems_of
 from windlass.recipe.layers import (
@@ -166,10 +166,11 @@ class Recipe(BaseModel):
         one); UserError if the layout does not divide the ranks."""
         p, strategy = self.parallel, self.strategy(world)
         if world % p.model_ranks:
-            each = plural(p.model_ranks, "rank")
-            problem = f"{p.layout} needs {each} for each copy of the model, and there are {world}"
-            advice = f"use a multiple of {p.model_ranks} ({argument('world', p.model_ranks)})"
-            raise UserError(f"{problem}: {advice}")
+            fewer = world // p.model_ranks * p.model_ranks
+            near = [ranks for ranks in (fewer, fewer + p.model_ranks) if ranks]
+            problem = f"{p.layout} needs a multiple of {p.model_ranks} ranks, and this run has"
+            advice = f"start {' or '.join(map(str, near))} ranks ({argument('world', near[0])})"
+            raise UserError(f"{problem} {world}: {advice}")
         inner = p.context * p.tensor
         groups = 0 if ranks_of_host % inner else ranks_of_host // inner
         data = strategy.sizes(world // p.model_ranks, p.shard_size, groups)

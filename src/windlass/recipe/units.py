@@ -130,7 +130,7 @@ def plan_batch(
         near = (share * data_world, (share + 1) * data_world)
         sizes = " or ".join(str(size) for size in near if size)
         advice = f"write {sizes}, or use a number of ranks that divides it"
-        problem = f"{batch} sequences is not divisible by world size {data_world}"
+        problem = f"{batch} sequences is not divisible by {data_world} data ranks"
         raise UserError(f"{problem}; {advice}")
     divisors = [d for d in range(1, share + 1) if share % d == 0]
     if micro_batch == 0:
@@ -141,7 +141,7 @@ def plan_batch(
         above = [d for d in divisors if d > micro_batch]
         sizes = " or ".join(map(str, [*below[-1:], *above[:1]]))
         sequences = plural(share, "sequence")
-        per_rank = f"the {sequences} of each of {data_world} ranks in a step ({batch})"
+        per_rank = f"the {sequences} of each of {data_world} data ranks in a step ({batch})"
         each = batch if data_world == 1 else per_rank
         raise UserError(f"train.micro_batch = {micro_batch} does not divide {each}; write {sizes}")
     return BatchPlan(global_batch, micro_batch, data_world, context)

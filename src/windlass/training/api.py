@@ -74,13 +74,15 @@ def train(
     from windlass.optim.build import torch_optimizer
     from windlass.training.callbacks import UserCode
 
-    local = world != 1 and detect_env().launcher == "none"
+    env = detect_env()
+    local = world != 1 and env.launcher == "none"
     with StopSignals() as stop, ExitStack() as stack:
         wanted, code = as_recipe(recipe), UserCode(callbacks, suites or {})
         torch_optimizer(wanted.optim)  # raises for an optimizer that torch lacks
         plan = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
             return finished_run(plan)
+        check_start(plan.recipe, world if local else env.world, own_model=model is not None)
         plan.recipe.check_packages()
         code.check(plan.recipe)
         if not local:
@@ -118,6 +120,21 @@ def train_rank(
         stack.enter_context(attention_without_plans())
     samples = data if isinstance(data, Data | None) else from_dataset(data, plan.recipe)
     Trainer(plan, stop, stack, model, samples, code, stop_at).run()
+
+
+def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
+    """Raise UserError if `world` ranks cannot train the recipe, before any of them starts."""
+    recipe.batch(world)
+    layout, kind = recipe.parallel, recipe.optim.kind
+    if own_model and layout.model_ranks > 1:
+        problem = f"{layout.layout}: Windlass divides its own GPT only"
+        raise UserError(f"{problem}, not your module: use data parallelism")
+    if kind.startswith("torch.optim."):
+        from windlass.optim.build import check_cut_matrices, torch_optimizer
+
+        torch_optimizer(recipe.optim)  # raises for an optimizer that torch lacks
+        if layout.tensor > 1:
+            check_cut_matrices(recipe.optim)
 
 
 def finished_run(plan: StartPlan) -> Run:

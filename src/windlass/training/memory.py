@@ -36,7 +36,8 @@ def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorde
     if sizes:
         same = "(the same samples and result, but for rounding)"
         advice.append(f"train.micro_batch={sizes[-1]} {same}")
-    if ranks.world > 1 and not sharded:
+    sizes_of_mesh = ranks.mesh.sizes
+    if sizes_of_mesh.data_world * sizes_of_mesh.cp > 1 and not sharded:
         advice.append('parallel.strategy="full_shard"')
     advice.append('parallel.activation_checkpointing="full"')
     size = f"micro-batches of {batch.micro_batch} sequences on each rank"

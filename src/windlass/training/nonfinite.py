@@ -127,9 +127,10 @@ class BadSteps:
         """
         loss_bad = (~torch.isfinite(loss)).float()
         self._loss_bad = torch.maximum(self._loss_bad, loss_bad)
-        # Each rank has its own loss, and an infinite loss may have a finite gradient.
-        anywhere = collectives.sum_over_ranks(loss_bad.clone(), self.ranks).clamp(max=1)
-        bad = torch.maximum((~torch.isfinite(grad_norm)).float(), anywhere)
+        # Each rank has its own loss, and an infinite loss may have a finite gradient. A fault on
+        # one rank of `tp` may reach no other rank, but all ranks must act alike.
+        bad = torch.maximum((~torch.isfinite(grad_norm)).float(), loss_bad)
+        bad = collectives.max_over_all_ranks(bad, self.ranks)
         self._bad = torch.maximum(self._bad, bad) if self._hold_updates else bad
         self._count = self._count + self._bad
         self._in_a_row = (self._in_a_row + 1) * self._bad

@@ -1,0 +1,169 @@
+"""Trainings whose ranks divide the model or the sequences, as processes of `windlass`."""
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from small_runs import corpus, curve, evaluations, recipe_of, settings
+
+import helpers
+from helpers import kill_when, windlass
+from windlass import train
+from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
+from windlass.evaluation.source import alone, find_source, open_model
+from windlass.run import Run
+
+__all__ = ["corpus"]
+pytestmark = pytest.mark.dist
+
+FP64 = {"train.precision": "fp64", "parallel.device": "cpu"}
+TENSOR, CONTEXT = {"parallel.tensor": 2}, {"parallel.context": 2}
+EXACT = 1e-9  # of float64, relative
+LLAMA = {
+    "model.position": "rope",
+    "model.norm": "rmsnorm",
+    "model.activation": "swiglu",
+    "model.heads": 4,
+    "model.kv_heads": 2,
+    "model.ff_width": 24,
+    "model.tie_head": False,
+    "model.attn_bias": False,
+    "model.ff_bias": False,
+    "model.dropout": 0.0,
+}
+
+
+def words(corpus: Path, run: Path, layout: dict[str, int], *options: str, **more: object):
+    """`train` with a layout and enough ranks for one copy of the model."""
+    world = 1
+    for ranks in layout.values():
+        world *= ranks
+    overrides = settings(corpus, run, **(FP64 | layout | {"micro": 2} | more))  # type: ignore[arg-type]
+    return ["train", "quickstart", *(["--world", str(world)] * (world > 1)), *options, *overrides]
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    """The whole parameters in the newest checkpoint, from the pieces of all ranks."""
+    choice = choose_checkpoint(run.path)
+    assert choice is not None and not choice.notes
+    checkpoint = open_checkpoint(choice.path)
+    return {name: checkpoint.tensor(name) for name in checkpoint.names("model/")}
+
+
+def assert_equal(run: Run, whole: Run) -> None:
+    """Equal losses, gradient norms, counts and parameters, except for the rounding of float64."""
+    for mine, other in zip(curve(run), curve(whole), strict=True):
+        assert mine == pytest.approx(other, rel=EXACT)
+    for mine, other in zip(evaluations(run), evaluations(whole), strict=True):
+        assert mine == pytest.approx(other, rel=EXACT)
+    mine, other = weights(run), weights(whole)
+    assert mine.keys() == other.keys()
+    for name, tensor in other.items():
+        torch.testing.assert_close(mine[name], tensor, rtol=0, atol=EXACT)
+
+
+def test_a_killed_run_continues_in_other_layouts_with_equal_numbers(corpus, tmp_path):
+    """Tensor 2, killed; context 2; one process; tensor 2: with dropout and equal micro-batches."""
+    run = Run(tmp_path / "moving")
+    kill_when(words(corpus, run.path, TENSOR), lambda: len(run.lines("train")) >= 5)
+    assert 3 <= choose_checkpoint(run.path).step < 12
+    windlass(*words(corpus, run.path, CONTEXT, "--stop-at", "8"))
+    train(recipe_of(corpus, run.path, micro=2, **FP64), stop_at=10)
+    windlass(*words(corpus, run.path, TENSOR))
+    whole = train(recipe_of(corpus, tmp_path / "whole", micro=2, **FP64))
+    assert run.state == "finished"
+    assert_equal(run, whole)
+    meshes = [e["mesh"] for e in run.events if e["event"] in ("started", "resumed")]
+    assert [(m["tp"], m["cp"]) for m in meshes] == [(2, 1), (1, 2), (1, 1), (2, 1)]
+
+
+@pytest.fixture(scope="module")
+def grid(corpus, tmp_path_factory) -> Run:
+    """A run of a Llama with tensor 2 x data 2 under `full_shard`."""
+    run = Run(tmp_path_factory.mktemp("grid") / "run")
+    more = {"strategy": "full_shard", "eval.sample_every": 6, "eval.sample_tokens": 12, **LLAMA}
+    overrides = words(corpus, run.path, TENSOR, **more)
+    overrides[overrides.index("--world") + 1] = "4"
+    windlass(*overrides)
+    return run
+
+
+@pytest.fixture(scope="module")
+def exported(grid, tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("exported") / "hf"
+    windlass("export", grid.path, directory)
+    return directory
+
+
+def test_tensor_2_x_data_2_measures_what_one_process_does(grid, corpus, tmp_path):
+    """Losses, evaluations, samples and weights; every rank samples its device."""
+    more = {"eval.sample_every": 6, "eval.sample_tokens": 12, **LLAMA}
+    whole = train(recipe_of(corpus, tmp_path / "whole", micro=2, **FP64, **more))
+    assert_equal(grid, whole)
+    texts = [[line["text"] for line in run.lines("sample")] for run in (grid, whole)]
+    assert texts[0] == texts[1] and len(texts[0]) >= 2
+    assert sorted(path.name for path in grid.devices_dir.iterdir()) == [
+        f"rank-{rank:05d}.jsonl" for rank in range(4)
+    ]
+    for ours, other in zip(grid.lines("train"), whole.lines("train"), strict=True):
+        assert ours["tokens"] == other["tokens"]
+        assert ours["tokens_per_s"] * ours["step_ms"] == pytest.approx(8 * 16 * 1e3, rel=1e-6)
+        assert ours["tokens_per_s_per_device"] == pytest.approx(ours["tokens_per_s"] / 4)
+    assert grid.summary["world"] == 4
+    assert grid.summary["device_hours"] > grid.summary["wall_time"]["total"] / 3600 * 3.9
+
+
+def test_a_divided_run_is_evaluated_sampled_and_exported(grid, exported):
+    """`eval`, `sample` and `export` by one process; `transformers` computes the same logits."""
+    transformers = pytest.importorskip("transformers")
+    scores = json.loads(windlass("eval", grid.path, "--json", "train.precision=fp64").stdout)
+    loss = scores["results"]["loss"]["loss"]
+    assert loss == pytest.approx(grid.lines("eval")[-1]["loss"], rel=EXACT)
+    text = windlass("sample", grid.path, "--prompt", "ab", "--max-tokens", "12").stdout
+    assert "ab" in text
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported).double()
+    ours = open_model(find_source(grid, ["train.precision=fp64"]), alone("cpu"))
+    tokens = torch.arange(16).view(2, 8) % 9
+    with torch.no_grad():  # the export has float32 weights
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("origin", ["run", "hf"])
+def test_first_weights_come_from_a_run_and_from_an_export(request, corpus, tmp_path, grid, origin):
+    """Into tensor 2; the loss at step 0 is the origin's last one."""
+    source = grid.path if origin == "run" else request.getfixturevalue("exported")
+    more = {"model.init_from": f"'{source}'", "train.steps": 1, **LLAMA}
+    windlass(*words(corpus, tmp_path / "run", TENSOR, **more))
+    first, last = Run(tmp_path / "run").lines("eval")[0], grid.lines("eval")[-1]
+    assert first["step"] == 0
+    assert first["loss"] == pytest.approx(last["loss"], rel=EXACT if origin == "run" else 1e-6)
+
+
+def test_sigterm_saves_and_a_resume_is_bit_for_bit_the_same(corpus, tmp_path):
+    whole, run = Run(tmp_path / "whole"), Run(tmp_path / "run")
+    windlass(*words(corpus, whole.path, TENSOR))
+    process = helpers.start(*words(corpus, run.path, TENSOR, **{"checkpoint.every": 0}))
+    helpers.wait_for(lambda: run.lines("train") or process.poll() is not None, 60)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "all saved" in output and run.state == "preempted"
+    assert choose_checkpoint(run.path).step == run.lines("train")[-1]["step"] < 12
+    windlass(*words(corpus, run.path, TENSOR))
+    assert curve(run) == curve(whole) and evaluations(run) == evaluations(whole)
+    assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(run).items())
+
+
+def test_the_message_of_a_killed_rank_has_its_coordinates(corpus, tmp_path):
+    run = Run(tmp_path / "run")
+    endless = {"train.steps": 100_000, "checkpoint.every": 100_000, "eval.every": 0}
+    process = helpers.start(*words(corpus, run.path, TENSOR, **endless))
+    helpers.wait_for(lambda: len(run.lines("train")) > 2 or process.poll() is not None, 60)
+    ranks = psutil.Process(process.pid).children()
+    next(p for p in ranks if p.environ().get("RANK") == "1").kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "rank 1 (tp 1) of 2" in output, output
+    assert "was killed by SIGKILL" in output
