@@ -28,24 +28,31 @@ from windlass.run import Run
 
 __all__ = ["corpus", "trainers"]
 
+TENSOR, CONTEXT = {"parallel.tensor": 2}, {"parallel.context": 2}
+full = pytest.mark.full
 CASES = [
-    ("single", 1, 4),
-    ("ddp", 2, 2),
-    ("full_shard", 2, 2),
-    pytest.param("shard_optim", 2, 2, marks=pytest.mark.full),
-    pytest.param("shard_grad_op", 2, 4, marks=pytest.mark.full),
-    pytest.param("hybrid_shard", 4, 2, marks=pytest.mark.full),
-    pytest.param("full_shard", 4, 1, marks=pytest.mark.full),
+    ("single", 1, 4, {}),
+    ("ddp", 2, 2, {}),
+    ("full_shard", 2, 2, {}),
+    ("auto", 2, 2, TENSOR),
+    pytest.param("shard_optim", 2, 2, {}, marks=full),
+    pytest.param("shard_grad_op", 2, 4, {}, marks=full),
+    pytest.param("hybrid_shard", 4, 2, {}, marks=full),
+    pytest.param("full_shard", 4, 1, {}, marks=full),
+    pytest.param("full_shard", 4, 2, TENSOR, marks=full),
+    pytest.param("shard_optim", 4, 2, CONTEXT, marks=full),
 ]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("strategy", "world", "micro"), CASES)
-def test_killed_and_resumed_is_bit_for_bit_the_same(corpus, tmp_path, strategy, world, micro):
+@pytest.mark.parametrize(("strategy", "world", "micro", "layout"), CASES)
+def test_killed_and_resumed_is_bit_for_bit_the_same(
+    corpus, tmp_path, strategy, world, micro, layout
+):
     """With dropout, accumulation, a decaying rate, and epochs' edges before and after the kill."""
     whole, broken = Run(tmp_path / "whole"), Run(tmp_path / "broken")
-    assert start(world, settings(corpus, whole.path, strategy, micro)) == 0
-    overrides = settings(corpus, broken.path, strategy, micro)
+    assert start(world, settings(corpus, whole.path, strategy, micro, **layout)) == 0
+    overrides = settings(corpus, broken.path, strategy, micro, **layout)
     assert start(world, overrides, kill_after=8) == 1
     assert broken.state in ("failed", "running")
     assert start(world, overrides) == 0

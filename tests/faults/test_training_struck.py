@@ -40,8 +40,9 @@ SAMPLE = [
     ("raise", "forward@14", 0, "full_shard"),
     ("kill", "backward@14", 1, "ddp"),
     ("stop", "load", 1, "full_shard"),
+    ("kill", "save@4", 1, "tensor"),
 ]
-MATRIX = list(itertools.product(HOW, PHASES, (0, 1), ("ddp", "full_shard")))
+MATRIX = list(itertools.product(HOW, PHASES, (0, 1), ("ddp", "full_shard", "tensor")))
 LAUNCH = f"""
 import sys
 from windlass.launch import local
@@ -101,13 +102,16 @@ def test_run_ends_and_resumes_from_last_checkpoint(text, tmp_path, how, phase, v
     recipe = Recipe.load("quickstart", settings(text, run.path))
     if phase == "load":
         train(recipe, stop_at=3)
-    overrides = settings(text, run.path, **{"parallel.strategy": strategy})
+    divided = strategy == "tensor"
+    how_divided = {"parallel.tensor": 2} if divided else {"parallel.strategy": strategy}
+    overrides = settings(text, run.path, **how_divided)
     code, output, seconds = strike(overrides, tmp_path, how, phase, victim)
     assert code == 1, output
     done = max(line["step"] for line in run.lines("train"))
     phase = phase.partition("@")[0]
     step = done + 1 if phase in ("forward", "backward") else done
-    where = f"rank {victim} of 2 on {socket.gethostname()} {HOW[how]}"
+    place = f" (tp {victim})" * divided
+    where = f"rank {victim}{place} of 2 on {socket.gethostname()} {HOW[how]}"
     ending = rf"{re.escape(where)}.* at step {step}, phase {phase}; the run has ended"
     assert re.search(ending, output), output
     if how == "raise":
