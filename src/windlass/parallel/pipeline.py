@@ -35,7 +35,7 @@ from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 
 EVALUATION_PARTS = 2  # of a labelled batch for each rank
-TICKS_KEPT = 2  # a message sent this many ticks ago is waited for, so that its memory is freed
+TICKS_KEPT = 8  # a message sent this many ticks ago is waited for, so that its memory is freed
 
 
 class Task(NamedTuple):
@@ -185,7 +185,7 @@ class Pipeline:
             work: `work(task, what arrived for it)` returns what the next stage gets.
         """
         arriving: dict[Task, tuple[Tensor, list[Any]]] = {}
-        posted: deque[tuple[list[Any], Any]] = deque()
+        on_the_way: deque[tuple[list[list[Any]], Any]] = deque()  # works, and what they send
         for tick in timetable(schedule, self.ranks, self.chunks, len(shapes)):
             sent, received = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
             results = dict[Task, Tensor]()
@@ -201,12 +201,15 @@ class Pipeline:
                     shape = tuple(shapes[to.micro])
                     results[to] = torch.empty(shape, dtype=self.dtype, device=self.device)
                     received.append((results[to], other.stage))
-            works = self.post(sent, received)
-            arriving |= {to: (tensor, works) for to, tensor in results.items()}
-            posted.append((works, sent))
-            if len(posted) > TICKS_KEPT:
-                wait(posted.popleft()[0])
-        for works, _ in posted:
+            # One work for each message; NCCL has one for all of a batch.
+            posted = [[work] for work in self.post(sent, received)]
+            for number, (to, tensor) in enumerate(results.items(), len(sent)):
+                arriving[to] = tensor, posted[min(number, len(posted) - 1)]
+            on_the_way.append((posted[: len(sent)], sent))
+            if len(on_the_way) > TICKS_KEPT:
+                for works in on_the_way.popleft()[0]:
+                    wait(works)
+        for works in itertools.chain.from_iterable(works for works, _ in on_the_way):
             wait(works)
 
     def train(
