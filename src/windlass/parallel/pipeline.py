@@ -29,13 +29,13 @@ from torch.distributed.tensor import DTensor
 
 from windlass.errors import UserError
 from windlass.model.gpt import GPT, LayerCache
-from windlass.model.size import block_matrices
+from windlass.model.size import stage_layers
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 
 EVALUATION_PARTS = 2  # of a labelled batch for each rank
-TICKS_KEPT = 2  # a message sent this many ticks ago is waited for, so that its memory is freed
+TICKS_KEPT = 8  # a message sent this many ticks ago is waited for, so that its memory is freed
 
 
 class Task(NamedTuple):
@@ -47,24 +47,9 @@ class Task(NamedTuple):
 
 
 def split_blocks(settings: ModelSettings, vocab: int, stages: int) -> list[range]:
-    """The blocks of each stage, so that the slowest stage takes the least time.
-
-    The last stage also computes the head. Looking up the embedding costs nothing. Of stages with
-    unequal numbers of blocks the later ones have more, because they hold fewer activations.
-    """
-    m, most = settings, settings.layers - stages + 1
-    block = block_matrices(m) + m.context * m.width  # products a token; half of 2 T D in attention
-    head = vocab * m.width
-
-    def slowest(last: int) -> int:
-        others = -(-(m.layers - last) // (stages - 1))
-        return max(others * block, last * block + head)
-
-    last = min(range(1, most + 1), key=lambda n: (slowest(n), -n)) if stages > 1 else m.layers
-    each, more = divmod(m.layers - last, max(1, stages - 1))
-    sizes = [each + (stage >= stages - 1 - more) for stage in range(stages - 1)] + [last]
-    ends = [sum(sizes[:stage]) for stage in range(stages + 1)]
-    return [range(*ends[stage : stage + 2]) for stage in range(stages)]
+    """The blocks of each stage, so that the slowest stage takes the least time."""
+    ends = itertools.accumulate(stage_layers(settings, vocab, stages), initial=0)
+    return list(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Task]:
@@ -200,7 +185,7 @@ class Pipeline:
             work: `work(task, what arrived for it)` returns what the next stage gets.
         """
         arriving: dict[Task, tuple[Tensor, list[Any]]] = {}
-        posted: deque[tuple[list[Any], Any]] = deque()
+        on_the_way: deque[tuple[list[list[Any]], Any]] = deque()  # works, and what they send
         for tick in timetable(schedule, self.ranks, self.chunks, len(shapes)):
             sent, received = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
             results = dict[Task, Tensor]()
@@ -216,12 +201,15 @@ class Pipeline:
                     shape = tuple(shapes[to.micro])
                     results[to] = torch.empty(shape, dtype=self.dtype, device=self.device)
                     received.append((results[to], other.stage))
-            works = self.post(sent, received)
-            arriving |= {to: (tensor, works) for to, tensor in results.items()}
-            posted.append((works, sent))
-            if len(posted) > TICKS_KEPT:
-                wait(posted.popleft()[0])
-        for works, _ in posted:
+            # One work for each message; NCCL has one for all of a batch.
+            posted = [[work] for work in self.post(sent, received)]
+            for number, (to, tensor) in enumerate(results.items(), len(sent)):
+                arriving[to] = tensor, posted[min(number, len(posted) - 1)]
+            on_the_way.append((posted[: len(sent)], sent))
+            if len(on_the_way) > TICKS_KEPT:
+                for works in on_the_way.popleft()[0]:
+                    wait(works)
+        for works in itertools.chain.from_iterable(works for works, _ in on_the_way):
             wait(works)
 
     def train(
