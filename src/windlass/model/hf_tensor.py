@@ -266,10 +266,10 @@ def check(model: Any, ranks: int) -> dict[str, str]:
             raise UserError(f"parallel.tensor = {ranks}: {problem}: {advice}")
         plan[name] = SHARED
     counts = head_counts(model, plan)
-    if any(count % ranks for count in counts):
+    if unfit := [count for count in counts if count % ranks]:
         fit = [n for n in range(1, ranks) if math.gcd(*counts) % n == 0]
-        what = " and ".join(map(str, sorted(set(counts), reverse=True)))
-        problem = f"{ranks} ranks do not divide the {what} attention heads of {kind}"
+        heads = "attention heads" if max(unfit) == max(counts) else "key and value heads"
+        problem = f"{ranks} ranks do not divide the {max(unfit)} {heads} of {kind}"
         raise UserError(f"parallel.tensor: {problem}; write {max(fit)}")
     return plan
 
@@ -315,8 +315,8 @@ def divide(model: Any, share: Share) -> Piece | None:
     UserError if the model cannot be divided so.
     """
     if share.context is not None or share.sequence or share.tensor is None:
-        problem = "a model of transformers keeps the residual stream whole"
-        raise UserError(f"{problem}: write parallel.context=1 and parallel.sequence=false")
+        key = "parallel.sequence=false" if share.sequence else "parallel.context=1"
+        raise UserError(f"a model of transformers keeps its residual stream whole: write {key}")
     network, tensor, cuts = model.model, share.tensor, dict[str, Cut]()
     classes: dict[tuple[type, type], type] = {}
     plan = check(network, tensor.size)

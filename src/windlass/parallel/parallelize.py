@@ -117,7 +117,7 @@ def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
     if mesh.sizes.tp * mesh.sizes.cp == 1:
         return
     if not hasattr(model, "divide"):
-        problem = f"{settings.layout}: Windlass divides its own GPT only"
+        problem = f"{settings.layout}: Windlass divides its own GPT and models of transformers"
         raise UserError(f"{problem}, not {type(model).__name__}: use data parallelism")
     tensor, context = (
         Peers(group.group_name, dist.get_rank(group), group.size()) if group else None
