@@ -57,9 +57,13 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 def assert_equal(run: Run, whole: Run) -> None:
     """Equal losses, gradient norms, counts and parameters, except for the rounding of float64."""
-    for mine, other in zip(curve(run), curve(whole), strict=True):
-        assert mine == pytest.approx(other, rel=EXACT)
+    assert_weights_and_curves(run, whole)
     for mine, other in zip(evaluations(run), evaluations(whole), strict=True):
+        assert mine == pytest.approx(other, rel=EXACT)
+
+
+def assert_weights_and_curves(run: Run, whole: Run) -> None:
+    for mine, other in zip(curve(run), curve(whole), strict=True):
         assert mine == pytest.approx(other, rel=EXACT)
     mine, other = weights(run), weights(whole)
     assert mine.keys() == other.keys()
@@ -174,6 +178,40 @@ def test_the_message_of_a_killed_rank_has_its_coordinates(corpus, tmp_path):
     assert "was killed by SIGKILL" in output
 
 
+@pytest.mark.parametrize(
+    "layout", [TENSOR, pytest.param(CONTEXT, marks=pytest.mark.full)], ids=["tensor", "context"]
+)
+def test_conversations_of_unequal_lengths_and_hellaswag(corpus, tmp_path, layout):
+    """The rows of each micro-batch have another length, which the ranks do not divide."""
+    chat, items = tmp_path / "chat.jsonl", tmp_path / "items.jsonl"
+    talks = [[("user", f"{i}?"), ("assistant", "la " * (i * 7 % 11 + 1))] for i in range(40)]
+    rows = [{"messages": [{"role": r, "content": c} for r, c in talk]} for talk in talks]
+    chat.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    endings = ["la la", "no", "la la la la", "never la"]
+    asked = [{"ctx": f"What {i}?", "endings": endings, "label": i % 4} for i in range(6)]
+    items.write_text("".join(json.dumps(item) + "\n" for item in asked))
+    more: dict[str, object] = {
+        "data.format": "chat", "data.source": f"'{chat}'", "data.dir": f"'{tmp_path / 'data'}'",
+        "data.tokenizer": "byte", "data.val_fraction": 0.2, "model.context": 65,
+        "train.steps": 4, "eval.every": 2, "eval.hellaswag_file": f"'{items}'",
+        "eval.suites": '["loss", "hellaswag"]', "eval.sample_every": 2, "eval.sample_tokens": 9,
+    }
+    windlass(*words(corpus, tmp_path / "run", layout, **more))
+    run = Run(tmp_path / "run")
+    alone = train(recipe_of(corpus, tmp_path / "alone", micro=2, **FP64, **more))
+    assert_weights_and_curves(run, alone)
+    for mine, other in zip(run.lines("eval"), alone.lines("eval"), strict=True):
+        measured = {key: x for key, x in other.items() if key in ("loss", "tokens", "acc", "items")}
+        assert len(measured) == 2
+        assert {key: mine[key] for key in measured} == pytest.approx(measured, rel=EXACT)
+    texts = [[line["text"] for line in each.lines("sample")] for each in (run, alone)]
+    assert texts[0] == texts[1] and len(texts[0]) == 2
+    for line in run.lines("train"):
+        seconds = line["step_ms"] / 1e3
+        assert line["padded_tokens_per_s"] > line["tokens_per_s"]
+        assert line["samples_per_s"] * seconds == pytest.approx(8)
+
+
 SPOILED = """
 import os, sys
 import torch
@@ -198,8 +236,13 @@ train(Recipe.load("quickstart", sys.argv[1:]), callbacks=[Spoil()])
 def test_rewinds_and_an_early_end_are_those_of_one_process(corpus, tmp_path, layout):
     """A NaN on the last rank alone, then a spike; no better evaluation later on ends the run."""
     more: dict[str, object] = {
-        "train.on_nonfinite": "rewind", "train.on_spike": "rewind", "train.spike_sigmas": 50.0,
-        "train.steps": 60, "train.early_stop": 5, "eval.every": 8, "optim.lr": 1e-2,
+        "train.on_nonfinite": "rewind",
+        "train.on_spike": "rewind",
+        "train.spike_sigmas": 50.0,
+        "train.steps": 60,
+        "train.early_stop": 5,
+        "eval.every": 8,
+        "optim.lr": 1e-2,
     }
     runs = []
     for world, divided in ((1, {}), (2, layout)):
