@@ -17,6 +17,7 @@ from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.launch.local import launch
 from windlass.run import Run
+from windlass.training import api
 
 __all__ = ["corpus"]
 pytestmark = pytest.mark.dist
@@ -191,10 +192,18 @@ def test_conversations_of_unequal_lengths_and_hellaswag(corpus, tmp_path, layout
     asked = [{"ctx": f"What {i}?", "endings": endings, "label": i % 4} for i in range(6)]
     items.write_text("".join(json.dumps(item) + "\n" for item in asked))
     more: dict[str, object] = {
-        "data.format": "chat", "data.source": f"'{chat}'", "data.dir": f"'{tmp_path / 'data'}'",
-        "data.tokenizer": "byte", "data.val_fraction": 0.2, "model.context": 65,
-        "train.steps": 4, "eval.every": 2, "eval.hellaswag_file": f"'{items}'",
-        "eval.suites": '["loss", "hellaswag"]', "eval.sample_every": 2, "eval.sample_tokens": 9,
+        "data.format": "chat",
+        "data.source": f"'{chat}'",
+        "data.dir": f"'{tmp_path / 'data'}'",
+        "data.tokenizer": "byte",
+        "data.val_fraction": 0.2,
+        "model.context": 65,
+        "train.steps": 4,
+        "eval.every": 2,
+        "eval.hellaswag_file": f"'{items}'",
+        "eval.suites": '["loss", "hellaswag"]',
+        "eval.sample_every": 2,
+        "eval.sample_tokens": 9,
     }
     windlass(*words(corpus, tmp_path / "run", layout, **more))
     run = Run(tmp_path / "run")
@@ -262,3 +271,28 @@ def test_rewinds_and_an_early_end_are_those_of_one_process(corpus, tmp_path, lay
     assert_equal(shared, alone)
     rewound = next(e for e in shared.events if e["event"] == "rewound")
     assert "rank 0, 1" in rewound["reason"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--world 3 parallel.tensor=2", "start 2 or 4 ranks (--world 2)"),
+        ("parallel.tensor=2", "start 2 ranks (--world 2)"),
+        ("--world 2 parallel.tensor=2 model.heads=3 model.width=48", "write 1, or change"),
+        ("--world 2 parallel.tensor=2 optim.kind=torch.optim.Adafactor", "parallel.tensor=1"),
+    ],
+)
+def test_a_bad_layout_is_one_message_before_anything_starts(corpus, tmp_path, options, said):
+    overrides = settings(corpus, tmp_path / "run", **{"data.dir": f"'{tmp_path / 'data'}'"})
+    done = windlass("train", "quickstart", *overrides, *options.split(), code=2)
+    assert said in done.stderr and done.stderr.count("windlass:") == 1 and not done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_range_of_ranks_is_of_whole_copies_of_the_model(corpus, tmp_path, monkeypatch):
+    """`--world 2..4`: three ranks cannot hold two copies."""
+    started = []
+    monkeypatch.setattr(api, "launch", lambda _, worlds, __: started.extend(worlds) or 0)
+    recipe = recipe_of(corpus, tmp_path / "run", **TENSOR)
+    assert api.launch_ranks(recipe, ["train"], [4, 3, 2]) == 0
+    assert started == [4, 2]

@@ -134,9 +134,9 @@ def layout(r: Any) -> Problems:
     if m.kind != "gpt":
         yield "parallel", f"{p.layout}: Windlass divides its own GPT only: use data parallelism"
         return
-    if problem := tensor_problem(m, p.tensor):
+    if found := tensor_problem(m, p.tensor):
         near = max(ranks for ranks in range(1, p.tensor) if not tensor_problem(m, ranks))
-        key, text = problem
+        key, text = found
         yield "parallel.tensor", f"{text}; write {near}, or change {key}"
     stages = p.pipeline * p.chunks
     if p.pipeline > 1 and stages > m.layers:
