@@ -42,6 +42,8 @@ def settings(
     precision: str = "fp64", strategy: str = "auto", world: int = 1, accumulation: int = 1, **more
 ):
     model = {"layers": 2, "heads": 2, "width": 16, "context": CONTEXT, "vocab": VOCAB}
+    if "model__kind" in more:
+        model = {"context": CONTEXT}
     train = {"steps": STEPS, "global_batch": BATCH, "grad_clip": 0.5, "precision": precision}
     train["micro_batch"] = BATCH // world // accumulation
     schedule = {"kind": "wsd", "warmup": 2, "decay": 2}

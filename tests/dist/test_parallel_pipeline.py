@@ -228,7 +228,8 @@ def test_evaluation_and_texts_on_every_rank_as_in_one_process(model):
     more, _ = model
     [wanted] = run_ranks(measured, 1, settings("fp64", "single", **more))
     cells = [(2, "ddp", TWO), (2, "full_shard", INTERLEAVED), (4, "full_shard", TWO)]
-    for world, strategy, layout in [*cells, (4, "ddp", TWO | {"tensor": 2})]:
+    cells += [(4, "ddp", TWO | {"tensor": 2}), (4, "ddp", TWO | {"context": 2})]
+    for world, strategy, layout in cells:
         recipe = pipelined(strategy, layout, world, **more)
         for loss, scores, texts, problems, groups in run_ranks(measured, world, recipe):
             assert loss == pytest.approx(wanted[0], rel=1e-12)

@@ -4,6 +4,7 @@ others.
 
 import shutil
 
+import numpy as np
 import pytest
 from small_runs import (
     corpus,
@@ -22,6 +23,7 @@ from windlass import train
 from windlass.data.prepare import prepare
 from windlass.errors import RunFailed, UserError
 from windlass.launch.local import launch
+from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
 
 __all__ = ["corpus", "trainers"]
@@ -59,6 +61,27 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(
     assert curve(broken) == curve(whole) and len(curve(whole)) == 12
     assert evaluations(broken) == evaluations(whole)
     assert broken.state == whole.state == "finished"
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_a_killed_pipeline_is_resumed_by_other_pipelines_and_by_one_process(corpus, tmp_path):
+    """With dropout: a block's masks do not depend on the rank that computes it."""
+    whole, broken = Run(tmp_path / "whole"), Run(tmp_path / "broken")
+    model = {"model.layers": 4, "eval.sample_every": 4}
+    assert start(1, settings(corpus, whole.path, micro=2, **model)) == 0
+    pipeline = model | {"parallel.pipeline": 2}
+    first = settings(corpus, broken.path, "ddp", 2, **pipeline)
+    assert start(2, first, kill_after=5) == 1
+    interleaved = pipeline | {"parallel.pipeline_schedule": "interleaved"}
+    second = settings(corpus, broken.path, "full_shard", 2, **interleaved)
+    assert start(4, second, kill_after=9) == 1
+    assert start(1, settings(corpus, broken.path, micro=2, **model, **NO_LAYOUT)) == 0
+    assert [e["step"] for e in broken.events if e["event"] == "resumed"] == [3, 6]
+    for read in (curve, evaluations):
+        np.testing.assert_allclose(read(broken), read(whole), rtol=1e-5)
+    texts = [[line["text"] for line in run.lines("sample")] for run in (whole, broken)]
+    assert texts[0] == texts[1] and len(texts[0]) == 3
 
 
 def test_the_memory_of_saves_is_reserved_after_the_first_step(corpus, tmp_path, trainers):

@@ -72,18 +72,26 @@ def test_verify_says_proved_only_of_what_was_tried(passed, code, last, monkeypat
     names = zip(("resume", "export"), passed, strict=True)
     proofs = [verification.Proof(name, "a claim", one, "so") for name, one in names]
     monkeypatch.setattr(verification, "verify", lambda *_: proofs)
-    assert train_verbs.verify(overrides=[], world=0, kills=1, json_=False, keep="") == code
+    assert (
+        train_verbs.verify("", overrides=[], world=0, kills=1, only="", json_=False, keep="")
+        == code
+    )
     output = capsys.readouterr().out.splitlines()
     assert output[-1] == last
-    assert any("6 proofs" in line and "minutes" in line for line in output)
+    assert any("7 proofs" in line and "minutes" in line for line in output)
 
 
 def test_verify_names_the_parts_that_need_more_ranks(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(verification, "difference", lambda *_: 0.0)
+    def difference(run, _):
+        return float(run is not None and run.path.name.endswith("-wrong"))
+
+    monkeypatch.setattr(verification.proofs, "difference", difference)
     monkeypatch.setattr(verification.Bench, "train", lambda *_, **__: None)
     strategies = {"strategies": verification.PROOFS["strategies"]}
     monkeypatch.setattr(verification, "PROOFS", strategies)
-    assert train_verbs.verify(overrides=[], world=2, kills=1, json_=False, keep="") == 0
+    assert (
+        train_verbs.verify("", overrides=[], world=2, kills=1, only="", json_=False, keep="") == 0
+    )
     output = capsys.readouterr().out
     assert output.count("hybrid_shard (needs 4 ranks)") == 2  # at the proof, and at the end
     assert output.splitlines()[-1].startswith("proved; not tried: hybrid_shard")

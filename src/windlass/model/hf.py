@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from windlass import hub
 from windlass.errors import UserError, first_line, require
-from windlass.model import hf_files
-from windlass.model.loss import cross_entropy_sum
+from windlass.model import hf_files, hf_tensor
+from windlass.model.loss import Piece, cross_entropy_sum
 from windlass.model.quantised import Linear4bit, quantise_linear
+from windlass.model.share import WHOLE, Cut, Share
 from windlass.recipe import Recipe
 from windlass.recipe.network import CONTEXT_KEYS, LoraSettings, ModelSettings
 from windlass.recipe.settings import IGNORE_INDEX
@@ -49,6 +50,8 @@ class HfModel(nn.Module):
         # The first token of a text; None for a model that has not learned one.
         self.bos = bos if isinstance(bos, int) and not settings.from_scratch else None
         self._plain_head = has_plain_head(model)
+        self.share, self.cuts, self.partial = WHOLE, dict[str, Cut](), set[str]()
+        self.piece: Piece | None = None  # of the vocabulary
 
     @torch.no_grad()
     def fill_weights(self, seed: int, directory: Path | None = None) -> None:
@@ -93,6 +96,14 @@ class HfModel(nn.Module):
         tied = head is None or getattr(head, "weight", None) is embedding.weight
         return [] if tied else [embedding], []
 
+    def divide(self, share: Share) -> None:
+        """Keep this rank's part of each parameter, and compute only it."""
+        self.share, self.piece = share, hf_tensor.divide(self, share)
+
+    def cut(self, name: str) -> Cut | None:
+        """Which part of a parameter this rank holds; None: all of it."""
+        return self.cuts.get(name)
+
     def new_cache(self, batch: int, length: int) -> HfCache:
         """An empty cache of keys, values and states, which grows with use."""
         return HfCache(self.model)
@@ -116,7 +127,9 @@ class HfModel(nn.Module):
         # Inside the root's forward a sharded head is whole.
         hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()  # type: ignore[operator]
-        return cross_entropy_sum(hidden, head.weight, labels, head.bias)
+        if self.piece:
+            hidden = self.share.enter(hidden)
+        return cross_entropy_sum(hidden, head.weight, labels, head.bias, piece=self.piece)
 
 
 def wrap(model: Any, context: int) -> HfModel:
@@ -195,6 +208,8 @@ def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
         limit = f"{name}'s limit of {model.limit} tokens"
         problem = f"model.context = {settings.context} is longer than {limit}"
         raise UserError(f"{problem}: write model.context={model.limit}, or less")
+    if recipe.parallel.tensor > 1:
+        hf_tensor.check(model.model, recipe.parallel.tensor)
     model.context = settings.context
     if model.vocab < vocab:
         rows = f"{vocab:,} tokens, and {name} has {model.vocab:,} token embeddings"

@@ -22,6 +22,7 @@ from windlass import hub
 from windlass.errors import UserError, argument, first_line
 from windlass.fileio import read_json, to_json
 from windlass.model.gpt import assign
+from windlass.model.share import cut_of, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -79,7 +80,7 @@ def fill_from_files(
         _fill_through_transformers(tensors, directory, remote_code)
         return
     for name, tensor in tensors.items():
-        key, shape = keys[name], list(tensor.shape)
+        key, shape = keys[name], list(whole_shape(tensor))
         stored = files.files[key].get_slice(key)  # read when it is indexed
         if (there := list(stored.get_shape())) != shape:
             problem = f"{key} has the shape {there}, but the configuration says {shape}"
@@ -93,7 +94,14 @@ def fill_from_files(
             layout = (tensor.shape, tensor.device_mesh, tensor.placements)
             _, offsets = compute_local_shape_and_global_offset(*layout)
         ends = zip(offsets, local.shape, strict=True)
-        local.copy_(stored[tuple(slice(start, start + size) for start, size in ends)])
+        box = [range(start, start + size) for start, size in ends]
+        cut = cut_of(tensor)
+        dim = cut.dim if cut else 0
+        ranges = list(cut.within(box[dim].start, box[dim].stop)) if cut else [box[dim]]
+        boxes = ([*box[:dim], r, *box[dim + 1 :]] for r in ranges)
+        parts = [stored[tuple(slice(r.start, r.stop) for r in part)] for part in boxes]
+        if parts:
+            local.copy_(torch.cat(parts, dim))
 
 
 def _fill_through_transformers(

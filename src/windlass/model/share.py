@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -54,6 +55,13 @@ class Cut:
     ranges: tuple[range, ...]
     peers: Peers
 
+    def within(self, start: int, stop: int) -> Iterator[range]:
+        """The indices in the whole of the local ones from `start` to before `stop`."""
+        for r in self.ranges:
+            if part := r[max(start, 0) : max(stop, 0)]:
+                yield part
+            start, stop = start - len(r), stop - len(r)
+
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor."""
         parts = [whole.narrow(self.dim, r.start, len(r)) for r in self.ranges]
@@ -84,6 +92,11 @@ def with_cut(tensor: T_, cut: Cut | None) -> T_:
     if cut is not None:
         tensor.cut = cut  # type: ignore[attr-defined]
     return tensor
+
+
+def has_partial_gradient(parameter: Tensor) -> bool:
+    """Whether each rank of `tp` has all of a parameter, but its gradient for some heads only."""
+    return getattr(parameter, "partial_gradient", False)
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
@@ -165,17 +178,22 @@ class Share:
             stream = stream.view(t.size, -1)[t.rank]
         return Rows(start, start + length, inner, stream, c, tuple(masks))
 
-    def enter(self, x: Tensor, rows: Rows | None) -> Tensor:
+    def add_gradients(self, x: Tensor) -> Tensor:
+        """The same tensor; the backward pass adds up the gradients of the ranks of `tensor`."""
+        return x if self.tensor is None else _Copy.apply(x, self.tensor)
+
+    def enter(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         """Before matrices cut by rows: all inner tokens of the stream [B, T, D] on each rank.
 
-        The backward pass adds up the ranks' gradients.
+        The backward pass adds up the ranks' gradients. Only `sequence` needs `rows`.
         """
-        if self.tensor is None or rows is None:
+        if self.tensor is None:
             return x
         if torch.is_autocast_enabled(x.device.type):  # the matrices would round it anyway
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if not self.sequence:
-            return _Copy.apply(x, self.tensor)
+            return self.add_gradients(x)
+        assert rows is not None
         return _Gather.apply(x, 1, self.tensor).narrow(1, 0, len(rows.inner))
 
     def leave(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from windlass.model.share import cut_of
+from windlass.model.share import cut_of, has_partial_gradient
 from windlass.parallel.dist import Ranks
 
 CHUNK = 4096  # elements whose squares are added in the gradient's own precision (on a CPU)
@@ -95,11 +95,13 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor
 def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     """After the backward pass: add up the gradients of parameters that `tp` does not cut.
 
-    With `parallel.sequence` each rank of `tp` has seen other tokens of the residual stream.
+    With `parallel.sequence` each rank of `tp` has seen other tokens of the residual stream. In a
+    model of transformers, the norms of queries and keys have seen other heads.
     """
-    if ranks.mesh.tp is None or not ranks.mesh.sequence:
+    if ranks.mesh.tp is None:
         return
-    whole = (p.grad for p in dict.fromkeys(parameters) if p.grad is not None and not cut_of(p))
+    trained = [p for p in dict.fromkeys(parameters) if p.grad is not None and not cut_of(p)]
+    whole = (p.grad for p in trained if ranks.mesh.sequence or has_partial_gradient(p))
     for grads in _by_kind(whole).values():
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(flat, group=ranks.mesh.tp)

@@ -285,7 +285,8 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     dist.init_process_group(backend, timeout=timeout, **place)
     ranks_of_host = env.local_world if env.nodes > 1 else 0
     sizes = recipe.sizes(env.world, ranks_of_host)
-    ranks.mesh, ranks.status.place = Mesh(sizes, env.rank, settings.sequence), sizes.place(env.rank)
+    sequence = settings.sequence and recipe.model.kind == "gpt"
+    ranks.mesh, ranks.status.place = Mesh(sizes, env.rank, sequence), sizes.place(env.rank)
     ranks.mesh.connect(ranks.strategy, device.type, timeout)
     ranks.set_timeout(settings.startup_timeout_seconds)
 

@@ -96,6 +96,8 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         materialise(model, torch.device("cpu") if offload else ranks.device, ranks.device)
     for name, parameter in model.named_parameters():
         with_cut(parameter, model.cut(name) if hasattr(model, "cut") else None)
+        if name in getattr(model, "partial", ()):
+            parameter.partial_gradient = True
     if sharded:
         return model
     if ranks.strategy.shards_optimizer:

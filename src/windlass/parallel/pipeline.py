@@ -8,7 +8,8 @@ A schedule is a list of tasks for each rank: the forward or backward pass of a s
 micro-batch. `timetable` puts the tasks of all ranks into ticks. After each tick, a rank posts what
 it sends and receives in this tick as one batch, so no order of messages can block the ranks.
 
-An evaluation passes through the stages one after another. The last stage sends its result to all.
+An evaluation passes its batch through the stages, for a loss in parts, so that all stages compute
+at the same time. The last stage sends the result to all ranks.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from torch.distributed.tensor import DTensor
 
 from windlass.errors import UserError
 from windlass.model.gpt import GPT, LayerCache
-from windlass.model.size import block_matrices
+from windlass.model.size import stage_layers
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 
-TICKS_KEPT = 2  # a message sent this many ticks ago is waited for, so that its memory is freed
+EVALUATION_PARTS = 2  # of a labelled batch for each rank
+TICKS_KEPT = 8  # a message sent this many ticks ago is waited for, so that its memory is freed
 
 
 class Task(NamedTuple):
@@ -45,24 +47,9 @@ class Task(NamedTuple):
 
 
 def split_blocks(settings: ModelSettings, vocab: int, stages: int) -> list[range]:
-    """The blocks of each stage, so that the slowest stage takes the least time.
-
-    The last stage also computes the head. Looking up the embedding costs nothing. Of stages with
-    unequal numbers of blocks the later ones have more, because they hold fewer activations.
-    """
-    m, most = settings, settings.layers - stages + 1
-    block = block_matrices(m) + m.context * m.width  # products a token; half of 2 T D in attention
-    head = vocab * m.width
-
-    def slowest(last: int) -> int:
-        others = -(-(m.layers - last) // (stages - 1))
-        return max(others * block, last * block + head)
-
-    last = min(range(1, most + 1), key=lambda n: (slowest(n), -n)) if stages > 1 else m.layers
-    each, more = divmod(m.layers - last, max(1, stages - 1))
-    sizes = [each + (stage >= stages - 1 - more) for stage in range(stages - 1)] + [last]
-    ends = [sum(sizes[:stage]) for stage in range(stages + 1)]
-    return [range(*ends[stage : stage + 2]) for stage in range(stages)]
+    """The blocks of each stage, so that the slowest stage takes the least time."""
+    ends = itertools.accumulate(stage_layers(settings, vocab, stages), initial=0)
+    return list(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Task]:
@@ -71,6 +58,7 @@ def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int)
     - `gpipe`: all forward passes, then all backward passes.
     - `1f1b` (arXiv 2104.04473): as many forward passes as fill the pipeline, then forward and
       backward passes in turn, so that a rank holds activations of at most `ranks` micro-batches.
+    - `forward`: forward passes alone, with turns as in `interleaved`.
     - `interleaved`: the same with several stages on each rank, which take turns every `ranks`
       micro-batches. The pipeline fills and empties in 1 / `chunks` of the time.
     """
@@ -83,6 +71,8 @@ def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int)
             forward += [Task(False, chunk * ranks + rank, i) for i in range(first, stop)]
             other = (chunks - 1 - chunk) * ranks + rank
             backward += [Task(True, other, i) for i in range(first, stop)]
+    if schedule == "forward":
+        return forward
     warmup = len(forward)
     if schedule == "1f1b":
         warmup = min(ranks - 1 - rank, micro_batches)
@@ -182,6 +172,46 @@ class Pipeline:
         ]
         return dist.batch_isend_irecv(operations) if operations else []
 
+    def run(
+        self,
+        schedule: str,
+        shapes: Sequence[Sequence[int]],
+        work: Callable[[Task, Tensor | None], Tensor | None],
+    ) -> None:
+        """This rank's tasks of a schedule.
+
+        Args:
+            shapes: The hidden states and the gradients of each micro-batch.
+            work: `work(task, what arrived for it)` returns what the next stage gets.
+        """
+        arriving: dict[Task, tuple[Tensor, list[Any]]] = {}
+        on_the_way: deque[tuple[list[list[Any]], Any]] = deque()  # works, and what they send
+        for tick in timetable(schedule, self.ranks, self.chunks, len(shapes)):
+            sent, received = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
+            results = dict[Task, Tensor]()
+            if (task := tick[self.rank]) is not None:
+                arrived, works = arriving.pop(task, (None, []))
+                wait(works)
+                output, to = work(task, arrived), receiver(task, self.stages)
+                if output is not None and to is not None:
+                    sent = [(output.to(self.dtype).contiguous(), to.stage)]
+            for other in filter(None, tick):
+                to = receiver(other, self.stages)
+                if to is not None and to.stage % self.ranks == self.rank:
+                    shape = tuple(shapes[to.micro])
+                    results[to] = torch.empty(shape, dtype=self.dtype, device=self.device)
+                    received.append((results[to], other.stage))
+            # One work for each message; NCCL has one for all of a batch.
+            posted = [[work] for work in self.post(sent, received)]
+            for number, (to, tensor) in enumerate(results.items(), len(sent)):
+                arriving[to] = tensor, posted[min(number, len(posted) - 1)]
+            on_the_way.append((posted[: len(sent)], sent))
+            if len(on_the_way) > TICKS_KEPT:
+                for works in on_the_way.popleft()[0]:
+                    wait(works)
+        for works in itertools.chain.from_iterable(works for works, _ in on_the_way):
+            wait(works)
+
     def train(
         self,
         model: StagedGPT,
@@ -201,48 +231,30 @@ class Pipeline:
             loss: To which `forward` adds on the last stage; every stage gets the sum.
         """
         held: dict[Task, tuple[Tensor | None, Tensor]] = {}
-        arriving: dict[Task, tuple[Tensor, list[Any]]] = {}
-        posted: deque[tuple[list[Any], Any]] = deque()
-        for tick in timetable(self.schedule, self.ranks, self.chunks, len(micro)):
-            sent, received = list[tuple[Tensor, int]](), dict[Task, Tensor]()
-            if (task := tick[self.rank]) is not None:
-                arrived, works = arriving.pop(task, (None, []))
-                wait(works)
-                if task.backward:
-                    hidden, result = held.pop(task._replace(backward=False))
-                    if result.requires_grad:  # else nothing up to here is trained
-                        with sync(task.micro == len(micro) - 1):
-                            backward(result, arrived)
-                    output = None if hidden is None else hidden.grad
-                else:
-                    hidden = None if arrived is None else arrived.requires_grad_()
-                    layers = self.layers[task.stage]
-                    output = forward(micro[task.micro], hidden=hidden, layers=layers)
-                    held[task] = hidden, output
-                    output = output.detach()
-                if (to := receiver(task, self.stages)) is not None and output is not None:
-                    sent = [(output.to(self.dtype).contiguous(), to.stage)]
-            for other in filter(None, tick):
-                to = receiver(other, self.stages)
-                if to is not None and to.stage % self.ranks == self.rank:
-                    received[to] = self.buffer(model, micro[to.micro].batch.tokens)
-            sources = [
-                (tensor, to.stage + (1 if to.backward else -1)) for to, tensor in received.items()
-            ]
-            works = self.post(sent, sources)
-            arriving |= {to: (tensor, works) for to, tensor in received.items()}
-            posted.append((works, sent))
-            if len(posted) > TICKS_KEPT:
-                wait(posted.popleft()[0])
-        for works, _ in posted:
-            wait(works)
+
+        def work(task: Task, arrived: Tensor | None) -> Tensor | None:
+            if not task.backward:
+                hidden = None if arrived is None else arrived.requires_grad_()
+                layers = self.layers[task.stage]
+                result = forward(micro[task.micro], hidden=hidden, layers=layers)
+                held[task] = hidden, result
+                return result.detach()
+            hidden, result = held.pop(task._replace(backward=False))
+            if result.requires_grad:  # else nothing up to here is trained
+                with sync(task.micro == len(micro) - 1):
+                    backward(result, arrived)
+            return None if hidden is None else hidden.grad
+
+        self.run(self.schedule, [self.shape(model, m.batch.tokens) for m in micro], work)
         self.sum_gradients(model)
         dist.all_reduce(loss, group=self.group)  # zero except on the last stage
 
-    def buffer(self, model: GPT, tokens: Tensor, labelled: bool = True, start: int = 0) -> Tensor:
-        """Room for the hidden states of tokens [B, T]; their gradient has the same shape."""
-        shape = (len(tokens), model.stream_length(start, tokens.shape[1], labelled), self.width)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    def shape(
+        self, model: GPT, tokens: Tensor, labelled: bool = True, start: int = 0
+    ) -> tuple[int, int, int]:
+        """The shape of the hidden states of tokens [B, T], and of their gradient."""
+        length = model.stream_length(start, tokens.shape[1], labelled)
+        return len(tokens), length, self.width
 
     def sum_gradients(self, model: StagedGPT) -> None:
         """Add up the gradients of replicas, and of a table that two stages hold."""
@@ -290,22 +302,30 @@ class StagedGPT(GPT):
         assert not torch.is_grad_enabled(), "training passes of a pipeline need its schedule"
         pipe = self.pipeline
         start = cache[pipe.layers[pipe.own[0]].start].length if cache else 0
-        for stage in pipe.own:
-            hidden = None
-            if stage:
-                hidden = pipe.buffer(self, tokens, labels is not None, start)
-                wait(pipe.post([], [(hidden, stage - 1)]))
-            result = super().forward(tokens, labels, cache, hidden, pipe.layers[stage])
-            if not pipe.last(stage):
-                wait(pipe.post([(result.contiguous(), stage + 1)], []))
-        if pipe.last(stage):
-            result = result.to(pipe.dtype).contiguous()
+        # Sharded parameters are gathered for each part, so all data ranks need equal numbers of parts.
+        # Only batches with labels have equal numbers of rows.
+        most = 1 if labels is None else EVALUATION_PARTS * pipe.ranks
+        rows = tokens.chunk(min(len(tokens), most))
+        marks = [None] * len(rows) if labels is None else labels.split([len(part) for part in rows])
+        results = list[Tensor]()
+
+        def work(task: Task, arrived: Tensor | None) -> Tensor:
+            part, layers = task.micro, pipe.layers[task.stage]
+            result = GPT.forward(self, rows[part], marks[part], cache, arrived, layers)
+            if pipe.last(task.stage):
+                results.append(result)
+            return result
+
+        pipe.run("forward", [pipe.shape(self, r, labels is not None, start) for r in rows], work)
+        if results:
+            whole = results[0] if labels is None else torch.stack(results).sum()
+            whole = whole.to(pipe.dtype).contiguous()
         else:
-            length = 1 if cache else tokens.shape[1]
-            shape = () if labels is not None else (len(tokens), length, self.vocab)
-            result = torch.empty(shape, dtype=pipe.dtype, device=pipe.device)
-        dist.broadcast(result, group=pipe.group, group_src=pipe.ranks - 1)
-        return result
+            logits = (len(tokens), 1 if cache else tokens.shape[1], self.vocab)
+            shape = logits if labels is None else ()
+            whole = torch.empty(shape, dtype=pipe.dtype, device=pipe.device)
+        dist.broadcast(whole, group=pipe.group, group_src=pipe.ranks - 1)
+        return whole
 
 
 def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:

@@ -131,8 +131,14 @@ def layout(r: Any) -> Problems:
     if p.strategy == "single":
         problem = f'{p.layout} needs {p.model_ranks} ranks, and "single" is for one'
         yield "parallel.strategy", f'{problem}: write "auto"'
-    if m.kind != "gpt":
-        yield "parallel", f"{p.layout}: Windlass divides its own GPT only: use data parallelism"
+    if m.kind == "hf":
+        for key in ("context", "pipeline"):
+            if getattr(p, key) > 1:
+                problem = "a model of transformers has only parallel.tensor and data parallelism"
+                yield f"parallel.{key}", f"{problem}: write 1"
+        if p.tensor > 1 and m.lora.rank:
+            problem = "it does not divide a model with adapters (model.lora)"
+            yield "parallel.tensor", f"{problem}: use data parallelism (parallel.tensor=1)"
         return
     if found := tensor_problem(m, p.tensor):
         near = max(ranks for ranks in range(1, p.tensor) if not tensor_problem(m, ranks))

@@ -252,10 +252,10 @@ class ParallelSettings(Section):
     traffic. `auto`: true except with `shard_grad_op`."""
     tensor: int = Field(1, ge=1)
     """Ranks that divide each matrix (arXiv 1909.08053): attention heads, feed-forward width and
-    vocabulary."""
+    vocabulary. A model of transformers needs a `tp_plan`, or is GPT-2."""
     sequence: bool = True
     """With `tensor`: its ranks also divide norms, dropout and the residual stream along the
-    sequence (arXiv 2205.05198)."""
+    sequence (arXiv 2205.05198). Models of transformers keep the stream whole."""
     context: int = Field(1, ge=1)
     """Ranks that divide each sequence; attention exchanges heads (arXiv 2309.14509) if there are
     enough, else it gathers keys and values (arXiv 2407.21783)."""
