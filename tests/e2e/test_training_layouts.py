@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,9 @@ from helpers import kill_when, windlass
 from windlass import train
 from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
 from windlass.evaluation.source import alone, find_source, open_model
+from windlass.launch.local import launch
 from windlass.run import Run
+from windlass.training import api
 
 __all__ = ["corpus"]
 pytestmark = pytest.mark.dist
@@ -55,9 +58,13 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 def assert_equal(run: Run, whole: Run) -> None:
     """Equal losses, gradient norms, counts and parameters, except for the rounding of float64."""
-    for mine, other in zip(curve(run), curve(whole), strict=True):
-        assert mine == pytest.approx(other, rel=EXACT)
+    assert_weights_and_curves(run, whole)
     for mine, other in zip(evaluations(run), evaluations(whole), strict=True):
+        assert mine == pytest.approx(other, rel=EXACT)
+
+
+def assert_weights_and_curves(run: Run, whole: Run) -> None:
+    for mine, other in zip(curve(run), curve(whole), strict=True):
         assert mine == pytest.approx(other, rel=EXACT)
     mine, other = weights(run), weights(whole)
     assert mine.keys() == other.keys()
@@ -65,7 +72,13 @@ def assert_equal(run: Run, whole: Run) -> None:
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=EXACT)
 
 
-def test_a_killed_run_continues_in_other_layouts_with_equal_numbers(corpus, tmp_path):
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory) -> Run:
+    """The run of one process, in one go."""
+    return train(recipe_of(corpus, tmp_path_factory.mktemp("whole") / "run", micro=2, **FP64))
+
+
+def test_a_killed_run_continues_in_other_layouts_with_equal_numbers(corpus, tmp_path, whole):
     """Tensor 2, killed; context 2; one process; tensor 2: with dropout and equal micro-batches."""
     run = Run(tmp_path / "moving")
     kill_when(words(corpus, run.path, TENSOR), lambda: len(run.lines("train")) >= 5)
@@ -73,7 +86,6 @@ def test_a_killed_run_continues_in_other_layouts_with_equal_numbers(corpus, tmp_
     windlass(*words(corpus, run.path, CONTEXT, "--stop-at", "8"))
     train(recipe_of(corpus, run.path, micro=2, **FP64), stop_at=10)
     windlass(*words(corpus, run.path, TENSOR))
-    whole = train(recipe_of(corpus, tmp_path / "whole", micro=2, **FP64))
     assert run.state == "finished"
     assert_equal(run, whole)
     meshes = [e["mesh"] for e in run.events if e["event"] in ("started", "resumed")]
@@ -142,9 +154,8 @@ def test_first_weights_come_from_a_run_and_from_an_export(request, corpus, tmp_p
     assert first["loss"] == pytest.approx(last["loss"], rel=EXACT if origin == "run" else 1e-6)
 
 
-def test_sigterm_saves_and_a_resume_is_bit_for_bit_the_same(corpus, tmp_path):
-    whole, run = Run(tmp_path / "whole"), Run(tmp_path / "run")
-    windlass(*words(corpus, whole.path, TENSOR))
+def test_sigterm_saves_and_a_resume_goes_on(corpus, tmp_path, whole):
+    run = Run(tmp_path / "run")
     process = helpers.start(*words(corpus, run.path, TENSOR, **{"checkpoint.every": 0}))
     helpers.wait_for(lambda: run.lines("train") or process.poll() is not None, 60)
     process.send_signal(signal.SIGTERM)
@@ -153,8 +164,7 @@ def test_sigterm_saves_and_a_resume_is_bit_for_bit_the_same(corpus, tmp_path):
     assert "all saved" in output and run.state == "preempted"
     assert choose_checkpoint(run.path).step == run.lines("train")[-1]["step"] < 12
     windlass(*words(corpus, run.path, TENSOR))
-    assert curve(run) == curve(whole) and evaluations(run) == evaluations(whole)
-    assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(run).items())
+    assert_equal(run, whole)
 
 
 def test_the_message_of_a_killed_rank_has_its_coordinates(corpus, tmp_path):
@@ -167,3 +177,122 @@ def test_the_message_of_a_killed_rank_has_its_coordinates(corpus, tmp_path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "rank 1 (tp 1) of 2" in output, output
     assert "was killed by SIGKILL" in output
+
+
+@pytest.mark.parametrize(
+    "layout", [TENSOR, pytest.param(CONTEXT, marks=pytest.mark.full)], ids=["tensor", "context"]
+)
+def test_conversations_of_unequal_lengths_and_hellaswag(corpus, tmp_path, layout):
+    """The rows of each micro-batch have another length, which the ranks do not divide."""
+    chat, items = tmp_path / "chat.jsonl", tmp_path / "items.jsonl"
+    talks = [[("user", f"{i}?"), ("assistant", "la " * (i * 7 % 11 + 1))] for i in range(40)]
+    rows = [{"messages": [{"role": r, "content": c} for r, c in talk]} for talk in talks]
+    chat.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    endings = ["la la", "no", "la la la la", "never la"]
+    asked = [{"ctx": f"What {i}?", "endings": endings, "label": i % 4} for i in range(6)]
+    items.write_text("".join(json.dumps(item) + "\n" for item in asked))
+    more: dict[str, object] = {
+        "data.format": "chat",
+        "data.source": f"'{chat}'",
+        "data.dir": f"'{tmp_path / 'data'}'",
+        "data.tokenizer": "byte",
+        "data.val_fraction": 0.2,
+        "model.context": 65,
+        "train.steps": 4,
+        "eval.every": 2,
+        "eval.hellaswag_file": f"'{items}'",
+        "eval.suites": '["loss", "hellaswag"]',
+        "eval.sample_every": 2,
+        "eval.sample_tokens": 9,
+    }
+    windlass(*words(corpus, tmp_path / "run", layout, **more))
+    run = Run(tmp_path / "run")
+    alone = train(recipe_of(corpus, tmp_path / "alone", micro=2, **FP64, **more))
+    assert_weights_and_curves(run, alone)
+    for mine, other in zip(run.lines("eval"), alone.lines("eval"), strict=True):
+        measured = {key: x for key, x in other.items() if key in ("loss", "tokens", "acc", "items")}
+        assert len(measured) == 2
+        assert {key: mine[key] for key in measured} == pytest.approx(measured, rel=EXACT)
+    texts = [[line["text"] for line in each.lines("sample")] for each in (run, alone)]
+    assert texts[0] == texts[1] and len(texts[0]) == 2
+    for line in run.lines("train"):
+        seconds = line["step_ms"] / 1e3
+        assert line["padded_tokens_per_s"] > line["tokens_per_s"]
+        assert line["samples_per_s"] * seconds == pytest.approx(8)
+
+
+SPOILED = """
+import os, sys
+import torch
+from windlass import Callback, Recipe, train
+
+rank, last = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) - 1
+due = {7: torch.nan, 31: -40.0}  # factors of the weights, by step
+
+class Spoil(Callback):
+    def on_step(self, now):
+        factor = due.pop(now.step, 1.0)
+        for parameter in now.model.parameters() if factor == factor or rank == last else ():
+            parameter.detach().mul_(factor)
+
+train(Recipe.load("quickstart", sys.argv[1:]), callbacks=[Spoil()])
+"""
+
+
+@pytest.mark.parametrize(
+    "layout", [TENSOR, pytest.param(CONTEXT, marks=pytest.mark.full)], ids=["tensor", "context"]
+)
+def test_rewinds_and_an_early_end_are_those_of_one_process(corpus, tmp_path, layout):
+    """A NaN on the last rank alone, then a spike; no better evaluation later on ends the run."""
+    more: dict[str, object] = {
+        "train.on_nonfinite": "rewind",
+        "train.on_spike": "rewind",
+        "train.spike_sigmas": 50.0,
+        "train.steps": 60,
+        "train.early_stop": 5,
+        "eval.every": 8,
+        "optim.lr": 1e-2,
+    }
+    runs = []
+    for world, divided in ((1, {}), (2, layout)):
+        run = Run(tmp_path / f"run-{world}")
+        overrides = settings(corpus, run.path, micro=2, **(FP64 | divided | more))
+        assert launch([sys.executable, "-c", SPOILED, *overrides], world) == 0
+        runs.append(run)
+    alone, shared = runs
+    told = [
+        [(e["step"], e["event"], e.get("left_out"), e.get("early_stop")) for e in run.events]
+        for run in runs
+    ]
+    names = ("rewound", "finished")
+    ends = [[event for event in events if event[1] in names] for events in told]
+    assert ends[0] == ends[1] and [event[1] for event in ends[0]] == ["rewound"] * 2 + ["finished"]
+    assert ends[0][-1][3] == 5, "it ended early"
+    assert_equal(shared, alone)
+    rewound = next(e for e in shared.events if e["event"] == "rewound")
+    assert "rank 0, 1" in rewound["reason"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--world 3 parallel.tensor=2", "start 2 or 4 ranks (--world 2)"),
+        ("parallel.tensor=2", "start 2 ranks (--world 2)"),
+        ("--world 2 parallel.tensor=2 model.heads=3 model.width=48", "write 1, or change"),
+        ("--world 2 parallel.tensor=2 optim.kind=torch.optim.Adafactor", "parallel.tensor=1"),
+    ],
+)
+def test_a_bad_layout_is_one_message_before_anything_starts(corpus, tmp_path, options, said):
+    overrides = settings(corpus, tmp_path / "run", **{"data.dir": f"'{tmp_path / 'data'}'"})
+    done = windlass("train", "quickstart", *overrides, *options.split(), code=2)
+    assert said in done.stderr and done.stderr.count("windlass:") == 1 and not done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_range_of_ranks_is_of_whole_copies_of_the_model(corpus, tmp_path, monkeypatch):
+    """`--world 2..4`: three ranks cannot hold two copies."""
+    started = []
+    monkeypatch.setattr(api, "launch", lambda _, worlds, __: started.extend(worlds) or 0)
+    recipe = recipe_of(corpus, tmp_path / "run", **TENSOR)
+    assert api.launch_ranks(recipe, ["train"], [4, 3, 2]) == 0
+    assert started == [4, 2]

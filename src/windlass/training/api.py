@@ -124,6 +124,8 @@ def train_rank(
 
 def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
     """Raise UserError if `world` ranks cannot train the recipe, before any of them starts."""
+    if recipe.train.fit:  # it chooses layout and micro-batch
+        return
     recipe.batch(world)
     layout, kind = recipe.parallel, recipe.optim.kind
     if own_model and layout.model_ranks > 1:
@@ -176,8 +178,10 @@ def launch_ranks(
 
     Prepares the data once, before the ranks. The ranks leave the end of the run to this process.
     """
-    for world in worlds if not recipe.train.fit else ():
-        recipe.batch(world)  # raises if the ranks cannot share the global batch
+    # Of a range, only the numbers that the layout divides.
+    worlds = [n for n in worlds if n % recipe.parallel.model_ranks == 0] or worlds
+    for world in worlds:
+        check_start(recipe, world)
     with StopSignals():
         prepare(recipe)
     before = os.environ.get(QUIET_END)
