@@ -9,11 +9,11 @@ from windlass.errors import UserError
 from windlass.estimate.devices import find_device
 from windlass.estimate.memory import memory
 from windlass.estimate.plan import plan
-from windlass.estimate.rank import Layout, layout_of, ranks_of, stage_layers
+from windlass.estimate.rank import Layout, layout_of, ranks_of
 from windlass.estimate.search import Machine, fit, layout_rows, layouts
 from windlass.estimate.time import Links, Rates, step_time
 from windlass.estimate.work import Collective, works
-from windlass.model.size import count
+from windlass.model.size import count, stage_layers
 from windlass.recipe import ModelSettings, Recipe
 
 VOCAB, L, D, F, T, B = 64, 4, 32, 128, 16, 2

@@ -69,6 +69,27 @@ def block_parameters(settings: ModelSettings) -> int:
     return (parts.non_embedding - final) // settings.layers
 
 
+def stage_layers(settings: ModelSettings, vocab: int, stages: int) -> list[int]:
+    """The blocks of each stage, so that the slowest stage takes the least time.
+
+    The last stage also computes the head. Looking up the embedding costs nothing. Of stages with
+    unequal numbers of blocks the later ones have more, because they hold fewer activations.
+    """
+    m = settings
+    if stages == 1:
+        return [m.layers]
+    block = block_matrices(m) + m.context * m.width  # products a token; half of 2 T D in attention
+    head = vocab * m.width
+
+    def slowest(last: int) -> int:
+        others = -(-(m.layers - last) // (stages - 1))
+        return max(others * block, last * block + head)
+
+    last = min(range(1, m.layers - stages + 2), key=lambda n: (slowest(n), -n))
+    each, more = divmod(m.layers - last, stages - 1)
+    return [each + (stage >= stages - 1 - more) for stage in range(stages - 1)] + [last]
+
+
 def flops_per_token(settings: ModelSettings, vocab: int) -> int:
     """FLOPs of one token's forward and backward pass, by the convention of MFU: 6 N + 12 L d T.
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from windlass.errors import UserError
 from windlass.model.gpt import GPT, LayerCache
-from windlass.model.size import block_matrices
+from windlass.model.size import stage_layers
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
@@ -47,24 +47,9 @@ class Task(NamedTuple):
 
 
 def split_blocks(settings: ModelSettings, vocab: int, stages: int) -> list[range]:
-    """The blocks of each stage, so that the slowest stage takes the least time.
-
-    The last stage also computes the head. Looking up the embedding costs nothing. Of stages with
-    unequal numbers of blocks the later ones have more, because they hold fewer activations.
-    """
-    m, most = settings, settings.layers - stages + 1
-    block = block_matrices(m) + m.context * m.width  # products a token; half of 2 T D in attention
-    head = vocab * m.width
-
-    def slowest(last: int) -> int:
-        others = -(-(m.layers - last) // (stages - 1))
-        return max(others * block, last * block + head)
-
-    last = min(range(1, most + 1), key=lambda n: (slowest(n), -n)) if stages > 1 else m.layers
-    each, more = divmod(m.layers - last, max(1, stages - 1))
-    sizes = [each + (stage >= stages - 1 - more) for stage in range(stages - 1)] + [last]
-    ends = [sum(sizes[:stage]) for stage in range(stages + 1)]
-    return [range(*ends[stage : stage + 2]) for stage in range(stages)]
+    """The blocks of each stage, so that the slowest stage takes the least time."""
+    ends = itertools.accumulate(stage_layers(settings, vocab, stages), initial=0)
+    return list(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Task]:
