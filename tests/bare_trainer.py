@@ -36,7 +36,11 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         "scaler": scaler,
         "recorder": recorder,
         "optimizer": build_optimizer(
-            unwrap(model), recipe.optim, ranks.device.type, ranks.mesh.replicas
+            unwrap(model),
+            recipe.optim,
+            ranks.device.type,
+            ranks.mesh.replicas,
+            ranks.strategy.shards_optimizer,
         ),
         "counted": counted(model),
         "parameters": [p for p in model.parameters() if p.requires_grad],
