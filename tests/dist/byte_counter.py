@@ -8,10 +8,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from bare_trainer import bare_trainer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from bare_trainer import bare_trainer
 from windlass.data.loader import MicroBatch, StepBatch
 from windlass.data.samples import Batch
 from windlass.model import share
