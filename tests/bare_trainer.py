@@ -3,8 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
+from windlass.data.loader import MicroBatch, StepBatch
+from windlass.data.samples import Batch
 from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import counted, resolve_precision, unwrap
@@ -50,3 +53,11 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
     trainer = Trainer.__new__(Trainer)
     vars(trainer).update(parts)
     return trainer
+
+
+def full_rows(recipe: Recipe, vocab: int, micro: int, accumulation: int) -> StepBatch:
+    """A step of micro-batches without padding."""
+    size = micro * recipe.model.context
+    tokens = torch.arange(size).remainder(vocab).view(micro, -1)
+    batches = [MicroBatch(k, Batch(tokens, tokens)) for k in range(accumulation)]
+    return StepBatch(1, 0, batches, accumulation * size, accumulation * size)

@@ -8,12 +8,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from bare_trainer import bare_trainer, full_rows
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from bare_trainer import bare_trainer
-from windlass.data.loader import MicroBatch, StepBatch
-from windlass.data.samples import Batch
 from windlass.model import share
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
@@ -81,21 +79,13 @@ def counting(ranks: Ranks, trainer: Trainer) -> Iterator[Counter[str]]:
         sent[names.get(group, "dp")] += size
 
 
-def step_batch(recipe: Recipe, vocab: int, micro: int, accumulation: int) -> StepBatch:
-    """A step of micro-batches without padding."""
-    size = micro * recipe.model.context
-    tokens = torch.arange(size).remainder(vocab).view(micro, -1)
-    batches = [MicroBatch(k, Batch(tokens, tokens)) for k in range(accumulation)]
-    return StepBatch(1, 0, batches, accumulation * size, accumulation * size)
-
-
 def sent_in_a_step(join: Any, recipe: Recipe, vocab: int) -> tuple[int, dict[str, int]]:
     """On one rank, for `harness.run_ranks`: its pipeline stage, and its bytes by dimension."""
     with join(recipe) as ranks:
         model = parallelize(build_model(recipe, vocab, device="meta"), ranks, recipe)
         initialise(unwrap(model), 0)
         trainer, plan = bare_trainer(model, recipe, ranks), recipe.batch(ranks.world)
-        batch = step_batch(recipe, vocab, plan.micro_batch, plan.accumulation)
+        batch = full_rows(recipe, vocab, plan.micro_batch, plan.accumulation)
         for _ in range(2):  # DDP builds its buckets again at the second
             trainer.step(batch, 1.0)
         with counting(ranks, trainer) as sent:

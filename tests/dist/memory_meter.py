@@ -8,14 +8,13 @@ import weakref
 from typing import Any
 
 import torch
+from bare_trainer import bare_trainer, full_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.optim.build import build_optimizer
-from windlass.parallel import collectives
-from windlass.parallel.parallelize import autocast, parallelize, sync_gradients, unwrap
+from windlass.parallel.parallelize import parallelize, unwrap
 from windlass.recipe import Recipe
 
 
@@ -83,24 +82,12 @@ def measured(join: Any, r: Recipe, vocab: int, micro: int, accumulation: int) ->
     with join(r) as ranks, MemoryMeter() as meter:
         model = parallelize(build_model(r, vocab), ranks, r)
         initialise(unwrap(model), 0)
-        optimizer = build_optimizer(
-            unwrap(model), r.optim, "cpu", ranks.mesh.replicas, ranks.strategy.shards_optimizer
-        )
-        parameters = list(model.parameters())
-        tokens = torch.arange(micro * r.model.context).remainder(vocab).view(micro, -1)
+        trainer, batch = bare_trainer(model, r, ranks), full_rows(r, vocab, micro, accumulation)
         rest, peaks = 0, list[int]()
         for _ in range(5):
             gc.collect()
             rest = meter.peak = meter.total
-            for k in range(accumulation):
-                with sync_gradients(model, ranks.strategy, k == accumulation - 1):
-                    with autocast(r, ranks.device):
-                        loss = model(tokens, tokens)
-                    (loss / 1000).backward()
-                    del loss
-            collectives.global_grad_norm(parameters, ranks)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            trainer.step(batch, 1.0)
             peaks.append(meter.peak)
         return rest, min(
             peaks[2:]

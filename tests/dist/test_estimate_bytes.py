@@ -52,6 +52,7 @@ def test_bytes_of_two_ranks():
         on(context=2) | FEW_KEYS,  # gathers keys
         on(context=2, strategy="shard_optim"),
         on(pipeline=2),
+        on(pipeline=2, pipeline_schedule="interleaved"),
     ]
     check(2, cells)
 

@@ -103,6 +103,22 @@ def test_four_ranks(shape, strategy):
     assert predicted.total == pytest.approx(peak, rel=0.05), predicted
 
 
+SCHEDULES = ["1f1b", *(slow(name) for name in ("gpipe", "interleaved"))]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("accumulation", [2, slow(4)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline(schedule, accumulation):
+    pipeline = {"parallel__pipeline": 2, "parallel__pipeline_schedule": schedule}
+    batch = {"train__micro_batch": 2, "train__global_batch": 2 * accumulation}
+    model = {f"model__{key}": value for key, value in (WIDE | MODERN | {"layers": 8}).items()}
+    r = recipe(**model, **batch, **pipeline)
+    ranks = run_ranks(measured, 2, r, 300, 2, accumulation)
+    predicted = memory(r.model, 300, layout_of(r, 2), r.optim.kind)
+    assert predicted.total == pytest.approx(max(peak for _, peak in ranks), rel=0.05), predicted
+
+
 @pytest.mark.parametrize("lora", [0, 8])
 def test_the_states_of_a_model_of_transformers(lora, tmp_path):
     """Weights and optimizer state at rest; with adapters the frozen weights have none."""

@@ -33,7 +33,7 @@ TENSOR = "parallel.tensor"
         ("tensor=2 strategy=single", "parallel.strategy", 'write "auto"'),
         ("pipeline=2 micro_batch=8", "train.micro_batch", "smaller train.micro_batch"),
         ("tensor=2 micro_batch=3", "train.micro_batch", "write 2 or 4"),
-        ("tensor=2 kind=hf", "parallel", "data parallelism"),
+        ("context=2 kind=hf", "parallel.context", "write 1"),
     ],
 )
 def test_a_bad_layout_is_one_problem_with_a_size_that_works(overrides, key, says):

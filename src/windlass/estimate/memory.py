@@ -222,14 +222,23 @@ class Step:
             saved += 2 * tokens * rank.head_width * self.master
         return saved + (self.norm() if model.final_norm and rank.last else 0)
 
-    def waiting(self) -> int:
-        """The bytes of the other micro-batches that wait for their backward pass (1F1B)."""
-        others = min(self.layout.accumulation, self.layout.pipeline - self.rank.stage) - 1
+    def waiting(self, later: bool) -> int:
+        """The bytes of the other passes that wait for their backward pass (`pipeline.order`).
+
+        `later`: after the backward pass of a micro-batch.
+        """
+        layout, micro = self.layout, self.layout.accumulation - later
+        passes = micro if layout.schedule == "gpipe" else layout.pipeline - self.rank.stage
+        if (chunks := layout.chunks) > 1:
+            turn = layout.pipeline + layout.accumulation % layout.pipeline
+            passes = (chunks - 1) * turn + 2 * passes - 1
+        # The events count all stages of the rank once.
+        others = min(passes, chunks * micro) / chunks - 1
         copies = 0 if self.layout.policy.shards_parameters else self.copies
         copies = copies if self.layout.checkpointing == "none" else 0
         # The output, too, waits for its gradient.
         each = self.saved(self.layers) + self.root_saved() + self.layers * copies + self.stream
-        return others * each if others > 0 else 0
+        return int(others * each) if others > 0 else 0
 
     def logits(self) -> tuple[int, int, int]:
         """The bytes of head and loss: during the loss, after it, and in their backward pass.
@@ -263,10 +272,13 @@ class Step:
 
 def events(step: Step) -> Iterator[Memory]:
     """The events of a step at which its memory may peak."""
-    sharded, waiting = step.layout.policy.shards_parameters, step.waiting()
-    for event in _fsdp_events(step) if sharded else _plain_events(step):
-        computes = event.at not in ("update", "sum of the gradients")
-        yield replace(event, activations=event.activations + waiting * computes)
+    sharded, several = step.layout.policy.shards_parameters, step.layout.accumulation > 1
+    # More passes wait for the first backward pass of a pipeline, before any gradient exists.
+    for later in {several, several and (sharded or step.layout.pipeline == 1)}:
+        waiting = step.waiting(later and not sharded)
+        for event in _fsdp_events(step) if sharded else _plain_events(step, later):
+            computes = event.at not in ("update", "sum of the gradients")
+            yield replace(event, activations=event.activations + waiting * computes)
 
 
 def extremes(layers: int) -> list[int]:
@@ -274,10 +286,10 @@ def extremes(layers: int) -> list[int]:
     return sorted({layers, max(1, layers - 1), min(2, layers), 1}, reverse=True)
 
 
-def _plain_events(step: Step) -> Iterator[Memory]:
+def _plain_events(step: Step, several: bool) -> Iterator[Memory]:
     """One process, or DDP, whose buckets hold all gradients all the time."""
     layers, whole, tied = step.layers, step.weights, step.rank.tied
-    staged, several = step.layout.pipeline > 1, step.layout.accumulation > 1
+    staged = step.layout.pipeline > 1
     copied_gradients = step.layout.replicas > 1  # for their sum over replicas
     ddp = copied_gradients and not staged
     # With checkpointing the backward pass makes autocast's copies again.

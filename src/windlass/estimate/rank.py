@@ -38,6 +38,8 @@ class Layout:
     sequence: bool = True
     context: int = 1
     pipeline: int = 1
+    schedule: str = "1f1b"  # `parallel.pipeline_schedule`
+    chunks: int = 1  # stages on each rank
 
     @property
     def policy(self) -> Strategy:
@@ -66,8 +68,8 @@ class Layout:
 
     @property
     def bubble(self) -> float:
-        """The share of a step's computation in which a stage waits (1F1B; arXiv 2104.04473)."""
-        return (self.pipeline - 1) / (self.accumulation + self.pipeline - 1)
+        """The share of a step's computation in which a rank waits (arXiv 2104.04473)."""
+        return (self.pipeline - 1) / (self.accumulation * self.chunks + self.pipeline - 1)
 
 
 def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = "") -> Layout:
@@ -93,6 +95,8 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         parallel.sequence,
         parallel.context,
         parallel.pipeline,
+        parallel.pipeline_schedule,
+        parallel.chunks if parallel.pipeline > 1 else 1,
     )
 
 
@@ -209,6 +213,7 @@ class Rank:
 
 def ranks_of(model: ModelSettings, vocab: int, layout: Layout) -> list[Rank]:
     """The stages that differ in memory or work; of equal stages the first, which holds most."""
-    layers = stage_layers(model, vocab, layout.pipeline)
-    ranks = [Rank(model, vocab, layout, stage, layers[stage]) for stage in range(layout.pipeline)]
+    p = layout.pipeline
+    layers = stage_layers(model, vocab, p * layout.chunks)
+    ranks = [Rank(model, vocab, layout, stage, sum(layers[stage::p])) for stage in range(p)]
     return list({(r.layers, r.first, r.last): r for r in reversed(ranks)}.values())[::-1]

@@ -247,7 +247,7 @@ def _of_pipeline(rank: Rank) -> list[Collective]:
         return []
     master = max(4, COMPUTE_BYTES[layout.precision])
     size, stride = master * rank.stream_tokens * rank.model.width, layout.world // p
-    messages = layout.accumulation * ((not rank.first) + (not rank.last))
+    messages = layout.accumulation * (2 * layout.chunks - rank.first - rank.last)
     sent = [Collective("send_recv", size, messages, p, "pp", stride)]
     if rank.model.tie_head and (rank.first or rank.last):
         shard = layout.shard if layout.policy.shards_parameters else 1
