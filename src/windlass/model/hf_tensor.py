@@ -225,21 +225,24 @@ def plan_of(model: Any) -> dict[str, str]:
 
 
 def between(model: Any, plan: dict[str, str]) -> dict[str, bool]:
-    """Modules without a style beside layers that are cut, and whether each is whole on every rank.
+    """What has no style beside layers that are cut, and whether each rank can have all of it.
 
     A norm of one head's queries, and an activation with parameters, work on this rank's part. So
     their gradients are partial.
     """
     found = {}
-    for owner in {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}:
+    cut = ("colwise", "packed_colwise")  # and not gathered
+    for owner in {name.rpartition(".")[0] for name, style in plan.items() if style in cut}:
         layer = model.get_submodule(owner)
         for name, parameter in layer.named_parameters(prefix=owner):
             module = name.rpartition(".")[0]
-            if {name, module} & plan.keys() or BEFORE_HEADS.search(name):
+            has_style = name in plan or plan.get(module, "moe_tp_experts") != "moe_tp_experts"
+            if has_style or BEFORE_HEADS.search(name):
                 continue
             is_head = parameter.numel() == getattr(layer, "head_dim", None)
             last = module.rpartition(".")[2]
-            found[module] = (is_head and last in ("q_norm", "k_norm")) or last == "act_fn"
+            what = name if module in plan else module
+            found[what] = (is_head and last in ("q_norm", "k_norm")) or last == "act_fn"
     return found
 
 
