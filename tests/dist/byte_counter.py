@@ -8,10 +8,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from bare_trainer import bare_trainer, full_rows
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from bare_trainer import bare_trainer, full_rows
 from windlass.model import share
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
@@ -72,9 +72,9 @@ def counting(ranks: Ranks, trainer: Trainer) -> Iterator[Counter[str]]:
         with _disable_current_modes():  # no mode can see this kind of tensor
             return mask(*sizes)
 
-    with mock.patch.object(share, "causal_lower_right", causal_lower_right):
-        with ByteCounter() as counter:
-            yield sent
+    patch = mock.patch.object(share, "causal_lower_right", causal_lower_right)
+    with patch, ByteCounter() as counter:
+        yield sent
     for group, size in counter.sent.items():
         sent[names.get(group, "dp")] += size
 

@@ -8,10 +8,10 @@ import weakref
 from typing import Any
 
 import torch
-from bare_trainer import bare_trainer, full_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bare_trainer import bare_trainer, full_rows
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.parallelize import parallelize, unwrap
