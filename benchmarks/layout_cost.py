@@ -4,7 +4,7 @@ Markdown.
     python benchmarks/layout_cost.py --only memory
     python benchmarks/layout_cost.py --only bytes
 
-A GPT of 12.4 million parameters (148 MB of weights and optimizer state), in fp32, with two
+A GPT of 12.3 million parameters (148 MB of weights and optimizer state), in fp32, with two
 micro-batches of four sequences on each data rank. Memory is the peak of the tensors of the fullest
 rank, as in benchmarks/plan_memory.py. Bytes are the buffers that the fullest rank gives to
 collectives and messages in one step, by dimension; losses, norms and counts are left out.
