@@ -42,7 +42,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "attn_bias": False,
     },
 }
-STRATEGIES = ("ddp", "shard_optim", "shard_grad_op", "full_shard", "hybrid_shard")
+STRATEGIES = ("ddp", "full_shard", "shard_optim", "shard_grad_op", "hybrid_shard")
 
 
 def layouts(world: int) -> list[tuple[int, int, int]]:
@@ -53,12 +53,13 @@ def layouts(world: int) -> list[tuple[int, int, int]]:
 
 
 def recipe(layout: tuple[int, int, int], strategy: str, parts: str, precision: str, world: int):
-    """A recipe of one row per micro-batch, so that every number of stages has enough of them."""
+    """A recipe with as many micro-batches as stages, or more."""
     tensor, context, pipeline = layout
+    stages = world // (tensor * context)  # of all replicas
     keys = {f"model__{key}": value for key, value in (SIZES | PARTS[parts]).items()}
     sizes = {"tensor": tensor, "context": context, "pipeline": pipeline}
     keys |= {f"parallel__{key}": size for key, size in sizes.items()}
-    chosen = settings(precision, strategy, 1, **keys, train__micro_batch=1)
+    chosen = settings(precision, strategy, 1, **keys, train__micro_batch=min(4, 16 // stages))
     chosen.batch(world)
     return chosen
 
@@ -101,7 +102,9 @@ def differences(found: Any, wanted: Any) -> tuple[float, float, float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", default="2,4,8")
-    worlds = [int(world) for world in parser.parse_args().worlds.split(",")]
+    parser.add_argument("--strategies", type=int, default=5, help="how many, in the order above")
+    given = parser.parse_args()
+    worlds = [int(world) for world in given.worlds.split(",")]
     print("| ranks | tensor | context | pipeline | data | strategies | model ", end="")
     print("| loss | norm | gradients | parameters | fp32 loss | fp32 parameters |")
     print("|---:" * 5 + "|---|---" + "|---:" * 6 + "|")
@@ -112,7 +115,7 @@ def main() -> None:
     for world in worlds:
         for layout in layouts(world):
             data = world // (layout[0] * layout[1] * layout[2])
-            names = [s for s in STRATEGIES if s != "hybrid_shard" or data > 1]
+            names = [s for s in STRATEGIES[: given.strategies] if s != "hybrid_shard" or data > 1]
             for parts in PARTS:
                 try:
                     cells = {
