@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -36,6 +37,7 @@ def run_rank(task: Task) -> None:
     for path, fault in zip(task["recipes"], faults, strict=True):
         with injected(fault):
             train(Recipe.load(path), task)
+        gc.collect()  # the process groups of this training end here, not during the next one
 
 
 def train(recipe: Recipe, task: Task) -> None:
