@@ -115,6 +115,8 @@ class Bench:
         """
         if world == 1 and not faults:
             return [self.train(run, **settings) for run, settings in runs.items()]
+        if not runs:
+            return []
         recipes = [self.write(run, **settings) for run, settings in runs.items()]
         names = [(faults or {}).get(run, "") for run in runs]
         first, settings = next(iter(runs.items()))
