@@ -120,6 +120,23 @@ def trained(join, recipe, divisor: float = 1.0):
         return losses, norms, whole
 
 
+def each(join, recipes):
+    return [trained(join, recipe) for recipe in recipes]
+
+
+def logits_of(join, recipes):
+    """Logits of whole rows, and of the same rows by a cache in three passes."""
+    tokens = torch.arange(2 * CONTEXT).view(2, CONTEXT) % VOCAB
+    outcomes = []
+    for recipe in recipes:
+        with join(recipe) as ranks, torch.no_grad():
+            model = unwrap(built(ranks, recipe)[0]).eval()
+            cache = model.new_cache(2, CONTEXT)
+            parts = [model(part, cache=cache) for part in tokens.split([5, 6, 1], 1)]
+            outcomes.append((model(tokens), torch.cat(parts, 1)))
+    return outcomes
+
+
 def gathered(parameter) -> torch.Tensor:
     """A parameter from the pieces of all ranks."""
     cut = cut_of(parameter)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equivalence import CONTEXT, VOCAB, built, distance, reference, settings, train, trained
+from equivalence import VOCAB, built, distance, each, logits_of, reference, settings, train, trained
 from harness import run_ranks
 from test_parallel_layouts import compiled, whole_state
 
@@ -15,7 +15,6 @@ from windlass.checkpoint.save import Saver
 from windlass.checkpoint.state_dict import gather_state, restore
 from windlass.errors import UserError
 from windlass.model.build import build_model
-from windlass.parallel.parallelize import unwrap
 from windlass.recipe import Recipe
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -39,10 +38,6 @@ def keys(directory: Path, **more):
     return {"model__kind": "hf", "model__name": str(directory), **more}
 
 
-def each(join, recipes):
-    return [trained(join, recipe) for recipe in recipes]
-
-
 STRATEGIES = ("ddp", "full_shard", "shard_optim")
 FULL = pytest.mark.full
 
@@ -59,19 +54,6 @@ def test_five_steps_are_those_of_one_process(models, world):
     for per_rank in run_ranks(each, world, recipes):
         for cell, outcome in zip(cells, per_rank, strict=True):
             assert max(distance(outcome, wanted[cell[0]])) < 1e-9, cell
-
-
-def logits_of(join, recipes):
-    """Logits of whole rows, and of the same rows by a cache in three passes."""
-    tokens = torch.arange(2 * CONTEXT).view(2, CONTEXT) % VOCAB
-    outcomes = []
-    for recipe in recipes:
-        with join(recipe) as ranks, torch.no_grad():
-            model = unwrap(built(ranks, recipe)[0]).eval()
-            cache = model.new_cache(2, CONTEXT)
-            parts = [model(part, cache=cache) for part in tokens.split([5, 6, 1], 1)]
-            outcomes.append((model(tokens), torch.cat(parts, 1)))
-    return outcomes
 
 
 @pytest.mark.dist

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equivalence import CONTEXT, VOCAB, built, distance, reference, settings, train, trained
+from equivalence import built, distance, each, logits_of, reference, settings, train, trained
 from harness import run_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -16,7 +16,6 @@ from windlass.checkpoint.save import Saver
 from windlass.checkpoint.state_dict import gather_state, named_state, restore
 from windlass.errors import UserError
 from windlass.model.share import cut_of
-from windlass.parallel.parallelize import unwrap
 
 OLD = {"model__head_bias": True, "model__context": 12}
 NEW = {
@@ -92,10 +91,6 @@ def test_dropout_draws_the_masks_of_one_process(parts, recomputed):
             assert max(distance(outcome, wanted)) < 1e-9, layout
 
 
-def each(join, recipes):
-    return [trained(join, recipe) for recipe in recipes]
-
-
 MUON = {"optim__kind": "muon"}
 
 
@@ -124,19 +119,6 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused():
     [wanted] = run_ranks(trained, 1, settings("fp64", "single", optim__kind="torch.optim.SGD"))
     for outcome in run_ranks(refused, 2):
         assert max(distance(outcome, wanted)) < 1e-9
-
-
-def logits_of(join, recipes):
-    """Logits of whole rows, and of the same rows by a cache in three passes."""
-    tokens = torch.arange(2 * CONTEXT).view(2, CONTEXT) % VOCAB
-    outcomes = []
-    for recipe in recipes:
-        with join(recipe) as ranks, torch.no_grad():
-            model = unwrap(built(ranks, recipe)[0]).eval()
-            cache = model.new_cache(2, CONTEXT)
-            parts = [model(part, cache=cache) for part in tokens.split([5, 6, 1], 1)]
-            outcomes.append((model(tokens), torch.cat(parts, 1)))
-    return outcomes
 
 
 @pytest.mark.dist

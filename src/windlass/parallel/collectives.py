@@ -103,10 +103,15 @@ def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: Ranks) -> N
     trained = [p for p in dict.fromkeys(parameters) if p.grad is not None and not cut_of(p)]
     whole = (p.grad for p in trained if ranks.mesh.sequence or has_partial_gradient(p))
     for grads in _by_kind(whole).values():
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat, group=ranks.mesh.tp)
-        sums = flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [s.view_as(g) for s, g in zip(sums, grads, strict=True)])
+        sum_together(grads, ranks.mesh.tp)
+
+
+def sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Add up tensors of one type over a group, in place and in one collective."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    sums = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [s.view_as(t) for s, t in zip(sums, tensors, strict=True)])
 
 
 def sum_over_stages(squares: Tensor, ranks: Ranks) -> Tensor:

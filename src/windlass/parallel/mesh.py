@@ -49,8 +49,7 @@ class Mesh:
     """
 
     def __init__(self, sizes: Sizes, rank: int, sequence: bool = False):
-        self.sizes, self.rank, self.at = sizes, rank, sizes.coordinates(rank)
-        self.sequence = sequence
+        self.sizes, self.at, self.sequence = sizes, sizes.coordinates(rank), sequence
         self.data_rank, self.data_world = sizes.data_rank(rank), sizes.data_world
         self.counts_rows = self.at["cp"] == 0
         self.devices: DeviceMesh | None = None

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from windlass.errors import UserError
 from windlass.model.gpt import GPT, LayerCache
 from windlass.model.size import stage_layers
+from windlass.parallel.collectives import sum_together
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
@@ -269,11 +270,7 @@ class Pipeline:
                 buckets[-1].append(grad)
                 size += grad.nbytes
             for bucket in buckets:  # a copy of one bucket at a time
-                sums = torch.cat([grad.reshape(-1) for grad in bucket])
-                dist.all_reduce(sums, group=group)
-                parts = sums.split([grad.numel() for grad in bucket])
-                views = [part.view_as(g) for part, g in zip(parts, bucket, strict=True)]
-                torch._foreach_copy_(bucket, views)
+                sum_together(bucket, group)
         grad = model.embedding.weight.grad if self.ends is not None else None
         if grad is not None and self.ends is not None:
             local = grad.to_local() if isinstance(grad, DTensor) else grad
