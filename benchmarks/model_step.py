@@ -3,9 +3,11 @@ ways.
 
     python benchmarks/model_step.py step [small|large] [NANOGPT_DIR]
     python benchmarks/model_step.py loss [full|chunked|library] [WIDTH]
+    python benchmarks/model_step.py objective [WIDTH]
 
 The steps are made in turns, and CPU time of one thread is given, so that a busy machine does not
-decide; the last column is the median of the ratios to the first row. With a clone of
+decide; the last column is the median of the ratios to the first row. `objective` compares the loss
+with and without z-loss and label smoothing in the same way. With a clone of
 karpathy/nanoGPT its own model is measured too. `loss` measures one way in a process, because its
 peak of memory is the process's.
 """
@@ -28,7 +30,7 @@ from torch import Tensor
 from windlass.model.build import build_model
 from windlass.model.convert import config
 from windlass.model.gpt import initialise
-from windlass.model.loss import cross_entropy_sum
+from windlass.model.loss import PLAIN, Objective, cross_entropy_sum
 from windlass.processes import keep_freed_memory
 from windlass.recipe import Recipe
 
@@ -90,6 +92,11 @@ def steps(shape: str, nanogpt: str | None) -> None:
             *nano(Path(nanogpt), layers, heads, width, context, tokens, labels)
         )
     rows["transformers GPT-2"] = transformers()
+    in_turns(rows, rounds)
+
+
+def in_turns(rows: dict[str, Step], rounds: int) -> None:
+    """Print the time of each row, and its ratio to the first."""
     taken: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(rounds + 2):
         for name, step in rows.items():
@@ -98,6 +105,25 @@ def steps(shape: str, nanogpt: str | None) -> None:
     for name, times in taken.items():
         ratio = statistics.median(a / b for a, b in zip(times[2:], first, strict=True))
         print(f"{name:24s} {1e3 * statistics.median(times[2:]):9.1f} ms {ratio:7.3f}")
+
+
+def objectives(width: int) -> None:
+    rows, vocab = 2048, 50257
+    x = torch.randn(rows, width, requires_grad=True)
+    weight = (0.02 * torch.randn(vocab, width)).requires_grad_()
+    labels = torch.randint(vocab, (rows,))
+
+    def timed(objective: Objective) -> Step:
+        def step() -> float:
+            start = time.process_time()
+            cross_entropy_sum(x, weight, labels, objective=objective).backward()
+            x.grad = weight.grad = None
+            return time.process_time() - start
+
+        return step
+
+    more = {"z-loss": (1e-4, 0.0), "label smoothing": (0.0, 0.1), "both": (1e-4, 0.1)}
+    in_turns({"plain": timed(PLAIN)} | {k: timed(Objective(*v)) for k, v in more.items()}, 8)
 
 
 def nano(
@@ -154,5 +180,7 @@ if __name__ == "__main__":
     what, *rest = sys.argv[1:] or ["step"]
     if what == "loss":
         losses(rest[0] if rest else "chunked", int(rest[1]) if len(rest) > 1 else 256)
+    elif what == "objective":
+        objectives(int(rest[0]) if rest else 256)
     else:
         steps(rest[0] if rest else "small", rest[1] if len(rest) > 1 else None)

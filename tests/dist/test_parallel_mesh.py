@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from windlass.model.loss import Piece, cross_entropy_sum, head_logits
+from windlass.model.loss import Objective, Piece, cross_entropy_sum, head_logits
 from windlass.model.share import Peers, Share
 from windlass.parallel.collectives import global_grad_norm, max_async, sum_async, sum_over_ranks
 from windlass.parallel.mesh import LOSS_DIMENSIONS, Mesh
@@ -139,7 +139,7 @@ def test_norm_adds_up_over_pipeline_stages():
     assert run_ranks(norm_of_stages, 2) == [5.0, 5.0]
 
 
-def loss_of_a_divided_head(join: Join, cap: float):
+def loss_of_a_divided_head(join: Join, cap: float, objective: tuple[float, float]):
     """Loss and gradients with the head's rows over three ranks, and of one process."""
     torch.manual_seed(2)
     x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
@@ -147,7 +147,8 @@ def loss_of_a_divided_head(join: Join, cap: float):
     bias = torch.randn(20, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(20, (2, 5))
     labels[0, 1:3] = -100
-    expected = cross_entropy_sum(x, weight, labels, bias, cap=cap, chunk=0)
+    options = {"cap": cap, "objective": Objective(*objective)}
+    expected = cross_entropy_sum(x, weight, labels, bias, chunk=0, **options)
     grads = torch.autograd.grad(expected, (x, weight, bias))
     with joined(join, Sizes(tp=3), "ddp") as ranks:
         group = ranks.mesh.tp
@@ -157,9 +158,9 @@ def loss_of_a_divided_head(join: Join, cap: float):
         rows = [t.detach()[held.start : held.stop].requires_grad_() for t in (weight, bias)]
         logits = share.gather_logits(head_logits(x, *rows), 20)
         torch.testing.assert_close(logits, head_logits(x, weight, bias).detach())
-        piece = Piece(group.group_name, held.start)
+        piece = Piece(group.group_name, held.start, 20)
         for chunk in (0, 4):
-            how = {"cap": cap, "chunk": chunk, "piece": piece}
+            how = {"chunk": chunk, "piece": piece, **options}
             entered = share.enter(x, share.rows(0, 5, 1, x.device))
             loss = cross_entropy_sum(entered, rows[0], labels, rows[1], **how)
             torch.testing.assert_close(loss, expected)
@@ -169,6 +170,8 @@ def loss_of_a_divided_head(join: Join, cap: float):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("cap", [0.0, 5.0])
-def test_loss_of_a_head_whose_rows_are_divided(cap):
-    run_ranks(loss_of_a_divided_head, 3, cap)
+@pytest.mark.parametrize(
+    ("cap", "objective"), [(0.0, (0.0, 0.0)), (5.0, (0.0, 0.0)), (5.0, (1e-2, 0.2))]
+)
+def test_loss_of_a_head_whose_rows_are_divided(cap, objective):
+    run_ranks(loss_of_a_divided_head, 3, cap, objective)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.model.loss import Piece, cross_entropy_sum, head_logits
+from windlass.model.loss import PLAIN, Piece, cross_entropy_sum, head_logits
 from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
@@ -230,6 +230,7 @@ class Head(nn.Module):
         self.weight = None if settings.tie_head else nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(vocab)) if settings.head_bias else None
         self.cap, self.vocab, self.share = settings.logit_cap, vocab, WHOLE
+        self.objective = PLAIN  # of the training
 
     def forward(self, x: Tensor, labels: Tensor | None, table: Tensor | None) -> Tensor:
         """Logits of hidden states [B, T, D], or their summed loss; a tied head uses `table`."""
@@ -239,8 +240,12 @@ class Head(nn.Module):
         if labels is None:
             logits = head_logits(x, weight, self.bias, self.cap)
             return self.share.gather_logits(logits, self.vocab)
-        piece = Piece(tensor.group, tensor.piece(self.vocab).start) if tensor else None
-        return cross_entropy_sum(x, weight, labels, self.bias, cap=self.cap, piece=piece)
+        piece = None
+        if tensor is not None:
+            piece = Piece(tensor.group, tensor.piece(self.vocab).start, self.vocab)
+        objective = self.objective if self.training else PLAIN
+        how: Any = {"cap": self.cap, "piece": piece, "objective": objective}
+        return cross_entropy_sum(x, weight, labels, self.bias, **how)
 
 
 class Blocks(nn.ModuleList):

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from windlass import hub
 from windlass.errors import UserError, first_line, require
 from windlass.model import hf_files, hf_tensor
-from windlass.model.loss import Piece, cross_entropy_sum
+from windlass.model.loss import PLAIN, Piece, cross_entropy_of_logits, cross_entropy_sum
 from windlass.model.quantised import Linear4bit, quantise_linear
 from windlass.model.share import WHOLE, Cut, Share
 from windlass.recipe import Recipe
 from windlass.recipe.network import CONTEXT_KEYS, LoraSettings, ModelSettings
-from windlass.recipe.settings import IGNORE_INDEX
 
 UNLIMITED = 2**31  # the limit of a model whose configuration has none
 UNKNOWN_CONTEXT = 2048  # the default context of a model without a limit, as with ALiBi
@@ -52,6 +51,7 @@ class HfModel(nn.Module):
         self._plain_head = has_plain_head(model)
         self.share, self.cuts, self.partial = WHOLE, dict[str, Cut](), set[str]()
         self.piece: Piece | None = None  # of the vocabulary
+        self.objective = PLAIN  # of the training
 
     @torch.no_grad()
     def fill_weights(self, seed: int, directory: Path | None = None) -> None:
@@ -117,19 +117,19 @@ class HfModel(nn.Module):
         """
         if cache is not None:
             return cache.read(tokens)
+        objective = self.objective if self.training else PLAIN
         if labels is None or not self._plain_head:
             logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
             if labels is None:
                 return logits
-            wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-            options: Any = {"ignore_index": IGNORE_INDEX, "reduction": "sum"}
-            return nn.functional.cross_entropy(wide, labels.flatten(), **options)
+            return cross_entropy_of_logits(logits.flatten(0, 1), labels.flatten(), objective)
         # Inside the root's forward a sharded head is whole.
         hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         if self.piece:
             hidden = self.share.enter(hidden)
-        return cross_entropy_sum(hidden, head.weight, labels, head.bias, piece=self.piece)
+        how: Any = {"piece": self.piece, "objective": objective}
+        return cross_entropy_sum(hidden, head.weight, labels, head.bias, **how)
 
 
 def wrap(model: Any, context: int) -> HfModel:

@@ -419,7 +419,7 @@ def divide_ends(
         become(module, part, classes)
     padding, held = embedding.padding_idx, embedding.held  # padding's row gets no gradient
     embedding.padding_idx = padding - held.start if padding in held else None
-    return Piece(tensor.group, head.held.start)
+    return Piece(tensor.group, head.held.start, head.whole)
 
 
 def keep_parts(network: nn.Module, cuts: dict[str, Cut]) -> None:

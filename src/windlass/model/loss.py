@@ -1,5 +1,8 @@
 """Cross-entropy from hidden states; with a large vocabulary the logits of all tokens never exist.
 
+The value is always the plain cross-entropy, so that losses of runs can be compared. The gradient is
+the one of the `Objective`, which may add terms.
+
 Unusual: the forward pass computes the gradients as well, while it holds a chunk's logits. They lack
 only the factor that arrives in the backward pass. So it needs three products with the head's matrix
 and repeats none.
@@ -27,10 +30,26 @@ class Piece(NamedTuple):
 
     group: str  # torch's name of the process group of the ranks that hold all of it together
     first: int  # the number of this rank's first row
+    vocab: int  # the rows of all ranks
 
     def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce a tensor over the ranks, in place."""
         dist.all_reduce(tensor, op, dist.distributed_c10d._resolve_process_group(self.group))
+
+
+class Objective(NamedTuple):
+    """What a training minimises for each unmasked label, in place of the cross-entropy alone.
+
+    With logits l over V tokens and log Z = log sum exp l: the cross-entropy to the label's
+    distribution (1 - smoothing) and a uniform one (smoothing; arXiv 1512.00567, section 7), plus
+    z (log Z)^2 (arXiv 2204.02311, section 5).
+    """
+
+    z: float = 0.0
+    smoothing: float = 0.0
+
+
+PLAIN = Objective()
 
 
 def head_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, cap: float = 0.0) -> Tensor:
@@ -48,9 +67,10 @@ def cross_entropy_sum(
     cap: float = 0.0,
     chunk: int | None = None,
     piece: Piece | None = None,
+    objective: Objective = PLAIN,
 ) -> Tensor:
     """Sum of the cross-entropy over the unmasked labels: a scalar in float32, or float64 like the
-    hidden states.
+    hidden states. Its gradient is the one of the summed `objective`.
 
     Args:
         x: Hidden states [..., D].
@@ -71,12 +91,27 @@ def cross_entropy_sum(
         chunk = 0 if chunks <= 1 else -(-len(labels) // chunks)
     if chunk or piece:
         return _ChunkedCrossEntropy.apply(
-            x, weight, bias, labels, cap, chunk or len(labels), torch.is_grad_enabled(), piece
+            *(x, weight, bias, labels, cap, chunk or len(labels)),
+            *(torch.is_grad_enabled(), piece, objective),
         )
-    logits = head_logits(x, weight, bias, cap)
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return cross_entropy_of_logits(head_logits(x, weight, bias, cap), labels, objective)
+
+
+def cross_entropy_of_logits(logits: Tensor, labels: Tensor, objective: Objective = PLAIN) -> Tensor:
+    """The same from all logits [N, V] and labels [N], by autograd."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    if not any(objective):
+        return loss
+    masked, more = labels == IGNORE_INDEX, torch.zeros_like(loss)
+    if objective.z:
+        log_z = logits.logsumexp(1).masked_fill(masked, 0.0)
+        more = objective.z * log_z.square().sum()
+    if objective.smoothing:
+        at_label = logits.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+        above_mean = (at_label - logits.mean(1)).masked_fill(masked, 0.0)
+        more = more + objective.smoothing * above_mean.sum()
+    return loss + (more - more.detach())
 
 
 def log_softmax(logits: Tensor, piece: Piece | None) -> Tensor:
@@ -90,14 +125,14 @@ def log_softmax(logits: Tensor, piece: Piece | None) -> Tensor:
     return logits.sub_(total.log_())
 
 
-def local_target(labels: Tensor, piece: Piece | None, log_p: Tensor) -> tuple[Tensor, Any]:
-    """The column of each label in this rank's log-probabilities, and 1 if it is there, else 0."""
+def local_target(labels: Tensor, piece: Piece | None, logits: Tensor) -> tuple[Tensor, Any]:
+    """The column of each label in this rank's logits, and 1 if it is there, else 0."""
     target = labels.clamp(min=0).unsqueeze(1)
     if piece is None:
         return target, 1
     row = target - piece.first
-    target = row.clamp(0, log_p.shape[1] - 1)
-    return target, (row == target).to(log_p.dtype)
+    target = row.clamp(0, logits.shape[1] - 1)
+    return target, (row == target).to(logits.dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -114,7 +149,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         grad: bool,
         piece: Piece | None,
+        objective: Objective,
     ) -> Tensor:
+        z, smoothing = objective
         dtype, device = weight.dtype, x.device.type
         if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -137,14 +174,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     logits.div_(cap).tanh_()
                     slope = 1 - logits.square()
                     logits.mul_(cap)
+                target, here = local_target(labels[part], piece, logits)
+                at_target = logits.gather(1, target) if z else None
                 log_p = log_softmax(logits, piece)
                 del logits  # a chunk of logits is large: freed as soon as possible
-                target, here = local_target(labels[part], piece, log_p)
-                loss -= log_p.gather(1, target).mul_(unmasked).mul_(here).sum()
+                log_p_target = log_p.gather(1, target)
+                loss -= (log_p_target * unmasked).mul_(here).sum()
                 if not any(wants):
                     continue
                 d = log_p.exp_()  # the gradient: the probabilities, less 1 at the target
-                d.scatter_(1, target, d.gather(1, target) - here)
+                if at_target is not None:
+                    d.mul_(1 + 2 * z * (at_target - log_p_target))  # their difference is log Z
+                d.scatter_(1, target, d.gather(1, target) - (1 - smoothing) * here)
+                if smoothing:
+                    d.sub_(smoothing / (piece.vocab if piece else d.shape[1]))
                 d = (d if slope is None else d.mul_(slope)).to(dtype)
                 if dx is not None:
                     dx[part] = (d @ head).masked_fill_(~unmasked, 0.0)
@@ -166,4 +209,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> Any:
         assert ctx.grads is not None, "a chunked loss has one backward pass"
         grads, ctx.grads = ctx.grads, None
-        return (*(None if g is None else g.mul_(factor) for g in grads), *[None] * 5)
+        return (*(None if g is None else g.mul_(factor) for g in grads), *[None] * 6)

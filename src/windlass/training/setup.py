@@ -29,6 +29,7 @@ from windlass.model import hf_files
 from windlass.model.build import read_sizes, sizes_of
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
+from windlass.model.loss import Objective
 from windlass.model.size import flops_per_token
 from windlass.optim.build import count_groups
 from windlass.parallel.architecture import code_for
@@ -189,6 +190,7 @@ def prepare_model(
         rows,
         fresh=not custom and not recipe.model.init_from and not pretrained,
     )
+    set_objective(model, recipe)
     model = parallelize(model.double() if precision == "fp64" else model, ranks, recipe)
     if hf:
         path = plan.run.path
@@ -202,6 +204,18 @@ def prepare_model(
     if not custom and init_from:
         load_initial(unwrap(model), recipe, ranks)
     return model, facts
+
+
+def set_objective(model: nn.Module, recipe: Recipe) -> None:
+    """Give the objective to the module that computes the loss; UserError if it is the user's."""
+    objective = Objective(recipe.train.z_loss, recipe.train.label_smoothing)
+    owners = [m for m in model.modules() if isinstance(getattr(m, "objective", None), Objective)]
+    for owner in owners:
+        owner.objective = objective
+    if any(objective) and not owners:
+        key = "train.z_loss" if objective.z else "train.label_smoothing"
+        problem = "your own module computes its loss itself"
+        raise UserError(f"{key}: {problem}: add the term there, and write {key}=0")
 
 
 def check_device(device: torch.device) -> str:

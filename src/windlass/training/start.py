@@ -47,6 +47,8 @@ BRANCHES = (
     "train.spike_",
     "train.max_skips",
     "train.grad_clip",
+    "train.z_loss",
+    "train.label_smoothing",
 )
 LEFT_OVER = re.compile(
     rf"{LOCK}|\.?{LINEAGE}(\.new)?|heartbeat|log\.txt|tokenizer|\.recipe\.toml\.(new|partial)"
