@@ -129,8 +129,9 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     shown = {"directory": str(prepared.directory), **lines(facts, loaded.model.context)}
     if problems := warnings(facts):
         shown["warning"] = "\n".join(problems)
-    if isinstance(data.train, Rows):
-        shown["example"] = show_row(*data.train.row(0), prepared.tokenizer)
+    items = getattr(data.train, "items", data.train)  # of best-fit packing
+    if isinstance(items, Rows):
+        shown["example"] = show_row(*items.row(0), prepared.tokenizer)
     if (remarks := prepared.directory / REMARKS).exists():
         shown["remarks"] = str(remarks)
     shown["fingerprint"] = prepared.index.fingerprint

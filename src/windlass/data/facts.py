@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from windlass.data.chat import PLAIN_LAYOUT
+from windlass.data.packing import BestFitSamples
 from windlass.data.samples import Samples, real_tokens
 from windlass.data.shards import EVAL, MAIN, Index
 from windlass.recipe.settings import IGNORE_INDEX
@@ -28,6 +29,7 @@ def describe(data: Data) -> Facts:
       loss), and for `val` `text`, a hash of its text that is equal for every tokenizer.
     - Rows, or a document a row: `lengths` of whole items in tokens, by percentile; `cut` (items
       longer than the context), `cut_tokens` (lost by them), `left_out` (nothing left to learn).
+    - Best-fit packing: `fill` (the part of all rows that is tokens) and `items_per_sample`.
     - Several sources: `sources` and `eval_sources`, each with `documents` and `tokens` read, and
       the tokens for `train` and `val`.
     - Conversations: `template`, their layout in words.
@@ -65,15 +67,19 @@ def _split(name: str, samples: Samples, index: Index | None) -> Facts:
     tokens = real_tokens(samples)
     if per_sample := tokens / len(samples) if tokens else _tokens_per_sample(samples):
         split["tokens_per_sample"] = round(per_sample, 3)
-    split["tokens"] = getattr(samples, "tokens", split["label_tokens"])
+    split["tokens"] = getattr(samples, "tokens", tokens)
+    items: Any = samples
+    if isinstance(samples, BestFitSamples):
+        split |= samples.facts
+        items = samples.items
     if index is not None and name in index.rows:
         rows = index.rows[name]
         keys = ("items", "lengths", "cut", "cut_tokens", "left_out")
         split |= {key: getattr(rows, key) for key in keys} | {"text": rows.text or None}
     elif index is not None:
         split["text"] = index.splits[name].text or None
-        if hasattr(samples, "lengths"):
-            split |= {"items": len(samples), **samples.lengths}
+        if hasattr(items, "lengths"):
+            split |= {"items": items.documents, **items.lengths}
         elif index.splits[name].documents > 1:  # the count of a single text says nothing
             split["items"] = index.splits[name].documents
     return split
@@ -141,6 +147,9 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
             f"half up to {sizes['50']:,} tokens, 90 % up to {sizes['90']:,}, "
             f"99 % up to {sizes['99']:,}, the longest {sizes['max']:,}"
         )
+    packed = [_packing(facts[name], unit) for name in ("train", "val") if name in facts]
+    if any(packed):
+        shown["packing"] = f"rows of {context:,} tokens: {'; validation: '.join(packed)}"
     if cuts := [text for name in ("train", "val") if (text := _cut(facts.get(name, {}), unit))]:
         shown["cut"] = f"at model.context = {context:,}: {'; validation: '.join(cuts)}"
     return shown
@@ -171,6 +180,14 @@ def _source_table(rows: list[Facts]) -> str:
 def count(number: int, items: str) -> str:
     """`1 document`, `2 documents`."""
     return f"{number:,} {items if number != 1 else items.removesuffix('s')}"
+
+
+def _packing(split: Facts, unit: str) -> str:
+    """How full the rows of a split are, in words; empty if it has no best-fit rows."""
+    if "fill" not in split:
+        return ""
+    filled = f"{split['samples']:,} rows, {100 * split['fill']:.1f} % filled"
+    return f"{filled}, {split['items_per_sample']:.3g} {unit} in each"
 
 
 def _cut(split: Facts, unit: str) -> str:

@@ -22,6 +22,7 @@ from windlass.data import chat, squad, vocabulary
 from windlass.data.division import stream_name
 from windlass.data.documents import PROGRESS, prepare_text
 from windlass.data.files import describe_files, has_changed
+from windlass.data.packing import BestFitSamples
 from windlass.data.progress import Progress
 from windlass.data.rows import local_files, prepare_rows
 from windlass.data.samples import (
@@ -273,12 +274,14 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
     for name, file in index.rows.items():
         path = prepared.directory / f"{name}.npz"
         try:
-            sets[name] = rows = Rows.load(path)
+            rows = Rows.load(path)
             damage = "" if rows.fingerprint == file.fingerprint else "it has changed"
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             damage = str(error)
         if damage:
             raise UserError(f"{path} is damaged ({damage}); {prepare_again(prepared.directory)}")
+        best_fit = recipe.data.packing == "best-fit"
+        sets[name] = BestFitSamples(rows, recipe.model.context) if best_fit else rows
     for name, split in index.splits.items():
         sets[name] = _text_samples(recipe, prepared, split, ragged=name == "val")
         if not len(sets[name]):
@@ -292,11 +295,14 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
 def _text_samples(recipe: Recipe, prepared: Prepared, split: Split, *, ragged: bool) -> Samples:
     index, eot, context = prepared.index, prepared.tokenizer.eot, recipe.model.context
     stream = split_stream(prepared.directory, index, split)
-    if recipe.data.packing != "documents":
+    packing = recipe.data.packing
+    if packing == "packed":
         return PackedSamples(stream, context, ragged=ragged)
     single_text = any(index.source[part.stream].get("single_text") for part in split.ranges)
     if eot is None or single_text:
         raise UserError(
-            'data.packing = "documents": the corpus is one stream of tokens; write "packed"'
+            f'data.packing = "{packing}": the corpus is one stream of tokens; write "packed"'
         )
-    return DocumentSamples(stream, split_documents(prepared.directory, index, split), context, eot)
+    starts, best_fit = split_documents(prepared.directory, index, split), packing == "best-fit"
+    samples = DocumentSamples(stream, starts, context, eot, split=best_fit)
+    return BestFitSamples(samples, context) if best_fit else samples

@@ -118,7 +118,7 @@ def _write(
         text=text,
         items=len(packed),
         fingerprint=packed.fingerprint,
-        tokens=packed.tokens,
+        tokens=packed.real_tokens,
         unmasked=packed.valid_tokens,
         left_out=len(examples) - len(packed),
         **length_percentiles([row.whole for row in rows], context + 1),

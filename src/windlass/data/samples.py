@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -30,6 +31,14 @@ class Batch(NamedTuple, Generic[A]):
     def map(self, convert: Callable[[A], Any]) -> Batch[Any]:
         """The same batch with every field that it has converted."""
         return Batch(*(None if field is None else convert(field) for field in self))
+
+
+def positions_of(documents: np.ndarray) -> np.ndarray:
+    """Each token's place in its document, from 0; both int64 [B, T]."""
+    places = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
+    starts = np.diff(documents, axis=1, prepend=-1) != 0
+    positions: np.ndarray = places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)
+    return positions
 
 
 class Samples(Protocol):
@@ -99,31 +108,52 @@ class PackedSamples:
 
 
 class DocumentSamples:
-    """One document a row, from its end-of-text token on, cut at `context`, with masked padding."""
+    """One document a row, from its end-of-text token on, cut at `context`, with masked padding.
 
-    def __init__(self, stream: Stream, starts: np.ndarray, context: int, eot: int):
+    With `split` a longer document makes several samples, and no token is lost.
+    """
+
+    pad = 0
+
+    def __init__(
+        self, stream: Stream, starts: np.ndarray, context: int, eot: int, *, split: bool = False
+    ):
         self.stream, self.context, self._eot = stream, context, eot
-        self._starts = starts
-        self._sizes = np.append(starts[1:], len(stream))[: len(starts)] - starts
-        self.lengths = length_percentiles(self._sizes, context) if len(self._sizes) else {}
+        whole = np.append(starts[1:], len(stream))[: len(starts)] - starts
+        self.documents, rest = len(starts), whole
+        self.lengths = length_percentiles(whole, context) if len(starts) else {}
+        if split:
+            pieces = -(-whole // context)
+            first = np.repeat(np.cumsum(pieces) - pieces, pieces)
+            begin = context * (np.arange(len(first)) - first)  # of a piece in its document
+            starts, rest = np.repeat(starts, pieces) + begin, np.repeat(whole, pieces) - begin
+            self.lengths |= {"cut": 0, "cut_tokens": 0}
+        self._starts, self._rest = (
+            starts,
+            rest,
+        )  # tokens from a sample's start to its document's end
+        self.sizes = np.minimum(rest, context)
         self.shard_samples: Sequence[int] = np.diff(np.searchsorted(starts, stream.edges)).tolist()
-        self.valid_tokens = int(np.minimum(self._sizes, context).sum())
+        self.valid_tokens = int(self.sizes.sum())
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def length(self, i: int) -> int:
-        return min(int(self._sizes[i]), self.context)
+        return int(self.sizes[i])
+
+    def fill(self, index: int, tokens: np.ndarray, labels: np.ndarray) -> None:
+        """Write a sample into `tokens` and `labels`, int64 [size]."""
+        # The label of a document's last token is the end-of-text token of the next document.
+        document = np.full(len(tokens) + 1, self._eot, dtype=np.int64)
+        self.stream.read_into(int(self._starts[index]), document[: int(self._rest[index])])
+        tokens[:], labels[:] = document[:-1], document[1:]
 
     def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
         tokens = np.zeros((len(indices), self.context), dtype=np.int64)
         labels = np.full((len(indices), self.context), IGNORE_INDEX, dtype=np.int64)
         for at, i in enumerate(indices.tolist()):
-            count, size = self.length(i), int(self._sizes[i])
-            # The label of a document's last token is the end-of-text token of the next document.
-            document = np.full(count + 1, self._eot, dtype=np.int64)
-            self.stream.read_into(int(self._starts[i]), document[: min(count + 1, size)])
-            tokens[at, :count], labels[at, :count] = document[:-1], document[1:]
+            self.fill(i, tokens[at, : self.sizes[i]], labels[at, : self.sizes[i]])
         return Batch(tokens, labels)
 
 
@@ -167,7 +197,8 @@ class Subset:
 
 def real_tokens(samples: Samples) -> int | None:
     """Tokens that a model reads in an epoch, without padding; None if unknown."""
-    return samples.tokens if isinstance(samples, Rows) else getattr(samples, "valid_tokens", None)
+    unmasked = getattr(samples, "valid_tokens", None)
+    return getattr(samples, "real_tokens", unmasked)
 
 
 class Row(NamedTuple):
@@ -221,16 +252,27 @@ class Rows:
     def __len__(self) -> int:
         return len(self._ends) - 1
 
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """The positions of each row, int64 [rows]."""
+        sizes: np.ndarray = np.diff(self._ends) - 1
+        return sizes
+
     def length(self, index: int) -> int:
-        return int(self._ends[index + 1] - self._ends[index]) - 1
+        return int(self.sizes[index])
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """A row's tokens, int32 [n], and whether each counts in the loss, bool [n]."""
         place = slice(self._ends[index], self._ends[index + 1])
         return self._tokens[place], self._marks[place]
 
+    def fill(self, index: int, tokens: np.ndarray, labels: np.ndarray) -> None:
+        """Write a row into `tokens` and `labels`, int64 [n - 1]."""
+        row, marks = self.row(index)
+        tokens[:], labels[:] = row[:-1], np.where(marks[1:], row[1:], IGNORE_INDEX)
+
     @property
-    def tokens(self) -> int:
+    def real_tokens(self) -> int:
         """Positions in an epoch, without padding."""
         return len(self._tokens) - len(self)
 
@@ -245,9 +287,7 @@ class Rows:
         tokens = np.full((len(indices), width), self.pad, dtype=np.int64)
         labels = np.full((len(indices), width), IGNORE_INDEX, dtype=np.int64)
         for at, i in enumerate(indices.tolist()):
-            row, marks = self.row(i)
-            tokens[at, : len(row) - 1] = row[:-1]
-            labels[at, : len(row) - 1] = np.where(marks[1:], row[1:], IGNORE_INDEX)
+            self.fill(i, tokens[at, : self.sizes[i]], labels[at, : self.sizes[i]])
         return Batch(tokens, labels)
 
 

@@ -206,6 +206,7 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         unknown["steps"] = str(error)
     tokens_per_step = batch * (tokens or float(context))
     padded = data.packing == "documents" or data.format != "text"
+    padded &= data.packing != "best-fit"  # whose rows are nearly full
     bytes_per_token = 2 if (size.vocab or 0) <= 2**16 else 4  # uint16, uint32
     plan = Plan(
         recipe=recipe.preset,

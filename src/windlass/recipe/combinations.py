@@ -83,8 +83,10 @@ def sources(r: Any) -> Problems:
         yield "data.streaming", "only sources hf:... are streamed"
     if d.format == "text" and any(name.split(":")[0] == "squad" for name in d.sources):
         yield "data.format", 'the source squad needs data.format = "squad"'
-    if d.packing == "documents" and any(shards):
+    if d.packing != "packed" and any(shards):
         yield "data.packing", 'shards of other tools are streams of tokens: write "packed"'
+    if d.packing == "best-fit" and d.order != "shuffled":
+        yield "data.order", 'the rows of best-fit packing have no file order: write "shuffled"'
 
 
 def best(r: Any) -> Problems:

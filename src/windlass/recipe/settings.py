@@ -86,8 +86,10 @@ class DataSettings(Section):
     """First shards of each source to hold out instead, as build-nanogpt does; 0: `val_fraction`."""
     shard_tokens: int = Field(100_000_000, ge=1024)
     """Tokens per shard."""
-    packing: Literal["packed", "documents"] = "packed"
-    """`packed`: documents end to end, cut into rows; `documents`: one per row, masked padding."""
+    packing: Literal["packed", "documents", "best-fit"] = "packed"
+    """`packed`: documents end to end, cut into rows; `documents`: one per row, masked padding;
+    `best-fit`: whole documents, questions or conversations in rows, hardly any padding, and each
+    attends to itself alone (arXiv 2404.10830). `squad` and `chat` are one per row without it."""
     order: Literal["shuffled", "shards-shuffled", "sequential"] = "shuffled"
     """`shuffled`: all samples, in a new order each epoch; `shards-shuffled`: shards in file order
     in epoch 0 and shuffled from epoch 1 on, samples in order inside a shard; `sequential`: always
@@ -106,7 +108,8 @@ class DataSettings(Section):
     eval_size: int = Field(0, ge=0)
     """With `squad` and `chat`: evaluation items; 0: all."""
     length_buckets: bool = True
-    """With `squad` and `chat`: sort the items of each global batch into micro-batches by length."""
+    """With `squad` and `chat`, not `best-fit`: sort the items of each global batch into
+    micro-batches by length."""
 
     @property
     def vocab_(self) -> int:

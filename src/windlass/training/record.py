@@ -215,7 +215,7 @@ class Recorder:
         about = "about " * ("lengths" in data)  # rows differ in length
         total = f"{short(steps * tokens)} tokens"
         work = f"{plural(steps, 'step')} x {about}{tokens:,} tokens = {total}"
-        more = ("sources", "template", "lengths", "cut")
+        more = ("sources", "template", "lengths", "packing", "cut")
         return {
             "data": "; ".join(parts),
             **{key: data[key] for key in more if key in data},

@@ -332,7 +332,8 @@ def open_loader(
         prefetch=settings.prefetch,
         first_step=state.step,
         skipped=tuple(state.skipped),
-        length_buckets=settings.length_buckets and settings.format != "text",
+        length_buckets=settings.length_buckets
+        and (settings.format != "text" and settings.packing != "best-fit"),
     )
 
 

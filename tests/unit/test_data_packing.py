@@ -1,0 +1,169 @@
+"""Best-fit packing: the rows of an independent best-fit decreasing, every token once, no label
+across two items, and the same rows whatever reads them.
+"""
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_fixtures import documents, jsonl, recipe_for
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import refused, windlass
+from windlass.data.facts import describe, lines
+from windlass.data.loader import Loader
+from windlass.data.packing import BestFitSamples, best_fit
+from windlass.data.prepare import open_data
+from windlass.data.samples import Row, Rows, positions_of, real_tokens
+from windlass.recipe import plan_batch
+
+
+def best_fit_decreasing(sizes, context):
+    """The used tokens of each row, by the textbook: one item at a time, a search over all rows."""
+    rows = []
+    for size in sorted(sizes, reverse=True):
+        fitting = [i for i, used in enumerate(rows) if used + size <= context]
+        if fitting:
+            rows[max(fitting, key=lambda i: rows[i])] += size
+        else:
+            rows.append(size)
+    return sorted(rows)
+
+
+@given(st.integers(1, 40), st.data())
+def test_rows_are_those_of_best_fit_decreasing(context, data):
+    sizes = data.draw(st.lists(st.integers(1, context), min_size=1, max_size=120))
+    order, edges = best_fit(np.array(sizes), context)
+    assert sorted(order.tolist()) == list(range(len(sizes)))
+    parts = np.split(np.array(sizes)[order], edges[1:-1])
+    assert sorted(int(part.sum()) for part in parts) == best_fit_decreasing(sizes, context)
+    assert all(len(part) and (np.diff(part) <= 0).all() for part in parts)
+
+
+def test_long_tailed_lengths_fill_the_rows_and_any_rows_are_a_fair_sample():
+    draw = np.random.default_rng(0)
+    for context in (512, 2048, 8192):
+        sizes = np.clip(draw.lognormal(5.5, 1.0, 20_000).astype(np.int64), 1, context)
+        order, edges = best_fit(sizes, context)
+        assert sizes.sum() / ((len(edges) - 1) * context) > 0.995
+        first = sizes[order[: edges[(len(edges) - 1) // 4]]]
+        assert np.median(first) == pytest.approx(np.median(sizes), rel=0.2)
+
+
+def talks(count=60, seed=3, longest=60):
+    draw = np.random.default_rng(seed)
+    rows = []
+    for size in draw.integers(2, longest, count).tolist():
+        marks = draw.random(size) < 0.4
+        marks[-1] = True
+        rows.append(Row(draw.integers(1, 99, size).tolist(), marks.tolist(), size))
+    return Rows(rows, pad=0)
+
+
+def test_each_item_is_whole_and_alone_in_its_part_of_a_row():
+    rows = talks()
+    packed = BestFitSamples(rows, 64)
+    batch = packed.read(np.arange(len(packed)))
+    assert batch.documents is not None and batch.positions is not None
+    seen = []
+    for at in range(len(packed)):
+        items = packed.items_of(at)
+        seen += items
+        for number, item in enumerate(items):
+            here = batch.documents[at] == number
+            alone = rows.read(np.array([item]))
+            assert batch.tokens[at][here].tolist() == alone.tokens[0].tolist()
+            assert batch.labels[at][here].tolist() == alone.labels[0].tolist()
+            assert batch.positions[at][here].tolist() == list(range(here.sum()))
+        padding = batch.documents[at] == len(items)
+        assert padding.sum() == 64 - packed.length(at)
+        assert (batch.labels[at][padding] == -100).all() and not batch.tokens[at][padding].any()
+    assert sorted(seen) == list(range(len(rows)))
+    assert (batch.labels != -100).sum() == packed.valid_tokens == rows.valid_tokens
+    assert real_tokens(packed) == real_tokens(rows) == sum(rows.sizes)
+
+
+def test_positions_restart_in_each_document():
+    numbers = np.array([[0, 0, 0, 1, 2, 2], [0, 1, 1, 1, 1, 1]])
+    assert positions_of(numbers).tolist() == [[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_loader_gives_the_same_rows_to_any_number_of_ranks(world):
+    packed, steps = BestFitSamples(talks(300), 64), 5
+
+    def read(world, micro, first=0):
+        found = []
+        plan = plan_batch(8, micro, world, 64)
+        loaders = [Loader(packed, plan, rank, 7, first_step=first) for rank in range(world)]
+        for _ in range(steps):
+            batches = [next(loader) for loader in loaders]
+            micros = sorted((m for b in batches for m in b.micro), key=lambda m: m.k)
+            fields = zip(*(m.batch for m in micros), strict=True)
+            found.append([np.concatenate(parts).tolist() for parts in fields])
+            used = sum(int((np.diff(d) == 0).sum() + 1) for d in found[-1][3])
+            assert 0 < sum(batch.real_tokens for batch in batches) <= used + 8 * 64
+        for loader in loaders:
+            loader.close()
+        return found
+
+    assert read(world, 0) == read(1, 1)
+    assert read(world, 2, first=2)[:3] == read(1, 8)[2:]
+
+
+def test_documents_longer_than_a_row_are_split_and_lose_nothing(tmp_path):
+    texts = [text for text in documents(150) if text]
+    options = {"val_fraction": 0.2, "context": 64}
+    recipe = recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data", **options)
+    packed, plain = open_data(recipe.replace("data.packing=best-fit")), open_data(recipe)
+    assert packed.fingerprint == plain.fingerprint
+    for name in ("train", "val"):
+        samples = getattr(packed, name)
+        batch = samples.read(np.arange(len(samples)))
+        valid = batch.labels != -100
+        assert valid.sum() == samples.real_tokens == describe(plain)[name]["tokens"]
+        count = describe(plain)[name]["items"]
+        whole = [list(t.encode()) for t in (texts[:count] if name == "train" else texts[-count:])]
+        pairs = Counter(pair for ids in whole for pair in pairwise([256, *ids, 256]))
+        found = zip(batch.tokens[valid].tolist(), batch.labels[valid].tolist(), strict=True)
+        assert Counter(found) == pairs
+    facts = describe(packed)["train"]
+    assert (facts["cut"], facts["cut_tokens"]) == (0, 0)
+    assert facts["items"] == describe(plain)["train"]["items"]
+
+
+def test_prepare_shows_how_full_the_rows_are(tmp_path: Path) -> None:
+    source = tmp_path / "talk.jsonl"
+    draw = np.random.default_rng(1)
+    with source.open("w") as file:
+        for asked, answered in draw.integers(3, 90, (600, 2)).tolist():
+            user = {"role": "user", "content": "q" * asked}
+            answer = {"role": "assistant", "content": "a" * answered}
+            file.write(json.dumps({"messages": [user, answer]}) + "\n")
+    recipe = recipe_for(source, tmp_path / "data", format="chat", packing="best-fit", context=512)
+    data = open_data(recipe)
+    facts = describe(data)
+    train = facts["train"]
+    assert train["fill"] == pytest.approx(train["tokens"] / (len(data.train) * 512), abs=1e-6)
+    assert train["fill"] > 0.97
+    assert train["items_per_sample"] == pytest.approx(540 / len(data.train), abs=1e-3)
+    assert train["tokens_per_sample"] == pytest.approx(train["tokens"] / len(data.train), abs=1e-3)
+    text = lines(facts, 512)["packing"]
+    assert f"{len(data.train)} rows" in text and f"{100 * train['fill']:.1f} % filled" in text
+    words = ["prepare", "quickstart", "data.format=chat", "data.packing=best-fit"]
+    words += [f"data.source={source}", f"data.dir={tmp_path / 'data'}", "data.tokenizer=byte"]
+    out = windlass(*words, "model.context=512", "data.val_fraction=0.1").stdout
+    assert "% filled" in out and "example" in out
+
+
+def test_rows_without_file_order_or_documents_are_refused(tmp_path):
+    with refused("data.order", '"shuffled"'):
+        recipe_for("x", packing="best-fit").replace("data.order=sequential")
+    (tmp_path / "one.txt").write_text("one text " * 200)
+    recipe = recipe_for(tmp_path / "one.txt", tmp_path / "one", packing="best-fit")
+    with refused("best-fit", '"packed"'):
+        open_data(recipe)
