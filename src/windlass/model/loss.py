@@ -135,6 +135,17 @@ def local_target(labels: Tensor, piece: Piece | None, logits: Tensor) -> tuple[T
     return target, (row == target).to(logits.dtype)
 
 
+def gradient_of_logits(
+    log_p: Tensor, target: Tensor, here: Any, log_z: Tensor | None, objective: Objective, vocab: int
+) -> Tensor:
+    """The gradient of the objective at the logits of a chunk; overwrites the log-probabilities."""
+    d = log_p.exp_()
+    if log_z is not None:
+        d.mul_(1 + 2 * objective.z * log_z)
+    d.scatter_(1, target, d.gather(1, target) - (1 - objective.smoothing) * here)
+    return d.sub_(objective.smoothing / vocab) if objective.smoothing else d
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Logits, loss and gradients, a chunk of tokens at a time."""
 
@@ -151,7 +162,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         piece: Piece | None,
         objective: Objective,
     ) -> Tensor:
-        z, smoothing = objective
         dtype, device = weight.dtype, x.device.type
         if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -175,19 +185,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     slope = 1 - logits.square()
                     logits.mul_(cap)
                 target, here = local_target(labels[part], piece, logits)
-                at_target = logits.gather(1, target) if z else None
+                at_target = logits.gather(1, target) if objective.z else None
                 log_p = log_softmax(logits, piece)
                 del logits  # a chunk of logits is large: freed as soon as possible
                 log_p_target = log_p.gather(1, target)
                 loss -= (log_p_target * unmasked).mul_(here).sum()
                 if not any(wants):
                     continue
-                d = log_p.exp_()  # the gradient: the probabilities, less 1 at the target
-                if at_target is not None:
-                    d.mul_(1 + 2 * z * (at_target - log_p_target))  # their difference is log Z
-                d.scatter_(1, target, d.gather(1, target) - (1 - smoothing) * here)
-                if smoothing:
-                    d.sub_(smoothing / (piece.vocab if piece else d.shape[1]))
+                log_z = None if at_target is None else at_target - log_p_target
+                vocab = piece.vocab if piece else log_p.shape[1]
+                d = gradient_of_logits(log_p, target, here, log_z, objective, vocab)
                 d = (d if slope is None else d.mul_(slope)).to(dtype)
                 if dx is not None:
                     dx[part] = (d @ head).masked_fill_(~unmasked, 0.0)
