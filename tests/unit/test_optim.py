@@ -267,7 +267,7 @@ def test_nanogpt_decays_over_more_steps_than_it_runs():
         assert 1e-3 * lr_multiplier(s, h, it) == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd", "inverse-sqrt"])
 @pytest.mark.parametrize("warmup", [0, 1, 3, 0.5, 1.0])
 @pytest.mark.parametrize("steps", [1, 2, 3, 50])
 def test_no_update_is_wasted_and_the_shape_is_a_hill(kind, warmup, steps):
@@ -277,6 +277,43 @@ def test_no_update_is_wasted_and_the_shape_is_a_hill(kind, warmup, steps):
     top = got.index(max(got))
     assert got[:top] == sorted(got[:top]) and got[top:] == sorted(got[top:], reverse=True)
     assert max(got) == 1
+
+
+def transformers_values(kind, steps, **settings):
+    from transformers import optimization
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    factor = getattr(optimization, f"get_{kind}_schedule")(optimizer, **settings).lr_lambdas[0]
+    return [factor(i) for i in range(steps)]
+
+
+@pytest.mark.parametrize("final", [0.0, 0.1])
+@pytest.mark.parametrize("shape", ["linear", "1-sqrt", "cosine"])
+def test_decay_shapes_are_those_of_transformers(shape, final):
+    parts = {"num_warmup_steps": 5, "num_stable_steps": 22, "num_decay_steps": 13}
+    expected = transformers_values("wsd", 40, decay_type=shape, min_lr_ratio=final, **parts)
+    got = curve(40, kind="wsd", warmup=5, decay=13, decay_shape=shape, final=final)
+    # Its warm-up starts at `final`, one update earlier.
+    assert got[5:] == pytest.approx(expected[5:], rel=1e-12)
+    if shape == "1-sqrt" and not final:  # arXiv 2405.18392, section 3
+        assert got[27:] == pytest.approx([1 - math.sqrt((n - 27) / 13) for n in range(27, 40)])
+
+
+@pytest.mark.parametrize(("warmup", "timescale"), [(5, 0), (0, 0), (5, 30), (8, 3)])
+def test_inverse_sqrt_is_that_of_transformers(warmup, timescale):
+    options = {"num_warmup_steps": warmup, "timescale": timescale or None}
+    expected = transformers_values("inverse_sqrt", 60, **options)
+    got = curve(60, kind="inverse-sqrt", warmup=warmup, timescale=timescale)
+    assert got[warmup:] == pytest.approx(expected[warmup:], rel=1e-12)
+    # Its warm-up starts at 0, one update earlier.
+    assert got[:warmup] == pytest.approx(expected[1 : warmup + 1], rel=1e-12)
+    if warmup and not timescale:  # as fairseq: the warm-up's square root over that of the update
+        assert got[warmup:] == pytest.approx([math.sqrt(warmup / i) for i in range(warmup, 60)])
+    # A run that is longer than the schedule keeps the last value; a longer schedule changes none.
+    settings = {"kind": "inverse-sqrt", "warmup": warmup, "timescale": timescale}
+    assert curve(60, **settings, steps=40)[:41] == got[:41]
+    assert set(curve(60, **settings, steps=40)[40:]) == {got[40]}
+    assert curve(90, **settings)[:60] == got
 
 
 def torch_values(steps, kind, **settings):

@@ -6,11 +6,15 @@ updates 0 to N - 1 and keeps its last value after them. With a warm-up of w step
 
     rise:   start + (1 - start) * (i + 1) / w           for i < w: update w - 1 is first at the peak
     peak:   1
-    fall:   1 - (1 - final) * x,  x = (i - s) / (N - s)     (linear, wsd)
+    fall:   1 - (1 - final) * x,  x = (i - s) / (N - s)     (linear)
             final + (1 - final) * (1 + cos(pi x)) / 2       (cosine)
+            final + (1 - final) * (1 - sqrt(x))             (1-sqrt; arXiv 2405.18392)
+            1 / sqrt(1 + (i - w) / timescale)               (inverse-sqrt; arXiv 1706.03762)
 
 The fall begins at update s: at the end of the warm-up for `linear` and `cosine`, `decay` steps
-before the end for `wsd` (arXiv 2404.06395). `start` and `final` are the values that the line would
+before the end for `wsd` (arXiv 2404.06395), whose shape is `decay_shape`. `inverse-sqrt` falls from
+the end of the warm-up on and has no final value; it is that of transformers and, with the default
+timescale, of fairseq. `start` and `final` are the values that the line would
 have one update before the first and one after the last. So neither a warm-up from 0 nor a decay to
 0 spends an update on a learning rate of 0. build-nanogpt does the same; nanoGPT divides by w + 1.
 """
@@ -22,6 +26,9 @@ from dataclasses import replace
 
 from windlass.recipe.settings import ScheduleSettings
 from windlass.recipe.units import Horizon
+
+
+TIMESCALE = 10_000  # of `inverse-sqrt` without a warm-up, as in transformers
 
 
 def schedule_horizon(schedule: ScheduleSettings, horizon: Horizon) -> Horizon:
@@ -53,6 +60,16 @@ def lr_multiplier(schedule: ScheduleSettings, horizon: Horizon, step: int) -> fl
     if step < fall or fall == steps:
         return 1.0
     x = min(1.0, (step - fall) / (steps - fall))
-    if schedule.kind == "cosine":
-        return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * x)) / 2
-    return 1 - (1 - schedule.final) * x
+    shape = schedule.decay_shape if schedule.kind == "wsd" else schedule.kind
+    if shape == "inverse-sqrt":
+        return (1 + (min(step, steps) - fall) / timescale(schedule, horizon)) ** -0.5
+    if shape == "linear":
+        return 1 - (1 - schedule.final) * x
+    left = (1 + math.cos(math.pi * x)) / 2 if shape == "cosine" else 1 - math.sqrt(x)
+    return schedule.final + (1 - schedule.final) * left
+
+
+def timescale(schedule: ScheduleSettings, horizon: Horizon) -> int:
+    """The steps after the warm-up in which `inverse-sqrt` falls to 1 / sqrt(2) of the peak."""
+    horizon = schedule_horizon(schedule, horizon)
+    return horizon.steps_in(schedule.timescale) or phases(schedule, horizon)[0] or TIMESCALE

@@ -193,20 +193,25 @@ class TrainSettings(Section):
 class ScheduleSettings(Section):
     """The learning rate as a function of the step."""
 
-    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); `linear` and `cosine` decay from
-    the end of the warm-up."""
+    kind: Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt"] = "cosine"
+    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); `linear`, `cosine` and `inverse-sqrt`
+    (arXiv 1706.03762) decay from the end of the warm-up."""
     warmup: Duration = 0.01
     """Steps of the linear rise from `start` to `lr`; a fraction is a share of the schedule."""
     decay: Duration = 0.1
-    """With `wsd`: steps of the linear decay at the schedule's end."""
+    """With `wsd`: steps of the decay at the schedule's end."""
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear"
+    """With `wsd`: shape of the decay; `1-sqrt` (arXiv 2405.18392) falls steeply at first."""
+    timescale: Duration = 0
+    """With `inverse-sqrt`: `lr` falls to 1 / sqrt(2) of its peak in these steps after the warm-up;
+    0: as many as the warm-up has, or 10,000 without one."""
     steps: Duration = 0
     """Length of the schedule, as nanoGPT's `lr_decay_iters`; 0: the run's. A longer run keeps the
     final learning rate. `--extend-to` does not change a length in steps or epochs."""
     start: float = Field(0.0, ge=0)
     """Learning rate at the start of the warm-up, as a share of `lr`."""
     final: float = Field(0.0, ge=0)
-    """Learning rate at the end of the schedule, as a share of `lr`."""
+    """Learning rate at the end of the schedule, as a share of `lr`; `inverse-sqrt` has none."""
 
 
 class OptimSettings(Section):
@@ -232,7 +237,8 @@ class OptimSettings(Section):
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """With `muon`: momentum."""
     schedule: ScheduleSettings = ScheduleSettings()
-    """`optim.schedule.kind`, `.warmup`, `.decay`, `.steps`, `.start`, `.final`."""
+    """`optim.schedule.kind`, `.warmup`, `.decay`, `.decay_shape`, `.timescale`, `.steps`, `.start`,
+    `.final`."""
 
     @field_validator("kind")
     @classmethod
