@@ -27,7 +27,6 @@ from dataclasses import replace
 from windlass.recipe.settings import ScheduleSettings
 from windlass.recipe.units import Horizon
 
-
 TIMESCALE = 10_000  # of `inverse-sqrt` without a warm-up, as in transformers
 
 
