@@ -60,9 +60,15 @@ def test_an_offloaded_run_resumes_bit_for_bit(recipe: Callable[..., Any]) -> Non
     assert curve(train(recipe("parts", *OFFLOAD))) == curve(whole)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "shard_optim", "full_shard", "shard_grad_op"])
-def test_two_ranks_on_one_device_train_as_one(recipe, words, strategy, monkeypatch):
-    """Over gloo: two processes, each with half of the samples, on the first device."""
+@pytest.mark.parametrize(
+    "layout",
+    [*(f"strategy={name}" for name in STRATEGIES[:4]), "tensor=2"],
+)
+def test_two_ranks_on_one_device_train_as_one(recipe, words, layout, monkeypatch):
+    """Over gloo: two processes on the first device, each with half of the samples or matrices.
+
+    Context and pipeline parallelism need two devices: gloo does not exchange or send CUDA tensors.
+    """
     from windlass import train
     from windlass.launch.local import launch
     from windlass.run import Run
@@ -72,7 +78,7 @@ def test_two_ranks_on_one_device_train_as_one(recipe, words, strategy, monkeypat
     monkeypatch.setenv(
         "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     )
-    more = words("two", *settings, f"parallel.strategy={strategy}")
+    more = words("two", *settings, f"parallel.{layout}")
     assert (
         launch([sys.executable, str(Path(__file__).parent / "over_gloo.py"), "train", *more], 2)
         == 0

@@ -81,11 +81,14 @@ def same_bits(run: Run, reference: Run, first: int = 0, spoil: bool = False) -> 
 
 
 def difference(run: Run, reference: Run) -> float:
-    """The largest relative difference of losses and gradient norms, and absolute one of weights."""
+    """The largest relative difference of losses and gradient norms, and absolute one of weights.
+
+    A resumed run is compared from its first step on.
+    """
     (steps, a), (expected, b) = numbers(run), numbers(reference)
     differences = [
         abs(x[i] - y[i]) / max(abs(y[i]), 1e-12)
-        for x, y in zip(steps, expected, strict=True)
+        for x, y in zip(steps, expected[-len(steps) :], strict=True)
         for i in (1, 2)  # loss and norm
     ]
     weights = [name for name in b if name.startswith("model/")]
