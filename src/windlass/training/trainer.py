@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,11 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass import processes
-from windlass.checkpoint.commit import Save
 from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, PERIODIC
-from windlass.checkpoint.state_dict import State, gather_state, restore
+from windlass.checkpoint.retention import BEST, FINAL
+from windlass.checkpoint.state_dict import restore
 from windlass.data.facts import describe
 from windlass.data.loader import Loader, MicroBatch, StepBatch
 from windlass.data.order import step_samples
@@ -50,6 +47,7 @@ from windlass.training.checks import startup_checks
 from windlass.training.evaluator import Evaluator
 from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
 from windlass.training.record import Recorder
+from windlass.training.saving import Checkpoints
 from windlass.training.start import StartPlan, decide_on_rank_0
 from windlass.training.state import LossScaler, LossSum, TrainState, step_seed
 from windlass.training.stop import StopSignals
@@ -57,7 +55,6 @@ from windlass.training.threads import set_threads
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
 FAILING_SAVE_SECONDS = 5.0  # the longest wait of a failing run for a save in progress
-TRACKER_RESERVE_SECONDS = 2.0  # of the grace after a signal, after the trackers have finished
 
 
 class Trainer:
@@ -118,7 +115,6 @@ class Trainer:
         self.losses = LossSum(self.state, ranks)
 
         self.saver = setup.open_saver(plan, ranks, self.horizon, place.name)
-        self.meta = setup.describe_checkpoints(recipe, data, self.facts)
         origin = setup.describe_origin(self.model, self.facts, ranks)
         facts, horizon, attempt = self.facts, self.horizon, place.attempt
         self.recorder = recorder = Recorder(
@@ -127,6 +123,17 @@ class Trainer:
         stop.follow(self.state, lambda name: recorder.emit("preempted", reason=name, saved=True))
         self.callbacks = Callbacks(
             code, recipe, ranks, self.state, horizon, self.model, self.optimizer
+        )
+        self.checkpoints = Checkpoints(
+            self.saver,
+            recorder,
+            self.callbacks,
+            self.model,
+            self.optimizer,
+            self.losses,
+            self.scaler,
+            setup.describe_checkpoints(recipe, data, self.facts),
+            micro_batch,
         )
         suites = self.callbacks.suites()
         self.evaluator = Evaluator(recorder, self.model, data, micro_batch, suites, self.poll_stop)
@@ -139,7 +146,7 @@ class Trainer:
         self, plan: StartPlan, place: setup.RunPlace, threads: str, custom: bool, source: str
     ) -> None:
         """Report the start, and write the settings that a resume has changed."""
-        notes, step, size = [*place.notes], self.state.step, self.tensors().total_bytes
+        notes, step, size = [*place.notes], self.state.step, self.checkpoints.tensors().total_bytes
         if self.ranks.main:
             # torch's optimizers have no state before their first step.
             size += 0 if self.optimizer.state else 8 * self.facts.sizes.trained
@@ -158,13 +165,13 @@ class Trainer:
         try:
             self.begin()
             if 0 < self.stop_at <= self.state.step < self.horizon.steps:
-                self.stop_run()
+                self.checkpoints.stop_run(self.stop)
             elif self.loop_within_memory():
                 self.finish()
         except BaseException as error:
             with contextlib.suppress(Exception):  # no collective in here
                 if isinstance(error, RunFailed):  # this rank raised it: a save in progress is good
-                    self.wait_for_saves(FAILING_SAVE_SECONDS)
+                    self.checkpoints.wait(FAILING_SAVE_SECONDS)
                 if not isinstance(error, Stopped | UserError):
                     phase = self.ranks.status.phase
                     self.recorder.emit("failed", reason=first_line(error), phase=phase)
@@ -200,6 +207,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             memory.release_memory(self.recipe.train.compile)
             self.evaluator.use_micro_batch(size)
+            self.checkpoints.use_micro_batch(size)
             again = f"memory ran out: the step again with micro-batches of {size} sequences"
             text = f"{again} (train.micro_batch={size})"
             recorder.emit(memory.OUT_OF_MEMORY, text, warning=True, micro_batch=size)
@@ -228,7 +236,7 @@ class Trainer:
                 recorder.stepped(batch, result)
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
-                    self.saver.reserve(self.tensors())
+                    self.saver.reserve(self.checkpoints.tensors())
 
                 last = state.step == horizon.steps
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
@@ -254,18 +262,18 @@ class Trainer:
                     self.losses.read()
                     recorder.train(float(result.loss), lr, float(result.grad_norm), scale)
                 if save_due and self.saver.newest != state.step:
-                    self.save()
+                    self.checkpoints.save()
                 complete = not evaluation_due or self.evaluate()
                 if complete and evaluator.sample_due:
                     complete = evaluator.sample()
-                self.report(self.saver.poll())
+                self.checkpoints.report(self.saver.poll())
                 recorder.poll()
                 if failed_saves >= recipe.checkpoint.max_failed_saves and not last:
                     advice = "see above; checkpoint.max_failed_saves"
                     raise RunFailed(f"{failed_saves} saves in a row failed ({advice})")
                 # If a signal interrupted the evaluation, the next start repeats it at this step.
                 if stopping or not complete:
-                    return self.stop_run()
+                    return self.checkpoints.stop_run(self.stop)
         finally:
             loader.close()
         return True
@@ -345,9 +353,9 @@ class Trainer:
             if self.ranks.status.phase != "data":
                 self.ranks.mark(step + 1, "data")
             if self.poll_stop() and self.ranks.world == 1:
-                self.stop_run()
+                self.checkpoints.stop_run(self.stop)
             if self.stop.seconds_since() > self.recipe.checkpoint.grace_seconds:
-                self.wait_for_saves(FAILING_SAVE_SECONDS)
+                self.checkpoints.wait(FAILING_SAVE_SECONDS)
                 lost = f"{plural(step - self.saver.committed, 'step')} lost"
                 late = f"rank {self.ranks.rank} has no data within checkpoint.grace_seconds"
                 raise RunFailed(f"stopped by {self.stop.name} at step {step}: {late}; {lost}")
@@ -371,7 +379,7 @@ class Trainer:
             return False
         unsaved = state.step and checkpoint.keep_best and self.saver.newest != state.step
         if unsaved and recorder.scores.best == state.step:
-            self.save(BEST)
+            self.checkpoints.save(BEST)
         self.callbacks.evaluated(scores)
         if last or not recorder.stops_improving():
             return True
@@ -383,7 +391,7 @@ class Trainer:
     def rewind(self, reason: str, stop_sample: int) -> None:
         """Return to the newest good checkpoint, and leave out the samples up to `stop_sample`."""
         recorder, state = self.recorder, self.state
-        self.wait_for_saves()
+        self.checkpoints.wait()
         choice = choose_rewind(recorder, self.rewinds, reason)
         self.losses.reset()
         checkpoint = open_checkpoint(choice.path, deep=False)
@@ -397,92 +405,11 @@ class Trainer:
         self.saver.resume_from(state.step)
         recorder.rewound(reason, first, stop_sample)
 
-    def tensors(self) -> State:
-        """This rank's share of model and optimizer; of equal replicas one rank has the tensor."""
-        ranks, stages = self.ranks, self.ranks.mesh.sizes.pp
-        state = gather_state(self.model, self.optimizer, ranks.rank, ranks.world, stages)
-        return state if stages == 1 else setup.add_stages(state, ranks)
-
-    def save(self, reason: str = PERIODIC) -> None:
-        """Copy the state to the host, for a checkpoint that is written in the background."""
-        state, recorder = self.state, self.recorder
-        reason = FINAL if state.step == self.horizon.steps else reason  # is never deleted
-        with recorder.outside("save"):
-            self.ranks.mark(state.step, "save")
-            self.losses.read()
-            if self.scaler is not None:
-                self.scaler.save(state)
-            else:
-                state.loss_scale, state.scale_good_steps = 0.0, 0
-            meta = self.meta | {"reason": reason, "micro_batch": self.batch.micro_batch}
-            counters, scores = state.to_json(), recorder.scores
-            self.saver.save(state.step, self.tensors(), counters, meta, scores, recorder.beat)
-
-    def wait_for_saves(self, timeout: float | None = None) -> bool:
-        """Wait, at most `timeout` seconds, for the saves; whether every one was committed."""
-        with self.recorder.outside("save"):
-            committed = self.report(self.saver.wait(timeout, self.recorder.beat))
-        return committed and not self.saver.busy
-
-    def commit(self, reason: str) -> bool:
-        """Commit the present step: wait for a save in progress, and repeat a failed one."""
-        step = self.state.step
-        if self.saver.newest == step:
-            self.wait_for_saves()
-        if any(self.ranks.all_gather_object("unsaved", self.saver.newest != step)):
-            self.save(reason)
-        return self.wait_for_saves() and self.saver.newest == step
-
-    def report(self, saves: list[Save]) -> bool:
-        """Report the saves that have ended; whether all of them were committed."""
-        for save in saves:
-            self.recorder.saved(save)
-            if not save.error and self.ranks.main:
-                self.callbacks.saved(save.step, save.path)
-        return not any(save.error for save in saves)
-
-    def stop_run(self) -> bool:
-        """Save within the grace; raise Stopped after a signal, else return False.
-
-        All ranks come here at the same step.
-        """
-        step, recorder = self.state.step, self.recorder
-        own = [self.stop.requested, self.stop.seconds_since(), self.callbacks.stop_reason]
-        requested, seconds, asked = zip(*self.ranks.all_gather_object("signals", own), strict=True)
-        signalled, left = any(requested), self.recipe.checkpoint.grace_seconds - max(seconds)
-        end = time.monotonic() + left
-        # Without a signal a callback or `stop_at` has asked.
-        reason = self.stop.name if signalled else next(filter(None, asked), "request")
-        needed = self.ranks.broadcast_object("needed", self.saver.expected_seconds(step))
-        if signalled and needed > left:
-            self.wait_for_saves(max(0.0, left))  # a save in progress may still be committed
-            recorder.emit("preempted", reason=reason, saved=False)
-            why = f"a save takes about {needed:.0f} s and only {left:.0f} s are left"
-            lost = plural(step - self.saver.committed, "step")
-            problem = f"{why} (checkpoint.grace_seconds); {lost} lost (checkpoint.every)"
-            raise RunFailed(f"stopped by {reason} at step {step}: {problem}")
-        if not self.commit(EMERGENCY):
-            problem = "its checkpoint could not be saved"
-            raise RunFailed(f"stopped by {reason} at step {step}, and {problem}")
-        recorder.log(self.callbacks.take_logged())
-        recorder.emit("preempted" if signalled else "stopped", reason=reason, saved=True)
-        recorder.ledger.sync()
-        flush = self.recipe.telemetry.flush_seconds
-        if signalled:
-            flush = min(flush, max(0.0, end - time.monotonic() - TRACKER_RESERVE_SECONDS))
-        recorder.show(recorder.trackers.finish(flush))
-        text = f"stopped by {reason} after step {step}, all saved; start it again to continue"
-        if signalled:
-            self.ranks.mark(step, processes.STOPPED)  # for a launcher
-            raise Stopped(text)
-        recorder.console.event(text)
-        return False
-
     def finish(self) -> None:
         """The last checkpoint, the summary, the end of the trackers."""
         step, recorder = self.state.step, self.recorder
         self.ranks.mark(step, "end")
-        if not self.commit(FINAL):
+        if not self.checkpoints.commit(FINAL):
             problem = "the last checkpoint could not be saved (see above)"
             raise RunFailed(f"{problem}; train again to try once more")
         recorder.log(self.callbacks.take_logged())

@@ -1,0 +1,134 @@
+"""The checkpoints of a training: saves, their commits and reports, and the save before a stop."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass import processes
+from windlass.checkpoint.commit import Save
+from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC
+from windlass.checkpoint.save import Saver
+from windlass.checkpoint.state_dict import State, gather_state
+from windlass.errors import RunFailed, Stopped, plural
+from windlass.training import setup
+from windlass.training.callbacks import Callbacks
+from windlass.training.record import Recorder
+from windlass.training.state import LossScaler, LossSum
+from windlass.training.stop import StopSignals
+
+TRACKER_RESERVE_SECONDS = 2.0  # of the grace after a signal, after the trackers have finished
+
+
+class Checkpoints:
+    """Saves the state of a training. Every rank calls each method at the same step."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        recorder: Recorder,
+        callbacks: Callbacks,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        losses: LossSum,
+        scaler: LossScaler | None,
+        meta: dict[str, Any],
+        micro_batch: int,
+    ):
+        """`meta`: the meta data of every checkpoint, beside its reason and the micro-batch."""
+        self.saver, self.recorder, self.callbacks = saver, recorder, callbacks
+        self.ranks, self.state = recorder.ranks, recorder.state
+        self.settings, self.telemetry = (
+            recorder.plan.recipe.checkpoint,
+            recorder.plan.recipe.telemetry,
+        )
+        self.model, self.optimizer, self.losses, self.scaler = model, optimizer, losses, scaler
+        self.meta, self.micro_batch = meta, micro_batch
+
+    def use_micro_batch(self, size: int) -> None:
+        """Note this size of the micro-batches in later checkpoints."""
+        self.micro_batch = size
+
+    def tensors(self) -> State:
+        """This rank's share of model and optimizer; of equal replicas one rank has the tensor."""
+        ranks, stages = self.ranks, self.ranks.mesh.sizes.pp
+        state = gather_state(self.model, self.optimizer, ranks.rank, ranks.world, stages)
+        return state if stages == 1 else setup.add_stages(state, ranks)
+
+    def save(self, reason: str = PERIODIC) -> None:
+        """Copy the state to the host, for a checkpoint that is written in the background."""
+        state, recorder = self.state, self.recorder
+        reason = FINAL if state.step == self.recorder.horizon.steps else reason  # is never deleted
+        with recorder.outside("save"):
+            self.ranks.mark(state.step, "save")
+            self.losses.read()
+            if self.scaler is not None:
+                self.scaler.save(state)
+            else:
+                state.loss_scale, state.scale_good_steps = 0.0, 0
+            meta = self.meta | {"reason": reason, "micro_batch": self.micro_batch}
+            counters, scores = state.to_json(), recorder.scores
+            self.saver.save(state.step, self.tensors(), counters, meta, scores, recorder.beat)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait, at most `timeout` seconds, for the saves; whether every one was committed."""
+        with self.recorder.outside("save"):
+            committed = self.report(self.saver.wait(timeout, self.recorder.beat))
+        return committed and not self.saver.busy
+
+    def commit(self, reason: str) -> bool:
+        """Commit the present step: wait for a save in progress, and repeat a failed one."""
+        step = self.state.step
+        if self.saver.newest == step:
+            self.wait()
+        if any(self.ranks.all_gather_object("unsaved", self.saver.newest != step)):
+            self.save(reason)
+        return self.wait() and self.saver.newest == step
+
+    def report(self, saves: list[Save]) -> bool:
+        """Report the saves that have ended; whether all of them were committed."""
+        for save in saves:
+            self.recorder.saved(save)
+            if not save.error and self.ranks.main:
+                self.callbacks.saved(save.step, save.path)
+        return not any(save.error for save in saves)
+
+    def stop_run(self, stop: StopSignals) -> bool:
+        """Save within the grace; raise Stopped after a signal, else return False.
+
+        All ranks come here at the same step.
+        """
+        step, recorder = self.state.step, self.recorder
+        own = [stop.requested, stop.seconds_since(), self.callbacks.stop_reason]
+        requested, seconds, asked = zip(*self.ranks.all_gather_object("signals", own), strict=True)
+        signalled, left = any(requested), self.settings.grace_seconds - max(seconds)
+        end = time.monotonic() + left
+        # Without a signal a callback or `stop_at` has asked.
+        reason = stop.name if signalled else next(filter(None, asked), "request")
+        needed = self.ranks.broadcast_object("needed", self.saver.expected_seconds(step))
+        if signalled and needed > left:
+            self.wait(max(0.0, left))  # a save in progress may still be committed
+            recorder.emit("preempted", reason=reason, saved=False)
+            why = f"a save takes about {needed:.0f} s and only {left:.0f} s are left"
+            lost = plural(step - self.saver.committed, "step")
+            problem = f"{why} (checkpoint.grace_seconds); {lost} lost (checkpoint.every)"
+            raise RunFailed(f"stopped by {reason} at step {step}: {problem}")
+        if not self.commit(EMERGENCY):
+            problem = "its checkpoint could not be saved"
+            raise RunFailed(f"stopped by {reason} at step {step}, and {problem}")
+        recorder.log(self.callbacks.take_logged())
+        recorder.emit("preempted" if signalled else "stopped", reason=reason, saved=True)
+        recorder.ledger.sync()
+        flush = self.telemetry.flush_seconds
+        if signalled:
+            flush = min(flush, max(0.0, end - time.monotonic() - TRACKER_RESERVE_SECONDS))
+        recorder.show(recorder.trackers.finish(flush))
+        text = f"stopped by {reason} after step {step}, all saved; start it again to continue"
+        if signalled:
+            self.ranks.mark(step, processes.STOPPED)  # for a launcher
+            raise Stopped(text)
+        recorder.console.event(text)
+        return False
