@@ -383,7 +383,7 @@ def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypa
     def evaluate_and_wait(self: trainer.Trainer) -> bool:
         whole = evaluate(self)
         if self.state.step == 3:
-            waited.append(self.wait_for_saves())
+            waited.append(self.checkpoints.wait())
         return whole
 
     monkeypatch.setattr(trainer.Trainer, "evaluate", evaluate_and_wait)
