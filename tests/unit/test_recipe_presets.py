@@ -26,6 +26,8 @@ EPOCHS = 500  # training items of the exercises on SQuAD
         ("shakespeare-char", 1, ["model.vocab=65"], 10_745_088, 5000, 81_920_000, 100, 64),
         ("shakespeare-char", 8, ["model.vocab=65"], 10_745_088, 5000, 655_360_000, 100, 64),
         ("gpt2-124m", 4, [], 124_475_904, 5 * 19_073, 49_998_725_120, 715, 128),
+        ("smollm2-135m", 8, [], 134_515_008, 2565, 2_689_597_440, 103, 64),
+        ("nanochat-d12", 8, [], 185_617_152, 7080, 3_711_959_040, 0, 32),
     ],
 )
 def test_steps_parameters_and_tokens(
