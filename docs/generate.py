@@ -25,7 +25,7 @@ from windlass.launch.job import Site
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.submit import Resources, submit_run
 from windlass.recipe import Recipe, presets, settings, study_presets
-from windlass.recipe.keys import values
+from windlass.recipe.keys import rows_of, values
 from windlass.recipe.other_tools import other_tools
 from windlass.telemetry import measures
 
@@ -103,6 +103,24 @@ tokenizer = "bpe"
 tokenizer_vocab = 8192
 val_fraction = 0.05
 """,
+    "data.mix": """
+tokenizer = "gpt2"
+
+[[data.mix]]
+name = "web"
+source = "web/*.jsonl"
+weight = 0.9
+
+[[data.mix]]
+name = "books"
+source = "books/*.txt"
+weight = 0.1
+epochs = 4
+
+[[data.stages]]
+from = "80 %"
+weights = { books = 0.5 }
+""",
     "train": """
 steps = "3 epochs"
 global_batch = 256
@@ -167,12 +185,15 @@ def recipe_page() -> str:
         if not keys:
             continue
         text += f"\n## `{name}`\n\n{section.annotation.__doc__}\n"
-        for example in (name, f"{name}.lora"):
+        for example in (name, f"{name}.lora", f"{name}.mix"):
             if example in EXAMPLES:
                 text += f"\n```toml\n[{name}]\n{EXAMPLES[example].strip()}\n```\n"
         rows = [("key", "default", "values", "meaning")]
-        for key, field in keys.items():
-            default = repr(field.default)
+        with_lists = {
+            k: f for key, own in keys.items() for k, f in ({key: own} | rows_of({key: own})).items()
+        }
+        for key, field in with_lists.items():
+            default = "required" if field.is_required() else repr(field.default)
             if isinstance(field.default, bool):
                 default = default.lower()
             takes = values(field).replace("|", "\\|")

@@ -15,7 +15,7 @@ from windlass.recipe import Recipe
 from windlass.telemetry.timing import StepTimer
 from windlass.training.checks import uses_dropout
 from windlass.training.nonfinite import BadSteps
-from windlass.training.state import LossScaler, TrainState
+from windlass.training.state import LossScaler, LossSum, TrainState
 from windlass.training.trainer import Trainer
 
 
@@ -48,6 +48,7 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         "counted": counted(model),
         "parameters": [p for p in model.parameters() if p.requires_grad],
         "facts": SimpleNamespace(precision=precision, dropout=uses_dropout(model)),
+        "losses": LossSum(state, ranks),
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),
     }
     trainer = Trainer.__new__(Trainer)

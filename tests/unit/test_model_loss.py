@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.model import loss as module
-from windlass.model.loss import Objective, cross_entropy_sum, head_logits
+from windlass.model.loss import Objective, SourceSums, cross_entropy_sum, head_logits
 
 N, D, V = 37, 12, 101
 
@@ -146,3 +146,28 @@ def test_logits_are_held_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     sizes.clear()
     cross_entropy_sum(x[:9], weight, labels[:9]).backward()
     assert sizes == [9 * V]  # few tokens: all at once
+
+
+@pytest.mark.parametrize("chunk", [0, 5, 36])
+def test_the_loss_by_source_is_that_of_its_rows(chunk):
+    """Rows [4, 9] of three sources, one of which has no row."""
+    x, weight, bias, labels = problem()
+    rows, sums = torch.tensor([2, 0, 0, 2]), torch.zeros(3, 2, dtype=torch.float64)
+    x, labels = x[:36].detach().requires_grad_().view(4, 9, D), labels[:36].view(4, 9)
+    own = {"by_source": SourceSums(rows, sums)}
+    for _ in range(2):  # the sums grow
+        total = cross_entropy_sum(x, weight, labels, bias, cap=3.0, chunk=chunk, **own)
+    expected = [by_hand(x[rows == i], weight, bias, labels[rows == i], 3.0) for i in (0, 2)]
+    counts = [float((labels[rows == i] >= 0).sum()) for i in (0, 2)]
+    torch.testing.assert_close(sums[1], torch.zeros(2, dtype=torch.float64))
+    torch.testing.assert_close(
+        sums[[0, 2], 0], 2 * torch.stack(expected).detach(), rtol=1e-12, atol=0
+    )
+    assert sums[[0, 2], 1].tolist() == [2 * count for count in counts]
+    compare_gradients(total, sum(expected), [x, weight, bias])
+    parts = torch.zeros(3, 2, dtype=torch.float64)
+    for part, own_labels, own_x in zip(
+        SourceSums(rows, parts).split([3, 1]), labels.split([3, 1]), x.split([3, 1]), strict=True
+    ):
+        cross_entropy_sum(own_x, weight, own_labels, bias, cap=3.0, chunk=chunk, by_source=part)
+    torch.testing.assert_close(2 * parts, sums, rtol=1e-12, atol=0)

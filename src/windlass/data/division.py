@@ -75,8 +75,19 @@ def stream_name(kind: str, number: int) -> str:
     return f"{kind}.{number}" if number else kind
 
 
+def source_number(stream: str) -> int:
+    """The reverse of `stream_name`: the number of a stream's source."""
+    return int(stream.partition(".")[2] or 0)
+
+
 def text_sources(data: DataSettings, notify: Notify) -> list[TextSource]:
-    """The sources of `data.source` and of a separate validation set."""
+    """The sources of `data.source` or `data.mix`, and of separate validation sets."""
+    if data.mix:  # each source is limited and held out as if it were the only one
+        return [
+            replace(source, stream=stream_name(source.stream, number))
+            for number in range(len(data.mix))
+            for source in text_sources(data.part(number), notify)
+        ]
     held_out, tokens = Fraction(str(data.val_fraction)), Fraction(data.max_tokens)
     train = open_corpora(data, data.sources, data.split, notify, data.sha256)
     for corpus in train:
@@ -183,7 +194,7 @@ def _cut_document(corpus: Corpus, number: int, size: int, with_rest: bool = True
 
 
 def divide(
-    data: DataSettings,
+    settings: DataSettings,
     directory: Path,
     streams: dict[str, list[Shard]],
     sources: dict[str, TextSource],
@@ -197,7 +208,8 @@ def divide(
     train, val, documents, held_documents = list[Range](), list[Range](), 0, 0
     texts = list[np.ndarray]()  # hashes of the held-out documents
     for name, shards in streams.items():
-        stream = Stream(directory, shards)
+        number = source_number(name) if settings.mix else 0
+        data, stream = settings.part(number), Stream(directory, shards)
         table, end = stream.documents(), len(stream)
         documents += len(table)
         first = last = 0  # held-out documents
@@ -209,7 +221,7 @@ def divide(
                 raise UserError(f"{problem}: lower it or data.shard_tokens")
             start, stop = 0, int(stream.edges[data.val_shards])
             last = sum(shard.documents for shard in shards[: data.val_shards])
-        elif EVAL in streams or not data.val_fraction or not end:
+        elif stream_name(EVAL, number) in streams or not data.val_fraction or not end:
             start = stop = end
         elif len(table):
             first, last = _last_documents(data, sources[name], table, notify)
@@ -224,8 +236,8 @@ def divide(
         held_documents += last - first
         texts += [table["text"][first:last]]
     splits = {"train": Split(ranges=train, documents=documents - held_documents)}
-    tokens = splits["train"].tokens
-    if data.max_tokens and tokens > 1.5 * data.max_tokens:
+    tokens, data = splits["train"].tokens, settings
+    if data.max_tokens and not data.mix and tokens > 1.5 * data.max_tokens:
         notify(
             f"{tokens:,} training tokens, more than data.max_tokens = {data.max_tokens:,}: "
             "documents are long, and the last one is kept whole"

@@ -46,7 +46,12 @@ def prepare_text(
     if data.sources[0].startswith("shards:"):
         tokenizer = vocabulary.load_tokenizer(recipe)
         tokenizer.save(directory)
-        streams, origins = _scan_shards(data, tokenizer, progress)
+        streams, origins = dict[str, list[Shard]](), dict[str, Any]()
+        for number in range(len(data.mix) or 1):
+            found = _scan_shards(data.part(number), tokenizer, progress)
+            for every, own in zip((streams, origins), found, strict=True):
+                # A mixture's source is scanned as if it were the only one.
+                every |= {stream_name(k, number) if data.mix else k: v for k, v in own.items()}
     else:
         sources = text_sources(data, progress.note)
         origins, named = {source.stream: source.origin for source in sources}, None

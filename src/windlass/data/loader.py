@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.data.order import Order, step_samples
+from windlass.data.mixture import Mixture
+from windlass.data.order import sample_indices, step_samples
 from windlass.data.samples import Batch, Samples
 from windlass.recipe import BatchPlan
 from windlass.recipe.settings import IGNORE_INDEX
@@ -62,6 +63,7 @@ class Loader(Iterator[StepBatch]):
         first_step: int = 0,  # steps already done
         skipped: Sequence[tuple[int, int]] = (),  # ranges [start, stop) of sample numbers to omit
         length_buckets: bool = False,  # sort a step's samples by length: less padding
+        mixture: Mixture | None = None,  # which of the samples of several sources come next
     ):
         if not len(samples):
             raise ValueError("there is no sample to load")
@@ -69,7 +71,7 @@ class Loader(Iterator[StepBatch]):
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.samples, self.batch, self.data_rank = samples, batch, data_rank
-        self.seed, self.kind = seed, kind
+        self.seed, self.kind, self.mixture = seed, kind, mixture
         self.skipped = tuple(skipped)
         self.length_buckets = length_buckets and hasattr(samples, "length")
         self._next, self._stop = first_step + 1, threading.Event()
@@ -126,11 +128,11 @@ class Loader(Iterator[StepBatch]):
     def _read(self, step: int) -> StepBatch | None:
         """This rank's micro-batches of a step (from 1), in host memory; None if it is closed."""
         numbers = step_samples(step - 1, self.batch.global_batch, self.skipped)
-        epochs, places = np.divmod(numbers, len(self.samples))
-        shards, indices = getattr(self.samples, "shard_samples", None), np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():
-            order = Order(self.kind, self.seed, epoch, len(self.samples), shards)
-            indices[epochs == epoch] = order[places[epochs == epoch]]
+        if self.mixture:
+            indices = self.mixture.indices(numbers)
+        else:
+            shards, n = getattr(self.samples, "shard_samples", None), len(self.samples)
+            indices = sample_indices(numbers, n, self.kind, self.seed, shards)
         length: Any = getattr(self.samples, "length", None)
         if self.length_buckets:
             lengths = list(map(length, indices.tolist()))

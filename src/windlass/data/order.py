@@ -51,11 +51,11 @@ class Order:
 
     `kind` is `shuffled` (anew each epoch), `shards-shuffled` (shards in file order in epoch 0, then
     in a new order each epoch) or `sequential`; `n` and `shards` count the samples, in all and of
-    each shard.
+    each shard. The sources of a mixture have a `seed` each.
     """
 
     def __init__(
-        self, kind: str, seed: int, epoch: int, n: int, shards: Sequence[int] | None = None
+        self, kind: str, seed: int | str, epoch: int, n: int, shards: Sequence[int] | None = None
     ):
         self.n, self._starts = n, np.zeros(0, np.int64)
         self._key = f"windlass/order/samples/{seed}/{epoch}" if kind == "shuffled" else ""
@@ -80,6 +80,18 @@ class Order:
         elif len(self._starts):
             array = array + self._shift[np.searchsorted(self._starts, array, side="right") - 1]
         return array if np.ndim(places) else int(array[0])
+
+
+def sample_indices(
+    numbers: np.ndarray, n: int, kind: str, seed: int | str, shards: Sequence[int] | None = None
+) -> np.ndarray:
+    """The samples (from 0) that the global sample numbers have, int64 of the same shape."""
+    epochs, places = np.divmod(numbers, n)
+    indices = np.empty_like(places)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        indices[here] = Order(kind, seed, epoch, n, shards)[places[here]]
+    return indices
 
 
 def describe_order(kind: str, seed: int, epoch: int) -> str:

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.data import chat, squad, vocabulary
-from windlass.data.division import stream_name
+from windlass.data.division import source_number, stream_name
 from windlass.data.documents import PROGRESS, prepare_text
 from windlass.data.files import describe_files, has_changed
+from windlass.data.mixture import MixedSamples
 from windlass.data.packing import BestFitSamples
 from windlass.data.progress import Progress
 from windlass.data.rows import local_files, prepare_rows
@@ -92,7 +93,7 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None) -> Prepared
             for kind, names in ((MAIN, recipe.data.sources), (EVAL, recipe.data.eval_sources)):
                 for number, name in enumerate(names):
                     origin = index.source.get(stream_name(kind, number))
-                    if origin and has_changed(name, origin):
+                    if name and origin and has_changed(name, origin):
                         progress.note(f"{name} has changed since it was prepared; {again}")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
@@ -139,9 +140,14 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
     if data.tokenizer == "bpe":
         settings["tokenizer_vocab"] = data.tokenizer_vocab
     if data.format == "text":
-        if data.source == "stdlib":
+        if "stdlib" in data.sources:
             settings["python"] = platform.python_version()
-        return {**settings, **{key: getattr(data, key) for key in TEXT_SETTINGS}}
+        settings |= {key: getattr(data, key) for key in TEXT_SETTINGS}
+        if data.mix:  # weights and epochs change its reading
+            own = {"source", "eval_source", "max_tokens", "val_fraction"}
+            settings["mix"] = [part.model_dump(include=own) for part in data.mix]
+            settings["source"] = data.sources
+        return settings
     sources = [*data.sources, *data.eval_sources]
     files = describe_files([path for name in sources for path in local_files(name, data.format)])
     return {
@@ -282,27 +288,46 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
             raise UserError(f"{path} is damaged ({damage}); {prepare_again(prepared.directory)}")
         best_fit = recipe.data.packing == "best-fit"
         sets[name] = BestFitSamples(rows, recipe.model.context) if best_fit else rows
+    mix = recipe.data.mix
     for name, split in index.splits.items():
-        sets[name] = _text_samples(recipe, prepared, split, ragged=name == "val")
-        if not len(sets[name]):
-            raise UserError(
-                f"{prepared.directory}: {split.tokens:,} tokens ({name}) are too few for one "
-                f"sample of model.context + 1 = {recipe.model.context + 1:,}"
-            )
+        parts = dict[str, Samples]()
+        for number, part in enumerate(mix):
+            ranges = [one for one in split.ranges if source_number(one.stream) == number]
+            own = split.model_copy(update={"ranges": ranges})
+            parts[part.name] = _text_samples(recipe, prepared, own, name, part.name)
+        if mix:
+            sets[name] = MixedSamples(parts, spread=name == "val")
+        else:
+            sets[name] = _text_samples(recipe, prepared, split, name)
     return sets["train"], sets.get("val")
 
 
-def _text_samples(recipe: Recipe, prepared: Prepared, split: Split, *, ragged: bool) -> Samples:
+def _text_samples(
+    recipe: Recipe, prepared: Prepared, split: Split, name: str, source: str = ""
+) -> Samples:
+    """The samples of the split `name`, or of its part of a mixture's `source`.
+
+    UserError if there are none; a source may have no validation data.
+    """
     index, eot, context = prepared.index, prepared.tokenizer.eot, recipe.model.context
     stream = split_stream(prepared.directory, index, split)
     packing = recipe.data.packing
-    if packing == "packed":
-        return PackedSamples(stream, context, ragged=ragged)
     single_text = any(index.source[part.stream].get("single_text") for part in split.ranges)
-    if eot is None or single_text:
+    samples: Samples
+    if packing == "packed":
+        samples = PackedSamples(stream, context, ragged=name == "val")
+    elif eot is None or single_text:
         raise UserError(
             f'data.packing = "{packing}": the corpus is one stream of tokens; write "packed"'
         )
-    starts, best_fit = split_documents(prepared.directory, index, split), packing == "best-fit"
-    samples = DocumentSamples(stream, starts, context, eot, split=best_fit)
-    return BestFitSamples(samples, context) if best_fit else samples
+    else:
+        starts, best_fit = split_documents(prepared.directory, index, split), packing == "best-fit"
+        samples = DocumentSamples(stream, starts, context, eot, split=best_fit)
+        samples = BestFitSamples(samples, context) if best_fit else samples
+    if not len(samples) and not (source and name == "val"):
+        which = f"{name}, {source}" if source else name
+        raise UserError(
+            f"{prepared.directory}: {split.tokens:,} tokens ({which}) are too few for one "
+            f"sample of model.context + 1 = {context + 1:,}"
+        )
+    return samples

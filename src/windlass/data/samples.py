@@ -27,6 +27,7 @@ class Batch(NamedTuple, Generic[A]):
     labels: A  # the token that follows, or IGNORE_INDEX (-100) if it does not count in the loss
     positions: A | None = None  # each token's place in its document, from 0
     documents: A | None = None  # the number of each token's document within its row, from 0
+    sources: A | None = None  # [B], the number of each row's source in a mixture
 
     def map(self, convert: Callable[[A], Any]) -> Batch[Any]:
         """The same batch with every field that it has converted."""

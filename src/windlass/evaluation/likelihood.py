@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -19,12 +20,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from windlass.data.files import read_json_items
 from windlass.data.loader import eval_batches
+from windlass.data.mixture import MixedSamples
 from windlass.data.samples import Batch, Samples
 from windlass.data.sources import load_dataset
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import evaluating
-from windlass.parallel.collectives import max_async, sum_async
+from windlass.model.loss import SourceSums, takes_sources
+from windlass.parallel.collectives import max_async, sum_async, sum_over_stages
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe.settings import IGNORE_INDEX
@@ -58,10 +61,13 @@ def evaluate_loss(
         token_bytes: UTF-8 bytes of each token, [V], for `bits_per_byte`.
 
     Returns `loss` (nats a token, over the unmasked labels), `perplexity`, `tokens` and `samples`
-    (over all ranks), and perhaps `bits_per_byte` of text; None if `poll` asks to stop. Neither
-    world size nor padding has an effect.
+    (over all ranks), perhaps `bits_per_byte` of text, and `source.NAME.loss` of the sources of a
+    mixture; None if `poll` asks to stop. Neither world size nor padding has an effect.
     """
     model, mesh = unwrap(model), ranks.mesh
+    mixed = isinstance(samples, MixedSamples) and takes_sources(model)
+    names = samples.names if mixed else []  # type: ignore[attr-defined]
+    by_source = torch.zeros((len(names), 2), dtype=torch.float64, device=ranks.device)
     count = min(limit, len(samples)) if limit else len(samples)
     ends = [count, len(samples)] if whole and count < len(samples) else [count]
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -77,8 +83,9 @@ def evaluate_loss(
                 if token_bytes is not None:
                     text_bytes += int(token_bytes[unmasked.numpy()].sum())
                 here = rows.map(lambda field: field.to(ranks.device, non_blocking=True))
+                own = {"by_source": SourceSums(here.sources, by_source)} if names else {}
                 with autocast():
-                    total += model(here.tokens, here.labels).detach()
+                    total += model(here.tokens, here.labels, **own).detach()
                 if poll is not None and max_async([poll()], ranks).wait()[0]:
                     return None
                 if progress is not None:
@@ -86,10 +93,21 @@ def evaluate_loss(
                     progress(done, ends[-1])
             # The ranks of `cp` have the same rows; each has the loss of its own tokens.
             counts = [mesh.counts_rows * float(number) for number in (tokens, text_bytes)]
-            sums = sum_async([float(total), *counts], ranks).wait()
-            results.append(_mean_loss(end, *sums))
-    full = {f"full_{name}": value for name, value in results[-1].items()} if len(ends) > 1 else {}
-    return results[0] | full
+            own_sums = sum_over_stages(by_source.clone(), ranks).flatten().tolist()
+            sums = sum_async([float(total), *counts, *own_sums], ranks).wait()
+            results.append(_mean_loss(end, *sums[:3]) | source_losses(names, sums[3:]))
+    # `full_loss`, and `source.web.full_loss`
+    full = {re.sub(r"(\w+)$", r"full_\1", name): value for name, value in results[-1].items()}
+    return results[0] | (full if len(ends) > 1 else {})
+
+
+def source_losses(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """The fields of a mixture's losses from loss and labels of one source after another.
+
+    A source without labels has none.
+    """
+    pairs = zip(names, sums[::2], sums[1::2], strict=True)
+    return {f"source.{name}.loss": loss / labels for name, loss, labels in pairs if labels}
 
 
 def read_ahead(batches: Iterator[Batch[Tensor]], device: torch.device) -> Iterator[Batch[Tensor]]:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.model.loss import PLAIN, Piece, cross_entropy_sum, head_logits
+from windlass.model.loss import PLAIN, Piece, SourceSums, cross_entropy_sum, head_logits
 from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
@@ -232,7 +232,13 @@ class Head(nn.Module):
         self.cap, self.vocab, self.share = settings.logit_cap, vocab, WHOLE
         self.objective = PLAIN  # of the training
 
-    def forward(self, x: Tensor, labels: Tensor | None, table: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None,
+        table: Tensor | None,
+        by_source: SourceSums | None = None,
+    ) -> Tensor:
         """Logits of hidden states [B, T, D], or their summed loss; a tied head uses `table`."""
         weight = table if self.weight is None else self.weight
         assert weight is not None
@@ -245,6 +251,7 @@ class Head(nn.Module):
             piece = Piece(tensor.group, tensor.piece(self.vocab).start, self.vocab)
         objective = self.objective if self.training else PLAIN
         how: Any = {"cap": self.cap, "piece": piece, "objective": objective}
+        how["by_source"] = by_source
         return cross_entropy_sum(x, weight, labels, self.bias, **how)
 
 
@@ -287,6 +294,7 @@ class GPT(nn.Module):
         cache: list[LayerCache] | None = None,
         hidden: Tensor | None = None,
         layers: range | None = None,
+        by_source: SourceSums | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the loss.
 
@@ -300,6 +308,7 @@ class GPT(nn.Module):
             layers: The numbers of the blocks to compute, for a stage of a pipeline; default: all.
                 Before the last block the result is hidden states [B, T, D].
             hidden: The result of the stage before.
+            by_source: Where to add the loss of each row's source, for a mixture.
         """
         m, layers = self.settings, layers or range(self.settings.layers)
         start, length = cache[layers.start].length if cache else 0, tokens.shape[1]
@@ -333,7 +342,7 @@ class GPT(nn.Module):
             x = x[:, -1:]
         # FSDP2 adds zeros to the gradient of every parameter that a unit gets as an argument.
         table = self.embedding.weight if m.tie_head else None
-        return self.head(x, labels, table)
+        return self.head(x, labels, table, by_source)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding [B, T, D]; each rank looks up those that it holds."""

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from windlass import hub
 from windlass.errors import UserError, first_line, require
 from windlass.model import hf_files, hf_tensor
-from windlass.model.loss import PLAIN, Piece, cross_entropy_of_logits, cross_entropy_sum
+from windlass.model.loss import (
+    PLAIN,
+    Piece,
+    SourceSums,
+    cross_entropy_of_logits,
+    cross_entropy_sum,
+)
 from windlass.model.quantised import Linear4bit, quantise_linear
 from windlass.model.share import WHOLE, Cut, Share
 from windlass.recipe import Recipe
@@ -109,7 +115,11 @@ class HfModel(nn.Module):
         return HfCache(self.model)
 
     def forward(
-        self, tokens: Tensor, labels: Tensor | None = None, cache: HfCache | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        cache: HfCache | None = None,
+        by_source: SourceSums | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the summed loss; the arguments of `GPT.forward`.
 
@@ -122,13 +132,14 @@ class HfModel(nn.Module):
             logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
             if labels is None:
                 return logits
-            return cross_entropy_of_logits(logits.flatten(0, 1), labels.flatten(), objective)
+            given = logits.flatten(0, 1), labels.flatten(), objective, by_source
+            return cross_entropy_of_logits(*given)
         # Inside the root's forward a sharded head is whole.
         hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         if self.piece:
             hidden = self.share.enter(hidden)
-        how: Any = {"piece": self.piece, "objective": objective}
+        how: Any = {"piece": self.piece, "objective": objective, "by_source": by_source}
         return cross_entropy_sum(hidden, head.weight, labels, head.bias, **how)
 
 

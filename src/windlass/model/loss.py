@@ -12,6 +12,7 @@ Legend: N tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,38 @@ class Objective(NamedTuple):
 PLAIN = Objective()
 
 
+class SourceSums:
+    """Sums of the cross-entropy, and the unmasked labels, by the source of each row.
+
+    A model adds to them beside the total; they have no gradient. Each rank has the sums of its own
+    tokens. Not a tuple, so that FSDP2 does not convert its tensors.
+    """
+
+    def __init__(self, rows: Tensor, sums: Tensor):
+        """`rows` are the sources of the rows [B], int64; `sums`, float64 [sources, 2], grow."""
+        self.rows, self.sums = rows, sums
+
+    def add(
+        self, losses: Tensor, labels: Tensor, part: slice = slice(None), piece: Piece | None = None
+    ) -> None:
+        """Add the losses of `part` of the labels, both flat; the ranks of a `piece` add theirs up."""
+        losses = losses.detach().flatten()
+        if piece:
+            piece.reduce(losses)
+        tokens = self.rows.repeat_interleave(labels.numel() // len(self.rows))[part]
+        both = torch.stack([losses, labels.flatten()[part] != IGNORE_INDEX], 1)
+        self.sums.index_add_(0, tokens, both.to(self.sums.dtype))
+
+    def split(self, sizes: list[int]) -> list[SourceSums]:
+        """The same for parts of the rows."""
+        return [SourceSums(rows, self.sums) for rows in self.rows.split(sizes)]
+
+
+def takes_sources(model: Any) -> bool:
+    """Whether a model's `forward` takes SourceSums; a user's own module need not."""
+    return "by_source" in inspect.signature(model.forward).parameters
+
+
 def head_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, cap: float = 0.0) -> Tensor:
     """Logits [..., V] of hidden states [..., D]; `cap` as in `model.logit_cap`."""
     logits = F.linear(x.to(weight.dtype), weight, bias)
@@ -68,6 +101,7 @@ def cross_entropy_sum(
     chunk: int | None = None,
     piece: Piece | None = None,
     objective: Objective = PLAIN,
+    by_source: SourceSums | None = None,
 ) -> Tensor:
     """Sum of the cross-entropy over the unmasked labels: a scalar in float32, or float64 like the
     hidden states. Its gradient is the one of the summed `objective`.
@@ -83,6 +117,7 @@ def cross_entropy_sum(
         piece: If several ranks divide the rows: which are here. The ranks have equal hidden states
             and get equal sums; no rank holds all logits of a token. The gradient of the hidden
             states is this rank's part of a sum.
+        by_source: Where to add the loss of each row's source, for a mixture.
     """
     x, labels = x.flatten(0, -2), labels.flatten()
     if chunk is None:  # even chunks of at most CHUNK_BYTES; 0 if one is enough
@@ -92,15 +127,26 @@ def cross_entropy_sum(
     if chunk or piece:
         return _ChunkedCrossEntropy.apply(
             *(x, weight, bias, labels, cap, chunk or len(labels)),
-            *(torch.is_grad_enabled(), piece, objective),
+            *(torch.is_grad_enabled(), piece, objective, by_source),
         )
-    return cross_entropy_of_logits(head_logits(x, weight, bias, cap), labels, objective)
+    logits = head_logits(x, weight, bias, cap)
+    return cross_entropy_of_logits(logits, labels, objective, by_source)
 
 
-def cross_entropy_of_logits(logits: Tensor, labels: Tensor, objective: Objective = PLAIN) -> Tensor:
+def cross_entropy_of_logits(
+    logits: Tensor,
+    labels: Tensor,
+    objective: Objective = PLAIN,
+    by_source: SourceSums | None = None,
+) -> Tensor:
     """The same from all logits [N, V] and labels [N], by autograd."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    if by_source is None:
+        loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    else:
+        losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+        by_source.add(losses, labels)
+        loss = losses.sum()
     if not any(objective):
         return loss
     masked, more = labels == IGNORE_INDEX, torch.zeros_like(loss)
@@ -123,6 +169,15 @@ def log_softmax(logits: Tensor, piece: Piece | None) -> Tensor:
     total = logits.sub_(peak).exp().sum(1, keepdim=True)
     piece.reduce(total)
     return logits.sub_(total.log_())
+
+
+def cap_logits(logits: Tensor, cap: float) -> Tensor | None:
+    """Cap the logits, in place; returns the slope of the cap at each of them, None without one."""
+    if not cap:
+        return None
+    slope = 1 - logits.div_(cap).tanh_().square()
+    logits.mul_(cap)
+    return slope
 
 
 def local_target(labels: Tensor, piece: Piece | None, logits: Tensor) -> tuple[Tensor, Any]:
@@ -161,6 +216,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad: bool,
         piece: Piece | None,
         objective: Objective,
+        by_source: SourceSums | None,
     ) -> Tensor:
         dtype, device = weight.dtype, x.device.type
         if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
@@ -179,17 +235,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # A NaN in a masked row has no effect.
                 rows = x[part].to(dtype).masked_fill(~unmasked, 0.0)
                 logits = F.linear(rows, head, shift).to(total)
-                slope = None
-                if cap:  # in place: the capped logits, and the slope of the cap at each of them
-                    logits.div_(cap).tanh_()
-                    slope = 1 - logits.square()
-                    logits.mul_(cap)
+                slope = cap_logits(logits, cap)
                 target, here = local_target(labels[part], piece, logits)
                 at_target = logits.gather(1, target) if objective.z else None
                 log_p = log_softmax(logits, piece)
                 del logits  # a chunk of logits is large: freed as soon as possible
                 log_p_target = log_p.gather(1, target)
-                loss -= (log_p_target * unmasked).mul_(here).sum()
+                losses = (log_p_target * unmasked).mul_(here)
+                loss -= losses.sum()
+                if by_source is not None:
+                    by_source.add(-losses, labels, part, piece)
                 if not any(wants):
                     continue
                 log_z = None if at_target is None else at_target - log_p_target
@@ -216,4 +271,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> Any:
         assert ctx.grads is not None, "a chunked loss has one backward pass"
         grads, ctx.grads = ctx.grads, None
-        return (*(None if g is None else g.mul_(factor) for g in grads), *[None] * 6)
+        return (*(None if g is None else g.mul_(factor) for g in grads), *[None] * 7)

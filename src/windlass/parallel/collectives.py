@@ -114,11 +114,11 @@ def sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     torch._foreach_copy_(tensors, [s.view_as(t) for s, t in zip(sums, tensors, strict=True)])
 
 
-def sum_over_stages(squares: Tensor, ranks: Ranks) -> Tensor:
-    """Add up the squares of a gradient's parts over the stages of a pipeline."""
+def sum_over_stages(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """Add up a tensor over the stages of a pipeline, in place."""
     if ranks.mesh.pp is not None:
-        dist.all_reduce(squares, group=ranks.mesh.pp)
-    return squares
+        dist.all_reduce(tensor, group=ranks.mesh.pp)
+    return tensor
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

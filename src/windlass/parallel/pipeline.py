@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from windlass.errors import UserError
 from windlass.model.gpt import GPT, LayerCache
+from windlass.model.loss import SourceSums
 from windlass.model.size import stage_layers
 from windlass.parallel.collectives import sum_together
 from windlass.parallel.dist import Ranks
@@ -293,9 +294,10 @@ class StagedGPT(GPT):
         cache: list[LayerCache] | None = None,
         hidden: Tensor | None = None,
         layers: range | None = None,
+        by_source: SourceSums | None = None,
     ) -> Tensor:
         if layers is not None:
-            return super().forward(tokens, labels, cache, hidden, layers)
+            return super().forward(tokens, labels, cache, hidden, layers, by_source)
         assert not torch.is_grad_enabled(), "training passes of a pipeline need its schedule"
         pipe = self.pipeline
         start = cache[pipe.layers[pipe.own[0]].start].length if cache else 0
@@ -303,12 +305,15 @@ class StagedGPT(GPT):
         # Only batches with labels have equal numbers of rows.
         most = 1 if labels is None else EVALUATION_PARTS * pipe.ranks
         rows = tokens.chunk(min(len(tokens), most))
-        marks = [None] * len(rows) if labels is None else labels.split([len(part) for part in rows])
+        sizes = [len(part) for part in rows]
+        marks = [None] * len(rows) if labels is None else labels.split(sizes)
+        sums = [None] * len(rows) if by_source is None else by_source.split(sizes)
         results = list[Tensor]()
 
         def work(task: Task, arrived: Tensor | None) -> Tensor:
             part, layers = task.micro, pipe.layers[task.stage]
-            result = GPT.forward(self, rows[part], marks[part], cache, arrived, layers)
+            given = marks[part], cache, arrived, layers, sums[part]
+            result = GPT.forward(self, rows[part], *given)
             if pipe.last(task.stage):
                 results.append(result)
             return result

@@ -89,6 +89,36 @@ def sources(r: Any) -> Problems:
         yield "data.order", 'the rows of best-fit packing have no file order: write "shuffled"'
 
 
+def mixture(r: Any) -> Problems:
+    d = r.data
+    names = [part.name for part in d.mix]
+    if d.stages and not names:
+        yield "data.stages", "they change the weights of data.mix, which has no source"
+    if not names:
+        return
+    if twice := {name for name in names if names.count(name) > 1}:
+        yield "data.mix", f"two sources have the name {', '.join(sorted(twice))}"
+    for key in {"source", "eval_source"} & d.model_fields_set:
+        advice = f"give each source of data.mix its {key}, and drop this"
+        yield f"data.{key}", f"a mixture has its own sources: {advice}"
+    if d.format != "text":
+        problem = f'a mixture is of text, and data.format is "{d.format}"'
+        yield "data.mix", f"{problem}: write the items into one file, or list data.source"
+    weights = {part.name: part.weight for part in d.mix}
+    if not any(weights.values()):
+        yield "data.mix", "no source has a weight greater than 0"
+    for number, stage in enumerate(d.stages):
+        key = f"data.stages.{number}"
+        if unknown := sorted(set(stage.weights) - set(names)):
+            advice = f"there are {', '.join(names)}"
+            yield f"{key}.weights", f"data.mix has no source {', '.join(unknown)}; {advice}"
+        if not stage.start:
+            yield f"{key}.from", "the weights of the start stand in data.mix"
+        weights |= stage.weights
+        if not any(weights.values()):
+            yield f"{key}.weights", "no source has a weight greater than 0"
+
+
 def best(r: Any) -> Problems:
     value, suites = r.checkpoint.best, r.eval.suites
     suite = value.partition(".")[0]
@@ -195,6 +225,6 @@ def schedule(r: Any) -> Problems:
 
 
 CHECKS = (
-    *(model, unused_keys, four_bits, heads, kv_heads, vocab, sources),
+    *(model, unused_keys, four_bits, heads, kv_heads, vocab, sources, mixture),
     *(best, evaluations, sharding, layout, batch, optimizer, schedule),
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from windlass import hub
 from windlass.errors import UserError
 from windlass.fileio import read_json
-from windlass.recipe.keys import nearest, values
+from windlass.recipe.keys import nearest, rows_of, values
 from windlass.recipe.layers import flatten, layers, parse_override, typed
 from windlass.recipe.load import Recipe, settings
 from windlass.recipe.network import CONTEXT_KEYS
@@ -26,13 +26,19 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
     """
     fields = settings()
     loaded = Recipe.load(recipe, overrides) if recipe else Recipe()
-    flat = {k: typed(value) for k, value in flatten(loaded.model_dump(mode="json")).items()}
+    plain = loaded.model_dump(mode="json", by_alias=True)
+    flat = {k: typed(value) for k, value in flatten(plain).items()}
     flat["optim.options"] = typed(loaded.optim.options)  # a table
     if inside := [k for k in fields if k.startswith(f"{key}.")]:
         sentences = {f"{k} = {flat[k]}": _sentence(fields[k].description) for k in inside}
         width = min(max(map(len, sentences)), 48)
         lines = [f"  {line:<{width}}  {text}" for line, text in sentences.items()]
         return "\n".join([f"{key}: {type(attrgetter(key)(loaded)).__doc__}", *lines])
+    rows = {k: row for k, row in rows_of(fields).items() if f"{k}.".startswith(f"{key}.")}
+    if key in rows:
+        about = " ".join(rows[key].description.split())
+        default = "" if rows[key].is_required() else f"\ndefault   {typed(rows[key].default)}"
+        return f"{key}\n{about}\n\nvalues    {values(rows[key])}{default}"
     if key not in fields:
         raise UserError(f"{key}: there is no such setting; {nearest(key, fields)}")
     sources = layers(recipe, overrides) if recipe else []
@@ -45,7 +51,8 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
     }
     shown = [f"{name:<9} {text}" for name, text in facts.items() if text]
     description = " ".join(fields[key].description.split())
-    return "\n".join([f"{key} = {flat[key]}", description, "", *shown])
+    keys = [f"  {k}: {' '.join(row.description.split())}" for k, row in rows.items()]
+    return "\n".join([f"{key} = {flat[key]}", description, "", *shown, *keys])
 
 
 def _sentence(text: str) -> str:
@@ -57,7 +64,7 @@ def _resolved(recipe: Recipe, key: str) -> str:
     """The value that takes the place of the recipe's, as for an empty name or 0 kv_heads."""
     section, _, name = key.rpartition(".")
     part = attrgetter(section)(recipe) if section else recipe
-    if name in getattr(part, "unused", ()):
+    if section == "model" and name in recipe.model.unused:
         return f'no effect with model.kind="{recipe.model.kind}"'
     names = {"run.name": recipe.name, "run.dir": str(recipe.run_dir)}
     names |= {"data.tokenizer": recipe.tokenizer}

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal, get_args, get_origin
 
+from pydantic import BaseModel
+
 from windlass.recipe.layers import flatten
 from windlass.recipe.other_tools import answers_of, in_words
 from windlass.recipe.units import DURATION
@@ -24,6 +26,7 @@ NAME_FORM = "letters, digits and . _ + = - alone"
 FORMS = {
     "preset": NAME_FORM,
     "run.name": NAME_FORM,
+    "data.mix.name": "letters, digits, _ and - alone",
     "data.sha256": "64 hexadecimal digits",
     "data.tokenizer": "byte, char, gpt2, gpt2:DIR (with vocab.bpe and encoder.json), "
     "hf:NAME_OR_DIR, bpe (trained on the corpus) or auto (the model's own)",
@@ -66,10 +69,25 @@ def nearest(key: str, fields: Mapping[str, Any]) -> str:
     return f"there are {', '.join(dict.fromkeys(name.partition('.')[0] for name in names))}"
 
 
+def rows_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of sections in a list, as `data.mix.weight`, each with its pydantic field."""
+    rows: dict[str, Any] = {}
+    for key, field in fields.items():
+        members = get_args(field.annotation) if get_origin(field.annotation) is list else ()
+        if members and isinstance(members[0], type) and issubclass(members[0], BaseModel):
+            own = members[0].model_fields.items()
+            rows |= {f"{key}.{inner.alias or name}": inner for name, inner in own}
+    return rows
+
+
 def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Keys and messages for pydantic's errors; the members of a union make one message."""
     problems: dict[str, str] = {}
+    rows = rows_of(fields)
     for error in errors:
+        if in_row := _problem_of_row(error, rows):
+            problems.setdefault(*in_row)
+            continue
         prefixes = list(accumulate(map(str, error["loc"]), lambda a, b: f"{a}.{b}"))
         whole, value = prefixes[-1], error["input"]
         # pydantic appends the member of a union or the index of a list to the key
@@ -84,6 +102,24 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
             wanted, given = _wanted(error, key, fields[key]), json.dumps(value, default=str)
             problems.setdefault(key, f"{wanted}, not {given}")
     return list(problems.items())
+
+
+def _problem_of_row(error: Any, rows: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The key and message of an error inside a section of a list; None for another error."""
+    place = list(map(str, error["loc"]))
+    at = next((i for i, part in enumerate(error["loc"]) if isinstance(part, int)), len(place))
+    section, inside = ".".join(place[:at]), place[at + 1 : at + 2]
+    names = [key.rpartition(".")[2] for key in rows if key.rpartition(".")[0] == section]
+    if not names or not inside:
+        return None
+    key = ".".join([section, *inside])
+    if error["type"] == "extra_forbidden":
+        text = f"there is no such setting; there are {', '.join(names)}"
+    elif error["type"] == "missing":
+        text = "it is missing"
+    else:
+        text = f"{_wanted(error, key, rows[key])}, not {json.dumps(error['input'], default=str)}"
+    return ".".join(place[: at + 2]), text
 
 
 def _wanted(error: Any, key: str, field: Any) -> str:
@@ -133,8 +169,14 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         words = f"a list of {len(members)}, each {_values(members[0])}"
     elif origin is dict:
         words = "a table"
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        keys = [field.alias or name for name, field in annotation.model_fields.items()]
+        words = f"a section of {', '.join(keys)}"
+    elif annotation is type(None):
+        words = "nothing"
     elif origin is list:
         words = f"a list of {_values(members[0]).removeprefix('a ')}"
+        words = words.replace("of section of", "of sections of")
     else:
         words = " or ".join(map(_values, members))
     limits = [(part, name) for part in metadata for name in BOUNDS if hasattr(part, name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shlex
@@ -93,7 +94,8 @@ def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Put dotted settings into nested ones.
 
     Another `model.kind` first removes the settings of the old one's network. Another `data.source`
-    removes the prompt that a preset has for its own texts.
+    removes the prompt that a preset has for its own texts. `data.source` and `data.mix` replace
+    each other. `data.mix.NAME.KEY` is a key of the section with that name.
     """
     model, kind = tree.get("model"), changes.get("model.kind")
     if isinstance(model, dict) and kind and kind != model.get("kind", "gpt"):
@@ -102,16 +104,46 @@ def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
         if isinstance(optim := tree.get("optim"), dict):
             optim.pop("lr", None)
     before = flatten(tree).get("data.source", "stdlib")
-    if changes.get("data.source", before) != before and _has_prompt_of_preset(tree, before):
+    others = changes.get("data.mix") or changes.get("data.source", before) != before
+    if others and _has_prompt_of_preset(tree, before):
         del tree["eval"]["prompt"]
+    _replace_sources(tree.get("data"), changes)
     for key, value in changes.items():
         *path, last = key.split(".")
         inner = tree
         for part in path:
-            inner = inner.setdefault(part, {})
-            if not isinstance(inner, dict):
+            value_of_part = inner.setdefault(part, {}) if isinstance(inner, dict) else None
+            if isinstance(value_of_part, list):  # sections that other layers have too
+                inner[part] = value_of_part = copy.deepcopy(value_of_part)
+            inner = _named(inner, part, key) if isinstance(inner, list) else value_of_part
+            if not isinstance(inner, dict | list):
                 raise UserError(f"{key}: {part} is a setting, not a section")
+        if isinstance(inner, list):
+            raise UserError(f"{key}: write a key of it, as {key}.weight, or the whole list")
         inner[last] = value
+
+
+def _replace_sources(data: Any, changes: Mapping[str, Any]) -> None:
+    """Remove an earlier layer's sources if this one has a mixture, and the other way round."""
+    if not isinstance(data, dict):
+        return
+    if changes.get("data.mix"):
+        keys = ["source", "eval_source", "sha256"]
+    else:
+        keys = ["mix", "stages"] if "data.source" in changes else []
+    for key in keys:
+        data.pop(key, None)
+
+
+def _named(sections: list[Any], name: str, key: str) -> Any:
+    """The section with this name, or with this number (from 0)."""
+    named = [one for one in sections if isinstance(one, dict) and one.get("name") == name]
+    if not named and name.isdigit():
+        named = sections[int(name) : int(name) + 1]
+    if named:
+        return named[0]
+    names = [str(one.get("name", i)) for i, one in enumerate(sections) if isinstance(one, dict)]
+    raise UserError(f"{key}: there is no {name}; there are: {', '.join(names) or 'none'}")
 
 
 def _has_prompt_of_preset(tree: dict[str, Any], source: Any) -> bool:

@@ -92,7 +92,7 @@ class Recipe(BaseModel):
 
     def replace(self, *changes: Changes, **values: Any) -> Recipe:
         """A checked copy: `replace({"optim.lr": 3e-4})`, `replace(optim={"lr": 3e-4})`, or text."""
-        tree = self.model_dump(mode="json", exclude_unset=True)
+        tree = self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
         new = {key: value for change in (*changes, values) for key, value in dotted(change).items()}
         merge(tree, new)
         return validate(tree, self.preset)
@@ -110,7 +110,9 @@ class Recipe(BaseModel):
 
     def tree(self) -> dict[str, Any]:
         """Every setting that has an effect, as nested plain values."""
-        return self.model_dump(mode="json", exclude={"model": set(self.model.unused)})
+        unused = {"model": set(self.model.unused), "data": set(self.data.unused)}
+        # TOML has no None.
+        return self.model_dump(mode="json", by_alias=True, exclude=unused, exclude_none=True)
 
     def flat(self) -> dict[str, Any]:
         """The same, each under its dotted key."""
@@ -334,7 +336,7 @@ def _without(part: Any, key: str) -> Any:
     """A copy of a section that lacks a setting."""
     name, _, rest = key.partition(".")
     part = part.model_copy()
-    if rest and name in part.__dict__:
+    if rest and isinstance(part.__dict__.get(name), BaseModel):  # not a list of sections
         part.__dict__[name] = _without(part.__dict__[name], rest)
     else:
         part.__dict__.pop(name, None)

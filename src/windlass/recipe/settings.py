@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
+from windlass.recipe.mixture import MixSource, MixStage
 from windlass.recipe.network import Names, Section
 from windlass.recipe.units import EPOCHS, Duration
 
@@ -60,6 +61,10 @@ class DataSettings(Section):
     eval_source: Sources = ""
     """Validation corpus, as `source`; empty: held out from it. Its limits are `val_fraction` of
     `max_documents` and `max_tokens`."""
+    mix: list[MixSource] = []
+    """A mixture instead of `source`: sources of text that are sampled by weight."""
+    stages: list[MixStage] = []
+    """Other weights of the mixture from a point of the run on, as for annealing."""
     sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
     """SHA-256 of a downloaded `source`."""
     tokenizer: str = Field("auto", pattern=r"^(auto|byte|char|bpe|gpt2(:.+)?|hf:.+)$")
@@ -118,13 +123,30 @@ class DataSettings(Section):
         return sizes.get(self.tokenizer.partition(":")[0], 0)
 
     @property
+    def unused(self) -> list[str]:
+        """The settings without an effect in a mixture, and of a mixture without one."""
+        return ["source", "eval_source"] if self.mix else ["mix", "stages"]
+
+    @property
     def sources(self) -> list[str]:
-        return _as_list(self.source)
+        return [part.source for part in self.mix] or _as_list(self.source)
 
     @property
     def eval_sources(self) -> list[str]:
-        """`eval_source` as a list, which may be empty."""
+        """The validation corpora, which may be none; of a mixture one for each source, or empty."""
+        if self.mix:
+            return [part.eval_source for part in self.mix]
         return _as_list(self.eval_source)
+
+    def part(self, number: int) -> DataSettings:
+        """These settings for one source of a mixture (from 0), as if it were the only one."""
+        if not self.mix:
+            return self
+        own = self.mix[number].model_dump(include={"source", "eval_source"})
+        limits = self.mix[number].model_dump(
+            include={"max_tokens", "val_fraction"}, exclude_none=True
+        )
+        return self.model_copy(update={**own, **limits, "mix": []})
 
 
 class TrainSettings(Section):

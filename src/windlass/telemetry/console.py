@@ -129,6 +129,7 @@ class Console:
         suite, self._doing = line.get("suite", "loss"), ""
         shown = [] if suite == "loss" else [suite]
         declared = [m for m in measures.EVAL.values() if m.words and m.name in line]
+        declared += [m for m in map(measures.of_source, line) if m and m.words]
         shown += [f"{m.words} {float(line[m.name]):.4f}" for m in declared]
         if suite.startswith("own:"):
             new = (key for key, value in line.items() if isinstance(value, float))

@@ -153,6 +153,18 @@ attempt | start of the run, from 0 | count | run/attempt
 The terminal's dt, dtf, dtb, sps and mtps are the names that nanoGPT's descendants print.
 """
 
+SOURCE = _table(
+    "name kind better role words heading unit meaning",
+    """
+loss | loss | lower | score | loss | Loss by source | nats per token\
+ | loss on a source of the mixture; in `train` lines the mean since the line before
+full_loss | loss | lower | score | | | nats per token | the same on all validation data
+samples | count | | other | samples | | | samples of a source so far
+epochs | amount | | other | epochs | | | epochs of a source so far
+""",
+)
+"""Numbers of a mixture's sources, in fields `source.NAME.MEASURE` of `train` and `eval` lines."""
+
 EVAL = {
     **_table(
         "name role better unit words heading meaning",
@@ -422,11 +434,24 @@ def of_published(name: str) -> Measure:
     return (RUN | SETUP | PUBLISHED).get(name) or Measure(name, kind="")
 
 
+def of_source(name: str) -> Measure | None:
+    """The measure of a field `source.NAME.MEASURE`; None for another field."""
+    start, _, rest = name.partition(".")
+    source, _, measure = rest.rpartition(".")
+    if start != "source" or measure not in SOURCE:
+        return None
+    words = f"{source} {SOURCE[measure].words}" if SOURCE[measure].words else ""
+    heading = f"{source}: {SOURCE[measure].text}"
+    return replace(SOURCE[measure], name=name, words=words, heading=heading)
+
+
 def of_eval(name: str) -> Measure:
     """The measure of an `eval` line's field, which is `TASK/METRIC` for lm-eval.
 
     A field that is not declared is a score, of which more is better.
     """
+    if source := of_source(name):
+        return source
     task, _, metric = name.rpartition("/")
     measure = EVAL.get(metric) or Measure(name, better="higher")
     return replace(measure, name=name, heading="", words="") if task else measure

@@ -164,6 +164,8 @@ def point(line: Line) -> Point:
         if line["kind"] == "train":
             if key in measures.TRAIN and (name := measures.TRAIN[key].tracker):
                 scalars[name] = value
+            elif measures.of_source(key):
+                scalars[f"train/{path}"] = value
         elif key in PLACE or key.startswith("seconds."):  # wall_time has the seconds
             continue
         elif line["kind"] == "log":  # its names begin with `log.`

@@ -368,8 +368,18 @@ class Recorder:
     def describe_order(self, epoch: int) -> str:
         return describe_order(self.plan.recipe.data.order, self.plan.recipe.run.seed, epoch)
 
-    def train(self, loss: float, lr: float, grad_norm: float, loss_scale: float | None) -> None:
-        """A `train` line: the loss of this step over all ranks, and speeds since the last line."""
+    def train(
+        self,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        loss_scale: float | None,
+        sources: Mapping[str, float],
+    ) -> None:
+        """A `train` line: the loss of this step over all ranks, and speeds since the last line.
+
+        `sources`: the fields of a mixture.
+        """
         state, world, facts = self.state, self.ranks.world, self.facts
         times = self.timer.read()  # waits for the device
         now = (state.step, state.samples, state.tokens, self.padded_tokens)
@@ -399,6 +409,7 @@ class Recorder:
             steps_per_s=1 / seconds,
             mfu=mfu(tokens_per_s, flops, facts.peak_flops, world) if flops else None,
             loss_scale=loss_scale,
+            **sources,
         )
         if self.ranks.device.type == "cuda":
             memory = {"gpu_mem_mb": torch.cuda.memory_allocated(self.ranks.device) / 1e6}

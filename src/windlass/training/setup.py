@@ -18,6 +18,14 @@ from windlass.checkpoint.retention import policy_of, read_lineage
 from windlass.checkpoint.save import Saver
 from windlass.checkpoint.state_dict import State, restore
 from windlass.data.loader import Loader
+from windlass.data.mixture import (
+    MixedSamples,
+    Mixture,
+    Stage,
+    continue_stages,
+    next_sample,
+    stages_of,
+)
 from windlass.data.prepare import Data, data_dir, open_data
 from windlass.data.samples import real_tokens
 from windlass.errors import UserError, argument, plural
@@ -29,7 +37,7 @@ from windlass.model import hf_files
 from windlass.model.build import read_sizes, sizes_of
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
-from windlass.model.loss import Objective
+from windlass.model.loss import Objective, takes_sources
 from windlass.model.size import flops_per_token
 from windlass.optim.build import count_groups
 from windlass.parallel.architecture import code_for
@@ -56,7 +64,7 @@ from windlass.training.start import (
     choose_undamaged,
     decide_on_rank_0,
 )
-from windlass.training.state import TrainState
+from windlass.training.state import LossSum, TrainState
 
 
 class RunPlace(NamedTuple):
@@ -317,8 +325,33 @@ def describe_origin(model: nn.Module, facts: ModelFacts, ranks: Ranks) -> dict[s
     return origin
 
 
+def open_losses(
+    plan: StartPlan, data: Data, horizon: Horizon, state: TrainState, ranks: Ranks, model: nn.Module
+) -> LossSum:
+    """The sum of the losses, with the mixture, if any, from the state's step on.
+
+    Puts the stages of the mixture into the state. UserError if its sources end before the run.
+    """
+    recipe, samples = plan.recipe, data.train
+    if not isinstance(samples, MixedSamples):
+        return LossSum(state, ranks)
+    planned = stages_of(recipe.data, horizon, list(map(len, samples.parts)))
+    at = next_sample(state.step, horizon.samples_per_step, state.skipped)
+    past = [Stage(start, tuple(weights), tuple(limits)) for start, weights, limits in state.mixture]
+    stages = continue_stages(past, planned, at)
+    mixture = Mixture(samples, stages, recipe.run.seed, recipe.data.order)
+    mixture.check(horizon.steps, horizon.samples_per_step)
+    state.mixture = [list(stage) for stage in stages]
+    return LossSum(state, ranks, mixture, takes_sources(unwrap(model)))
+
+
 def open_loader(
-    recipe: Recipe, data: Data, batch: BatchPlan, ranks: Ranks, state: TrainState
+    recipe: Recipe,
+    data: Data,
+    batch: BatchPlan,
+    ranks: Ranks,
+    state: TrainState,
+    mixture: Mixture | None = None,
 ) -> Loader:
     """The batches from the state's step on, read ahead in the background."""
     settings = recipe.data
@@ -334,6 +367,7 @@ def open_loader(
         skipped=tuple(state.skipped),
         length_buckets=settings.length_buckets
         and (settings.format != "text" and settings.packing != "best-fit"),
+        mixture=mixture,
     )
 
 

@@ -39,9 +39,12 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-# A branch may change settings with these prefixes; model, data, seed and batch stay.
+# A branch may change settings with these prefixes; model, data, seed and batch stay. The
+# fingerprint of the data rejects other sources in a mixture.
 BRANCHES = (
     "optim.",
+    "data.mix",
+    "data.stages",
     "train.steps",
     "train.on_",
     "train.spike_",

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windlass.data.mixture import Mixture
+from windlass.data.samples import Batch
+from windlass.model.loss import SourceSums
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 from windlass.seeds import seed_of
@@ -44,6 +47,10 @@ class TrainState:
     """The last losses; empty if `train.on_spike` is `ignore`."""
     loss_sum: float = 0.0  # over all steps with a finite loss
     losses: int = 0  # the number of these steps
+    mixture: list[list[Any]] = field(default_factory=list)
+    """The stages of a mixture (`data.mixture.Stage`), past ones as they were; else empty."""
+    source_losses: list[list[float]] = field(default_factory=list)
+    """Loss and labels of each source of a mixture, summed since the last `train` line."""
 
     def advance(self, samples: int, tokens: int, label_tokens: int) -> None:
         """Count a completed step."""
@@ -54,9 +61,9 @@ class TrainState:
 
     def return_to(self, checkpoint: TrainState, left_out: tuple[int, int]) -> None:
         """Go back to a checkpoint's counters, in place, and leave out a range of samples there."""
-        skipped = [*self.skipped, left_out]
+        skipped, mixture = [*self.skipped, left_out], self.mixture
         vars(self).update(vars(checkpoint))
-        self.skipped = skipped
+        self.skipped, self.mixture = skipped, mixture
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -97,26 +104,71 @@ class LossScaler:
 class LossSum:
     """Adds the loss of every step to the counters, in the order of the steps.
 
-    A step leaves its loss on the device; only `read` waits for it.
+    A step leaves its loss on the device; only `read` waits for it. For a mixture it also adds up
+    the loss of each source.
     """
 
-    def __init__(self, state: TrainState, ranks: Ranks):
-        self._state, self._ranks, self._losses = state, ranks, list[Tensor]()
+    def __init__(
+        self,
+        state: TrainState,
+        ranks: Ranks,
+        mixture: Mixture | None = None,
+        shows_sources: bool = True,
+    ):
+        """`shows_sources`: whether the model gives the loss of each source (`takes_sources`)."""
+        self._state, self._ranks, self.mixture = state, ranks, mixture
+        self._shows_sources = shows_sources
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the steps that were not read: before a rewind, or a step that is done again."""
+        self._losses, self._by_source = list[Tensor](), list[Tensor]()
+        self._sums: Tensor | None = None  # of the present step, [sources, 2]
+
+    def by_source(self, batch: Batch[Tensor]) -> dict[str, SourceSums]:
+        """An argument of the model's forward pass for the losses of a mixture's sources."""
+        if self.mixture is None or batch.sources is None or not self._shows_sources:
+            return {}
+        if self._sums is None:
+            shape, device = (len(self.mixture.samples.names), 2), self._ranks.device
+            self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
+        return {"by_source": SourceSums(batch.sources, self._sums)}
 
     def add(self, loss: Tensor) -> None:
         """After a step, with this rank's part of its loss."""
         self._losses.append(loss.detach().to(torch.float64, copy=True))
+        if self._sums is not None:
+            self._by_source.append(self._sums)
+            self._sums = None
 
     def read(self) -> None:
         """Bring the counters up to date; all ranks call it at the same step."""
         if not self._losses:
             return
         losses = collectives.sum_over_ranks(torch.stack(self._losses), self._ranks)
-        self._losses = []
         for loss in filter(math.isfinite, losses.tolist()):
             self._state.loss_sum += loss
             self._state.losses += 1
+        if self._by_source:  # the last stage of a pipeline has them
+            steps = collectives.sum_over_stages(torch.stack(self._by_source), self._ranks)
+            for step in collectives.sum_over_ranks(steps, self._ranks).tolist():
+                before = self._state.source_losses or [[0.0, 0.0]] * len(step)
+                self._state.source_losses = [
+                    [a + b for a, b in zip(old, new, strict=True)] if math.isfinite(new[0]) else old
+                    for old, new in zip(before, step, strict=True)
+                ]
+        self.reset()
 
-    def reset(self) -> None:
-        """Before a rewind: forget the steps that were not read."""
-        self._losses = []
+    def take_sources(self, global_batch: int) -> dict[str, float]:
+        """After `read`, the fields of a `train` line about a mixture's sources; {} without one."""
+        state, mixture = self._state, self.mixture
+        if mixture is None:
+            return {}
+        names, parts, fields = mixture.samples.names, mixture.samples.parts, dict[str, float]()
+        sums = state.source_losses or [[0.0, 0.0]] * len(names)
+        state.source_losses = []
+        counts = mixture.read(state.step, global_batch, state.skipped).tolist()
+        for name, part, count, (loss, labels) in zip(names, parts, counts, sums, strict=True):
+            fields |= {f"source.{name}.loss": loss / labels} if labels else {}
+            fields |= {f"source.{name}.samples": count, f"source.{name}.epochs": count / len(part)}
+        return fields

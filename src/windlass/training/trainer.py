@@ -49,7 +49,7 @@ from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewi
 from windlass.training.record import Recorder
 from windlass.training.saving import Checkpoints
 from windlass.training.start import StartPlan, decide_on_rank_0
-from windlass.training.state import LossScaler, LossSum, TrainState, step_seed
+from windlass.training.state import LossScaler, TrainState, step_seed
 from windlass.training.stop import StopSignals
 from windlass.training.threads import set_threads
 
@@ -112,7 +112,7 @@ class Trainer:
         ranks.mark(self.state.step, "start")
         fp16 = self.facts.precision == "fp16"
         self.scaler = LossScaler(ranks.device, self.state) if fp16 else None
-        self.losses = LossSum(self.state, ranks)
+        self.losses = setup.open_losses(plan, data, self.horizon, self.state, ranks, self.model)
 
         self.saver = setup.open_saver(plan, ranks, self.horizon, place.name)
         origin = setup.describe_origin(self.model, self.facts, ranks)
@@ -205,6 +205,7 @@ class Trainer:
                 self.batch = memory.smaller_micro_batch(error, self.batch, recorder)
             size = self.batch.micro_batch
             self.optimizer.zero_grad(set_to_none=True)
+            self.losses.reset()
             memory.release_memory(self.recipe.train.compile)
             self.evaluator.use_micro_batch(size)
             self.checkpoints.use_micro_batch(size)
@@ -260,7 +261,8 @@ class Trainer:
                 if log_due:  # waits for the device
                     scale = float(self.scaler.scale) if self.scaler is not None else None
                     self.losses.read()
-                    recorder.train(float(result.loss), lr, float(result.grad_norm), scale)
+                    sources = self.losses.take_sources(horizon.samples_per_step)
+                    recorder.train(float(result.loss), lr, float(result.grad_norm), scale, sources)
                 if save_due and self.saver.newest != state.step:
                     self.checkpoints.save()
                 complete = not evaluation_due or self.evaluate()
@@ -293,6 +295,7 @@ class Trainer:
                 torch.manual_seed(step_seed(self.recipe.run.seed, batch.step, micro.k))
             ranks.mark(batch.step, "forward")
             with timer.phase("forward"), autocast(self.recipe, ranks.device):
+                stage |= self.losses.by_source(micro.batch)
                 result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
             if result.dim():  # hidden states, for the next stage of a pipeline
                 return result
@@ -340,7 +343,8 @@ class Trainer:
 
     def open_loader(self) -> Loader:
         """The batches from the present step on, read ahead in the background."""
-        return setup.open_loader(self.recipe, self.data, self.batch, self.ranks, self.state)
+        own = self.batch, self.ranks, self.state, self.losses.mixture
+        return setup.open_loader(self.recipe, self.data, *own)
 
     def next_batch(self, loader: Loader) -> StepBatch:
         """The next batch. While it is late, a single rank may stop; several wait for each other."""

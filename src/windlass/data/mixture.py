@@ -1,0 +1,269 @@
+"""Which source of a mixture each sample comes from: a pure function of the sample's number.
+
+The sequence of samples is divided into blocks, as in levanter's `data/mixture.py`. A block has a
+whole number of samples of each source, in a random-looking order. Two things differ from levanter:
+
+- The counts follow from the exact shares of all samples so far. At the end of each block a source
+  has its share rounded up or down, so a source of weight 1e-6 gets its samples, too.
+- A stage, or the end of a source, may cut a block. The samples before the cut do not change.
+
+Each source has its own epochs, in its own order.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from windlass.data.order import permute, sample_indices, step_samples
+from windlass.data.samples import Batch, Samples, real_tokens
+from windlass.errors import UserError
+from windlass.recipe import DataSettings, Horizon
+
+BLOCK = 2048  # samples, if nothing cuts it
+MANY_EPOCHS = 4  # more repetitions of text are worth much less than new text (arXiv 2305.16264)
+
+
+class Stage(NamedTuple):
+    """The weights from a sample number on, until the next stage."""
+
+    start: int
+    weights: tuple[float, ...]  # of each source, of any sum
+    limits: tuple[int, ...]  # samples of each source in the whole run; 0: no limit
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some samples, from number `start` on."""
+
+    start: int
+    length: int  # under BLOCK if it is cut
+    before: tuple[int, ...]  # samples of each source before it
+    counts: tuple[int, ...]  # samples of each source in it, before it is cut
+
+
+@lru_cache(maxsize=16)
+def layout(seed: int, start: int, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The source of each place of a whole block, and its number among the block's samples of that
+    source, both int64 [BLOCK]."""
+    sources = np.repeat(np.arange(len(counts)), counts)
+    order = permute(np.arange(BLOCK), BLOCK, f"windlass/mixture/{seed}/{start}")
+    sources, numbers = sources[order], np.empty(BLOCK, np.int64)
+    for source, count in enumerate(counts):
+        numbers[sources == source] = np.arange(count)
+    return sources, numbers
+
+
+def block_counts(weights: Sequence[float]) -> Iterator[tuple[int, ...]]:
+    """The samples of each source in one block after another.
+
+    After `m` samples source `i` has `m * share` samples, rounded up or down. A sample is due in the
+    first block at whose end the share rounded down contains it, and may come in the first block at
+    whose end the share rounded up does. Of the samples that may come, those that are due first do;
+    so none is late (earliest deadline first; R. Tijdeman, The chairman assignment problem, 1980).
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    whole = math.lcm(*(weight.denominator for weight in exact))
+    shares = [int(weight * whole) for weight in exact]  # of their sum
+    done, total, every = [0] * len(shares), 0, sum(shares)
+    while True:
+        total += BLOCK
+        after = [max(n, total * share // every) for n, share in zip(done, shares, strict=True)]
+        if spare := total - sum(after):
+            may = [i for i, share in enumerate(shares) if after[i] * every < total * share]
+            may.sort(key=lambda i: Fraction(after[i] + 1, shares[i]))
+            for i in may[:spare]:
+                after[i] += 1
+        yield tuple(n - before for n, before in zip(after, done, strict=True))
+        done = after
+
+
+def blocks_of(stages: Sequence[Stage], seed: int) -> Iterator[Block]:
+    """The blocks of a mixture, in order; ends if every source of positive weight has ended."""
+    start, done = 0, (0,) * len(stages[0].weights)
+    while True:
+        number = max(i for i, stage in enumerate(stages) if stage.start <= start)
+        stage = stages[number]
+        ended = [0 < limit <= n for limit, n in zip(stage.limits, done, strict=True)]
+        weights = [0.0 if end else w for w, end in zip(stage.weights, ended, strict=True)]
+        if not any(weights):
+            return
+        switch = min((s.start for s in stages if s.start > start), default=None)
+        for counts in block_counts(weights):
+            length = BLOCK if switch is None else min(BLOCK, switch - start)
+            for source, limit in enumerate(stage.limits):
+                left = limit - done[source]
+                if limit and weights[source] and left <= counts[source]:
+                    places = np.flatnonzero(layout(seed, start, counts)[0] == source)
+                    length = min(length, int(places[left - 1]) + 1)
+            yield Block(start, length, done, counts)
+            read = counts
+            if length < BLOCK:
+                sources, _ = layout(seed, start, counts)
+                read = tuple(np.bincount(sources[:length], minlength=len(counts)).tolist())
+            start += length
+            done = tuple(n + more for n, more in zip(done, read, strict=True))
+            limits = zip(weights, stage.limits, done, strict=True)
+            if start == switch or any(w and 0 < limit <= n for w, limit, n in limits):
+                break
+
+
+def stages_of(data: DataSettings, horizon: Horizon, sizes: Sequence[int]) -> list[Stage]:
+    """The stages of a recipe's mixture, for a run and sources of these samples."""
+    names = [part.name for part in data.mix]
+    limits = tuple(
+        max(1, int(Fraction(str(part.epochs)) * size)) if part.epochs else 0
+        for part, size in zip(data.mix, sizes, strict=True)
+    )
+    weights = {part.name: part.weight for part in data.mix}
+    stages = [Stage(0, tuple(weights[name] for name in names), limits)]
+    places = [horizon.steps_in(stage.start) * horizon.samples_per_step for stage in data.stages]
+    for start, stage in sorted(zip(places, data.stages, strict=True), key=lambda pair: pair[0]):
+        weights |= stage.weights
+        stages.append(Stage(start, tuple(weights[name] for name in names), limits))
+    return stages
+
+
+def continue_stages(past: Sequence[Stage], planned: Sequence[Stage], at: int) -> list[Stage]:
+    """The stages of a run that continues at sample `at`: the past ones before it, then the plan's.
+
+    Stages differ after a branch with other weights, or if a longer run moves a stage.
+    """
+    if not past:
+        return list(planned)
+    stages = [stage for stage in past if stage.start < at]
+    current = [stage for stage in planned if stage.start <= at][-1]
+    if not stages or stages[-1][1:] != current[1:]:
+        stages.append(current._replace(start=at))
+    return stages + [stage for stage in planned if stage.start > at]
+
+
+class Mixture:
+    """The sequence of a mixture's samples. Threads may share it."""
+
+    def __init__(
+        self, samples: MixedSamples, stages: Sequence[Stage], seed: int, kind: str = "shuffled"
+    ):
+        """`kind` is `data.order`, for the order inside of each source."""
+        self.samples, self.stages, self.seed, self.kind = samples, list(stages), seed, kind
+        self._more, self._lock = blocks_of(stages, seed), threading.Lock()
+        self._blocks, self._ends = list[Block](), list[int]()
+
+    def _lay(self, number: int) -> int:
+        """Lay out the blocks up to that of a sample; returns the samples that they have."""
+        with self._lock:
+            while not self._ends or self._ends[-1] <= number:
+                if (block := next(self._more, None)) is None:
+                    break
+                self._blocks.append(block)
+                self._ends.append(block.start + block.length)
+            return self._ends[-1]
+
+    def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each sample number (int64), and the sample's number in its source.
+
+        UserError if the sources end before a number (`epochs`).
+        """
+        if numbers.size and (end := self._lay(int(numbers.max()))) <= numbers.max():
+            raise UserError(f"data.mix: every source has reached its epochs after {end:,} samples")
+        sources, own = np.empty_like(numbers), np.empty_like(numbers)
+        at = np.searchsorted(self._ends, numbers, side="right")
+        for index in np.unique(at).tolist():
+            here, block = at == index, self._blocks[index]
+            of, number = layout(self.seed, block.start, block.counts)
+            inside = numbers[here] - block.start
+            sources[here] = of[inside]
+            own[here] = np.asarray(block.before)[of[inside]] + number[inside]
+        return sources, own
+
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        """The samples of `samples` that global sample numbers have, int64 of the same shape."""
+        sources, own = self.places(numbers)
+        indices = np.empty_like(numbers)
+        for source in np.unique(sources).tolist():
+            part, here = self.samples.parts[source], sources == source
+            seed = f"{self.seed}/source {source}"
+            shards = getattr(part, "shard_samples", None)
+            inside = sample_indices(own[here], len(part), self.kind, seed, shards)
+            indices[here] = self.samples.starts[source] + inside
+        return indices
+
+    def counts(self, stop: int) -> np.ndarray:
+        """The samples of each source among the first `stop` ones, int64 [sources]."""
+        if stop <= 0:
+            return np.zeros(len(self.samples.parts), np.int64)
+        self._lay(stop - 1)
+        at = bisect.bisect_right(self._ends, stop - 1)
+        block = self._blocks[min(at, len(self._blocks) - 1)]
+        sources, _ = layout(self.seed, block.start, block.counts)
+        inside = sources[: min(stop - block.start, block.length)]
+        return np.asarray(block.before) + np.bincount(inside, minlength=len(block.counts))
+
+    def read(
+        self, step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()
+    ) -> np.ndarray:
+        """The samples of each source in the first steps, without `skipped` ones, int64 [sources]."""
+        end, reached = next_sample(step, global_batch, skipped), 0
+        total = self.counts(end)
+        for start, stop in sorted(skipped):
+            if reached < stop <= end:
+                total = total - self.counts(stop) + self.counts(max(start, reached))
+                reached = stop
+        return total
+
+    def check(self, steps: int, global_batch: int) -> None:
+        """Raise UserError if the sources end before the run does."""
+        wanted = steps * global_batch
+        if (end := self._lay(wanted - 1)) < wanted:
+            problem = f"every source has reached its epochs after {end // global_batch:,} steps"
+            advice = "write fewer train.steps, or leave epochs out of one source"
+            raise UserError(f"data.mix: {problem}, and the run has {steps:,}: {advice}")
+
+
+def next_sample(step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()) -> int:
+    """The number of the first sample after `step` steps."""
+    return int(step_samples(step, global_batch, skipped)[0])
+
+
+class MixedSamples:
+    """The samples of several sources, one source after another.
+
+    With `spread` they are in turn, so that the first samples have each source in proportion.
+    """
+
+    def __init__(self, parts: Mapping[str, Samples], *, spread: bool = False):
+        self.names, self.parts = list(parts), list(parts.values())
+        sizes = [len(part) for part in self.parts]
+        self.starts = np.cumsum([0, *sizes], dtype=np.int64)
+        self._order: np.ndarray | None = None
+        if spread:
+            places = [np.arange(size) / size for size in sizes if size]
+            self._order = np.argsort(np.concatenate(places), kind="stable")
+        self.valid_tokens: int = sum(real_tokens(part) or 0 for part in self.parts)
+        self.tokens: int = sum(getattr(p, "tokens", real_tokens(p) or 0) for p in self.parts)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
+        """The rows, with the source of each."""
+        indices = indices if self._order is None else self._order[indices]
+        sources = np.searchsorted(self.starts, indices, side="right") - 1
+        present = np.unique(sources).tolist()
+        groups = [np.flatnonzero(sources == source) for source in present]
+        batches = [
+            Batch(*self.parts[source].read(indices[group] - self.starts[source]))
+            for source, group in zip(present, groups, strict=True)
+        ]
+        back = np.argsort(np.concatenate(groups), kind="stable")
+        fields = zip(*batches, strict=True)
+        joined: list[Any] = [None if f[0] is None else np.concatenate(f)[back] for f in fields]
+        return Batch(*joined)._replace(sources=sources)

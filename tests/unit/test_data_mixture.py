@@ -1,0 +1,296 @@
+"""The mixture: exact counts at every block, no sample of a source left out or repeated in an epoch,
+the same sequence for every world, and prepared data that is held out for each source.
+"""
+
+import itertools
+import threading
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from data_fixtures import documents, jsonl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.data import mixture as module
+from windlass.data.loader import Loader
+from windlass.data.mixture import (
+    BLOCK,
+    MixedSamples,
+    Mixture,
+    Stage,
+    block_counts,
+    continue_stages,
+    stages_of,
+)
+from windlass.data.prepare import find_prepared, open_data, prepare
+from windlass.data.samples import Batch
+from windlass.errors import UserError
+from windlass.recipe import Horizon, Recipe, plan_batch
+
+
+class Part:
+    """A source whose sample i is the row [number, i]."""
+
+    def __init__(self, number, n):
+        self.number, self.n = number, n
+
+    def __len__(self):
+        return self.n
+
+    def read(self, indices):
+        tokens = np.stack([np.full_like(indices, self.number), indices], axis=1)
+        return Batch(tokens, tokens)
+
+
+def mixture(*stages, sizes=(700, 90, 40), seed=3, **options):
+    samples = MixedSamples({f"s{i}": Part(i, n) for i, n in enumerate(sizes)})
+    return Mixture(samples, stages, seed, **options)
+
+
+def stage(start, weights, limits=None):
+    return Stage(start, weights, limits or (0,) * len(weights))
+
+
+weights = st.lists(
+    st.one_of(st.floats(0, 1), st.sampled_from([1e-6, 1e-3, 1.0])), min_size=1, max_size=8
+).filter(any)
+
+
+@given(weights)
+def test_counts_are_the_exact_shares_rounded_up_or_down(given_weights):
+    exact = [Fraction(str(weight)) for weight in given_weights]
+    done = np.zeros(len(exact), np.int64)
+    for number, counts in enumerate(itertools.islice(block_counts(given_weights), 40), 1):
+        assert min(counts) >= 0 and sum(counts) == BLOCK
+        done += counts
+        shares = [number * BLOCK * weight / sum(exact) for weight in exact]
+        assert all(abs(int(n) - share) < 1 for n, share in zip(done, shares, strict=True))
+
+
+def test_a_source_of_weight_one_in_a_million_gets_its_samples():
+    blocks = 2_000_000 // BLOCK + 1
+    counts = np.array(list(itertools.islice(block_counts([1.0, 1e-6, 0.5]), blocks)))
+    assert counts[:, 1].sum() in (1, 2)  # 1.33 of two million
+
+
+def by_hand(stages, sizes, stop, seed=3):
+    """The sequence one sample at a time, with a count of each source; it shares the counts and the
+    shuffle of a block alone."""
+    done, sequence = [0] * len(sizes), []
+    while len(sequence) < stop:
+        start = len(sequence)
+        now = [s for s in stages if s.start <= start][-1]
+        ended = [0 < limit <= n for limit, n in zip(now.limits, done, strict=True)]
+        live = [0.0 if end else w for w, end in zip(now.weights, ended, strict=True)]
+        for counts in block_counts(live):
+            begin, cut = len(sequence), False
+            for source in module.layout(seed, begin, counts)[0].tolist():
+                sequence.append((source, done[source]))
+                done[source] += 1
+                switch = any(s.start == len(sequence) for s in stages)
+                if switch or done[source] == now.limits[source]:
+                    cut = True
+                    break
+            if cut or len(sequence) >= stop:
+                break
+    return sequence[:stop]
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [stage(0, (0.7, 0.2, 0.1))],
+        [stage(0, (0.7, 0.2, 0.1)), stage(5000, (0.1, 0.0, 0.9)), stage(5001, (1, 1, 1))],
+        [stage(0, (0.7, 0.2, 0.1), (0, 180, 20))],
+        [stage(0, (0.0, 0.5, 0.5), (0, 4096, 100)), stage(4096, (1, 1, 0), (0, 4096, 100))],
+    ],
+)
+def test_the_sequence_is_that_of_counting_one_sample_at_a_time(stages):
+    mixed, stop = mixture(*stages), 9000
+    expected = by_hand(stages, (700, 90, 40), stop)
+    numbers = np.random.default_rng(0).permutation(stop)
+    sources, own = mixed.places(numbers)
+    assert list(zip(sources.tolist(), own.tolist(), strict=True)) == [expected[n] for n in numbers]
+    of = np.array([source for source, _ in expected])
+    for end in (0, 1, 2047, 2048, 5000, 5001, 7777, stop):
+        assert mixed.counts(end).tolist() == np.bincount(of[:end], minlength=3).tolist()
+
+
+def test_each_source_has_its_epochs_in_its_own_order():
+    mixed = mixture(stage(0, (0.6, 0.3, 0.1)))
+    rows = mixed.samples.read(mixed.indices(np.arange(6000))).tokens
+    for source, size in enumerate((700, 90, 40)):
+        seen = rows[rows[:, 0] == source, 1]
+        for begin in range(0, len(seen) - size, size):
+            epoch = seen[begin : begin + size]
+            assert sorted(epoch) == list(range(size)) and list(epoch) != sorted(epoch)
+    in_order = mixture(stage(0, (0.6, 0.3, 0.1)), kind="sequential")
+    rows = in_order.samples.read(in_order.indices(np.arange(3000))).tokens
+    seen = rows[rows[:, 0] == 1, 1]
+    assert seen.tolist() == [n % 90 for n in range(len(seen))]
+
+
+@pytest.mark.parametrize("switch", [1, 2000, 2048, 5000])
+def test_a_later_stage_changes_no_earlier_sample(switch):
+    one = mixture(stage(0, (0.7, 0.2, 0.1))).indices(np.arange(8000))
+    other = mixture(stage(0, (0.7, 0.2, 0.1)), stage(switch, (0.1, 0.2, 0.7)))
+    assert (other.indices(np.arange(8000))[:switch] == one[:switch]).all()
+    assert (other.indices(np.arange(8000))[switch:] != one[switch:]).any()
+
+
+def test_limits_are_exact_and_their_share_goes_to_the_others():
+    mixed = mixture(stage(0, (0.5, 0.3, 0.2), (0, 180, 40)))
+    sources, own = mixed.places(np.arange(20_000))
+    assert np.bincount(sources)[1:].tolist() == [180, 40]
+    assert sorted(own[sources == 1]) == list(range(180))
+    last = np.flatnonzero(sources == 2)[-1]
+    between = sources[last + 1 : last + 1 + 200]  # until source 1 ends: shares 5/8 and 3/8
+    assert 0.2 < (between == 1).mean() < 0.55
+    ends = mixture(stage(0, (0.0, 0.3, 0.2), (0, 180, 40)))
+    with pytest.raises(UserError, match=r"data.mix: .* after 13 steps.* has 20:.*epochs"):
+        ends.check(20, 16)
+    ends.check(13, 16)
+
+
+def test_a_branch_continues_every_source_where_it_was():
+    old, new = [stage(0, (0.7, 0.2, 0.1))], [stage(0, (0.2, 0.2, 0.6))]
+    assert continue_stages(old, old, 3000) == old
+    assert continue_stages([], new, 0) == new
+    branched = continue_stages(old, new, 3000)
+    assert branched == [*old, stage(3000, (0.2, 0.2, 0.6))]
+    assert continue_stages(branched, new, 5000) == branched  # a resume of the branch
+    before, after = mixture(*old), mixture(*branched)
+    assert (before.indices(np.arange(3000)) == after.indices(np.arange(3000))).all()
+    sources, own = after.places(np.arange(9000))
+    for source in range(3):  # no sample is repeated and none is left out
+        numbers = own[sources == source]
+        assert numbers.tolist() == list(range(len(numbers)))
+    counts = after.counts(3000 + 2 * BLOCK) - before.counts(3000)
+    assert np.abs(counts - 2 * BLOCK * np.array([0.2, 0.2, 0.6])).max() < 1
+
+
+def test_a_longer_run_moves_only_stages_to_come():
+    data = recipe_of([("a", "x"), ("b", "y")], stages=[{"from": "50 %", "weights": {"a": 0}}]).data
+    short, long = (stages_of(data, Horizon(steps, 10, 8), (10, 10)) for steps in (100, 200))
+    assert [s.start for s in short] == [0, 400] and [s.start for s in long] == [0, 800]
+    assert continue_stages(short, long, 320) == long
+    moved = continue_stages(short, long, 600)
+    assert [(s.start, s.weights) for s in moved] == [
+        *((0, (1.0, 1.0)), (400, (0.0, 1.0)), (600, (1.0, 1.0)), (800, (0.0, 1.0)))
+    ]
+
+
+def test_samples_that_a_rewind_left_out_are_not_counted():
+    mixed = mixture(stage(0, (0.7, 0.2, 0.1)))
+    sources, _ = mixed.places(np.arange(4000))
+    left_out = [(1000, 1600), (1500, 1700)]
+    kept = np.concatenate([sources[:1000], sources[1700:]])
+    for step in (10, 124, 125, 126, 200):
+        expected = np.bincount(kept[: step * 8], minlength=3)
+        assert mixed.read(step, 8, left_out).tolist() == expected.tolist()
+
+
+def test_every_world_and_micro_batch_reads_the_same_samples():
+    stages = [stage(0, (0.7, 0.2, 0.1)), stage(100, (0.1, 0.2, 0.7))]
+    expected = mixture(*stages).indices(np.arange(10 * 24)).reshape(10, 24)
+    samples = mixture(*stages).samples
+    for world, micro in ((1, 24), (1, 5 - 1), (2, 4), (4, 2)):
+        found = np.full((10, 24), -1)
+        for rank in range(world):
+            plan, mixed = plan_batch(24, micro, world, 64), mixture(*stages)
+            with Loader(samples, plan, rank, 3, mixture=mixed, first_step=0) as loader:
+                for step, batch in zip(range(10), loader, strict=False):
+                    for part in batch.micro:
+                        source, number = part.batch.tokens.numpy().T
+                        here = slice(part.k * micro, (part.k + 1) * micro)
+                        found[step, here] = samples.starts[source] + number
+                        assert (part.batch.sources.numpy() == source).all()
+        assert (found == expected).all()
+
+
+def test_threads_may_share_a_mixture():
+    mixed, stop, results = mixture(stage(0, (0.5, 0.4, 0.1))), 200_000, {}
+
+    def read(begin):
+        results[begin] = mixed.places(np.arange(begin, stop, 4))[1]
+
+    threads = [threading.Thread(target=read, args=[begin]) for begin in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone = mixture(stage(0, (0.5, 0.4, 0.1)))
+    for begin in range(4):
+        assert (results[begin] == alone.places(np.arange(begin, stop, 4))[1]).all()
+
+
+def test_any_first_samples_of_a_spread_set_have_every_source():
+    parts = {"a": Part(0, 100), "empty": Part(1, 0), "b": Part(2, 10), "c": Part(3, 1)}
+    spread = MixedSamples(parts, spread=True)
+    batch = spread.read(np.arange(len(spread)))
+    assert len(spread) == 111 and (batch.tokens[:, 0] == batch.sources).all()
+    assert np.unique(batch.tokens, axis=0).shape == (111, 2)
+    assert sorted(batch.sources[:3]) == [0, 2, 3]
+    assert np.bincount(batch.sources[:56]).tolist() == [50, 0, 5, 1]
+
+
+# -- prepared
+
+
+def recipe_of(sources, directory="", **data):
+    model = {"layers": 1, "heads": 1, "width": 8, "context": 16}
+    mix = [{"name": name, "source": str(path), **dict(*more)} for name, path, *more in sources]
+    own = {"dir": str(directory), "tokenizer": "byte", "shard_tokens": 1024, **data, "mix": mix}
+    return Recipe.model_validate({"model": model, "data": own})
+
+
+@pytest.fixture
+def texts(tmp_path):
+    paths = [jsonl(tmp_path / f"{name}.jsonl", documents(150, i)) for i, name in enumerate("abc")]
+    book = tmp_path / "book.txt"
+    book.write_text("A book, and no documents. " * 400)
+    return [*paths, book]
+
+
+def test_a_source_of_a_mixture_is_prepared_as_if_alone(texts, tmp_path):
+    a, b, c, book = texts
+    own = {"max_tokens": 4000, "val_fraction": 0.2}, {"eval_source": str(c), "weight": 0.1}
+    recipe = recipe_of([("a", a, own[0]), ("b", b, own[1]), ("book", book)], tmp_path / "mixed")
+    data = open_data(recipe)
+    assert data.train.names == ["a", "b", "book"]
+    alone = [
+        {"source": str(a), **own[0]},
+        {"source": str(b), "eval_source": str(c)},
+        {"source": str(book)},
+    ]
+    for number, settings in enumerate(alone):
+        single = open_data(
+            Recipe.model_validate(
+                recipe.model_dump(include={"model"})
+                | {"data": {"dir": str(tmp_path / f"{number}"), "tokenizer": "byte", **settings}}
+            )
+        )
+        for mixed, one in ((data.train, single.train), (data.val, single.val)):
+            part = mixed.parts[number]
+            assert len(part) == len(one)
+            every = np.arange(len(one))
+            assert (part.read(every).tokens == one.read(every).tokens).all()
+            assert (part.read(every).labels == one.read(every).labels).all()
+
+
+def test_the_fingerprint_covers_every_source_and_no_weight(texts, tmp_path):
+    a, b, c, _ = texts
+    one = prepare(recipe_of([("a", a), ("b", b)], tmp_path / "one")).index.fingerprint
+    other = prepare(recipe_of([("a", a), ("b", c)], tmp_path / "other")).index.fingerprint
+    assert one != other
+    weights = recipe_of([("a", a, {"weight": 0.2}), ("b", b, {"epochs": 3})], tmp_path / "one")
+    assert find_prepared(weights).index.fingerprint == one
+    with pytest.raises(UserError, match="prepared with other settings"):
+        find_prepared(recipe_of([("a", a), ("b", c)], tmp_path / "one"))
+
+
+def test_a_source_without_a_sample_is_named(texts, tmp_path):
+    short = jsonl(tmp_path / "short.jsonl", ["few", "words"])
+    with pytest.raises(UserError, match=r"\(train, short\) are too few"):
+        open_data(recipe_of([("a", texts[0]), ("short", short)], tmp_path / "data"))
