@@ -103,7 +103,7 @@ def test_the_loader_gives_the_same_rows_to_any_number_of_ranks(world):
         for _ in range(steps):
             batches = [next(loader) for loader in loaders]
             micros = sorted((m for b in batches for m in b.micro), key=lambda m: m.k)
-            fields = zip(*(m.batch for m in micros), strict=True)
+            fields = zip(*(m.batch[:4] for m in micros), strict=True)
             found.append([np.concatenate(parts).tolist() for parts in fields])
             used = sum(int((np.diff(d) == 0).sum() + 1) for d in found[-1][3])
             assert 0 < sum(batch.real_tokens for batch in batches) <= used + 8 * 64
