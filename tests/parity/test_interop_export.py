@@ -315,7 +315,7 @@ def test_adapters_are_merged_or_exported_alone(tmp_path: Path) -> None:
     assert isinstance(next(sample(adapter, "the cat", max_tokens=3, device="cpu"))[1], str)
     config = json.loads((adapter / "adapter_config.json").read_text())
     for entries, word in (
-        ({"use_dora": True}, "use_dora"),
+        ({"lora_bias": True}, "lora_bias"),
         ({"target_modules": ["q_proj"]}, "does not fit"),
     ):
         (adapter / "adapter_config.json").write_text(json.dumps(config | entries))

@@ -18,6 +18,7 @@ from windlass.estimate.rank import layout_of
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export
 from windlass.model.build import build_model, read_sizes
+from windlass.optim.build import make_groups
 from windlass.recipe import Recipe, RecipeError
 
 
@@ -53,6 +54,98 @@ def test_attention_is_the_one_that_is_named(tmp_path: Path) -> None:
         with refused("flash_attention_2", "pip install flash_attn"):
             train(recipe_of(tmp_path, "flash", attention="flash_attention_2"))
         assert not (tmp_path / "flash").exists()
+
+
+VARIANTS = {
+    "rslora": {"rslora": True, "rank": 16},
+    "dora": {"dora": True, "rank": 4, "dropout": 0.1},
+    "both": {"dora": True, "rslora": True, "rank": 4},
+}
+
+
+PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+
+@PEFT
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_lora_are_those_of_peft(variant: str, tmp_path: Path) -> None:
+    """Sizes, first loss, resume, merged and separate export, and an adapter that is read back."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    def base() -> Any:
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="sdpa")
+
+    lora = VARIANTS[variant]
+    recipe, optim = recipe_of(tmp_path, "run", lora=lora), ["optim.lr=1e-2"]
+    recipe = recipe.replace(*optim)
+    straight = train(recipe_of(tmp_path, "straight", lora=lora).replace(*optim))
+    train(recipe, stop_at=2)
+    run = train(recipe)
+    assert curve(run) == curve(straight)
+    plain = train(recipe_of(tmp_path, "plain", lora={"rank": 2}).replace("train.steps=1"))
+    assert curve(run)[0][1] == pytest.approx(curve(plain)[0][1], abs=1e-6)  # B is zero
+
+    options = {"use_dora": "dora" in lora, "use_rslora": "rslora" in lora, "lora_alpha": 16}
+    config = LoraConfig(r=lora["rank"], target_modules="all-linear", **options)
+    reference = get_peft_model(base(), config)
+    trained = sum(p.numel() for p in reference.parameters() if p.requires_grad)
+    assert read_sizes(recipe).trained == trained
+
+    ids = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(5))
+    merged = export(recipe.run_dir, tmp_path / "merged")
+    adapter = export(recipe.run_dir, tmp_path / "adapter", adapter=True)
+    models = [
+        AutoModelForCausalLM.from_pretrained(merged),
+        PeftModel.from_pretrained(base(), adapter),
+    ]
+    with torch.no_grad():
+        ours = open_model(find_source(str(recipe.run_dir)), alone("cpu")).eval()(ids)
+        again = open_model(find_source(str(adapter)), alone("cpu")).eval()(ids)
+        assert (again - ours).abs().max() < 1e-6
+        assert (base()(ids).logits - ours).abs().max() > 1e-3
+        for model in models:
+            assert (model.eval()(ids).logits - ours).abs().max() < 2e-5
+
+
+@PEFT
+def test_the_learning_rates_of_lora_plus_are_those_of_peft(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from peft.optimizers import create_loraplus_optimizer
+    from transformers import AutoModelForCausalLM
+
+    lora = {"rank": 4, "dora": True}
+    recipe = recipe_of(tmp_path, lora=lora).replace("optim.lr=1e-3", "optim.lora_plus_ratio=16")
+    model: Any = build_model(recipe, 0)
+    groups = make_groups(model, recipe.optim)
+    config = LoraConfig(r=4, target_modules="all-linear", use_dora=True)
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
+    adam = torch.optim.AdamW
+    reference = create_loraplus_optimizer(peft, adam, lr=1e-3, loraplus_lr_ratio=16)
+
+    def rates(network: Any, groups: Any, prefix: str) -> dict[str, float]:
+        names = {id(p): name.removeprefix(prefix) for name, p in network.named_parameters()}
+        return {names[id(p)]: group["lr"] for group in groups for p in group["params"]}
+
+    ours = rates(model, groups, "model.")
+    assert ours == rates(peft, reference.param_groups, "base_model.model.")
+    assert {name.split(".lora_")[1][0]: lr for name, lr in ours.items()} == {
+        "A": 1e-3,
+        "B": 1.6e-2,
+        "m": 1.6e-2,
+    }
+    plain = make_groups(model, recipe.replace("optim.lora_plus_ratio=1").optim)
+    assert [group["lr"] for group in plain] == [1e-3] * len(plain)
+
+
+def test_variants_without_adapters_or_on_4_bits_are_refused(tmp_path: Path) -> None:
+    for key, settings in (("model.lora.dora", {"dora": True}), ("rslora", {"rslora": True})):
+        with refused(key, "model.lora.rank", error=RecipeError):
+            recipe_of(tmp_path, lora=settings)
+    with refused("optim.lora_plus_ratio", "model.lora.rank", error=RecipeError):
+        recipe_of(tmp_path).replace("optim.lora_plus_ratio=16")
+    with refused("model.lora.dora", "fp32", error=RecipeError):
+        recipe_of(tmp_path, lora={"dora": True, "rank": 4, "base": "4bit"})
 
 
 def test_weights_in_4_bits_need_adapters_and_their_package(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_wrong_key_is_answered_with_the_setting_that_was_meant(key, ours):
     [
         ("rl", ["Windlass does not have it", "reinforcement", "DPO"]),
         ("beta", ["Windlass does not have it", "DPO"]),
-        ("use_rslora", ["Windlass does not have it", "model.lora.alpha"]),
+        ("use_rslora", ["model.lora.rslora"]),
         ("padding_free", ["data.packing", "best-fit"]),
         ("train.ema_decay", ["Windlass does not have it"]),
         ("data.chat_template", ["Windlass does not have it", "data.tokenizer=hf:DIR"]),
@@ -359,7 +359,13 @@ def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path):
         (
             "config.yaml",
             [],
-            ("TOML", "windlass init", "base_model: write model.name", "train.steps", "(DoRA)"),
+            (
+                "TOML",
+                "windlass init",
+                "base_model: write model.name",
+                "train.steps",
+                "model.lora.dora",
+            ),
         ),
         ("empty", [], ("empty is a directory without a recipe",)),
         ("runs", [], ("runs is a directory without a recipe", "runs/a")),

@@ -67,6 +67,10 @@ class HfModel(nn.Module):
         `model.from_scratch` from the seed and their names. Adapters always follow from the seed.
         UserError if the files do not fit or are pickled.
         """
+        self._fill(seed, directory)
+        hf_files.fill_magnitudes(self.model)
+
+    def _fill(self, seed: int, directory: Path | None) -> None:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
@@ -345,6 +349,8 @@ def add_lora(model: nn.Module, lora: LoraSettings) -> None:
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
         fan_in_fan_out=any(kind == "Conv1D" for _, kind in layers),  # transposed, as in GPT-2
         target_modules="all-linear" if every else lora.targets,
         exclude_modules=["out_proj"] if every and is_mamba else None,

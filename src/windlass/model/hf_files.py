@@ -34,9 +34,10 @@ TOKENIZER_FILES = (
     *("sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt"),
 )
 CODE_FILES = "*.py"
+VECTOR = "lora_magnitude_vector"  # of DoRA; `peft` saves it without `.weight`
 ADAPTER = "adapter_config.json"  # marks the directory of an adapter
 UNLIKE_OURS = (
-    *("use_rslora", "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern"),
+    *("lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern"),
     *("layers_to_transform", "trainable_token_indices", "target_parameters", "layer_replication"),
     *("use_qalora", "use_bdlora"),
 )
@@ -166,6 +167,15 @@ def fill_adapter(name: str, parameter: Tensor, seed: int) -> None:
     assign(parameter, whole)
 
 
+def fill_magnitudes(model: nn.Module) -> None:
+    """Give DoRA's magnitudes, whole or sharded, the norms of the matrices; a collective."""
+    for layer in model.modules():
+        for vector in getattr(layer, "lora_magnitude_vector", {}).values():
+            weight = layer.get_base_layer().weight  # type: ignore[operator]
+            weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            assign(vector.weight, vector.get_weight_norm(weight, weight.new_zeros(()), 1.0))
+
+
 def adapter_settings(directory: Path) -> dict[str, Any]:
     """The `[model]` of an adapter of `peft` or of our export; UserError for an unknown kind."""
     config = read_json(directory / ADAPTER)
@@ -181,6 +191,7 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
         targets = [name for name in targets if not name.endswith(excluded)]
     lora = {"rank": config["r"], "alpha": config["lora_alpha"], "targets": targets}
     lora["dropout"] = config.get("lora_dropout") or 0.0
+    lora |= {key: bool(config.get(f"use_{key}")) for key in ("rslora", "dora")}
     base = {"name": config["base_model_name_or_path"], "revision": config.get("revision") or ""}
     return {"kind": "hf", **base, "lora": lora}
 
@@ -189,7 +200,10 @@ def fill_from_adapter(model: nn.Module, directory: Path) -> None:
     """Fill a network's adapters from `adapter_model.safetensors`; UserError if they do not fit."""
     files = WeightFiles(directory, "adapter_model.safetensors")
     adapters = {name: p for name, p in model.named_parameters() if ".lora_" in name}
-    own = {f"base_model.model.{n.replace('.default', '')}": p for n, p in adapters.items()}
+    own = {
+        f"base_model.model.{name.replace('.default', '').replace(VECTOR + '.weight', VECTOR)}": p
+        for name, p in adapters.items()
+    }
     if differ := sorted(set(own) ^ set(files.files)):
         problem = f"{directory}: the adapter does not fit the layers of its base"
         raise UserError(f"{problem}: {differ[0]} ({len(differ)} in all)")

@@ -177,7 +177,15 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if settings.kind != "muon":
-        return _split_by_decay(parameters, settings, settings.lr, "")
+        # LoRA+: as `peft.optimizers.create_loraplus_optimizer` divides them
+        names = {id(p): name for name, p in model.named_parameters()}
+        is_fast = settings.lora_plus_ratio > 1
+        fast = [p for p in parameters if is_fast and ("lora_B" in names[id(p)] or p.ndim == 1)]
+        inside = {id(p) for p in fast}
+        rest = [p for p in parameters if id(p) not in inside]
+        groups = _split_by_decay(rest, settings, settings.lr, "")
+        lr = settings.lr * settings.lora_plus_ratio
+        return [*groups, *_split_by_decay(fast, settings, lr, "lora_B.")]
     inside = {id(p) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
     matrices = [p for p in parameters if id(p) in inside]
     rest = [p for p in parameters if id(p) not in inside]

@@ -42,6 +42,17 @@ def four_bits(r: Any) -> Problems:
         yield "model.lora.base", problem
 
 
+def adapters(r: Any) -> Problems:
+    lora = r.model.lora
+    given = {"model.lora.dora": lora.dora, "model.lora.rslora": lora.rslora}
+    given["optim.lora_plus_ratio"] = r.optim.lora_plus_ratio > 1
+    if keys := [key for key, is_set in given.items() if is_set and not lora.rank]:
+        yield ", ".join(keys), "it needs adapters: set model.lora.rank, as 16, or drop it"
+    if lora.dora and lora.base == "4bit":
+        problem = "DoRA needs the norms of the base's matrices in each pass"
+        yield "model.lora.dora", f'{problem}: write model.lora.base="fp32", or drop it'
+
+
 def heads(r: Any) -> Problems:
     m = r.model
     if m.kind == "gpt" and m.width % m.heads:
@@ -225,6 +236,6 @@ def schedule(r: Any) -> Problems:
 
 
 CHECKS = (
-    *(model, unused_keys, four_bits, heads, kv_heads, vocab, sources, mixture),
+    *(model, unused_keys, four_bits, adapters, heads, kv_heads, vocab, sources, mixture),
     *(best, evaluations, sharding, layout, batch, optimizer, schedule),
 )

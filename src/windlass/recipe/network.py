@@ -40,6 +40,11 @@ class LoraSettings(Section):
     """Rank of the adapters; 0: none, all weights are trained."""
     alpha: float = Field(16.0, gt=0)
     """Scale of the adapters' output: alpha / rank."""
+    rslora: bool = False
+    """Scale the adapters' output by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
+    dora: bool = False
+    """Also train the norm of each adapted matrix's outputs (DoRA, arXiv 2402.09353): slower, more
+    memory."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the adapters."""
     targets: Annotated[list[str], Names] = []
@@ -120,7 +125,7 @@ class ModelSettings(Section):
     freeze: Annotated[list[str], Names] = []
     """Frozen parameters: patterns of names, as `"embedding.*"` or (`hf`) `"model.layers.0.*"`."""
     lora: LoraSettings = LoraSettings()
-    """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`, `.base`."""
+    """`model.lora.rank`, `.alpha`, `.rslora`, `.dora`, `.dropout`, `.targets`, `.base`."""
 
     @property
     def unused(self) -> list[str]:
