@@ -127,7 +127,7 @@ class Loader(Iterator[StepBatch]):
 
     def _read(self, step: int) -> StepBatch | None:
         """This rank's micro-batches of a step (from 1), in host memory; None if it is closed."""
-        numbers = step_samples(step - 1, self.batch.global_batch, self.skipped)
+        numbers = step_samples(step - 1, self.batch.batches, self.skipped)
         if self.mixture:
             indices = self.mixture.indices(numbers)
         else:
@@ -138,7 +138,7 @@ class Loader(Iterator[StepBatch]):
             lengths = list(map(length, indices.tolist()))
             indices = indices[np.argsort(lengths, kind="stable")]
         size, micro, valid, real = self.batch.micro_batch, list[MicroBatch](), 0, 0
-        for k in self.batch.micro_batches(self.data_rank):
+        for k in self.batch.at(step - 1).micro_batches(self.data_rank):
             if self._stop.is_set():
                 return None
             rows = indices[k * size : (k + 1) * size]

@@ -26,7 +26,7 @@ import numpy as np
 from windlass.data.order import permute, sample_indices, step_samples
 from windlass.data.samples import Batch, Samples, real_tokens
 from windlass.errors import UserError
-from windlass.recipe import DataSettings, Horizon
+from windlass.recipe import BatchSizes, DataSettings, Horizon
 
 BLOCK = 2048  # samples, if nothing cuts it
 MANY_EPOCHS = 4  # more repetitions of text are worth much less than new text (arXiv 2305.16264)
@@ -125,7 +125,7 @@ def stages_of(data: DataSettings, horizon: Horizon, sizes: Sequence[int]) -> lis
     )
     weights = {part.name: part.weight for part in data.mix}
     stages = [Stage(0, tuple(weights[name] for name in names), limits)]
-    places = [horizon.steps_in(stage.start) * horizon.samples_per_step for stage in data.stages]
+    places = [horizon.batches.before(horizon.steps_in(stage.start)) for stage in data.stages]
     for start, stage in sorted(zip(places, data.stages, strict=True), key=lambda pair: pair[0]):
         weights |= stage.weights
         stages.append(Stage(start, tuple(weights[name] for name in names), limits))
@@ -208,10 +208,10 @@ class Mixture:
         return np.asarray(block.before) + np.bincount(inside, minlength=len(block.counts))
 
     def read(
-        self, step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()
+        self, step: int, batches: BatchSizes, skipped: Sequence[tuple[int, int]] = ()
     ) -> np.ndarray:
         """The samples of each source in the first steps, without `skipped` ones, int64 [sources]."""
-        end, reached = next_sample(step, global_batch, skipped), 0
+        end, reached = next_sample(step, batches, skipped), 0
         total = self.counts(end)
         for start, stop in sorted(skipped):
             if reached < stop <= end:
@@ -219,18 +219,20 @@ class Mixture:
                 reached = stop
         return total
 
-    def check(self, steps: int, global_batch: int) -> None:
+    def check(self, steps: int, batches: BatchSizes) -> None:
         """Raise UserError if the sources end before the run does."""
-        wanted = steps * global_batch
+        wanted = batches.before(steps)
         if (end := self._lay(wanted - 1)) < wanted:
-            problem = f"every source has reached its epochs after {end // global_batch:,} steps"
+            problem = (
+                f"every source has reached its epochs after {batches.steps_within(end):,} steps"
+            )
             advice = "write fewer train.steps, or leave epochs out of one source"
             raise UserError(f"data.mix: {problem}, and the run has {steps:,}: {advice}")
 
 
-def next_sample(step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()) -> int:
+def next_sample(step: int, batches: BatchSizes, skipped: Sequence[tuple[int, int]] = ()) -> int:
     """The number of the first sample after `step` steps."""
-    return int(step_samples(step, global_batch, skipped)[0])
+    return int(step_samples(step, batches, skipped)[0])
 
 
 class MixedSamples:

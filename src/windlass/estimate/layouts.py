@@ -71,7 +71,7 @@ def memory_rows(
         shard = base.shard if same else shard_of(strategy, base)
         layout = replace(base, strategy=strategy, shard=shard)
         layouts.append(replace(layout, checkpointing=checkpointing, offload=offload))
-    rows, samples = [], base.micro_batch * base.accumulation
+    rows, samples = [], base.micro_batch * base.accumulation  # of the largest step
     for layout in layouts + [base] * (base not in layouts):
         needed = memory(model, vocab, layout, optimizer)
         fits = None if usable is None else needed.total <= usable
@@ -79,8 +79,9 @@ def memory_rows(
             fits = None  # the unknown activations may be too large
         largest = None
         if known and usable is not None:
-            most = samples // base.pipeline  # each stage needs a micro-batch
-            sizes = (n for n in range(most, 0, -1) if samples % n == 0)
+            share = base.share or samples
+            most = share // base.pipeline  # each stage needs a micro-batch
+            sizes = (n for n in range(most, 0, -1) if share % n == 0)
             tried = (replace(layout, micro_batch=n, accumulation=samples // n) for n in sizes)
             fitting = (t for t in tried if memory(model, vocab, t, optimizer).total <= usable)
             largest = next((t.micro_batch for t in fitting), 0)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from windlass.errors import UserError
 from windlass.model.size import count
-from windlass.recipe import Horizon
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
@@ -33,7 +32,7 @@ def optimal_steps(recipe: Recipe, parameters: int, tokens_per_sample: float | No
     """Steps of compute-optimal training, rounded down; D counts real tokens, without padding."""
     tokens = optimal_tokens(parameters, recipe.train.tokens_per_parameter)
     per_sample = Fraction(recipe.model.context if tokens_per_sample is None else tokens_per_sample)
-    return max(1, math.floor(tokens / (per_sample * recipe.train.global_batch)))
+    return max(1, recipe.train.batches.steps_within(tokens / per_sample))
 
 
 def resolve_steps(
@@ -61,7 +60,7 @@ def resolve_steps(
             needs = f'train.steps = "{steps}" needs the number of samples in the prepared data'
             advice = "prepare them first (windlass prepare RECIPE), or write a number of steps"
             raise UserError(f"{needs}: {advice}")
-        return max(1, Horizon(0, samples_per_epoch, recipe.train.global_batch).steps_in(steps))
+        return max(1, recipe.horizon(0, samples_per_epoch).steps_in(steps))
     if parameters is None:
         if recipe.model.kind != "gpt":
             problem = "compute-optimal steps need the model's configuration, which is not readable"

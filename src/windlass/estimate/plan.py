@@ -62,8 +62,8 @@ class Plan:
     size: Size
     steps: int | None
     done: int
-    tokens_per_step: float  # over all ranks, without padding
-    padded_tokens_per_step: int
+    tokens_per_step: float  # over all ranks, without padding; of a step of mean size
+    padded_tokens_per_step: float
     taken_as_full: bool  # whether the plan ignores padding because its amount is unknown
     tokens: int | None
     epochs: float | None
@@ -198,12 +198,15 @@ def assumed_speed(subject: Subject, mfu: float) -> Speed | None:
 def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> Plan:
     """Every part of the plan that subject and speed determine, and the reasons for the others."""
     recipe, size, unknown = subject.recipe, subject.size, reasons(subject, speed)
-    batch, context, data = recipe.train.global_batch, recipe.model.context, recipe.data
+    batch: float = recipe.train.global_batch  # on average
+    context, data = recipe.model.context, recipe.data
     samples, tokens, steps = subject.samples_per_epoch, subject.tokens_per_sample, None
     try:
         steps = subject.resolve_steps()
     except UserError as error:
         unknown["steps"] = str(error)
+    if steps is not None and len(recipe.train.batches.sizes) > 1:
+        batch = recipe.train.batches.before(steps) / steps
     tokens_per_step = batch * (tokens or float(context))
     padded = data.packing == "documents" or data.format != "text"
     padded &= data.packing != "best-fit"  # whose rows are nearly full
@@ -233,7 +236,7 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
     )
     parts = memory_parts(plan, subject)
     if steps is not None:
-        parts |= calendar(plan, recipe, Horizon(steps, samples, batch), subject.val_samples)
+        parts |= calendar(plan, recipe, recipe.horizon(steps, samples), subject.val_samples)
     return replace(plan, **parts)
 
 
@@ -288,7 +291,7 @@ def calendar(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> 
     """Milestones of a run of known length, and the time to its end if the speed is known."""
     costs = plan.speed.costs if plan.speed else {}
     every = milestones(recipe, horizon, val_samples)
-    rows = milestone_rows(every, plan.done, plan.seconds_per_step, costs)
+    rows = milestone_rows(every, plan.done, plan.seconds_per_step, costs, horizon)
     schedule_steps = schedule_horizon(recipe.optim.schedule, horizon).steps
     parts = {
         "milestones": rows,

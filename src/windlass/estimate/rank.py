@@ -40,6 +40,7 @@ class Layout:
     pipeline: int = 1
     schedule: str = "1f1b"  # `parallel.pipeline_schedule`
     chunks: int = 1  # stages on each rank
+    share: int = 0  # the micro-batch divides it (`BatchPlan.share`); 0: a step's samples of a rank
 
     @property
     def policy(self) -> Strategy:
@@ -87,7 +88,7 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         parallel.activation_checkpointing,
         parallel.offload,
         batch.micro_batch,
-        batch.accumulation,
+        batch.largest.accumulation,
         device,
         parallel.reduce_each_micro_batch,
         0,
@@ -97,6 +98,7 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         parallel.pipeline,
         parallel.pipeline_schedule,
         parallel.chunks if parallel.pipeline > 1 else 1,
+        share=batch.share,
     )
 
 

@@ -98,7 +98,7 @@ def _length(plan: Any) -> str:
     steps = f"{work} = {short(plan.tokens or 0)}"
     if plan.tokens_per_step != plan.padded_tokens_per_step:
         share = 100 * plan.tokens_per_step / plan.padded_tokens_per_step
-        steps += f" ({share:.0f} % of {plan.padded_tokens_per_step:,} with padding)"
+        steps += f" ({share:.0f} % of {plan.padded_tokens_per_step:,.0f} with padding)"
     return steps + "; padding is unknown and not counted" * plan.taken_as_full
 
 
@@ -118,7 +118,7 @@ def _print_memory(plan: Any, console: Console) -> None:
         fits = {True: "yes", False: "no", None: "?"}[row.fits]
         cells.append((strategy, row.layout.checkpointing, *shown, fits, largest))
     notes = ["The table is computed, not measured. *: the recipe's own layout."]
-    samples = f"{first.micro_batch * first.accumulation:,}, the sequences of a rank in a step"
+    samples = f"{first.share or first.micro_batch * first.accumulation:,}, the sequences of a rank in a step"
     notes.append(f"max: the largest micro-batch that fits; at most {samples}.")
     grows = any(row.memory.gradients > 1.5 * row.memory.parameters > 0 for row in rows)
     if grows and first.world > 1 and first.accumulation > 1:

@@ -26,7 +26,6 @@ import numpy as np
 from windlass.estimate.milestones import CHECKPOINT, EVALUATION, SAMPLE, milestones, seconds_until
 from windlass.estimate.rank import Layout
 from windlass.estimate.work import Collective
-from windlass.recipe import Horizon
 from windlass.run import effective, last_start, read_lines
 from windlass.telemetry.timing import wall_time
 
@@ -172,6 +171,7 @@ def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:
         return None
     lines = [x for x in lines if x.get("attempt", 0) == lines[-1].get("attempt", 0)]
     lines = lines[2:] if len(lines) > 4 else lines[1:] or lines
+    lines = [x for x in lines if _samples_per_step(x) == _samples_per_step(lines[-1])]
     began = last_start(ledger)
     world, device = int(began.get("world", 1)), str(began.get("device") or "")
     tokens_per_step = median(x["tokens_per_s"] * x["step_ms"] / 1e3 for x in lines)
@@ -180,6 +180,11 @@ def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:
     steps = f"steps {lines[0]['step']:,} to {lines[-1]['step']:,}"
     detail = f"run {name}: {world} x {device or 'unknown device'}, {steps}"
     return Speed(speed, world, "measured", detail, _costs(ledger, speed), device)
+
+
+def _samples_per_step(line: Line) -> int:
+    """The samples of a step, which `train.batch_schedule` changes."""
+    return round(line.get("samples_per_s", 0.0) * line["step_ms"] / 1e3)
 
 
 def _costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
@@ -271,11 +276,11 @@ def predicted_and_actual(run: Run) -> PredictedAndActual:
     if not early or speed is None:
         after = f"{100 * PREDICTED_AT:g} % of the steps"
         return replace(outcome, reason=f"nothing was logged between {after} and the end")
-    samples, batch = int(started.get("samples_per_epoch", 0)), run.recipe.train.global_batch
+    horizon = run.recipe.horizon(steps, int(started.get("samples_per_epoch", 0)))
     val_samples = started.get("data", {}).get("val", {}).get("samples", 0)
-    ahead = milestones(run.recipe, Horizon(steps, samples, batch), val_samples)
-    per_step = now["tokens"] / now["step"] / speed.tokens_per_s
-    left = seconds_until(ahead, steps, now["step"], per_step, speed.costs)
+    ahead = milestones(run.recipe, horizon, val_samples)
+    per_step = now["tokens"] / horizon.work_until(now["step"]) / speed.tokens_per_s
+    left = seconds_until(ahead, steps, now["step"], per_step, speed.costs, horizon)
     return replace(
         outcome,
         predicted_seconds=_without_pauses(raw[: raw.index(now) + 1]) + left,

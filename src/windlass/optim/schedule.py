@@ -47,7 +47,7 @@ def phases(schedule: ScheduleSettings, horizon: Horizon) -> tuple[int, int]:
     if schedule.kind == "constant":
         fall = steps
     elif schedule.kind == "wsd":
-        fall = max(warmup, steps - horizon.steps_in(schedule.decay))
+        fall = max(warmup, horizon.steps_before_last(schedule.decay))
     return warmup, fall
 
 

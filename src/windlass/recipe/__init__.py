@@ -14,4 +14,4 @@ from windlass.recipe.layers import (
 from windlass.recipe.load import NON_SEMANTIC, Recipe, RecipeError, as_recipe, settings
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import DataSettings, OptimSettings, ScheduleSettings
-from windlass.recipe.units import BatchPlan, Duration, Horizon, plan_batch
+from windlass.recipe.units import BatchPlan, BatchSizes, Duration, Horizon, plan_batch

@@ -167,6 +167,8 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         words = " or ".join(", ".join(f'"{one}"' for one in members).rsplit(", ", 1))
     elif origin is tuple:
         words = f"a list of {len(members)}, each {_values(members[0])}"
+    elif origin is list and get_origin(members[0]) is tuple:
+        words = "a list of pairs"
     elif origin is dict:
         words = "a table"
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):

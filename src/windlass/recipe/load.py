@@ -35,7 +35,7 @@ from windlass.recipe.layers import (
 )
 from windlass.recipe.network import ModelSettings, Section
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
-from windlass.recipe.units import BatchPlan, plan_batch
+from windlass.recipe.units import BatchPlan, Horizon, plan_batch
 
 NON_SEMANTIC = (
     *("run.name", "run.dir", "run.notes", "data.dir", "data.workers", "data.prefetch"),
@@ -178,12 +178,18 @@ class Recipe(BaseModel):
         data = strategy.sizes(world // p.model_ranks, p.shard_size, groups)
         return replace(data, pp=p.pipeline, cp=p.context, tp=p.tensor)
 
+    def horizon(self, steps: int, samples_per_epoch: int) -> Horizon:
+        """The length of a run with the recipe's batches."""
+        batches = self.train.batches
+        return Horizon(steps, samples_per_epoch, batches.first, batches.schedule)
+
     def batch(self, world: int, device: str = "cpu") -> BatchPlan:
         """How `world` ranks divide a step's samples; UserError names the sizes that would work."""
         t, data_world, context = self.train, self.sizes(world).data_world, self.model.context
         stages = self.parallel.pipeline
-        batch = plan_batch(t.global_batch, t.micro_batch, data_world, context, device, stages)
-        if batch.accumulation < stages:
+        sizes = t.micro_batch, data_world, context, device, stages
+        batch = plan_batch(t.global_batch, *sizes, t.batches.schedule)
+        if batch.share // batch.micro_batch < stages:
             problem = f"parallel.pipeline = {stages} needs {stages} or more micro-batches in a step"
             found = f"here each stage has {batch.accumulation} of {batch.micro_batch} samples"
             too_few = "write a larger train.global_batch"

@@ -3,13 +3,13 @@ section."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
 from windlass.recipe.mixture import MixSource, MixStage
 from windlass.recipe.network import Names, Section
-from windlass.recipe.units import EPOCHS, Duration
+from windlass.recipe.units import EPOCHS, BatchSizes, Duration
 
 IGNORE_INDEX = -100  # the label of a masked position, as in `torch.nn.functional.cross_entropy`
 
@@ -160,6 +160,9 @@ class TrainSettings(Section):
     steps is rounded down."""
     global_batch: int = Field(64, ge=1)
     """Sequences in one optimizer step, over all ranks."""
+    batch_schedule: list[tuple[int, int]] = []
+    """Other batch sizes later: `[[500, 128], [2000, 256]]` has 128 sequences in a step after 500
+    steps, and 256 after 2,000. The learning rate does not follow. Evaluations keep `global_batch`."""
     micro_batch: int = Field(0, ge=0)
     """Sequences in one forward pass of one rank; 0: about 4,096 tokens on a CPU and 16,384 on a
     GPU, and less if memory runs out in the first step of a run of one rank."""
@@ -200,6 +203,28 @@ class TrainSettings(Section):
     sums its loss, at step 1."""
     threads: int = Field(0, ge=0)
     """CPU threads of one rank; 0: the fastest number, or a share of the cores per rank."""
+
+    @field_validator("batch_schedule", mode="before")
+    @classmethod
+    def _batch_schedule(cls, value: Any) -> Any:
+        try:
+            pairs = [(start, size) for start, size in value]
+        except (TypeError, ValueError):
+            pairs = [("", "")]
+        starts = [start for start, _ in pairs]
+        if not all(type(n) is int and n > 0 for pair in pairs for n in pair):
+            raise ValueError(
+                "it takes pairs of steps done and sequences, as [[500, 128], [2000, 256]]; write a "
+                "share of the run or epochs as steps, so that a longer run keeps them"
+            )
+        if sorted(set(starts)) != starts:
+            raise ValueError("its pairs [steps done, sequences] must be in order of the steps")
+        return value
+
+    @property
+    def batches(self) -> BatchSizes:
+        """The samples of every step."""
+        return BatchSizes(self.global_batch, tuple(self.batch_schedule))
 
     @field_validator("steps", mode="before")
     @classmethod

@@ -26,7 +26,7 @@ def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorde
     if not ran_out_of_memory(error):
         raise error
     recipe, ranks = recorder.plan.recipe, recorder.ranks
-    samples = batch.global_batch // batch.data_world
+    samples = batch.share
     sizes = [size for size in range(1, batch.micro_batch // 2 + 1) if samples % size == 0]
     phase, sharded = ranks.status.phase, ranks.strategy.shards_parameters
     ours = not recipe.train.micro_batch and ranks.world == 1 and not sharded
@@ -50,7 +50,7 @@ def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorde
 def recorded_micro_batch(run: Run, batch: BatchPlan) -> BatchPlan:
     """The plan with the smaller micro-batch of an earlier start, so that a resume has equal bits."""
     sizes = [event["micro_batch"] for event in run.events if event["event"] == OUT_OF_MEMORY]
-    samples = batch.global_batch // batch.data_world
+    samples = batch.share
     if sizes and sizes[-1] < batch.micro_batch and samples % sizes[-1] == 0:
         return replace(batch, micro_batch=sizes[-1])
     return batch

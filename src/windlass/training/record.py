@@ -205,8 +205,12 @@ class Recorder:
     def _work(self, facts: Facts, batch: BatchPlan) -> dict[str, str]:
         """The header's lines about the data and the steps."""
         steps, done = self.horizon.steps, self.state.step
-        tokens = round(facts["train"].get("tokens_per_sample", batch.context) * batch.global_batch)
-        epochs = steps * batch.global_batch / self.horizon.samples_per_epoch
+        samples = self.horizon.batches.before(steps)
+        per_sample = facts["train"].get("tokens_per_sample", batch.context)
+        tokens, epochs = (
+            round(per_sample * samples / steps),
+            samples / self.horizon.samples_per_epoch,
+        )
         data = lines(facts, self.plan.recipe.model.context)
         parts = [": ".join(data[key] for key in ("data", "training") if key in data)]
         parts += [f"validation {data['validation']}", data["tokenizer"]]
@@ -325,7 +329,7 @@ class Recorder:
         if not self.started_up:
             self.first_step()
         per_epoch, first = horizon.samples_per_epoch, batch.first_sample
-        epoch = (first + horizon.samples_per_step) // per_epoch
+        epoch = (first + horizon.batches.at(state.step - 1)) // per_epoch
         if self.logs_epochs and epoch > first // per_epoch:
             more = state.step < horizon.steps
             order = self.describe_order(epoch) if more else None
@@ -355,9 +359,9 @@ class Recorder:
         state, horizon = self.state, self.horizon
         if state.step == horizon.steps or not self.logs_epochs:
             return
-        per_step, per_epoch = horizon.samples_per_step, horizon.samples_per_epoch
-        epoch = int(step_samples(state.step, per_step, state.skipped)[0]) // per_epoch
-        epochs = math.ceil((horizon.steps - 1) * per_step / per_epoch)
+        batches, per_epoch = horizon.batches, horizon.samples_per_epoch
+        epoch = int(step_samples(state.step, batches, state.skipped)[0]) // per_epoch
+        epochs = math.ceil(batches.before(horizon.steps - 1) / per_epoch)
         number = f"epoch {epoch + 1:,}" + (f" of {epochs:,}" if epochs > 1 else "")
         order = self.describe_order(epoch)
         if state.step == 0 and not any(event["event"] == "epoch" for event in self.run.events):
@@ -466,7 +470,7 @@ class Recorder:
             samples=state.samples,
             label_tokens=state.label_tokens if state.label_tokens != state.tokens else None,
             epochs=self.epoch,
-            steps_per_epoch=self.horizon.samples_per_epoch / self.horizon.samples_per_step,
+            steps_per_epoch=state.step * self.horizon.samples_per_epoch / state.samples,
             final_loss=(trained or [None])[-1],
             final_eval_loss=(losses or [None])[-1],
             best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None),

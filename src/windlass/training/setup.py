@@ -105,7 +105,7 @@ def batch_and_horizon(
     tokens = real_tokens(data.train)
     per_sample = None if tokens is None else tokens / samples
     steps = resolve_steps(recipe, data.vocab, per_sample, samples, parameters)
-    return batch, Horizon(steps, samples, recipe.train.global_batch)
+    return batch, recipe.horizon(steps, samples)
 
 
 def open_run_directory(
@@ -336,11 +336,11 @@ def open_losses(
     if not isinstance(samples, MixedSamples):
         return LossSum(state, ranks)
     planned = stages_of(recipe.data, horizon, list(map(len, samples.parts)))
-    at = next_sample(state.step, horizon.samples_per_step, state.skipped)
+    at = next_sample(state.step, horizon.batches, state.skipped)
     past = [Stage(start, tuple(weights), tuple(limits)) for start, weights, limits in state.mixture]
     stages = continue_stages(past, planned, at)
     mixture = Mixture(samples, stages, recipe.run.seed, recipe.data.order)
-    mixture.check(horizon.steps, horizon.samples_per_step)
+    mixture.check(horizon.steps, horizon.batches)
     state.mixture = [list(stage) for stage in stages]
     return LossSum(state, ranks, mixture, takes_sources(unwrap(model)))
 

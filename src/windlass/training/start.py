@@ -201,7 +201,7 @@ def steps_of(run: Run, length: int | str) -> int | None:
         return length if isinstance(length, int) else None
     if length == "compute-optimal":
         return int(began["steps"])
-    horizon = Horizon(0, began["samples_per_epoch"], run.recipe.train.global_batch)
+    horizon = run.recipe.horizon(0, began["samples_per_epoch"])
     return max(1, horizon.steps_in(length))
 
 

@@ -232,7 +232,8 @@ class Trainer:
                 lr = recipe.optim.lr * multiplier
                 result = self.step(batch, multiplier)
                 stop_requested, failed_saves, stop_asked = flags.wait()
-                state.advance(horizon.samples_per_step, result.tokens, result.label_tokens)
+                samples = horizon.batches.at(state.step)
+                state.advance(samples, result.tokens, result.label_tokens)
                 self.losses.add(result.loss)
                 recorder.stepped(batch, result)
                 if state.step == first_step:  # later collectives need not wait for compilation
@@ -251,7 +252,7 @@ class Trainer:
                 look = due or not self.bad_steps.deferred
                 if rewind_reason := self.bad_steps.decide(result.grad_norm, result.spike, look):
                     loader.close(None)
-                    self.rewind(rewind_reason, batch.first_sample + self.batch.global_batch)
+                    self.rewind(rewind_reason, batch.first_sample + samples)
                     loader = self.open_loader()
                     continue
 
@@ -261,7 +262,7 @@ class Trainer:
                 if log_due:  # waits for the device
                     scale = float(self.scaler.scale) if self.scaler is not None else None
                     self.losses.read()
-                    sources = self.losses.take_sources(horizon.samples_per_step)
+                    sources = self.losses.take_sources(horizon.batches)
                     recorder.train(float(result.loss), lr, float(result.grad_norm), scale, sources)
                 if save_due and self.saver.newest != state.step:
                     self.checkpoints.save()
@@ -401,7 +402,7 @@ class Trainer:
         checkpoint = open_checkpoint(choice.path, deep=False)
         restore(checkpoint, self.model, self.optimizer)
         saved = TrainState.from_json(checkpoint.counters)
-        first = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])
+        first = int(step_samples(saved.step, self.batch.batches, saved.skipped)[0])
         state.return_to(saved, left_out=(first, stop_sample))
         self.bad_steps.reset()
         if self.scaler is not None:
