@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from windlass.data.chat import PLAIN_LAYOUT
+from windlass.data.mixture import MANY_EPOCHS
 from windlass.data.packing import BestFitSamples
 from windlass.data.samples import Samples, real_tokens
 from windlass.data.shards import EVAL, MAIN, Index
@@ -32,6 +34,7 @@ def describe(data: Data) -> Facts:
     - Best-fit packing: `fill` (the part of all rows that is tokens) and `items_per_sample`.
     - Several sources: `sources` and `eval_sources`, each with `documents` and `tokens` read, and
       the tokens for `train` and `val`.
+    - A mixture, once the run's length is known: `mixture`, from `mixture.shares_of_run`.
     - Conversations: `template`, their layout in words.
     - A character tokenizer: `characters` (how many) and `symbols`.
     """
@@ -108,10 +111,12 @@ def _source(index: Index, stream: str) -> Facts:
 
 
 def warnings(facts: Facts) -> list[str]:
-    """Warnings about a makeshift chat template, and about sources from which nothing is used."""
+    """Warnings about a makeshift chat template, about sources from which nothing is used, and about
+    sources of a mixture that a run repeats often."""
     texts, template = [], facts.get("template", "")
     if template.startswith(PLAIN_LAYOUT) and facts["tokenizer"].startswith("hf:"):
         texts = [f"conversations are written as {template}; a model trained to chat has its own"]
+    texts += repeated(facts.get("mixture", ()))
     uses = ("sources", "train", "trained on"), ("eval_sources", "val", "evaluated")
     for key, split, use in uses:
         for row in facts.get(key, ()):
@@ -131,6 +136,8 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
         shown["data"] = f"{names}{f' ({files:,} files)' if files > 1 else ''}"
     if rows := [*facts.get("sources", ()), *facts.get("eval_sources", ())]:
         shown["sources"] = _source_table(rows)
+    if mixture := facts.get("mixture"):
+        shown["mixture"] = mixture_table(mixture)
     for name, title in (("train", "training"), ("val", "validation")):
         shown[title] = _in_words(facts[name], facts) if name in facts else "none"
     kind = [facts["tokenizer"]] if "tokenizer" in facts else []
@@ -166,10 +173,44 @@ def _in_words(split: Facts, facts: Facts) -> str:
     return ", ".join(parts)
 
 
+def repeated(mixture: Iterable[Facts]) -> list[str]:
+    """A warning for each source of a mixture that is read more than MANY_EPOCHS times."""
+    return [
+        f"data.mix: the run reads {row['name']} {row['epochs']:.3g} times, and after about "
+        f"{MANY_EPOCHS} epochs repeated text teaches little (arXiv 2305.16264): lower its weight, "
+        "or set its epochs"
+        for row in mixture
+        if row["epochs"] > MANY_EPOCHS
+    ]
+
+
+def mixture_table(rows: Iterable[Facts]) -> str:
+    """The sources of a mixture over the whole run; a share for each stage."""
+    head = ("source", "share", "samples", "tokens", "epochs")
+    return _table(
+        [
+            head,
+            *(
+                (
+                    row["name"],
+                    " -> ".join(f"{100 * weight:.4g} %" for weight in row["weights"]),
+                    f"{row['samples']:,}",
+                    "?" if row["tokens"] is None else f"{row['tokens']:,}",
+                    f"{row['epochs']:.3g}",
+                )
+                for row in rows
+            ),
+        ]
+    )
+
+
 def _source_table(rows: list[Facts]) -> str:
     head = ("source", "documents", "tokens", "trained", "held out")
     keys = ("documents", "tokens", "train", "val")
-    cells = [head, *((row["source"], *(f"{row[key]:,}" for key in keys)) for row in rows)]
+    return _table([head, *((row["source"], *(f"{row[key]:,}" for key in keys)) for row in rows)])
+
+
+def _table(cells: list[tuple[str, ...]]) -> str:
     first, *widths = (max(map(len, column)) for column in zip(*cells, strict=True))
     return "\n".join(
         "  ".join([name.ljust(first), *(n.rjust(w) for n, w in zip(numbers, widths, strict=True))])

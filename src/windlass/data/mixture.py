@@ -28,7 +28,7 @@ from windlass.data.samples import Batch, Samples, real_tokens
 from windlass.errors import UserError
 from windlass.recipe import BatchSizes, DataSettings, Horizon
 
-BLOCK = 2048  # samples, if nothing cuts it
+BLOCK = 512  # samples, if nothing cuts it
 MANY_EPOCHS = 4  # more repetitions of text are worth much less than new text (arXiv 2305.16264)
 
 
@@ -228,6 +228,30 @@ class Mixture:
             )
             advice = "write fewer train.steps, or leave epochs out of one source"
             raise UserError(f"data.mix: {problem}, and the run has {steps:,}: {advice}")
+
+
+def shares_of_run(
+    mixture: Mixture, horizon: Horizon, skipped: Sequence[tuple[int, int]] = ()
+) -> list[dict[str, Any]]:
+    """A mixture's sources over a whole run: `name`, `weights` (of each stage, as shares), `samples`
+    and `tokens` that are read, `epochs`, and `epoch_samples`."""
+    samples, rows = mixture.samples, list[dict[str, Any]]()
+    counts = mixture.read(horizon.steps, horizon.batches, skipped).tolist()
+    for number, (name, part, count) in enumerate(
+        zip(samples.names, samples.parts, counts, strict=True)
+    ):
+        tokens, stages = real_tokens(part), mixture.stages
+        rows.append(
+            {
+                "name": name,
+                "weights": [round(s.weights[number] / sum(s.weights), 6) for s in stages],
+                "samples": count,
+                "tokens": None if tokens is None else round(count * tokens / len(part)),
+                "epochs": count / len(part),
+                "epoch_samples": len(part),
+            }
+        )
+    return rows
 
 
 def next_sample(step: int, batches: BatchSizes, skipped: Sequence[tuple[int, int]] = ()) -> int:

@@ -67,6 +67,7 @@ class Plan:
     taken_as_full: bool  # whether the plan ignores padding because its amount is unknown
     tokens: int | None
     epochs: float | None
+    mixture: list[dict[str, Any]] = field(default_factory=list)  # see `mixture.shares_of_run`
     schedule_steps: int | None = None  # of the learning rate schedule, if not the run's steps
     optimal_tokens: int | None = None
     optimal_steps: int | None = None
@@ -235,6 +236,11 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         unknown=unknown,
     )
     parts = memory_parts(plan, subject)
+    if steps is not None and recipe.data.mix:
+        try:
+            parts["mixture"] = subject.mixture_rows(steps)
+        except UserError as error:
+            unknown["mixture"] = str(error)
     if steps is not None:
         parts |= calendar(plan, recipe, recipe.horizon(steps, samples), subject.val_samples)
     return replace(plan, **parts)

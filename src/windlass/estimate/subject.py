@@ -47,6 +47,7 @@ class Subject:
     samples_per_epoch: int = 0  # 0: unknown
     tokens_per_sample: float | None = None  # the average without padding; None: unknown
     val_samples: int = 0  # of the validation set; 0: none, or unknown
+    mixture: Any = None  # the samples of a mixture (`MixedSamples`), or a run's facts about it
     reason: str = "the data is not prepared (windlass prepare RECIPE)"  # why they are unknown
     done: int = 0  # steps
     steps: int | None = None  # of a run that has begun
@@ -73,6 +74,21 @@ class Subject:
             return Size(non_embedding=sizes.non_embedding, parts=parts)
         on_disk = checkpoint_bytes(model, vocab, recipe.optim.kind)
         return Size(vocab, sizes.total, sizes.total, sizes.non_embedding, parts, flops, on_disk)
+
+    def mixture_rows(self, steps: int) -> list[dict[str, Any]]:
+        """The sources of a mixture over the run, as `shares_of_run`; none if they are unknown.
+
+        UserError if they end before the run.
+        """
+        if not self.mixture or isinstance(self.mixture, list):
+            return self.mixture or []
+        from windlass.data.mixture import Mixture, shares_of_run, stages_of
+
+        horizon = self.recipe.horizon(steps, self.samples_per_epoch)
+        stages = stages_of(self.recipe.data, horizon, list(map(len, self.mixture.parts)))
+        mixture = Mixture(self.mixture, stages, self.recipe.run.seed)
+        mixture.check(steps, horizon.batches)
+        return shares_of_run(mixture, horizon)
 
     def resolve_steps(self) -> int:
         """The steps of the run; UserError if they depend on something unknown."""
@@ -130,6 +146,7 @@ def subject_of(
         done=int(last.get("step", started["step"])),
         steps=int(started["steps"]),
         val_samples=started.get("data", {}).get("val", {}).get("samples", 0),
+        mixture=started.get("data", {}).get("mixture"),
     )
     return with_counted_sizes(subject)
 
@@ -186,4 +203,5 @@ def with_prepared_data(subject: Subject) -> Subject:
         samples_per_epoch=len(samples),
         tokens_per_sample=tokens,
         val_samples=len(val or ()),
+        mixture=samples if subject.recipe.data.mix else None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from windlass.data.facts import mixture_table, repeated
 from windlass.errors import plural
 from windlass.estimate.memory import PARTS
 from windlass.estimate.search import NETWORK
@@ -85,6 +86,9 @@ def _facts(plan: Any) -> list[Fact]:
             facts["optimal"] += f"; this run has {ratio:.3g} tokens a parameter"
     why = plan.unknown.get("epochs", "")
     facts["epochs"] = f"{plan.epochs:.3g}" if plan.epochs else f"unknown{': ' * bool(why)}{why}"
+    facts["mixture"] = mixture_table(plan.mixture) if plan.mixture else ""
+    facts["problem"] = plan.unknown.get("mixture", "")
+    facts["repeated"] = "\n".join(repeated(plan.mixture))
     if plan.evaluations:
         facts |= {"evaluation": str(plan.evaluations), "warning": plan.evaluations.warning}
     if size.flops_per_token:

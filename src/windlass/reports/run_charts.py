@@ -16,7 +16,7 @@ from windlass.reports.text import show, slug
 from windlass.reports.tracks import Numbers, Track, interpolate
 from windlass.reports.view import RunView
 from windlass.study.results import BITS, common_measure, diverged
-from windlass.telemetry.measures import DEVICE, PHASES, TRAIN, by_chart
+from windlass.telemetry.measures import DEVICE, PHASES, SOURCE, TRAIN, by_chart, of_source
 
 POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels
 RANK_POINTS = 400
@@ -26,7 +26,7 @@ AXES = ("step", "tokens", "hours")
 
 def charts(views: Sequence[RunView]) -> list[Chart]:
     """The charts for which a run has numbers, the loss first; of several runs one column each."""
-    drawn = [_loss_chart(views), *_suite_charts(views)]
+    drawn = [_loss_chart(views), *_source_charts(views), *_suite_charts(views)]
     logged = [view.logged for view in views]
     names = (name for track in logged for name in track.columns if name.startswith("log."))
     for name in dict.fromkeys(names):
@@ -100,6 +100,27 @@ def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
         name = "a sample of the training data"
         series.append(_series(views, track, "train_loss", name=name, **look | pattern(2)))
     return series
+
+
+def _source_charts(views: Sequence[RunView]) -> list[Chart]:
+    """The training and validation loss of a mixture's sources; several runs have one per source."""
+    drawn, loss = list[Chart](), SOURCE["loss"]
+    every = {"training": [view.train for view in views]}
+    every["validation"] = [view.evals.get(LOSS) for view in views]  # type: ignore[misc]
+    for kind, tracks in every.items():
+        fields = dict.fromkeys(name for track in tracks if track for name in track.columns)
+        names = {
+            name: name.split(".")[1]
+            for name in fields
+            if of_source(name) and name.endswith(".loss")
+        }
+        parts = [{name: text} for name, text in names.items()] if len(views) > 1 else [names]
+        for number, columns in enumerate(parts):
+            look: dict[str, Any] = {"smooth": True} if kind == "training" else {"points": "line"}
+            title = ", ".join([loss.heading, kind, *columns.values()][: 3 if len(views) > 1 else 2])
+            key = f"source-{kind}-{number}" if len(views) > 1 else f"source-{kind}"
+            drawn.append(Chart(key, title, loss.unit, _columns(views, tracks, columns, **look)))
+    return drawn
 
 
 def _suite_charts(views: Sequence[RunView]) -> list[Chart]:

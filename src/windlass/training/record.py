@@ -85,7 +85,9 @@ class Recorder:
         self.timer = StepTimer(ranks.device, self.goodput)
         self.started_up = False  # whether this start has done a step
         # The ends of epochs shorter than the period of `train` lines have no lines of their own.
+        # The sources of a mixture have epochs of their own.
         self.logs_epochs = horizon.samples_per_epoch >= settings.every * horizon.samples_per_step
+        self.logs_epochs &= not plan.recipe.data.mix
         self.padded_tokens = 0  # tokens of this start, with padding
         # Step, samples, tokens and padded tokens at the last `train` line.
         self.logged: tuple[int, ...] = ()
@@ -219,7 +221,7 @@ class Recorder:
         about = "about " * ("lengths" in data)  # rows differ in length
         total = f"{short(steps * tokens)} tokens"
         work = f"{plural(steps, 'step')} x {about}{tokens:,} tokens = {total}"
-        more = ("sources", "template", "lengths", "packing", "cut")
+        more = ("sources", "mixture", "template", "lengths", "packing", "cut")
         return {
             "data": "; ".join(parts),
             **{key: data[key] for key in more if key in data},

@@ -27,6 +27,7 @@ from windlass.checkpoint.retention import BEST, FINAL
 from windlass.checkpoint.state_dict import restore
 from windlass.data.facts import describe
 from windlass.data.loader import Loader, MicroBatch, StepBatch
+from windlass.data.mixture import shares_of_run
 from windlass.data.order import step_samples
 from windlass.data.prepare import Data
 from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
@@ -153,7 +154,10 @@ class Trainer:
             notes += setup.disk_shortage(plan, self.horizon, step, size)
         notes += [note] if not custom and (note := export_note(self.recipe.model)) else []
         groups = setup.optimizer_groups(self.model, self.optimizer, self.ranks)
-        self.recorder.started(self.batch, threads, describe(self.data), groups, source, notes)
+        facts = describe(self.data)
+        if mixture := self.losses.mixture:
+            facts["mixture"] = shares_of_run(mixture, self.horizon, self.state.skipped)
+        self.recorder.started(self.batch, threads, facts, groups, source, notes)
         if plan.changes:
             self.recorder.settings_changed()
             decide_on_rank_0(self.ranks, "settings", lambda: start.write_settings(plan))

@@ -38,6 +38,8 @@ COMMON = {
 }
 FLOAT64: dict[str, Any] = {"train.precision": "fp64"}
 Task = dict[str, Any]  # see `rank.run_rank`
+Outcome = tuple[bool | None, str]  # `passed` and `measured` of a Proof
+SEEN, UNSEEN = "; an injected error was seen", "the proof did not see an injected error: "
 
 
 class Bench:
@@ -69,7 +71,9 @@ class Bench:
         """The base recipe with changes for a run, as `train__micro_batch=4`."""
         changes = {key.replace("__", "."): value for key, value in settings.items()}
         place = {"run.dir": str(self.folder / run)}
-        return Recipe.load(self.recipe, self.base | dotted(changes) | place)
+        replaced = ("data.source", "data.eval_source") if "data.mix" in changes else ()
+        base = {key: value for key, value in self.base.items() if key not in replaced}
+        return Recipe.load(self.recipe, base | dotted(changes) | place)
 
     def start(
         self, run: str, world: int, task: Task | None = None, **settings: Any

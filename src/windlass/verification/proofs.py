@@ -19,7 +19,17 @@ from windlass.data.order import Order
 from windlass.data.prepare import open_data
 from windlass.errors import UserError, first_line, installed, needs, plural
 from windlass.run import Run
-from windlass.verification.bench import BATCH, FLOAT64, MICRO, STEPS, Bench
+from windlass.verification.bench import (
+    BATCH,
+    FLOAT64,
+    MICRO,
+    SEEN,
+    STEPS,
+    UNSEEN,
+    Bench,
+    Outcome,
+)
+from windlass.verification.mixture import mixture_exact
 
 EXACT = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
 ROUNDING = 1e-9  # the largest difference in float64 that counts as rounding
@@ -50,8 +60,6 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 FAULTS = {"tp 2": "norms", "cp 2": "labels", "pp 2": "clipping"}
 """The error of `rank.injected` to try on a layout."""
 OWN_COUNT = "each rank divides by its own number of labels"
-SEEN, UNSEEN = "; an injected error was seen", "the proof did not see an injected error: "
-Outcome = tuple[bool | None, str]  # `passed` and `measured` of a Proof
 
 
 def numbers(run: Run, spoil: bool = False) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
@@ -329,6 +337,10 @@ PROOFS: dict[str, tuple[str, Callable[[Bench], Outcome]]] = {
         world_changes_nothing,
     ),
     "order": ("the sample sequence has no repeat and no gap over worlds", sequence_whole),
+    "mixture": (
+        "a mixture keeps its shares and its sequence over worlds, a kill and a branch",
+        mixture_exact,
+    ),
     "kills": ("no kill loses a committed checkpoint", kills_lose_nothing),
     "export": ("export to transformers gives equal logits", export_equal),
 }

@@ -30,8 +30,9 @@ def run_rank(task: Task) -> None:
     """Train each recipe of a task, whose files are in `recipes`, on `world` ranks.
 
     The task may have `faults`: for each recipe the name of an error to inject, or ""; `stop_at`, a
-    step; `kill_after`, a step; `module`: give `train` the model as a user's own module; `record`:
-    write the indices of the samples of each micro-batch to `RECORD-RANK.json`.
+    step; `branch_from`, RUN@STEP; `kill_after`, a step; `module`: give `train` the model as a
+    user's own module; `record`: write the indices of the samples of each micro-batch to
+    `RECORD-RANK.json`.
     """
     faults = task.get("faults") or [""] * len(task["recipes"])
     for path, fault in zip(task["recipes"], faults, strict=True):
@@ -55,18 +56,24 @@ def train(recipe: Recipe, task: Task) -> None:
         reads.append([int(i) for i in indices])
         return read(indices)
 
+    def write_record() -> None:
+        if "record" in task:
+            path = Path(f"{task['record']}-{os.environ.get('RANK', '0')}.json")
+            path.write_text(json.dumps(reads))
+
     class AtStep(windlass.Callback):
         def on_step(self, now: Any) -> None:
             if now.step == task.get("kill_after"):
                 while not any((recipe.run_dir / "checkpoints").glob("step-????????")):
                     time.sleep(0.01)
+                write_record()
                 os.kill(os.getpid(), signal.SIGKILL)
 
     data.train.read = recorded  # type: ignore[method-assign]
+    how = {key: task[key] for key in ("stop_at", "branch_from") if key in task}
     with contextlib.suppress(Stopped):
-        windlass.train(recipe, model, data, callbacks=[AtStep()], stop_at=task.get("stop_at", 0))
-    if "record" in task:
-        Path(f"{task['record']}-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(reads))
+        windlass.train(recipe, model, data, callbacks=[AtStep()], **how)
+    write_record()
 
 
 @contextlib.contextmanager

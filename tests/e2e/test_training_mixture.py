@@ -1,0 +1,161 @@
+"""A mixture in a whole training: the same after a stop, a kill, and on other ranks; other weights in
+a branch; its numbers in the ledger, the report, the trackers and the plan.
+"""
+
+import numpy as np
+import pytest
+from small_runs import corpus, recipe_of, settings, start, stopped, untouched
+
+from helpers import refused
+from windlass import plan, train
+from windlass.checkpoint.load import open_checkpoint
+from windlass.data.mixture import Mixture, Stage
+from windlass.data.prepare import open_data
+from windlass.recipe import typed
+from windlass.reports.run_charts import charts
+from windlass.reports.view import RunView
+from windlass.run import Run
+from windlass.telemetry import measures
+from windlass.telemetry.trackers import point
+from windlass.verification.bench import Bench
+from windlass.verification.mixture import mixture_exact
+
+__all__ = ["corpus"]
+
+NAMES = ("long", "short", "third")
+
+
+@pytest.fixture(scope="module")
+def texts(corpus):
+    """Sources of 48, 14 and 30 samples."""
+    text = (corpus / "text.txt").read_text()
+    for name, size in zip(NAMES, (787, 230, 500), strict=True):
+        (corpus / f"{name}.txt").write_text(text[:size])
+    return corpus
+
+
+def mix(texts, *weights, **more):
+    own = {"short": more}
+    return [
+        {"name": name, "source": str(texts / f"{name}.txt"), "weight": weight, **own.get(name, {})}
+        for name, weight in zip(NAMES, weights, strict=True)
+    ]
+
+
+STAGES = [{"from": "50 %", "weights": {"third": 0.8}}]
+
+
+def mixed(texts, run, *weights, epochs=1.0, **more):
+    weights = weights or (0.6, 0.3, 0.1)
+    own = {"data.mix": mix(texts, *weights, epochs=epochs), "data.stages": STAGES}
+    place = {"run.dir": str(run), "data.dir": str(texts / "mix-data")}
+    recipe = recipe_of(texts, run, **more)
+    return recipe.replace({**own, **place})
+
+
+def sources(run):
+    """The numbers of each `train` line about the sources, its losses included."""
+    return [
+        (line["step"], line["loss"], {k: v for k, v in line.items() if k.startswith("source.")})
+        for line in run.lines("train")
+    ]
+
+
+def counted(run):
+    return [[line[f"source.{name}.samples"] for name in NAMES] for line in run.lines("train")]
+
+
+def test_stopped_failed_and_resumed_is_bit_for_bit_the_same(texts, tmp_path):
+    """Between `train` lines, too: the sums of the sources since the last line are saved."""
+    recipe = mixed(texts, tmp_path / "run").replace({"telemetry.every": 4})
+    whole = untouched(recipe)
+    stopped(recipe, 3)
+    stopped(recipe, 6)
+    run = train(recipe)
+    assert sources(run) == sources(whole)
+    last = run.lines("train")[-1]
+    assert last["source.short.samples"] == 14 and last["source.short.epochs"] == 1.0
+    assert sum(last[f"source.{name}.samples"] for name in NAMES) == last["samples"] == 96
+    shown = [{k: v for k, v in x.items() if "loss" in k} for x in run.lines("eval")]
+    assert shown == [{k: v for k, v in x.items() if "loss" in k} for x in whole.lines("eval")]
+    assert {f"source.{name}.loss" for name in NAMES} < set(shown[-1])
+
+
+def test_a_branch_has_other_weights_and_no_sample_twice(texts, tmp_path):
+    origin = train(mixed(texts, tmp_path / "origin", epochs=0))
+    new = mixed(texts, tmp_path / "branch", 0.1, 0.1, 0.8, epochs=0).replace({"data.stages": []})
+    branch = untouched(new, branch_from=f"{origin.path}@6")
+    train(new, branch_from=f"{origin.path}@6", stop_at=8)
+    resumed = train(new, branch_from=f"{origin.path}@6")
+    assert sources(resumed) == sources(branch) and branch.lines("train")[0]["step"] == 7
+    counters = open_checkpoint(branch.checkpoints_dir / "step-00000012").counters
+    stages = [Stage(a, tuple(w), tuple(n)) for a, w, n in counters["mixture"]]
+    assert [(s.start, s.weights) for s in stages] == [(0, (0.6, 0.3, 0.1)), (48, (0.1, 0.1, 0.8))]
+    samples = open_data(new).train
+    expected = Mixture(samples, stages, new.run.seed)
+    assert counted(branch)[-1] == expected.counts(96).tolist()
+    before = np.array(counted(origin)[5])
+    assert (np.array(counted(branch)[0]) >= before).all()
+    other = mix(texts, 0.1, 0.1, 0.8)[:2]
+    with refused("the data is not what"):
+        train(
+            new.replace({"data.mix": other, "run.dir": str(tmp_path / "x"), "data.dir": ""}),
+            branch_from=f"{origin.path}@6",
+        )
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_killed_on_two_ranks_and_resumed_on_one(texts, tmp_path):
+    wholly = mixed(texts, tmp_path / "whole", **{"model.dropout": 0})
+    own = [f"data.{key}={typed(wholly.flat()[f'data.{key}'])}" for key in ("mix", "stages", "dir")]
+    words = settings(texts, tmp_path / "killed", **{"model.dropout": 0})
+    words = [w for w in words if not w.startswith(("data.source", "data.dir"))] + own
+    assert start(2, words, kill_after=8) == 1
+    assert start(1, words) == 0
+    whole = train(wholly)
+    killed = Run(tmp_path / "killed")
+    assert counted(killed) == counted(whole)
+    for one, other in zip(sources(killed), sources(whole), strict=True):
+        assert one[2] == pytest.approx(other[2], rel=1e-4), one[0]
+
+
+def test_the_end_of_all_sources_is_reported_before_the_start(texts, tmp_path):
+    only = mix(texts, 0.0, 1.0, 0.0, epochs=2)
+    recipe = mixed(texts, tmp_path / "run").replace({"data.mix": only, "data.stages": []})
+    with refused("data.mix", "after 3 steps", "has 12", "epochs"):
+        train(recipe)
+    assert "after 3 steps" in plan(recipe).unknown["mixture"]
+
+
+def test_the_numbers_of_the_sources_are_shown(texts, tmp_path, capsys):
+    recipe = mixed(texts, tmp_path / "run", 0.2, 0.7, 0.1, epochs=0).replace({"data.stages": []})
+    run = train(recipe)
+    shown = capsys.readouterr().out
+    assert "short loss" in shown and "mixture" in shown and "arXiv 2305.16264" in shown
+    rows = {row["name"]: row for row in plan(recipe).mixture}
+    last = run.lines("train")[-1]
+    assert {name: row["samples"] for name, row in rows.items()} == {
+        name: last[f"source.{name}.samples"] for name in NAMES
+    }
+    assert (
+        rows["short"]["epochs"] > 4
+        and "short" in repr(plan(recipe))
+        and "arXiv" in repr(plan(recipe))
+    )
+    assert rows == {row["name"]: row for row in plan(run).mixture}
+    drawn = {chart.id: chart for chart in charts([RunView(run)])}
+    assert [s.name for s in drawn["source-training"].series] == list(NAMES)
+    assert [s.name for s in drawn["source-validation"].series] == list(NAMES)
+    assert len([c for c in charts([RunView(run)] * 2) if c.id.startswith("source-")]) == 6
+    scalars = point(last).scalars
+    assert scalars["train/source/short/loss"] == last["source.short.loss"]
+    assert point(run.lines("eval")[-1]).scalars["eval/source/long/loss"] > 0
+    assert measures.of_eval("source.long.loss").better == "lower"
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_the_proof_of_mixtures(tmp_path):
+    passed, measured = mixture_exact(Bench(tmp_path, overrides=["train.threads=1"], worlds=(1, 2)))
+    assert passed, measured
