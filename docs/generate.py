@@ -313,6 +313,11 @@ def measures_page() -> str:
             scores,
             ("meaning", "unit", "better"),
         ),
+        "Sources of a mixture": (
+            "Fields `source.NAME.MEASURE` of `train` and `eval` lines.",
+            measures.SOURCE,
+            ("meaning", "unit", "better"),
+        ),
         "Devices": (
             "Fields of the samples in `devices/`. Trackers get each rank's means between two `train` "
             "lines.",

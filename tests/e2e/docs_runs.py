@@ -221,6 +221,8 @@ def smaller(words: list[str]) -> list[str]:
 def local_data(recipe: Recipe) -> dict[str, str]:
     """Settings for data of this machine in place of a download."""
     sources = [*recipe.data.sources, *recipe.data.eval_sources]
+    if recipe.data.mix:
+        return {"data.tokenizer": "byte", "data.max_tokens": "20000"}
     if "squad" in sources:
         tokenizer = {} if recipe.model.kind == "hf" else {"data.tokenizer": "byte"}
         vocab = {} if recipe.model.kind == "hf" else {"model.vocab": "0"}

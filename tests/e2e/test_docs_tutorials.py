@@ -35,6 +35,11 @@ TUTORIALS = {
         prints=["40 conversations", "exported: answers"],
         reports=True,
     ),
+    "mixture.md": Page(
+        {"@300": "@4"},
+        makes=["runs/constant/checkpoints/step-00000016"],
+        prints=["prose loss", "code loss"],
+    ),
     "more-gpus.md": Page(
         {"--stop-at 200": "--stop-at 2", "--out compared": "--out compared --no-plots"},
         makes=[

@@ -28,19 +28,9 @@ def mixture_exact(bench: Bench) -> Outcome:
         path = bench.folder / f"{name}.txt"
         path.write_text(text[900 * number : 900 * (number + 1)], encoding="utf-8")
         sources.append({"name": name, "source": str(path), "weight": weight})
-    settings: dict[str, Any] = {
-        "data.mix": sources,
-        "data.dir": str(bench.folder / "mix"),
-        "data.tokenizer": "byte",
-        "data.packing": "packed",
-        "data.format": "text",
-        "data.max_tokens": 0,
-        "model.context": 16,
-        "train.global_batch": SAMPLES,
-        "train.micro_batch": SAMPLES // 4,
-    }
+    settings = settings_of(bench, sources)
     later = settings | {"data.mix": [s | {"weight": LATER[s["name"]]} for s in sources]}
-    read = _read(bench, settings, later)
+    read = moved_run(bench, settings, later)
     mixed = open_data(bench.settings("mixed", **settings)).train
     assert isinstance(mixed, MixedSamples)
     counts = off_by(mixed, read)
@@ -61,12 +51,28 @@ def mixture_exact(bench: Bench) -> Outcome:
     return defined and whole, f"{kind}, shares within one sample: {not counts}{SEEN}"
 
 
+def settings_of(bench: Bench, sources: list[dict[str, Any]]) -> dict[str, Any]:
+    """The settings of a tiny training on a mixture, a quarter of a block in each step."""
+    return {
+        "data.mix": sources,
+        "data.dir": str(bench.folder / "mix"),
+        "data.tokenizer": "byte",
+        "data.packing": "packed",
+        "data.format": "text",
+        "data.max_tokens": 0,
+        "model.context": 16,
+        "train.global_batch": SAMPLES,
+        "train.micro_batch": SAMPLES // 4,
+    }
+
+
 def _starts() -> list[tuple[int, dict[str, float]]]:
     return [(0, WEIGHTS), (BRANCH * SAMPLES, LATER)]
 
 
-def _read(bench: Bench, settings: dict[str, Any], later: dict[str, Any]) -> list[int]:
-    """The samples that the trainings read, up to the end of the branch."""
+def moved_run(bench: Bench, settings: dict[str, Any], later: dict[str, Any]) -> list[int]:
+    """The samples that a run of STEPS steps reads: two ranks, a kill, one rank, and a branch with
+    the settings `later` on the most ranks."""
     two, most = min(2, max(bench.worlds)), max(bench.worlds)
     if two == 1:
         bench.untried.append("2 and 4 ranks (needs them)")
@@ -82,12 +88,17 @@ def _read(bench: Bench, settings: dict[str, Any], later: dict[str, Any]) -> list
         changed = later if run == "branched" else settings
         started = bench.train(run, world, {"record": record, **task}, **changed)
         first = int(last_start(started.ledger())["step"])
-        ranks = [json.loads(Path(f"{record}-{rank}.json").read_text()) for rank in range(world)]
-        # The loader reads ahead: only the samples of steps that were done count.
-        turns = list(zip(*ranks, strict=False))[: (stop - first) * 4 // world]
         del read[first * SAMPLES :]  # what the kill lost
-        read += [i for turn in turns for micro in turn for i in micro]
+        read += recorded(record, world, stop - first)
     return read
+
+
+def recorded(record: str, world: int, steps: int) -> list[int]:
+    """The samples of a start's first steps, in order, from the records of its ranks."""
+    ranks = [json.loads(Path(f"{record}-{rank}.json").read_text()) for rank in range(world)]
+    # The loader reads ahead: only the samples of steps that were done count.
+    turns = list(zip(*ranks, strict=False))[: steps * 4 // world]
+    return [i for turn in turns for micro in turn for i in micro]
 
 
 def off_by(mixed: MixedSamples, read: list[int]) -> list[str]:
