@@ -79,7 +79,7 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
             rooms = put(room - each * size, some)
     row_of = permute(np.arange(rows), rows, "windlass/packing/rows")[row_of]
     order = items[np.argsort(row_of, kind="stable")]
-    return order, np.cumsum([0, *np.bincount(row_of, minlength=rows)], dtype=np.int64)
+    return order, np.append(0, np.cumsum(np.bincount(row_of, minlength=rows)))
 
 
 class BestFitSamples:
