@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from windlass.data.facts import describe
 from windlass.data.loader import Loader
@@ -93,7 +92,9 @@ def speeds(options: argparse.Namespace, folder: Path) -> None:
             for _, step in zip(range(STEPS), loaders[name], strict=False):
                 for micro in step.micro:
                     b = micro.batch
-                    model(b.tokens, b.labels, documents=b.documents, positions=b.positions).backward()
+                    model(
+                        b.tokens, b.labels, documents=b.documents, positions=b.positions
+                    ).backward()
                     padded += b.tokens.numel()
                 tokens += step.real_tokens
                 model.zero_grad()

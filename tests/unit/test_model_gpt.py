@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import hf_fixtures
 from windlass.model import size
 from windlass.model.build import build_model, read_sizes
-from windlass.model.gpt import GPT, RotaryEmbedding, generator, initialise
+from windlass.model.gpt import GPT, generator, initialise
+from windlass.model.rotary import RotaryEmbedding
 from windlass.model.size import (
     CountedSizes,
     Parameters,

@@ -26,6 +26,7 @@ from windlass.data.sources import load_dataset
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import evaluating
+from windlass.model.documents import document_arguments
 from windlass.model.loss import SourceSums, takes_sources
 from windlass.parallel.collectives import max_async, sum_async, sum_over_stages
 from windlass.parallel.dist import Ranks
@@ -83,9 +84,9 @@ def evaluate_loss(
                 if token_bytes is not None:
                     text_bytes += int(token_bytes[unmasked.numpy()].sum())
                 here = rows.map(lambda field: field.to(ranks.device, non_blocking=True))
-                own = {"by_source": SourceSums(here.sources, by_source)} if names else {}
+                sources = {"by_source": SourceSums(here.sources, by_source)} if names else {}
                 with autocast():
-                    total += model(here.tokens, here.labels, **own).detach()
+                    total += model(here.tokens, here.labels, **sources, **document_arguments(here))
                 if poll is not None and max_async([poll()], ranks).wait()[0]:
                     return None
                 if progress is not None:

@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from windlass.model.documents import Documents
 from windlass.model.loss import PLAIN, Piece, SourceSums, cross_entropy_sum, head_logits
+from windlass.model.rotary import RotaryEmbedding
 from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
@@ -68,27 +70,6 @@ class Norm(nn.Module):
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
-class RotaryEmbedding:
-    """Rotary positions (arXiv 2104.09864): entries i and i + E/2 of a head turn by
-    `position * theta ** (-2i / E)`.
-
-    One pass makes it once for all blocks. It is not a module, so that no cast reaches its tables.
-    """
-
-    def __init__(self, theta: float, head_width: int, positions: Tensor, like: Tensor):
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        half = torch.arange(0, head_width, 2, device=like.device, dtype=dtype) / head_width
-        angles = torch.outer(positions.to(dtype), theta**-half)
-        cos, sin = angles.cos(), angles.sin()
-        self.cos = torch.cat([cos, cos], dim=-1).unsqueeze(1)  # [T, 1, E]
-        self.sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Turn queries or keys [B, T, any, E]."""
-        swapped = x.roll(x.shape[-1] // 2, dims=-1)
-        return (x * self.cos + swapped * self.sin).to(x.dtype)
-
-
 class Attention(nn.Module):
     """Causal self-attention; neighbouring heads share a key and value head if there are fewer.
 
@@ -120,6 +101,7 @@ class Attention(nn.Module):
         rotary: RotaryEmbedding | None = None,
         cache: LayerCache | None = None,
         rows: Rows | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         H, K, share = self.heads, self.kv_heads, self.share
         qkv = self.qkv(share.enter(x, rows))
@@ -137,6 +119,9 @@ class Attention(nn.Module):
             q, k, v = qkv.split([H, K, K], dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, E]
         mask, rate = None, self.dropout if self.training else 0.0
+        if documents:
+            y = documents.attention(q, k, v, rate)
+            return self.project(y.transpose(1, 2).flatten(2))
         if cache:
             k, v, mask = cache.extend(k, v)  # [B, K, S, E]
         elif rows and (rate or rows.context):
@@ -208,9 +193,10 @@ class Block(nn.Module):
         rotary: RotaryEmbedding | None = None,
         cache: LayerCache | None = None,
         rows: Rows | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         rate = self.dropout if self.training else 0.0
-        x = x + drop(self.attn(self.attn_norm(x), rotary, cache, rows), rate, rows)
+        x = x + drop(self.attn(self.attn_norm(x), rotary, cache, rows, documents), rate, rows)
         return x + drop(self.ff(self.ff_norm(x), rows), rate, rows)
 
 
@@ -295,6 +281,8 @@ class GPT(nn.Module):
         hidden: Tensor | None = None,
         layers: range | None = None,
         by_source: SourceSums | None = None,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the loss.
 
@@ -309,6 +297,9 @@ class GPT(nn.Module):
                 Before the last block the result is hidden states [B, T, D].
             hidden: The result of the stage before.
             by_source: Where to add the loss of each row's source, for a mixture.
+            documents: The number of each token's document in its row [B, T]; attention stays within
+                a document.
+            positions: With `documents`: each token's place in its document [B, T].
         """
         m, layers = self.settings, layers or range(self.settings.layers)
         start, length = cache[layers.start].length if cache else 0, tokens.shape[1]
@@ -319,20 +310,16 @@ class GPT(nn.Module):
         if not share.is_whole:
             rows = share.rows(start, length, self.kv_heads, tokens.device)
             tokens, labels = rows.tokens(tokens), None if labels is None else rows.labels(labels)
-        x, rotary = self.embed(tokens) if hidden is None else hidden, None
-        if m.position == "learned" and hidden is None:
-            here = slice(start, start + length) if rows is None else rows.place(rows.stream)
-            x = x + self.positions.weight[here]
-        elif m.position == "rope":
-            whole = torch.arange(start, start + length, device=x.device)
-            here = whole if rows is None else rows.place(rows.inner)
-            rotary = RotaryEmbedding(m.rope_theta, m.width // m.heads, here, like=x)
+        x = self.embed(tokens) if hidden is None else hidden
+        x, rotary = self.locate(x, range(start, start + length), rows, positions, hidden is None)
+        apart = None if documents is None else Documents(documents, self.blocks())
         rate, seed = m.dropout if self.training else 0.0, torch.initial_seed()
         x = drop(x, rate, rows) if hidden is None else x
         for i in layers:
             if rate:  # a block's masks do not depend on the blocks before it
                 torch.manual_seed(seed_of(f"windlass/dropout/{seed}/block/{i}"))
-            x = getattr(self.blocks, str(i))(x, rotary, cache[i] if cache else None, rows)
+            block = getattr(self.blocks, str(i))
+            x = block(x, rotary, cache[i] if cache else None, rows, apart)
         if layers.stop < m.layers:
             return x
         if m.final_norm:
@@ -343,6 +330,28 @@ class GPT(nn.Module):
         # FSDP2 adds zeros to the gradient of every parameter that a unit gets as an argument.
         table = self.embedding.weight if m.tie_head else None
         return self.head(x, labels, table, by_source)
+
+    def locate(
+        self, x: Tensor, whole: range, rows: Rows | None, positions: Tensor | None, first: bool
+    ) -> tuple[Tensor, RotaryEmbedding | None]:
+        """The stream with learned positions (of the `first` block), and rotary ones for all blocks.
+
+        Args:
+            whole: The places of all ranks' tokens.
+            positions: [B, T], if they restart in each document.
+        """
+        m = self.settings
+        if m.position == "learned" and first:
+            if positions is not None:
+                return x + F.embedding(positions, self.positions.weight), None
+            here = slice(whole.start, whole.stop) if rows is None else rows.place(rows.stream)
+            return x + self.positions.weight[here], None
+        if m.position != "rope":
+            return x, None
+        if positions is None:
+            positions = torch.arange(whole.start, whole.stop, device=x.device)
+            positions = positions if rows is None else rows.place(rows.inner)
+        return x, RotaryEmbedding(m.rope_theta, m.width // m.heads, positions, like=x)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding [B, T, D]; each rank looks up those that it holds."""

@@ -124,22 +124,27 @@ class HfModel(nn.Module):
         labels: Tensor | None = None,
         cache: HfCache | None = None,
         by_source: SourceSums | None = None,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the summed loss; the arguments of `GPT.forward`.
 
-        Padding is at the end, where no unmasked token attends to it.
+        Padding is at the end, where no unmasked token attends to it. `transformers` finds the
+        documents of a row from the positions.
         """
+        given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+        given |= {} if positions is None else {"position_ids": positions}
         if cache is not None:
             return cache.read(tokens)
         objective = self.objective if self.training else PLAIN
         if labels is None or not self._plain_head:
-            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+            logits: Tensor = self.model(**given).logits
             if labels is None:
                 return logits
-            given = logits.flatten(0, 1), labels.flatten(), objective, by_source
-            return cross_entropy_of_logits(*given)
+            own = logits.flatten(0, 1), labels.flatten(), objective, by_source
+            return cross_entropy_of_logits(*own)
         # Inside the root's forward a sharded head is whole.
-        hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        hidden = self.model.base_model(**given).last_hidden_state
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         if self.piece:
             hidden = self.share.enter(hidden)

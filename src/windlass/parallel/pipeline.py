@@ -295,6 +295,8 @@ class StagedGPT(GPT):
         hidden: Tensor | None = None,
         layers: range | None = None,
         by_source: SourceSums | None = None,
+        documents: Tensor | None = None,  # a recipe with a pipeline has none
+        positions: Tensor | None = None,
     ) -> Tensor:
         if layers is not None:
             return super().forward(tokens, labels, cache, hidden, layers, by_source)

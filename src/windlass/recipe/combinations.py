@@ -171,6 +171,9 @@ def layout(r: Any) -> Problems:
     p, m = r.parallel, r.model
     if p.model_ranks == 1:
         return
+    if r.data.packing == "best-fit":
+        problem = f"{p.layout} divides a row, whose documents attend to themselves alone"
+        yield "data.packing", f'{problem}: use data parallelism, or write "packed"'
     if p.strategy == "single":
         problem = f'{p.layout} needs {p.model_ranks} ranks, and "single" is for one'
         yield "parallel.strategy", f'{problem}: write "auto"'

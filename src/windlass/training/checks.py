@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -153,6 +154,36 @@ def check_loss_is_a_sum(
             'loss summed over labels that are not -100 (reduction="sum"); Windlass divides it by '
             "their number in the whole step (train.startup_checks=false: no check)"
         )
+
+
+def check_documents(
+    model: nn.Module, ranks: Ranks, autocast: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Raise UserError unless a document's loss is independent of the document before it in a row.
+
+    All ranks call it together; it takes two passes over eight tokens.
+    """
+    network, problem = unwrap(model), ""
+    if "documents" not in inspect.signature(network.forward).parameters:
+        problem = "your model's forward takes no `documents` and `positions`"
+    else:
+        places = torch.arange(8, device=ranks.device).unsqueeze(0)
+        second, losses = places >= 4, list[Tensor]()
+        packed = {"documents": second.long(), "positions": places % 4}
+        try:
+            for first in (places, places + 1):
+                tokens = torch.where(second, places, first)
+                labels = torch.where(second, places, IGNORE_INDEX)
+                with torch.no_grad(), evaluating(model), autocast():
+                    losses.append(network(tokens, labels, **packed))
+        except TypeError as error:
+            problem = f"the model takes no positions ({first_line(error)})"
+        else:
+            if not torch.equal(*losses):
+                problem = "the model's attention does not keep the documents of a row apart"
+    if problem:
+        advice = 'leave it out, and each conversation is a row, or write "documents" for texts'
+        raise UserError(f'data.packing = "best-fit": {problem}: {advice}')
 
 
 def check_first_loss(loss: float, rows: int, fresh: bool) -> str:

@@ -55,7 +55,7 @@ from windlass.run import read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.timing import peak_flops
 from windlass.training import start
-from windlass.training.checks import check_loss_is_a_sum, tie_groups, uses_dropout
+from windlass.training.checks import check_documents, check_loss_is_a_sum, tie_groups, uses_dropout
 from windlass.training.memory import recorded_micro_batch
 from windlass.training.record import ModelFacts
 from windlass.training.start import (
@@ -211,6 +211,8 @@ def prepare_model(
         initialise(unwrap(model), recipe.run.seed)
     if not custom and init_from:
         load_initial(unwrap(model), recipe, ranks)
+    if recipe.data.packing == "best-fit" and choice is None:
+        check_documents(model, ranks, partial(autocast, recipe, ranks.device))
     return model, facts
 
 
