@@ -21,6 +21,7 @@ EXTRAS = {
     "data": ("pyarrow", "tiktoken"),
     "plots": ("matplotlib",),
     "sweep": ("optuna",),
+    "optim": ("pytorch_optimizer",),
     "lm-eval": ("lm_eval",),
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow",),

@@ -10,6 +10,7 @@ from toy import micro_batch, toy
 
 from helpers import refused
 from windlass.checkpoint.state_dict import named_state
+from windlass.errors import installed
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim import shard
@@ -127,8 +128,10 @@ def test_a_rank_holds_its_share_of_the_state_and_no_more(kind: str) -> None:
 
 
 def refusals(join: Join, strategy: str) -> None:
-    for name in ("Adafactor", "Rprop"):
-        settings = recipe(parallel__strategy=strategy, optim__kind=f"torch.optim.{name}")
+    names = ["torch.optim.Adafactor", "torch.optim.Rprop"]
+    names += ["pytorch_optimizer.SOAP"] * installed("pytorch_optimizer")
+    for name in names:
+        settings = recipe(parallel__strategy=strategy, optim__kind=name)
         with join(settings) as ranks:
             model = parallelize(toy(), ranks, settings)
             with refused("optim.kind", name, 'parallel.strategy = "ddp"'):

@@ -1,4 +1,4 @@
-"""Optimizers of `torch.optim` by name: resumed bit for bit, their groups, and what is refused
+"""Optimizers of libraries by name: resumed bit for bit, their groups, and what is refused
 before anything is written.
 """
 
@@ -8,14 +8,29 @@ import pytest
 import torch
 
 from helpers import curve, refused, tiny_recipe, write_corpus
-from windlass import train
+from windlass import errors, train
 from windlass.checkpoint.load import open_checkpoint
+from windlass.errors import installed
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.optim.build import build_optimizer
+from windlass.optim.build import build_optimizer, check_cut_matrices, library_optimizer
+from windlass.optim.state import from_tensors, to_tensors
 from windlass.recipe import Recipe, RecipeError
+from windlass.recipe.settings import OptimSettings
 
-OPTIONS = {"SGD": {"optim__options__momentum": 0.9}, "Adam": {"optim__options__amsgrad": True}}
+OPTIONS = {
+    "torch.optim.SGD": {"optim__options__momentum": 0.9},
+    "torch.optim.Adam": {"optim__options__amsgrad": True},
+    # New bases in every second step; the embedding has too many rows for a basis of them.
+    "pytorch_optimizer.SOAP": {
+        "optim__options": {"precondition_frequency": 2, "max_precondition_dim": 100}
+    },
+}
+TORCH = ("SGD", "Adam", "Adafactor", "NAdam", "Adagrad", "ASGD", "Rprop")
+LIBRARY = ("SOAP", "AdEMAMix", "Lion", "SPlus")
+library = pytest.mark.skipif(
+    not installed("pytorch_optimizer"), reason="pytorch_optimizer is not installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +38,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "text.txt", words=2000)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "Adafactor", "NAdam", "Adagrad", "ASGD", "Rprop"])
-def test_a_stopped_run_continues_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
-    settings = {"optim__kind": f"torch.optim.{name}", **OPTIONS.get(name, {}), "train__steps": 6}
+@pytest.mark.parametrize(
+    "kind",
+    [f"torch.optim.{name}" for name in TORCH]
+    + [pytest.param(f"pytorch_optimizer.{name}", marks=library) for name in LIBRARY],
+)
+def test_a_stopped_run_continues_bit_for_bit(kind: str, corpus: Path, tmp_path: Path) -> None:
+    settings = {"optim__kind": kind, **OPTIONS.get(kind, {}), "train__steps": 6}
     straight = train(tiny_recipe(corpus, tmp_path / "straight", **settings))
     recipe = tiny_recipe(corpus, tmp_path / "stopped", **settings)
     train(recipe, stop_at=3)
@@ -67,8 +86,61 @@ def test_what_torch_does_not_have_or_take_is_one_message(kind, options, words, c
     assert kind == "Muon" or not (tmp_path / "run").exists()
 
 
+@library
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("SOAPP", {}, ("optim.kind", "did you mean SOAP")),
+        ("SOAP", {"eqs": 1e-8}, ("optim.options", "did you mean eps")),
+        ("SOAP", {"precondition_frequency": 0}, ("optim.options", "rejects them")),
+        ("SAM", {}, ("optim.options", "base_optimizer")),
+        ("ScheduleFreeAdamW", {}, ("optim.kind", "ScheduleFreeAdamW that can be used")),
+        # Its group has tensors; a draw from torch's generator.
+        ("Prodigy", {}, ("optim.kind", "cannot save the state")),
+        ("Kron", {}, ("optim.kind", "cannot save the state")),
+    ],
+)
+def test_what_the_library_does_not_have_or_cannot_resume_is_one_message(name, options, words):
+    settings = OptimSettings(kind=f"pytorch_optimizer.{name}", options=options)
+    with refused(*words):
+        library_optimizer(settings)
+
+
+@library
+def test_ranks_cannot_divide_matrices_that_an_optimizer_needs_whole() -> None:
+    with refused("optim.kind", "whole matrices", "parallel.tensor=1"):
+        check_cut_matrices(OptimSettings(kind="pytorch_optimizer.SOAP"))
+    check_cut_matrices(OptimSettings(kind="pytorch_optimizer.Lion"))
+
+
+def test_a_missing_library_is_one_message_before_anything_starts(monkeypatch, corpus, tmp_path):
+    monkeypatch.setattr(errors, "installed", lambda package: package != "pytorch_optimizer")
+    with refused('optim.kind = "pytorch_optimizer.SOAP"', "pip install 'windlass-lm[optim]'"):
+        train(tiny_recipe(corpus, tmp_path / "run", optim__kind="pytorch_optimizer.SOAP"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_state_of_every_kind_has_a_name_and_comes_back() -> None:
+    matrix = torch.arange(6.0).view(2, 3)
+    state = {"exp_avg": matrix, "Q": [matrix, [], matrix + 1], "beta": 0.95, "every": 10}
+    group = {"params": [], "lr": 0.1, "step": 7, "name": "decay"}
+    tensors = to_tensors(state, group, {"lr": 1.0})
+    names = {"exp_avg", "Q[0]", "Q[1]:none", "Q[2]", "beta:float", "every:int", "group.step"}
+    assert set(tensors) == names
+    back: dict = {}
+    from_tensors(dict(sorted(tensors.items())), back, other := {"lr": 0.1})
+    assert other == {"lr": 0.1, "step": 7}
+    assert (back["beta"], back["every"], back["Q"][1]) == (0.95, 10, [])
+    assert type(back["every"]) is int and len(back["Q"]) == 3
+    assert torch.equal(back["exp_avg"], matrix) and torch.equal(back["Q"][2], matrix + 1)
+
+
 def test_a_kind_that_is_none_and_options_of_our_own_are_refused_by_the_recipe() -> None:
     with refused("optim.kind", "torch.optim.SGD", error=RecipeError):
         Recipe.load("quickstart", ["optim.kind=sgd"])
+    with refused("optim.kind", "pytorch_optimizer.SOAP", error=RecipeError):
+        Recipe.load("quickstart", ["optim.kind=soap"])
+    with refused("optim.kind", "of a library", error=RecipeError):  # nothing else is imported
+        Recipe.load("quickstart", ["optim.kind=antigravity.SGD"])
     with refused("optim.options", "adamw", error=RecipeError):
         Recipe.load("quickstart", ["optim.options.momentum=0.9"])

@@ -27,6 +27,7 @@ from windlass.checkpoint.load import Checkpoint
 from windlass.errors import UserError
 from windlass.model.share import cut_of, whole_shape, with_cut
 from windlass.optim.shard import ShardedOptimizer
+from windlass.optim.state import from_tensors, to_tensors
 from windlass.parallel.parallelize import unwrap
 
 MODEL, OPTIM = "model/", "optim/"
@@ -258,9 +259,12 @@ def named_state(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every tensor of model and optimizer by name (a sharded one as a DTensor), and the aliases."""
     tensors, aliases = _model_tensors(model)
-    for name, parameter in _trained(model, optimizer):
-        state = optimizer.state.get(parameter, {})
-        for key in sorted(key for key, value in state.items() if isinstance(value, Tensor)):
+    trained = _trained(model, optimizer)
+    groups = _groups(optimizer) if trained else {}
+    for name, parameter in trained:
+        group = groups[id(parameter)]
+        state = to_tensors(optimizer.state.get(parameter, {}), group, optimizer.defaults)
+        for key in sorted(state):
             tensors[f"{OPTIM}{name}/{key}"] = _as_sharded(state[key].detach(), parameter)
     return tensors, aliases
 
@@ -294,10 +298,10 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
         problem = f"checkpoint {checkpoint.path} has optimizer state for {_some(unknown)}"
         why = "the recipe freezes other weights or has another optimizer"
         raise UserError(f"{problem}, which the optimizer here does not train: {why}")
-    fused = {id(p): group.get("fused") for group in optimizer.param_groups for p in group["params"]}
+    groups = _groups(optimizer)
     for name, parameter in trained:
-        state = optimizer.state[parameter]
-        old = dict(state)
+        state, group = optimizer.state[parameter], groups[id(parameter)]
+        old, new = to_tensors(state, group, optimizer.defaults), dict[str, Tensor]()
         state.clear()
         for key in saved.get(name, ()):
             full, tensor = f"{OPTIM}{name}/{key}", old.get(key)
@@ -309,14 +313,20 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
                 or (whole_shape(seen), tensor.dtype) != (shape, dtype)
             ):
                 if not shape:  # torch keeps a scalar on the host, except for fused optimizers
-                    device = parameter.device if fused[id(parameter)] else torch.device("cpu")
+                    device = parameter.device if group.get("fused") else torch.device("cpu")
                     tensor = torch.zeros((), dtype=dtype, device=device)
                 elif shape == whole_shape(parameter):
                     tensor = torch.zeros_like(parameter.detach(), dtype=dtype)
                 else:  # Adafactor, which is not sharded
                     tensor = torch.zeros(shape, dtype=dtype, device=parameter.device)
             fill(checkpoint, full, _as_sharded(tensor.detach(), parameter))
-            state[key] = tensor
+            new[key] = tensor
+        from_tensors(new, state, group)
+
+
+def _groups(optimizer: Any) -> dict[int, dict[str, Any]]:
+    """The group of each parameter, by its id."""
+    return {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
 
 def _elsewhere(model: nn.Module, prefix: str) -> set[str]:

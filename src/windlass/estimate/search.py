@@ -94,8 +94,8 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[tuple[Layout, Settings
     """Every valid layout, with its settings."""
     world, train = machine.world, recipe.train
     numbers = [n for n in range(1, world + 1) if world % n == 0]
-    # Some of torch's optimizers need whole matrices.
-    whole = recipe.optim.kind.startswith("torch.")
+    # Some optimizers of libraries need whole matrices.
+    whole = "." in recipe.optim.kind
     for t, c, p in product(numbers, numbers, numbers):
         if world % (t * c * p) or (whole and t > 1):
             continue

@@ -134,7 +134,7 @@ def _print_memory(plan: Any, console: Console) -> None:
     elif not ours:
         why = plan.unknown.get("activations", "")
         notes[1:] = [f"The activations of this model are unknown: {why}"]
-    if plan.optimizer.startswith("torch."):
+    if "." in plan.optimizer:
         notes.append(f"The plan assumes that {plan.optimizer} has as much state as AdamW.")
     if host := max(row.memory.host for row in rows):
         notes.append(f"offload: sharded, with {host / 1e9:.3g} GB of host memory in addition")

@@ -217,8 +217,8 @@ def tensor_problem(m: Any, ranks: int) -> tuple[str, str] | None:
 
 def optimizer(r: Any) -> Problems:
     kind = r.optim.kind
-    if r.optim.options and not kind.startswith("torch."):
-        problem = f'they belong to optim.kind = "torch.optim...", and yours is "{kind}"'
+    if r.optim.options and "." not in kind:
+        problem = f'they belong to an optimizer of a library, and optim.kind is "{kind}"'
         yield "optim.options", problem
     if kind == "muon" and r.model.lora.rank:
         yield "optim.kind", "muon orthogonalises whole matrices; train adapters with adamw"

@@ -206,6 +206,8 @@ class Recipe(BaseModel):
                 require("peft", 'model.kind = "hf" with model.lora')
             if self.model.lora.base == "4bit":
                 require("bitsandbytes", 'model.lora.base = "4bit"')
+        if self.optim.kind.startswith("pytorch_optimizer."):
+            require("pytorch_optimizer", f'optim.kind = "{self.optim.kind}"')
         init_from = self.model.init_from
         if init_from.startswith("hf:") or Path(init_from, "config.json").is_file():
             require("transformers", f"model.init_from: {init_from}")

@@ -20,6 +20,8 @@ OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
 # A measure that the best checkpoint has: a suite, and the field of its `eval` line.
 BEST = r"^(loss|squad\.(f1|exact_match)|hellaswag\.(acc|acc_norm|acc_per_token)|own:\w+\.\w+)$"
 
+OPTIMIZER_LIBRARIES = ("torch.optim", "pytorch_optimizer")
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -266,9 +268,10 @@ class OptimSettings(Section):
 
     kind: str = "adamw"
     """`adamw` (arXiv 1711.05101, fused); `muon` for the blocks' matrices, with AdamW for the rest;
-    or a name as `torch.optim.Adafactor`, with torch's defaults and `options`."""
+    or the name of an optimizer of `torch.optim` or `pytorch_optimizer`, as `torch.optim.Adafactor`,
+    `pytorch_optimizer.SOAP` (arXiv 2409.11321), with the library's defaults and `options`."""
     options: dict[str, bool | int | float | str | list[float]] = {}
-    """With `torch.optim...`: its other arguments, as `optim.options.momentum = 0.9`."""
+    """With an optimizer of a library: its other arguments, as `optim.options.momentum = 0.9`."""
     lr: float = Field(1e-3, gt=0)
     """Peak learning rate; by default 5e-5 for an `hf` model's weights, 2e-4 for its adapters."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -293,9 +296,11 @@ class OptimSettings(Section):
     @field_validator("kind")
     @classmethod
     def _kind(cls, value: str) -> str:
-        if value not in ("adamw", "muon") and not value.startswith("torch.optim."):
+        library, _, name = value.rpartition(".")
+        if value not in ("adamw", "muon") and not (library in OPTIMIZER_LIBRARIES and name):
             raise ValueError(
-                'it is "adamw", "muon", or an optimizer of torch by its name, as "torch.optim.SGD"'
+                'it is "adamw", "muon", or an optimizer of a library by its name, as '
+                '"torch.optim.SGD", "pytorch_optimizer.SOAP"'
             )
         return value
 

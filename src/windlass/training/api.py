@@ -71,14 +71,14 @@ def train(
         RunFailed: The run cannot continue: a non-finite step, a lost rank, a full disk.
         Stopped: A signal stopped the run, and everything is saved.
     """
-    from windlass.optim.build import torch_optimizer
+    from windlass.optim.build import library_optimizer
     from windlass.training.callbacks import UserCode
 
     env = detect_env()
     local = world != 1 and env.launcher == "none"
     with StopSignals() as stop, ExitStack() as stack:
         wanted, code = as_recipe(recipe), UserCode(callbacks, suites or {})
-        torch_optimizer(wanted.optim)  # raises for an optimizer that torch lacks
+        library_optimizer(wanted.optim)  # raises for an optimizer that the library lacks
         plan = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
             return finished_run(plan)
@@ -131,10 +131,10 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
     if own_model and layout.model_ranks > 1:
         problem = f"{layout.layout}: Windlass divides its own GPT only"
         raise UserError(f"{problem}, not your module: use data parallelism")
-    if kind.startswith("torch.optim."):
-        from windlass.optim.build import check_cut_matrices, torch_optimizer
+    if "." in kind:
+        from windlass.optim.build import check_cut_matrices, library_optimizer
 
-        torch_optimizer(recipe.optim)  # raises for an optimizer that torch lacks
+        library_optimizer(recipe.optim)  # raises for an optimizer that the library lacks
         if layout.tensor > 1:
             check_cut_matrices(recipe.optim)
 
