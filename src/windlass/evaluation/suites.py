@@ -206,7 +206,7 @@ def evaluate(
         raise UserError(f"name what to measure, as {argument('suites', ['loss'])}; {valid}")
     if unknown := [suite for suite in suites if not re.fullmatch(SUITE, suite)]:
         raise UserError(f"{argument('suites', unknown)}: {valid}")
-    has_data = source.run or data is not None or "data.source" in changes
+    has_data = source.run or data is not None or {"data.source", "data.mix"} & set(changes)
     if LOSS_SUITE in suites and not has_data:
         raise UserError(
             "the loss of a model without a run needs data: "

@@ -210,6 +210,11 @@ def with_places(recipe: Recipe, directory: Path) -> Recipe:
         if key in INPUTS and value and value != "stdlib":
             new = list(map(absolute, value)) if isinstance(value, list) else absolute(value)
             changed |= {key: new} if new != value else {}
+    for number, part in enumerate(recipe.data.mix):
+        for name in ("source", "eval_source"):
+            value = getattr(part, name)
+            if value and value != "stdlib":
+                changed[f"data.mix.{number}.{name}"] = absolute(value)
     return recipe.replace(changed)
 
 

@@ -69,6 +69,9 @@ def validation_data(run: Run, recipe: Recipe, lines: Sequence[Line]) -> Validati
     if not losses:
         return None
     last, flat = losses[-1], recipe.flat()
+    if recipe.data.mix:  # its weights have no effect on the validation data
+        weights = {"name", "weight", "epochs"}
+        flat["data.source"] = [part.model_dump(exclude=weights) for part in recipe.data.mix]
     saved = read_json(run.path / "tokenizer" / "windlass.json").get("fingerprint")
     own_split = recipe.data.eval_split and recipe.data.sources[0].startswith("hf:")
     held_out = () if recipe.data.eval_source or own_split else HELD_OUT

@@ -1,0 +1,96 @@
+"""The settings of a mixture: sections in a list, overridden by name, and checked together."""
+
+from pathlib import Path
+
+import pytest
+
+from helpers import refused
+from windlass.launch.submit import with_places
+from windlass.recipe import Recipe, typed
+from windlass.recipe.explain import explain
+
+MIX = """
+extends = "quickstart"
+
+[[data.mix]]
+name = "web"
+source = "web.txt"
+weight = 0.9
+
+[[data.mix]]
+name = "books"
+source = "books.txt"
+epochs = 4
+
+[[data.stages]]
+from = "80 %"
+weights = { books = 0.5 }
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mix.toml"
+    path.write_text(MIX)
+    return path
+
+
+def test_a_mixture_survives_its_toml_and_has_no_other_source(file, tmp_path):
+    recipe = Recipe.load(file)
+    assert recipe.data.sources == ["web.txt", "books.txt"]
+    assert recipe.data.stages[0].start == 0.8 and recipe.eval.prompt == ""
+    again = tmp_path / "again.toml"
+    again.write_text(recipe.toml())
+    assert Recipe.load(again) == recipe and "data.source" not in recipe.flat()
+    assert Recipe.load(again).config_hash == recipe.config_hash
+    text = [f"data.{key}={typed(recipe.flat()[f'data.{key}'])}" for key in ("mix", "stages")]
+    assert Recipe.load("quickstart", text).data.mix == recipe.data.mix
+    assert "data.mix" not in Recipe.load("quickstart").flat()
+
+
+def test_overrides_name_a_section_and_change_no_other(file):
+    recipe = Recipe.load(file, ["data.mix.web.weight=0.3", "data.stages.0.weights.web=0"])
+    assert [part.weight for part in recipe.data.mix] == [0.3, 1.0]
+    assert recipe.data.stages[0].weights == {"books": 0.5, "web": 0.0}
+    assert recipe.replace({"data.mix.books.epochs": 2}).data.mix[1].epochs == 2
+    assert recipe.data.mix[1].epochs == 4 and Recipe.load(file).data.mix[0].weight == 0.9
+    assert Recipe.load(file, ["data.source=other.txt"]).data.mix == []
+    with refused("data.mix.wb.weight", "there are: web, books"):
+        Recipe.load(file, ["data.mix.wb.weight=1"])
+    with refused("data.mix.weight", "write a key of it"):
+        Recipe.load(file, ["data.mix.weight=1"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.mix.web.weight=-1"], ("data.mix.0.weight", "at least 0", "-1")),
+        (["data.mix.web.wieght=1"], ("data.mix.0.wieght", "there are name, source, weight")),
+        (['data.mix=[{source="a"}]'], ("data.mix.0.name", "missing")),
+        (['data.mix=[{name="a b", source="a"}]'], ("data.mix.0.name", "letters, digits")),
+        (["data.mix.books.name=web"], ("data.mix", "two sources have the name web")),
+        (["data.eval_source=x.txt"], ("data.eval_source", "give each source of data.mix")),
+        (["data.format=chat"], ("data.mix", "a mixture is of text")),
+        (["data.mix.web.weight=0", "data.mix.books.weight=0"], ("no source has a weight",)),
+        (["data.stages.0.weights.x=1"], ("data.stages.0.weights", "no source x", "web, books")),
+        (["data.stages.0.from=0"], ("data.stages.0.from", "data.mix")),
+        (["data.stages.0.from=1.5"], ("data.stages.0.from", "0.0 to 1.0")),
+        (["data.mix=[]"], ("data.stages", "data.mix, which has no source")),
+    ],
+)
+def test_what_does_not_work_is_one_message(file, overrides, words):
+    with refused("recipe", *words):
+        Recipe.load(file, overrides)
+
+
+def test_keys_of_sections_are_explained(file):
+    assert "data.mix.weight: Share of the samples" in explain("data.mix")
+    assert "default   1.0" in explain("data.mix.weight")
+    assert "the run (0.0 to 1.0)" in explain("data.stages.from")
+
+
+def test_a_job_elsewhere_gets_the_places_of_the_sources(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "web.txt").touch()
+    changed = with_places(Recipe.load(file), Path("/"))
+    assert [part.source for part in changed.data.mix] == [str(tmp_path / "web.txt"), "books.txt"]
