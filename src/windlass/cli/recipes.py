@@ -114,6 +114,7 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     """Turn a recipe's corpus into checked token shards. After a stop it resumes; finished work is
     not repeated."""
     from windlass.data.chat import show_row
+    from windlass.data.disk import StreamSamples
     from windlass.data.facts import describe, lines, warnings
     from windlass.data.prepare import as_data
     from windlass.data.prepare import prepare as prepare_data
@@ -125,6 +126,8 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     loaded = Recipe.load(recipe, overrides)
     prepared = prepare_data(loaded)
     data = as_data(loaded, prepared)
+    if isinstance(data.train, StreamSamples):
+        data.train.prefill()
     facts = describe(data)
     shown = {"directory": str(prepared.directory), **lines(facts, loaded.model.context)}
     if problems := warnings(facts):

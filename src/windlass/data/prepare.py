@@ -15,10 +15,12 @@ import time
 import zipfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.data import chat, squad, vocabulary
+from windlass.data.disk import StreamSamples
 from windlass.data.division import source_number, stream_name
 from windlass.data.documents import PROGRESS, prepare_text
 from windlass.data.files import describe_files, has_changed
@@ -37,6 +39,7 @@ from windlass.data.samples import (
 )
 from windlass.data.shards import EVAL, MAIN, Index, Split, prepare_again, verify
 from windlass.data.sources import slug
+from windlass.data.stream import open_source, prepare_stream
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import LockHeld, acquire_lock, locked
@@ -64,11 +67,13 @@ class Prepared:
     seconds: float = 0.0  # to prepare, wait and check
 
 
-def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None) -> Prepared:
+def prepare(
+    recipe: Recipe | str | Path, ranks: Ranks | None = None, pinned: str = ""
+) -> Prepared:
     """Prepare the data of a recipe unless it is prepared, and check it.
 
     One process of a file system prepares. The others wait for it, or resume if it is killed. All
-    `ranks` call this together.
+    `ranks` call this together. `pinned`: the commit of a streamed source that a run has recorded.
 
     Raises:
         UserError: Source, tokenizer or directory cannot be used, a shard is missing or changed, or
@@ -81,7 +86,7 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None) -> Prepared
     try:
         index, is_new = _find(recipe, settings, directory), False
         if index is None:
-            index, is_new = _write(recipe, settings, directory, progress)
+            index, is_new = _write(recipe, settings, directory, progress, pinned)
         tokenizer, again = vocabulary.load_tokenizer(recipe, directory), prepare_again(directory)
         if tokenizer.fingerprint != index.tokenizer.fingerprint:
             raise UserError(f"wrong tokenizer in {directory / FOLDER}: {again}")
@@ -106,7 +111,7 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None) -> Prepared
 
 
 def _write(
-    recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress
+    recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress, pinned: str
 ) -> tuple[Index, bool]:
     """Write the data under the directory's lock; the index, and whether this process wrote it."""
     existing = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
@@ -118,6 +123,7 @@ def _write(
         for leftover in [*directory.glob(".*.tmp"), *directory.glob(".*.new")]:
             leftover.unlink()  # incomplete files of a process that was killed
         write = prepare_text if recipe.data.format == "text" else prepare_rows
+        write = partial(prepare_stream, pinned=pinned) if recipe.data.disk_tokens else write
         index = write(recipe, settings, directory, progress).save(directory)
         (directory / PROGRESS).unlink(missing_ok=True)
     return index, True
@@ -143,6 +149,8 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
         if "stdlib" in data.sources:
             settings["python"] = platform.python_version()
         settings |= {key: getattr(data, key) for key in TEXT_SETTINGS}
+        settings |= {"streamed": True} if data.disk_tokens else {}
+        settings |= {"revision": data.revision} if data.revision else {}
         if data.mix:  # weights and epochs change its reading
             own = {"source", "eval_source", "max_tokens", "val_fraction"}
             settings["mix"] = [part.model_dump(include=own) for part in data.mix]
@@ -156,6 +164,7 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
         "tokenizer": recipe.tokenizer,
         "context": recipe.model.context,
         "seed": recipe.run.seed,
+        **({"revision": data.revision} if data.revision else {}),
         "layout": squad.PROMPT if data.format == "squad" else chat.LAYOUT,
         **{f"file {file['file']}": file.get("sha256") or file["changed_ns"] for file in files},
     }
@@ -228,13 +237,13 @@ class Data:
                 self.template.save(directory / FOLDER)
 
 
-def open_data(recipe: Recipe, ranks: Ranks | None = None) -> Data:
+def open_data(recipe: Recipe, ranks: Ranks | None = None, pinned: str = "") -> Data:
     """The data of a recipe, prepared if necessary, with every file checked.
 
-    Raises as `prepare`, and UserError if there are too few tokens for one sample or `model.vocab`
+    `pinned` as in `prepare`. Raises as `prepare`, and UserError if there are too few tokens for one sample or `model.vocab`
     is too small.
     """
-    prepared = prepare(recipe, ranks)
+    prepared = prepare(recipe, ranks, pinned)
     rows = recipe.model.vocab
     if recipe.model.kind == "gpt" and rows and prepared.tokenizer.vocab > rows:
         ids = f"the tokenizer {recipe.data.tokenizer} has {prepared.tokenizer.vocab:,} ids"
@@ -299,6 +308,15 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
             sets[name] = MixedSamples(parts, spread=name == "val")
         else:
             sets[name] = _text_samples(recipe, prepared, split, name)
+    if index.stream is not None:
+        data, run = recipe.data, hashlib.sha256(str(recipe.run_dir.absolute()).encode()).hexdigest()
+        sets["train"] = StreamSamples(
+            prepared.directory / f"stream-{run[:8]}",
+            open_source(data, index, prepared.tokenizer),
+            recipe.model.context,
+            data.shard_tokens,
+            data.disk_tokens,
+        )
     return sets["train"], sets.get("val")
 
 

@@ -82,6 +82,12 @@ class DataSettings(Section):
     """With `hf:`: the split to validate on; empty: held out from `split`."""
     streaming: bool = False
     """With `hf:`: stream the documents instead of downloading the whole data set."""
+    revision: str = ""
+    """With `hf:`: commit, tag or branch of `source` on the Hub; empty: the newest commit."""
+    disk_tokens: int = Field(0, ge=0)
+    """Most tokens of the training data on the disk at a time, for a source of Parquet files or JSON
+    lines that is larger than the disk: shards are made ahead and deleted after use. `shuffled` then
+    shuffles inside a shard (`shard_tokens`). 0: the whole training data."""
     max_documents: int = Field(0, ge=0)
     """Most documents to read from each source; 0: all."""
     max_tokens: int = Field(0, ge=0)
