@@ -20,9 +20,10 @@ import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -100,9 +101,7 @@ class StreamSamples:
         number = max(known for known in self._places if known <= number)
         return [number, *self._places[number]]
 
-    def follow(
-        self, ranks: Ranks, place: Sequence[int], following: Callable[[int], int]
-    ) -> None:
+    def follow(self, ranks: Ranks, place: Sequence[int], following: Callable[[int], int]) -> None:
         """Make shards for a training, from a `place` on (empty: the first). All ranks call this.
 
         `following(n)` is the first sample from number `n` on that the training has still to read.
@@ -114,6 +113,9 @@ class StreamSamples:
             self._places[place[0]] = Place(*place[1:])
         if is_maker(ranks, self.directory):
             self._maker = ShardMaker(self, self._places, following)
+        # Nobody reads before the maker has removed what an earlier process left.
+        ranks.all_gather_object("stream", self._maker is not None)
+        if self._maker:
             self._maker.start()
 
     def prefill(self) -> None:
@@ -152,23 +154,36 @@ class ShardMaker(threading.Thread):
         following: Callable[[int], int],
         fills: bool = False,
     ):
-        """`fills`: end when there is no room, instead of waiting for it."""
+        """Remove what is of no use in the directory, once its lock is free.
+
+        `fills`: end when there is no room, instead of waiting for it.
+        """
         super().__init__(name="windlass-stream", daemon=True)
         self.samples, self.directory, self.fills = samples, samples.directory, fills
         self.following, self.stop = following, threading.Event()
         self.error: Exception | None = None
         self._places = dict(places)
+        self._lock: AbstractContextManager[Any] = contextlib.nullcontext()
+        with self._recorded():
+            self._lock = locked(self.directory / LOCK)
+            self._next = self._tidy(following(0) // samples.window)
 
     def run(self) -> None:
+        with self._recorded(), self._lock:
+            if not self.error:
+                self._make(self._next)
+
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Turn an error into `error`, and into a file for the ranks of other processes."""
         try:
-            with locked(self.directory / LOCK):
-                self._make()
+            yield
         except OSError as error:
             problem = f"{self.directory}: {error.strerror or error}"
-            self.error = RunFailed(f"{problem}; start again to resume")
+            remedy = "start again to resume"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                advice = "lower data.disk_tokens, or free some space"
-                self.error = RunFailed(f"{problem}: {advice}, and start again to resume")
+                remedy = f"lower data.disk_tokens, or free some space, and {remedy}"
+            self.error = RunFailed(f"{problem}; {remedy}")
         except Exception as error:
             self.error = error
         if self.error:
@@ -180,8 +195,8 @@ class ShardMaker(threading.Thread):
         window = self.samples.window
         return self.following(number * window) < (number + 1) * window
 
-    def _make(self) -> None:
-        number = self._tidy(self.following(0) // self.samples.window)
+    def _make(self, number: int) -> None:
+        """Make shards from a number on until it is stopped."""
         source, size = self.samples.source, self.samples.size
         for begin, after, tokens in source.shards(self._places[number], size):
             while self.needed(number) and not self._has_room():
@@ -228,7 +243,7 @@ class ShardMaker(threading.Thread):
         return len(unread) < self.samples.limit
 
 
-def read_table(directory: Path, size: int) -> dict[int, dict]:
+def read_table(directory: Path, size: int) -> dict[int, dict[str, Any]]:
     """The lines of the table by the number of the shard, of shards of this size."""
     lines = read_jsonl(directory / TABLE)
     return {line["shard"]: line for line in lines if line.get("size") == size}

@@ -46,7 +46,9 @@ class StepBatch:
     micro: list[MicroBatch]
     valid_tokens: int  # unmasked labels of this rank
     real_tokens: int  # its tokens without padding, masked prompts included
-    place: list[int] = field(default_factory=list)  # of a stream after it, see `StreamSamples.place`
+    place: list[int] = field(
+        default_factory=list
+    )  # of a stream after it, see `StreamSamples.place`
     wait_ms: float = 0.0  # how long the loop had to wait for it
 
 

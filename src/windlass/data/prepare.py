@@ -67,9 +67,7 @@ class Prepared:
     seconds: float = 0.0  # to prepare, wait and check
 
 
-def prepare(
-    recipe: Recipe | str | Path, ranks: Ranks | None = None, pinned: str = ""
-) -> Prepared:
+def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None, pinned: str = "") -> Prepared:
     """Prepare the data of a recipe unless it is prepared, and check it.
 
     One process of a file system prepares. The others wait for it, or resume if it is killed. All
@@ -94,7 +92,8 @@ def prepare(
         notify = progress.note if is_rank_0 else lambda text: None
         vocabulary.check_tokenizer(recipe, tokenizer, notify)
         verify(directory, index, lambda done: progress.update("checking SHA-256", done), ranks)
-        if not is_new and recipe.data.format == "text" and is_rank_0:
+        looks = recipe.data.format == "text" and index.stream is None  # which looks at each file
+        if not is_new and looks and is_rank_0:
             for kind, names in ((MAIN, recipe.data.sources), (EVAL, recipe.data.eval_sources)):
                 for number, name in enumerate(names):
                     origin = index.source.get(stream_name(kind, number))

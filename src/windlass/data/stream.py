@@ -54,7 +54,7 @@ from windlass.data.shards import (
 )
 from windlass.data.sources import Corpus, explained, open_corpora
 from windlass.data.tokenizer import Tokenizer
-from windlass.errors import RunFailed, UserError, first_line, plural, require
+from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.processes import usable_cores
 from windlass.recipe import DataSettings, Recipe
 
@@ -201,7 +201,9 @@ class Source:
                     yield place, text
             at = self.start._replace(epoch=at.epoch + 1)
         first = self.files[0].file
-        raise UserError(f"data.source: there is no text for training in {first} and the files after")
+        raise UserError(
+            f"data.source: there is no text for training in {first} and the files after"
+        )
 
     def one_pass(self, start: int = 0) -> Iterator[tuple[str, float]]:
         """The documents of one pass from number `start` on, as `Corpus.read`."""
@@ -215,7 +217,7 @@ class Source:
         """The documents of a file from a place on; tries again if a network fails."""
         file = self.files[at.file]
         path, is_local = file.file, "://" not in file.file
-        pauses = iter(() if is_local else RETRY_SECONDS)
+        pauses, failed_at = list[float](), None
         while True:
             try:
                 if is_local and describe_file(path) != file:
@@ -234,11 +236,13 @@ class Source:
                     raise UserError(f"{path} {problem}: {reason}") from None
                 if problem := hub.problem_of(error):
                     raise UserError(f"{path} {problem}") from None
-                if (pause := next(pauses, None)) is None:
+                if at != failed_at:  # it has read something since the last failure
+                    pauses, failed_at = list(RETRY_SECONDS), at
+                if not pauses:
                     problem = f"reading {path} broke off ({reason})"
                     raise RunFailed(f"{problem}; start again to resume") from None
-                self.notify(f"reading {path} broke off ({reason}); again in {pause:.0f} s")
-                time.sleep(pause)
+                self.notify(f"reading {path} broke off ({reason}); again in {pauses[0]:.0f} s")
+                time.sleep(pauses.pop(0))
 
     def tokens(self, at: Place) -> Generator[tuple[Place, Encoded], None, None]:
         """The tokens from a place on, without end: parts of documents, each with its place."""
@@ -397,4 +401,3 @@ def _validation(directory: Path, streams: dict[str, list[Shard]]) -> dict[str, S
     table = np.concatenate(tables)
     text = hashlib.sha256(table["text"].tobytes()).hexdigest()[:16]
     return {"val": Split(ranges=ranges, documents=len(table), text=text)}
-

@@ -79,7 +79,9 @@ class Plan:
     layouts_advice: str = ""  # if none fits
     machine: Machine | None = None  # the ranks and rates behind the layouts
     checkpoints: int | None = None  # the most on disk at a time
-    tokens_bytes: int | None = None  # of the shards, if `data.max_tokens` gives their number
+    tokens_bytes: int | None = (
+        None  # of the shards, if `data.max_tokens` or `data.disk_tokens` gives it
+    )
     speed: Speed | None = None
     seconds_per_step: float | None = None
     seconds: float | None = None  # from now to the end

@@ -91,6 +91,8 @@ def sources(r: Any) -> Problems:
         yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
     if any(name.startswith(web) for name in d.eval_sources):
         yield "data.eval_source", "Windlass downloads only data.source: give the path of a file"
+    if d.revision and not any(name.startswith("hf:") for name in d.sources):
+        yield "data.revision", "only a source hf:NAME has revisions: drop it"
     if d.streaming and not all(name.startswith("hf:") for name in d.sources):
         yield "data.streaming", "only sources hf:... are streamed"
     if d.format == "text" and any(name.split(":")[0] == "squad" for name in d.sources):
