@@ -3,6 +3,7 @@ disk, and one message for each failure.
 """
 
 import contextlib
+import itertools
 import shutil
 import threading
 from types import SimpleNamespace
@@ -18,12 +19,14 @@ from helpers import wait_for
 from windlass import hub
 from windlass.data import stream
 from windlass.data.disk import read_places
+from windlass.data.loader import Loader
 from windlass.data.prepare import as_data, open_data, prepare
 from windlass.data.samples import PackedSamples
 from windlass.data.stream import Place, Source, describe_file
 from windlass.errors import RunFailed, UserError
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
+from windlass.recipe.units import plan_batch
 
 FILES, GROUP = 3, 7
 
@@ -62,12 +65,10 @@ def source_of(recipe):
 
 
 def tokens_from(source, place, count):
-    parts, left = [], count
-    for _, piece in source.tokens(place):
-        parts.append(piece.tokens[:left])
-        left -= len(parts[-1])
-        if not left:
-            return np.concatenate(parts)
+    pieces, parts = source.tokens(place), [np.zeros(0, int)]
+    while sum(map(len, parts)) < count:
+        parts.append(next(pieces)[1].tokens)
+    return np.concatenate(parts)[:count]
 
 
 @pytest.mark.parametrize("kind", ["directory", "hf", "jsonl"])
@@ -110,14 +111,14 @@ def test_only_the_needed_row_groups_are_read(crawl, tmp_path, monkeypatch):
 
     class Counted(pq.ParquetFile):
         def iter_batches(self, *args, row_groups, **more):
-            read.append(row_groups)
+            read.extend(row_groups)
             return super().iter_batches(*args, row_groups=row_groups, **more)
 
     monkeypatch.setattr(pq, "ParquetFile", Counted)
     # Batches of one document, so that none is read far ahead.
     monkeypatch.setattr("windlass.data.documents.BATCH_CHARACTERS", 1)
     begin, _, _ = next(source.shards(Place(0, 3, 3, 2, 5), 10))
-    assert begin == Place(0, 3, 3, 2, 5) and set(sum(read, [])) <= {3, 4} and read[0] == [3]
+    assert begin == Place(0, 3, 3, 2, 5) and set(read) <= {3, 4} and read[0] == 3
 
 
 def test_a_network_that_fails_is_tried_again(crawl, monkeypatch):
@@ -184,7 +185,7 @@ def test_hub_files_are_pinned_to_a_commit(tmp_path, monkeypatch):
     urls = ["hf://datasets/org/web@c2/small-0.parquet", "hf://datasets/org/web@c2/small-1.parquet"]
     assert stream.list_files(data, "train") == (urls, "c2")
     assert stream.list_files(data, "train", "c1")[1] == "c1" and asked == [None, "c1"]
-    with pytest.raises(UserError, match="no split 'test'; it has train: set data.split"):
+    with pytest.raises(UserError, match="no split 'test'; it has train"):
         stream.list_files(data, "test")
 
 
@@ -264,6 +265,27 @@ def test_a_batch_may_span_two_shards(crawl, tmp_path):
         assert np.array_equal(rows.labels[:, :-1], expected[mixed][:, 1:])
 
 
+def test_ranks_divide_the_shuffled_samples_of_each_shard(crawl, tmp_path):
+    """The sequence is that of one rank, and each shard is a permutation of its own samples."""
+    expected, sequences = rows_of(crawl, tmp_path / "whole", 0, 126), []
+    for world in (1, 2):
+        seen = {}
+        for rank in range(world):
+            with Training(streamed(crawl, tmp_path / "data")) as training:
+                plan = plan_batch(14, 7, world, 16)
+                with Loader(training.samples, plan, rank, seed=1, prefetch=0) as loader:
+                    for batch in itertools.islice(loader, 9):
+                        training.done += 14
+                        for micro in batch.micro:
+                            seen[batch.step, micro.k] = micro.batch.tokens.numpy()
+                assert batch.place[0] == 2
+        sequences.append(np.concatenate([seen[key] for key in sorted(seen)]))
+    assert np.array_equal(*sequences)
+    for shard in (slice(0, 63), slice(63, 126)):
+        rows = sequences[0][shard].tolist()
+        assert rows != expected[shard].tolist() and sorted(rows) == sorted(expected[shard].tolist())
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_resume_makes_only_the_shards_from_its_place_on(crawl, tmp_path, elsewhere):
     with Training(streamed(crawl, tmp_path / "data")) as training:
@@ -337,7 +359,7 @@ def test_a_changed_file_ends_the_training(crawl, tmp_path):
     recipe = streamed(texts.parent, tmp_path / "data")
     prepare(recipe)
     jsonl(texts, documents(39))
-    with Training(recipe) as training, pytest.raises(UserError, match="a.jsonl has changed since"):
+    with Training(recipe) as training, pytest.raises(UserError, match="has changed since the run"):
         training.read(1)
 
 

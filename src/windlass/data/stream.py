@@ -283,10 +283,10 @@ class Source:
                     part = tokens[: len(buffer) - filled]
                     buffer[filled : filled + len(part)] = part
                     filled += len(part)
-                    place = place._replace(token=place.token + len(part))
                     tokens = tokens[len(part) :]
                     if filled == len(buffer):
-                        last = place._replace(token=place.token - 1)
+                        passed = len(piece.tokens) - len(tokens)
+                        last = place._replace(token=place.token + passed - 1)
                         yield begin, last, buffer
                         begin, filled, buffer[0] = last, 1, buffer[-1]
 
@@ -319,8 +319,8 @@ def prepare_stream(
     if vocabulary.kind_of(data.tokenizer) == "bpe":
         progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from the first documents")
         texts = (text for text, _ in Source(files, data.text_key).one_pass())
-        texts = first_characters(texts, BPE_CHARACTERS)
-        tokenizer = vocabulary.train_bpe(texts, data.tokenizer_vocab)
+        first = first_characters(texts, BPE_CHARACTERS)
+        tokenizer = vocabulary.train_bpe(first, data.tokenizer_vocab)
     else:
         tokenizer = vocabulary.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
     if tokenizer.eot is None:

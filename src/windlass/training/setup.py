@@ -77,7 +77,7 @@ class RunPlace(NamedTuple):
     notes: list[str]  # warnings
 
 
-def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None) -> Data:
+def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None, stack: ExitStack) -> Data:
     """The user's or the recipe's data, once all hosts have seen the run and data directories."""
     if ranks.env.nodes > 1:
         start.check_shared(ranks, plan.run.path, data_dir(plan.recipe) if data is None else None)
@@ -85,7 +85,10 @@ def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None) -> Data:
         return data
     run = Run(plan.branch_from.parent.parent) if plan.branch_from else plan.run
     started = {} if plan.fresh else last_start(run.ledger())
-    return open_data(plan.recipe, ranks, started.get("data", {}).get("revision", ""))
+    data = open_data(plan.recipe, ranks, started.get("data", {}).get("revision", ""))
+    if isinstance(data.train, StreamSamples):
+        stack.callback(data.train.close)
+    return data
 
 
 def batch_and_horizon(

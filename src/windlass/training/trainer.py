@@ -81,9 +81,7 @@ class Trainer:
         self.ends_early = False  # set by `train.early_stop`: no further step
         recipe, run, custom = plan.recipe, plan.run, module is not None
         self.ranks = ranks = stack.enter_context(init_store(detect_env(), recipe))
-        self.data = data = setup.open_shared(plan, ranks, data)
-        if isinstance(data.train, StreamSamples):
-            stack.callback(data.train.close)
+        self.data = data = setup.open_shared(plan, ranks, data, stack)
         init_process_group(ranks, recipe)
         self.batch, self.horizon = setup.batch_and_horizon(plan, ranks, data, custom)
         if module is not None:
