@@ -3,6 +3,7 @@ disk, and one message for each failure.
 """
 
 import contextlib
+import gzip
 import itertools
 import shutil
 import threading
@@ -71,13 +72,19 @@ def tokens_from(source, place, count):
     return np.concatenate(parts)[:count]
 
 
-@pytest.mark.parametrize("kind", ["directory", "hf", "jsonl"])
+@pytest.mark.parametrize("kind", ["directory", "hf", "jsonl", "json.gz"])
 def test_the_stream_is_the_whole_prepared_data_again_and_again(crawl, tmp_path, kind):
     place = crawl
     if kind == "jsonl":
         place = tmp_path / "texts"
         for number in range(FILES):
             jsonl(place / f"part-{number}.jsonl", documents(40, seed=number))
+    if kind == "json.gz":  # as in C4
+        (tmp_path / "texts").mkdir()
+        place = tmp_path / "texts" / "*.gz"
+        for number in range(FILES):
+            raw = jsonl(tmp_path / "raw", documents(40, seed=number)).read_bytes()
+            (tmp_path / "texts" / f"{number}.json.gz").write_bytes(gzip.compress(raw))
     name = f"hf:{place}" if kind == "hf" else place
     recipe = streamed(name, tmp_path / "streamed")
     data, expected = open_data(recipe), whole(name, tmp_path / "whole")

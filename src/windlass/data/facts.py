@@ -35,7 +35,7 @@ def describe(data: Data) -> Facts:
     - Best-fit packing: `fill` (the part of all rows that is tokens) and `items_per_sample`.
     - Several sources: `sources` and `eval_sources`, each with `documents` and `tokens` read, and
       the tokens for `train` and `val`.
-    - A streamed source: `revision` (a commit of the Hub), and `stream` with its `bytes`,
+    - A streamed source: `revision` (a commit of the Hub), and `stream` with its `bytes` (local),
       `shard_tokens`, `disk_tokens` and, after a resume, its `place`.
     - A mixture, once the run's length is known: `mixture`, from `mixture.shares_of_run`.
     - Conversations: `template`, their layout in words.
@@ -55,7 +55,7 @@ def describe(data: Data) -> Facts:
             facts |= {"files": len(source.files), "train": {"tokens_per_sample": train.context}}
             facts |= {"revision": source.revision} if source.revision else {}
             facts["stream"] = {
-                "bytes": sum(file.bytes for file in source.files),
+                "bytes": sum(file.bytes for file in source.files) or None,
                 "shard_tokens": source.shard_tokens,
                 "disk_tokens": train.limit * source.shard_tokens,
             }
@@ -178,8 +178,8 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
 def _in_words(split: Facts, facts: Facts) -> str:
     if "stream" in facts and split is facts["train"]:
         stream = facts["stream"]
-        text = f"streamed from {size_in_words(stream['bytes'])}, in shards of"
-        shards = f"{text} {stream['shard_tokens']:,} tokens"
+        size = f" from {size_in_words(stream['bytes'])}" if stream["bytes"] else ""
+        shards = f"streamed{size}, in shards of {stream['shard_tokens']:,} tokens"
         return f"{shards}, at most {stream['disk_tokens']:,} on the disk"
     items = split.get("items") if "source" in facts else split["samples"]
     parts = [count(items, facts.get("items", "samples"))] if items else []

@@ -44,6 +44,7 @@ from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import LockHeld, acquire_lock, locked
 from windlass.recipe import Recipe, as_recipe
+from windlass.run import Run, data_commit
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
@@ -71,7 +72,8 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None, pinned: str
     """Prepare the data of a recipe unless it is prepared, and check it.
 
     One process of a file system prepares. The others wait for it, or resume if it is killed. All
-    `ranks` call this together. `pinned`: the commit of a streamed source that a run has recorded.
+    `ranks` call this together. `pinned`: the commit of a streamed source that a run has recorded;
+    empty: the one that the recipe's run has, if there is one.
 
     Raises:
         UserError: Source, tokenizer or directory cannot be used, a shard is missing or changed, or
@@ -84,6 +86,7 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None, pinned: str
     try:
         index, is_new = _find(recipe, settings, directory), False
         if index is None:
+            pinned = pinned or (data_commit(Run(recipe.run_dir)) if recipe.data.disk_tokens else "")
             index, is_new = _write(recipe, settings, directory, progress, pinned)
         tokenizer, again = vocabulary.load_tokenizer(recipe, directory), prepare_again(directory)
         if tokenizer.fingerprint != index.tokenizer.fingerprint:

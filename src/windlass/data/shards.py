@@ -104,7 +104,7 @@ class SourceFile(BaseModel):
     """A file of a streamed source."""
 
     file: str  # its path, or `hf://datasets/NAME@COMMIT/PATH`
-    bytes: int
+    bytes: int = 0  # of a local file
     sha256: str = ""  # of the end of a local file; a commit pins a file of the Hub
 
 

@@ -88,7 +88,7 @@ def list_files(data: DataSettings, split: str, revision: str = "") -> tuple[list
     else:
         paths = list(map(str, find_files(source)))
     endings = {suffixes(Path(path))[0] for path in paths}
-    if others := sorted(endings - {".parquet", *JSON_LINES}):
+    if others := sorted(endings - {".parquet", ".json", *JSON_LINES}):
         problem = f"{source} has files of {', '.join(others)}"
         advice = "only Parquet and JSON lines are read in parts: write data.disk_tokens=0"
         raise UserError(f"data.disk_tokens: {problem}; {advice}")
@@ -121,12 +121,9 @@ def _hub_files(place: str, split: str, revision: str) -> tuple[list[str], str]:
 
 
 def describe_file(path: str) -> SourceFile:
-    """Path, size, and the SHA-256 of the end of a local file; a commit pins a file of the Hub."""
+    """A local file with its size and the SHA-256 of its end; a commit pins a file of the Hub."""
     if "://" in path:
-        from fsspec.core import url_to_fs
-
-        system, name = url_to_fs(path)
-        return SourceFile(file=path, bytes=system.size(name))
+        return SourceFile(file=path)
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - END_BYTES))
@@ -146,7 +143,8 @@ def read_rows(path: str, at: Place, text_key: str) -> Iterator[tuple[Place, str]
     """The documents of a file from a place on. Of Parquet, only their row groups are read."""
     with open_file(path) as raw:
         if suffixes(Path(path))[0] != ".parquet":
-            for row, (where, record) in enumerate(read_records(Path(path), raw, text_key)):
+            records = read_records(Path(path), raw, text_key, lines=True)
+            for row, (where, record) in enumerate(records):
                 if row >= at.row:
                     here = at if row == at.row else at._replace(row=row, token=0)
                     yield here, document(record, True, where, text_key)

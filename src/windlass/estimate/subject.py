@@ -35,6 +35,9 @@ class Size:
     network: dict[str, Any] = field(default_factory=dict)
 
 
+STREAMED = "the source is streamed (data.disk_tokens)"
+
+
 @dataclass(frozen=True)
 class Subject:
     """The inputs of a plan."""
@@ -147,6 +150,7 @@ def subject_of(
         steps=int(started["steps"]),
         val_samples=started.get("data", {}).get("val", {}).get("samples", 0),
         mixture=started.get("data", {}).get("mixture"),
+        reason=STREAMED if recipe.data.disk_tokens else subject.reason,
     )
     return with_counted_sizes(subject)
 
@@ -204,5 +208,5 @@ def with_prepared_data(subject: Subject) -> Subject:
         tokens_per_sample=(real_tokens(samples) or 0) / count if count else None,
         val_samples=len(val or ()),
         mixture=samples if subject.recipe.data.mix else None,
-        reason=subject.reason if count else "the source is streamed (data.disk_tokens)",
+        reason=subject.reason if count else STREAMED,
     )

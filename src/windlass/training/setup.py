@@ -52,7 +52,7 @@ from windlass.parallel.parallelize import (
 )
 from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon, Recipe
-from windlass.run import Run, last_start, read_lines
+from windlass.run import read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.timing import peak_flops
 from windlass.training import start
@@ -83,9 +83,7 @@ def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None, stack: ExitSta
         start.check_shared(ranks, plan.run.path, data_dir(plan.recipe) if data is None else None)
     if data is not None:
         return data
-    run = Run(plan.branch_from.parent.parent) if plan.branch_from else plan.run
-    started = {} if plan.fresh else last_start(run.ledger())
-    data = open_data(plan.recipe, ranks, started.get("data", {}).get("revision", ""))
+    data = open_data(plan.recipe, ranks, plan.pinned)
     if isinstance(data.train, StreamSamples):
         stack.callback(data.train.close)
     return data
