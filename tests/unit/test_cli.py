@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,6 +160,7 @@ def test_a_training_goes_on_where_its_reader_ends(tmp_path: Path, corpus: Path) 
 
 LIGHT = """
 import sys
+import textwrap
 from windlass.cli import main
 try:
     main()
@@ -186,6 +188,21 @@ def complete(*words: str, cwd: Path, shell: str = "bash") -> list[str]:
     env = {"_WINDLASS_COMPLETE": f"complete_{shell}", "COMP_WORDS": " ".join(words)}
     env |= {"COMP_CWORD": str(len(words) - 1), "_TYPER_COMPLETE_ARGS": " ".join(words)}
     return lines_of(cwd=cwd, env=os.environ | env)
+
+
+def test_one_process_trains_without_torchs_compiler(tmp_path, corpus):
+    """Neither its import, with that of sympy, nor DTensor's: together as long as torch's own."""
+    code = """
+    import sys
+    from windlass import train
+    from windlass.recipe import Recipe
+    train(Recipe.load("quickstart", sys.argv[1:]))
+    print(sorted({"torch._dynamo", "torch.distributed.tensor", "sympy"} & {*sys.modules}))
+    """
+    small = TINY | {"run.dir": str(tmp_path / "run"), "data.source": str(corpus)}
+    words = [sys.executable, "-c", textwrap.dedent(code), *overrides(small)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_shell_completes_verbs_recipes_settings_and_runs(tmp_path: Path) -> None:
