@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from small_runs import corpus, curve, evaluations, recipe_of, settings, start, stopped
 
-from helpers import refused
-from windlass import plan, report, train
+from helpers import each_step, refused
+from windlass import evaluate, plan, report, train
 from windlass.checkpoint.load import open_checkpoint
 from windlass.cli import recipes
 from windlass.run import Run
@@ -146,6 +146,31 @@ def test_two_ranks_killed_and_resumed_elsewhere(crawl, whole, tmp_path):
     for one, other in zip(curve(killed), curve(reference), strict=True):
         assert one == pytest.approx(other, rel=1e-4)
     assert not list((tmp_path / "elsewhere").glob("stream-*"))
+
+
+def test_a_rewind_makes_old_shards_again(crawl, tmp_path):
+    """The samples that are left out end two shards after the checkpoint."""
+
+    def spoil(now):
+        if now.step == 20 and not spoiled:
+            spoiled.append(now.step)
+            for parameter in now.model.parameters():
+                parameter.data.mul_(float("nan"))
+
+    spoiled = []
+    more = {"train.on_nonfinite": "rewind", "checkpoint.every": 7, "eval.every": 0}
+    recipe = streamed(crawl, tmp_path / "run", **more, **{"checkpoint.background": "false"})
+    run = train(recipe, callbacks=[each_step(spoil)])
+    rewound = [event for event in run.events if event["event"] == "rewound"]
+    assert [event["left_out"] for event in rewound] == [[14 * 8, 21 * 8]]
+    assert [line["step"] for line in run.lines("train")] == list(range(1, 25))
+    place = open_checkpoint(run.checkpoints_dir / "step-00000024").counters["stream"]
+    assert place[0] == (24 + 7) * 8 // 63
+
+
+def test_an_evaluation_needs_no_shards(whole, crawl):
+    scores = evaluate(f"{whole[0].path}@24", ["loss"]).results["loss"]
+    assert scores["loss"] == pytest.approx(whole[0].lines("eval")[-1]["loss"], rel=1e-6)
 
 
 def test_a_branch_begins_at_the_place_of_its_checkpoint(crawl, whole, tmp_path):

@@ -19,7 +19,7 @@ from data_fixtures import documents, jsonl, recipe_for
 from helpers import wait_for
 from windlass import hub
 from windlass.data import stream
-from windlass.data.disk import read_places
+from windlass.data.disk import is_maker, read_places
 from windlass.data.loader import Loader
 from windlass.data.prepare import as_data, open_data, prepare
 from windlass.data.samples import PackedSamples
@@ -334,12 +334,28 @@ def test_left_out_samples_need_no_shard(crawl, tmp_path):
 def test_prepare_makes_the_first_shards(crawl, tmp_path):
     recipe = streamed(crawl, tmp_path / "data")
     samples = as_data(recipe, prepare(recipe)).train
-    samples.prefill()
+    made = []
+    samples.prefill(made.append)
+    assert made == [1, 2]
     assert disk_tokens(samples.directory) == 2 * (samples.size + 1) <= 2048
     inode = samples.path(1).stat().st_ino
     with Training(recipe) as training:
         assert np.array_equal(training.read(70), rows_of(crawl, tmp_path / "whole", 0, 70))
         assert training.samples.path(1).stat().st_ino == inode
+
+
+@pytest.mark.parametrize(("local_rank", "sees", "makes"), [(0, 0, 1), (1, 0, 0), (0, 1, 0)])
+def test_a_host_with_its_own_disk_makes_its_own_shards(tmp_path, local_rank, sees, makes):
+    """With a stand-in for the ranks of a second host."""
+    (tmp_path / ".seen").touch()
+    mark = str(tmp_path / (".seen" if sees else "of-another-disk"))
+    ranks = SimpleNamespace(
+        main=False,
+        env=SimpleNamespace(local_rank=local_rank),
+        broadcast_object=lambda name, value: mark,
+        all_gather_object=lambda name, value: [value],
+    )
+    assert is_maker(ranks, tmp_path) == bool(makes)
 
 
 # -- failures

@@ -118,6 +118,7 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     from windlass.data.facts import describe, lines, warnings
     from windlass.data.prepare import as_data
     from windlass.data.prepare import prepare as prepare_data
+    from windlass.data.progress import Progress
     from windlass.data.rows import REMARKS
     from windlass.data.samples import Rows
     from windlass.recipe import Recipe
@@ -127,7 +128,9 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     prepared = prepare_data(loaded)
     data = as_data(loaded, prepared)
     if isinstance(data.train, StreamSamples):
-        data.train.prefill()
+        progress, room = Progress(), data.train.limit
+        data.train.prefill(lambda n: progress.update("first shards of the run", n / room))
+        progress.close()
     facts = describe(data)
     shown = {"directory": str(prepared.directory), **lines(facts, loaded.model.context)}
     if problems := warnings(facts):

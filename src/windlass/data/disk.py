@@ -118,11 +118,14 @@ class StreamSamples:
         if self._maker:
             self._maker.start()
 
-    def prefill(self) -> None:
-        """Make the first shards for a run that has not begun, as far as there is room."""
+    def prefill(self, tick: Callable[[int], None]) -> None:
+        """Make the first shards for a run that has not begun, as far as there is room.
+
+        `tick` gets the number of shards after each one.
+        """
         if not self.directory.exists():
             self.directory.mkdir(parents=True)
-            maker = ShardMaker(self, self._places, lambda sample: sample, fills=True)
+            maker = ShardMaker(self, self._places, lambda sample: sample, tick)
             maker.run()
             if maker.error:
                 raise maker.error
@@ -152,14 +155,14 @@ class ShardMaker(threading.Thread):
         samples: StreamSamples,
         places: dict[int, Place],
         following: Callable[[int], int],
-        fills: bool = False,
+        tick: Callable[[int], None] | None = None,
     ):
         """Remove what is of no use in the directory, once its lock is free.
 
-        `fills`: end when there is no room, instead of waiting for it.
+        With `tick`, which is called after each shard, the work ends when there is no room.
         """
         super().__init__(name="windlass-stream", daemon=True)
-        self.samples, self.directory, self.fills = samples, samples.directory, fills
+        self.samples, self.directory, self.tick = samples, samples.directory, tick
         self.following, self.stop = following, threading.Event()
         self.error: Exception | None = None
         self._places = dict(places)
@@ -200,7 +203,7 @@ class ShardMaker(threading.Thread):
         source, size = self.samples.source, self.samples.size
         for begin, after, tokens in source.shards(self._places[number], size):
             while self.needed(number) and not self._has_room():
-                if self.fills or self.stop.wait(POLL_SECONDS):
+                if self.tick or self.stop.wait(POLL_SECONDS):
                     return
             if self.stop.is_set():
                 return
@@ -211,6 +214,8 @@ class ShardMaker(threading.Thread):
             if self.needed(number):
                 Files().replace(self.samples.path(number), raw)
             number += 1
+            if self.tick:
+                self.tick(number)
 
     def _tidy(self, first: int) -> int:
         """Keep the good shards from `first` on that an earlier process left; the next to make."""
