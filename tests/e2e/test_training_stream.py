@@ -230,7 +230,7 @@ def test_what_the_verbs_say(crawl, tmp_path, capsys):
     run = train(recipe)
     assert "shard 2 begins: file 1" in capsys.readouterr().out
     assert run.summary["epochs"] == 0 and "steps_per_epoch" not in run.summary
-    report(run)
+    report(run, plots=False)
 
 
 def test_what_cannot_be_streamed_is_reported_together(crawl, tmp_path):

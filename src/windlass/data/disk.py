@@ -83,8 +83,8 @@ class StreamSamples:
             while not path.exists():
                 if self._maker and self._maker.error:
                     raise self._maker.error
-                if not self._maker and failed.exists():
-                    raise RunFailed(failed.read_text(encoding="utf-8"))
+                if not self._maker and failed.exists() and (text := failed.read_text("utf-8")):
+                    raise RunFailed(text)
                 if closed.wait(POLL_SECONDS):
                     raise ValueError("the samples are closed")
             tokens = self.size + 1
@@ -207,7 +207,7 @@ class ShardMaker(threading.Thread):
                     return
             if self.stop.is_set():
                 return
-            raw = tokens.astype(on_disk(self.samples.dtype)).tobytes()
+            raw = memoryview(tokens.astype(on_disk(self.samples.dtype), copy=False)).cast("B")
             line = {"shard": number, "begin": begin, "after": after, "size": size}
             with (self.directory / TABLE).open("ab") as table:
                 table.write(to_json(line | {"sha256": hashlib.sha256(raw).hexdigest()}))
