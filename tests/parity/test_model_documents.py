@@ -40,7 +40,7 @@ def losses_and_gradients(model: Any, batches: list[Any]) -> list[Tensor]:
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
-        loss = model(batch.tokens, batch.labels, **document_arguments(batch))
+        loss = model(batch.tokens, batch.labels, **document_arguments(batch, model))
         loss.backward()
         total += loss.detach()
     return [total, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]

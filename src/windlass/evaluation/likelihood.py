@@ -83,10 +83,11 @@ def evaluate_loss(
                 tokens += unmasked.numel()
                 if token_bytes is not None:
                     text_bytes += int(token_bytes[unmasked.numpy()].sum())
-                here = rows.map(lambda field: field.to(ranks.device, non_blocking=True))
+                here = rows.to(ranks.device)
                 sources = {"by_source": SourceSums(here.sources, by_source)} if names else {}
+                documents = document_arguments(here, model)
                 with autocast():
-                    total += model(here.tokens, here.labels, **sources, **document_arguments(here))
+                    total += model(here.tokens, here.labels, **sources, **documents)
                 if poll is not None and max_async([poll()], ranks).wait()[0]:
                     return None
                 if progress is not None:

@@ -293,7 +293,7 @@ class Trainer:
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
         counts = collectives.count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
-        dtype = torch.float64 if precision == "fp64" else torch.float32
+        network, dtype = unwrap(self.model), torch.float64 if precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
 
         def forward(micro: MicroBatch, **stage: Any) -> torch.Tensor:
@@ -301,7 +301,9 @@ class Trainer:
                 torch.manual_seed(step_seed(self.recipe.run.seed, batch.step, micro.k))
             ranks.mark(batch.step, "forward")
             with timer.phase("forward"), autocast(self.recipe, ranks.device):
-                stage |= self.losses.by_source(micro.batch) | document_arguments(micro.batch)
+                stage |= self.losses.by_source(micro.batch) | document_arguments(
+                    micro.batch, network
+                )
                 result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
             if result.dim():  # hidden states, for the next stage of a pipeline
                 return result
