@@ -106,7 +106,8 @@ class Spans:
         """Causal attention of [B, H, T, E] to [B, K, S, E] within each document."""
         width, plain = q.shape[3], not dropout and q.dtype in HALF
         if self.edges is not None and plain and width % 8 == 0 and width <= 256:
-            y = flash(*map(end_to_end, (q, k, v)), self.edges, q.shape[2], k.shape[2])
+            ends = end_to_end(q), end_to_end(k), end_to_end(v)
+            y = flash(*ends, self.edges, q.shape[2], k.shape[2])
             return y.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
         if self.mask is not None:
             gqa = q.shape[1] != k.shape[1]
@@ -128,10 +129,10 @@ class Spans:
             own, seen = len(document[0]), len(document[1])
             if not own:
                 continue
-            square = own == seen
-            mask = None if square else causal_lower_right(own, seen)
+            how["is_causal"] = own == seen
+            how["attn_mask"] = None if own == seen else causal_lower_right(own, seen)
             heads = (x.transpose(0, 1).unsqueeze(0) for x in document)
-            y = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=square, **how)
+            y = F.scaled_dot_product_attention(*heads, **how)
             outputs.append(y.squeeze(0).transpose(0, 1))
         return torch.cat(outputs).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
 
