@@ -23,6 +23,7 @@ from windlass.data.shards import ShardWriter, Stream
 from windlass.model.build import build_model
 from windlass.model.documents import Documents, document_arguments, edges_of
 from windlass.model.gpt import initialise
+from windlass.model.hf import attention_within_documents
 from windlass.recipe import Recipe
 
 CONTEXT = 48
@@ -158,7 +159,7 @@ def test_edges_of_documents_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             out[a:b] = (weights @ v[c:d].transpose(0, 1)).transpose(0, 1)
         return out
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr("windlass.model.documents.varlen_attn", kernel)
     monkeypatch.setattr("windlass.model.documents.HALF", (torch.float64,))
     draw = torch.Generator().manual_seed(1)
     numbers = torch.tensor([[0, 0, 0, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 2]])
@@ -172,6 +173,23 @@ def test_edges_of_documents_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         results.append(spans.attention(q, k, v))
         assert all((result - results[0]).abs().max() < 1e-14 for result in results[1:])
         assert calls.pop() == (9 if stop > 4 else 5, stop - first, stop)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "wanted"),
+    [("llama", "auto", "flex_attention"), ("llama", "sdpa", ""), ("bloom", "auto", "")],
+)
+def test_no_mask_of_a_model_of_transformers_on_a_gpu(
+    kind: str, attention: str, wanted: str, tmp_path: Path
+) -> None:
+    folder = hf_fixtures.save(kind, tmp_path / kind)
+    tree = {"kind": "hf", "name": str(folder), "context": CONTEXT, "attention": attention}
+    model: Any = build_model(Recipe.model_validate({"model": tree}), 0, device="cpu")
+    if wanted:
+        assert attention_within_documents(model.model, model.settings) == wanted
+        return
+    with refused("data.document_mask", "model.attention", "data.document_mask=false"):
+        attention_within_documents(model.model, model.settings)
 
 
 def test_documents_of_some_rows() -> None:

@@ -24,7 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 
+# In torch 2.11 the kernel takes fewer heads of keys without this argument.
+GQA: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 HALF = (torch.float16, torch.bfloat16)
 MASKED_TOKENS = (
     128  # rows up to this length are faster with a mask on a CPU (benchmarks/packing.py)
@@ -164,11 +167,6 @@ def flash(
     The last query of a document is aligned with its last key. The longest lengths are limits, and
     constants of a compiled graph.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
-    # torch 2.11 has no such argument, and its kernel takes fewer heads of keys.
-    is_new = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    gqa: Any = {"enable_gqa": True} if is_new else {}
     return varlen_attn(  # type: ignore[no-any-return]
-        q, k, v, *edges, longest_q, longest_k, window_size=(-1, 0), **gqa
+        q, k, v, *edges, longest_q, longest_k, window_size=(-1, 0), **GQA
     )
