@@ -31,7 +31,7 @@ from windlass.data.packing import best_fit
 from windlass.data.prepare import open_data
 from windlass.data.samples import positions_of
 from windlass.model.build import build_model
-from windlass.model.documents import Documents, document_arguments
+from windlass.model.documents import Documents, documents_of
 from windlass.model.gpt import initialise
 from windlass.recipe import Recipe
 
@@ -100,7 +100,7 @@ def speeds(options: argparse.Namespace, folder: Path) -> None:
             for _, step in zip(range(STEPS), loaders[name], strict=False):
                 for micro in step.micro:
                     b = micro.batch
-                    model(b.tokens, b.labels, **document_arguments(b, model)).backward()
+                    model(b.tokens, b.labels, **documents_of(b, model)).backward()
                     padded += b.tokens.numel()
                 tokens += step.real_tokens
                 model.zero_grad()

@@ -9,7 +9,7 @@ import pytest
 from equivalence import BATCH, CONTEXT, STEPS, VOCAB, distance, settings, trained
 from harness import run_ranks
 
-import windlass.model.gpt
+import windlass.model.documents
 from windlass.data.samples import Batch, positions_of
 
 ROPE = {
@@ -56,7 +56,7 @@ class Documents:
 
 def outcomes(join, recipes, masked):
     equivalence.rows = Documents
-    windlass.model.gpt.MASKED_TOKENS = CONTEXT if masked else 0
+    windlass.model.documents.MASKED_TOKENS = CONTEXT if masked else 0
     return [trained(join, recipe) for recipe in recipes]
 
 

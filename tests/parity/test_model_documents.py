@@ -21,7 +21,7 @@ from windlass.data.packing import BestFitSamples
 from windlass.data.samples import Batch, PackedSamples, Row, Rows, positions_of
 from windlass.data.shards import ShardWriter, Stream
 from windlass.model.build import build_model
-from windlass.model.documents import Documents, document_arguments, edges_of
+from windlass.model.documents import Documents, documents_of, edges_of
 from windlass.model.gpt import initialise
 from windlass.model.hf import attention_within_documents
 from windlass.recipe import Recipe
@@ -43,7 +43,7 @@ def losses_and_gradients(model: Any, batches: list[Any]) -> list[Tensor]:
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
-        loss = model(batch.tokens, batch.labels, **document_arguments(batch, model))
+        loss = model(batch.tokens, batch.labels, **documents_of(batch, model))
         loss.backward()
         total += loss.detach()
     return [total, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
@@ -108,7 +108,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_a_packed_row_is_its_texts_one_by_one(
     shape: str, shortest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("windlass.model.gpt.MASKED_TOKENS", shortest)
+    monkeypatch.setattr("windlass.model.documents.MASKED_TOKENS", shortest)
     settings = {"layers": 2, "heads": 4, "width": 32, "context": CONTEXT, **SHAPES[shape]}
     recipe = Recipe.model_validate({"model": settings})
     model = build_model(recipe, 200, device="cpu").double()

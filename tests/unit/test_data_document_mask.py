@@ -122,8 +122,6 @@ def test_sources_without_documents_stay_streams(tmp_path):
         opened(tmp_path / "one.txt", tmp_path / "0", document_mask=True)
     with refused("data.document_mask", "shards of other tools", "auto"):
         recipe_for(shards).replace("data.document_mask=true")
-    with refused("data.document_mask", "best-fit", "packed"):
-        recipe_for("x", packing="best-fit").replace("data.document_mask=false")
 
 
 def test_a_mixture_of_documents_and_one_text(source, tmp_path):

@@ -17,7 +17,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.parallel import DistributedDataParallel
 
 # In torch 2.11 the kernel takes fewer heads of keys without this argument.
 GQA: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -55,6 +57,18 @@ class Documents:
         """Whether a row has more than one document."""
         return bool((self.numbers[:, 0] != self.numbers[:, -1]).any())
 
+    def within(
+        self, blocks: Sequence[nn.Module], rate: float, is_whole: bool
+    ) -> Callable[[int, int], Spans]:
+        """`spans` for a pass through blocks, with the masks that it needs.
+
+        Also dropout at `rate` needs a mask, in a part of a model, where it is a slice of the whole.
+        """
+        compiled = any(hasattr(b.forward, "_torchdynamo_orig_callable") for b in blocks)
+        short = self.numbers.shape[1] <= MASKED_TOKENS and self.several
+        on_cpu = self.positions.device.type == "cpu" and (compiled or short or rate > 0)
+        return partial(self.spans, masked=on_cpu or (rate > 0 and not is_whole))
+
     def spans(self, first: int, stop: int, masked: bool = False) -> Spans:
         """The attention of the tokens from `first` to before `stop` in each row.
 
@@ -78,7 +92,7 @@ class Documents:
         return Spans(queries, keys, mask, self.positions.device)
 
 
-def document_arguments(batch: Any, model: nn.Module) -> dict[str, Documents]:
+def documents_of(batch: Any, model: nn.Module) -> dict[str, Documents]:
     """The argument of a model's forward pass for rows of several documents; none for others."""
     if batch.documents is None or not takes_documents(model):
         return {}
@@ -87,7 +101,8 @@ def document_arguments(batch: Any, model: nn.Module) -> dict[str, Documents]:
 
 def takes_documents(model: nn.Module) -> bool:
     """Whether a model's forward pass keeps documents apart; a user's own module may not."""
-    return "documents" in inspect.signature(type(model).forward).parameters
+    network = model.module if isinstance(model, DistributedDataParallel) else model
+    return "documents" in inspect.signature(type(network).forward).parameters
 
 
 class Spans:

@@ -11,16 +11,14 @@ H heads, K key and value heads, E = D / H width of a head, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.model.documents import MASKED_TOKENS, Documents, Spans
+from windlass.model.documents import Documents, Spans
 from windlass.model.loss import PLAIN, Piece, SourceSums, cross_entropy_sum, head_logits
 from windlass.model.rotary import RotaryEmbedding
 from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, whole_shape
@@ -308,7 +306,9 @@ class GPT(nn.Module):
         share = self.share if labels is not None else replace(self.share, context=None)
         rate, seed = m.dropout if self.training else 0.0, torch.initial_seed()
         rows = spans = None
-        within = self.within(documents, rate, share.is_whole) if documents else None
+        within = None
+        if documents is not None:
+            within = documents.within(self.blocks(), rate, share.is_whole)
         if share.is_whole:
             spans = within(0, length) if within else None
         else:
@@ -333,19 +333,6 @@ class GPT(nn.Module):
         # FSDP2 adds zeros to the gradient of every parameter that a unit gets as an argument.
         table = self.embedding.weight if m.tie_head else None
         return self.head(x, labels, table, by_source)
-
-    def within(
-        self, documents: Documents, rate: float, is_whole: bool
-    ) -> Callable[[int, int], Spans]:
-        """A function for the attention of a range of tokens within documents.
-
-        It makes a mask where `Spans` uses one, and for dropout at `rate` of a part of the model.
-        """
-        compiled = any(hasattr(b.forward, "_torchdynamo_orig_callable") for b in self.blocks())
-        short = documents.numbers.shape[1] <= MASKED_TOKENS and documents.several
-        on_cpu = documents.positions.device.type == "cpu"
-        masked = (on_cpu and (compiled or short or rate > 0)) or (rate > 0 and not is_whole)
-        return partial(documents.spans, masked=masked)
 
     def locate(
         self, x: Tensor, whole: range, rows: Rows | None, positions: Tensor | None, first: bool

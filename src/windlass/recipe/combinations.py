@@ -99,9 +99,6 @@ def sources(r: Any) -> Problems:
     if d.document_mask is True and any(shards):
         problem = "shards of other tools do not say where documents begin"
         yield "data.document_mask", f'{problem}: write "auto", or false'
-    if d.document_mask is False and d.packing == "best-fit":
-        problem = "the items of best-fit rows attend to themselves alone"
-        yield "data.document_mask", f'{problem}: drop it, or write data.packing = "packed"'
     if d.packing == "best-fit" and d.order != "shuffled":
         yield "data.order", 'the rows of best-fit packing have no file order: write "shuffled"'
 
