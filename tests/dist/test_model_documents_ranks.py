@@ -63,7 +63,7 @@ def outcomes(join, recipes, masked):
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("parts", "masked", "more"),
-    [(ROPE, False, {}), (LEARNED, True, DROPOUT)],
+    [(ROPE, False, {}), pytest.param(LEARNED, True, DROPOUT, marks=pytest.mark.full)],
     ids=["one by one", "by a mask, with dropout, recomputed"],
 )
 def test_documents_in_layouts(parts, masked, more):
