@@ -34,7 +34,7 @@ from windlass.data.prepare import Data
 from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
 from windlass.model.build import build_model, own_module
 from windlass.model.convert import export_note
-from windlass.model.documents import document_arguments
+from windlass.model.documents import documents_of
 from windlass.optim.build import build_optimizer, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
@@ -305,7 +305,7 @@ class Trainer:
                 torch.manual_seed(step_seed(self.recipe.run.seed, batch.step, micro.k))
             ranks.mark(batch.step, "forward")
             with timer.phase("forward"), autocast(self.recipe, ranks.device):
-                stage |= self.losses.by_source(micro.batch) | document_arguments(micro.batch)
+                stage |= self.losses.by_source(micro.batch) | documents_of(micro.batch, self.model)
                 result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
             if result.dim():  # hidden states, for the next stage of a pipeline
                 return result
