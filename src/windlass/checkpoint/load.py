@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 
     from windlass.parallel.dist import Ranks
 
+MODEL, AVERAGE = "model/", "average/"
+"""The beginning of the names of weights and of averaged weights (`train.average`)."""
+WEIGHTS = ("raw", "average")
 SHORT_BYTES = 2**16  # it is quicker to read more than to read pieces shorter than this
 
 
@@ -74,6 +77,28 @@ class Checkpoint:
     def names(self, prefix: str = "") -> list[str]:
         """The names of the tensors, without the aliases of tied ones."""
         return [n for n in self.manifest.tensors if n.startswith(prefix)]
+
+    def with_weights(self, weights: str) -> Checkpoint:
+        """This checkpoint, or with `average` one whose model has the averaged weights.
+
+        UserError if it has none. Weights that are not trained have no average.
+        """
+        if weights not in WEIGHTS:
+            raise UserError(f"{argument('weights', weights)}: write {' or '.join(WEIGHTS)}")
+        averages = self.names(AVERAGE)
+        if weights == "raw":
+            return self
+        if not averages:
+            kind, problem = self.meta.get("average"), f"{self.path} has no averaged weights"
+            why = f"the run has train.average.kind = {kind or 'none'}"
+            if kind == "tail":
+                why = "its tail begins later (train.average.last): name a later checkpoint"
+            raise UserError(f"{problem}: {why}, or leave {argument('weights', weights)} out")
+        tensors = self.manifest.tensors
+        inside = {MODEL + name.removeprefix(AVERAGE): tensors[name] for name in averages}
+        return Checkpoint(
+            self.path, self.manifest.model_copy(update={"tensors": {**tensors, **inside}})
+        )
 
     def info(self, name: str) -> TensorInfo:
         """Type, shape and chunks of a tensor or alias; KeyError if it does not exist."""

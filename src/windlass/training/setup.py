@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from windlass.checkpoint.commit import shortage
-from windlass.checkpoint.load import Choice, open_checkpoint, recover, rename_damaged
+from windlass.checkpoint.load import Checkpoint, Choice, open_checkpoint, recover, rename_damaged
 from windlass.checkpoint.retention import policy_of, read_lineage
 from windlass.checkpoint.save import Saver
 from windlass.checkpoint.state_dict import State, restore
@@ -39,6 +39,7 @@ from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
 from windlass.model.loss import Objective, takes_sources
 from windlass.model.size import flops_per_token
+from windlass.optim.average import Average
 from windlass.optim.build import count_groups
 from windlass.parallel.architecture import code_for
 from windlass.parallel.dist import Ranks, use_deterministic
@@ -249,8 +250,9 @@ def load_checkpoint(
     facts: ModelFacts,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    average: Average | None,
 ) -> tuple[TrainState, dict[str, Any], str]:
-    """Fill model and optimizer from the chosen checkpoint, and add notes on what has changed.
+    """Fill model, optimizer and average from the chosen checkpoint, and note what has changed.
 
     Returns the checkpoint's counters, its meta data and its origin in words. Raises UserError if
     the data has changed.
@@ -272,7 +274,12 @@ def load_checkpoint(
     if not same_kind:  # a branch may change it
         problem = f"{recipe.optim.kind} cannot use the state of {kind}"
         notes.append(f"{problem}: the optimizer state starts over")
-    restore(checkpoint, model, optimizer if same_kind else None)
+    state, averages = TrainState.from_json(checkpoint.counters), recipe.train.average.kind
+    if (old := meta.get("average", "none")) != averages:  # a branch may change it
+        begins = "" if average is None else f" begins at step {step}, and"
+        notes.append(f"the average{begins} drops the state of train.average.kind = {old}")
+        state.averaged = 0
+    restore_all(checkpoint, state, model, optimizer if same_kind else None, average)
     source, world = str(place.choice.path), checkpoint.manifest.world
     if (world, micro_batch) != (ranks.world, batch.micro_batch):
         source += f", saved by {plural(world, 'rank')} with micro-batches of {micro_batch}"
@@ -284,7 +291,21 @@ def load_checkpoint(
         change = f"was {precision} up to step {step} and is {facts.precision} from here on"
         setting = f"train.precision = {recipe.train.precision}"
         notes.append(f"the arithmetic {change} ({setting}): the losses differ")
-    return TrainState.from_json(checkpoint.counters), meta, source
+    return state, meta, source
+
+
+def restore_all(
+    checkpoint: Checkpoint,
+    state: TrainState,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    average: Average | None,
+) -> None:
+    """Fill model, optimizer and average from a checkpoint with the counters `state`."""
+    averages = average.tensors if average is not None and state.averaged else None
+    restore(checkpoint, model, optimizer, averages)
+    if average is not None:
+        average.load(state.averaged)
 
 
 def open_saver(plan: StartPlan, ranks: Ranks, horizon: Horizon, attempt: str) -> Saver:
@@ -311,6 +332,7 @@ def describe_checkpoints(recipe: Recipe, data: Data, facts: ModelFacts) -> dict[
         "data": data.fingerprint,
         "precision": facts.precision,
         "optimizer": recipe.optim.kind,
+        "average": recipe.train.average.kind,
         "threads": torch.get_num_threads(),
         "cores": usable_cores(),
     }

@@ -24,7 +24,6 @@ from torch import nn
 
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.retention import BEST, FINAL
-from windlass.checkpoint.state_dict import restore
 from windlass.data.facts import describe
 from windlass.data.loader import Loader, MicroBatch, StepBatch
 from windlass.data.mixture import shares_of_run
@@ -34,6 +33,7 @@ from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
 from windlass.model.build import build_model, own_module
 from windlass.model.convert import export_note
 from windlass.model.documents import document_arguments
+from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
@@ -103,10 +103,14 @@ class Trainer:
         shards, replicas = ranks.strategy.shards_optimizer, ranks.mesh.replicas
         kind, network = ranks.device.type, unwrap(self.model)
         self.optimizer = build_optimizer(network, recipe.optim, kind, replicas, shards)
+        averages = recipe.train.average.kind != "none"
+        settings = recipe.train.average
+        self.average = Average(network, settings, self.horizon) if averages else None
         if place.choice is not None:
             console.begin(f"reading {place.choice.path}")
         self.state, recorded, source = setup.load_checkpoint(
-            place, recipe, ranks, data, self.batch, self.facts, self.model, self.optimizer
+            *(place, recipe, ranks, data, self.batch, self.facts),
+            *(self.model, self.optimizer, self.average),
         )
         console.begin("measuring how many CPU threads are fastest")
         micro_batch = self.batch.micro_batch
@@ -134,11 +138,14 @@ class Trainer:
             self.optimizer,
             self.losses,
             self.scaler,
+            self.average,
             setup.describe_checkpoints(recipe, data, self.facts),
             micro_batch,
         )
         suites = self.callbacks.suites()
-        self.evaluator = Evaluator(recorder, self.model, data, micro_batch, suites, self.poll_stop)
+        self.evaluator = Evaluator(
+            recorder, self.model, data, micro_batch, suites, self.poll_stop, self.average
+        )
         self.report_start(plan, place, threads, custom, source)
         deferred = check_is_deferred(ranks.device, self.optimizer, recipe.parallel.offload)
         self.bad_steps = BadSteps(recorder, recipe.train, self.scaler, deferred)
@@ -340,6 +347,9 @@ class Trainer:
                     collectives.scale_gradients(self.parameters, multiplier)
                 set_lr(self.optimizer, lr_multiplier)
                 self.optimizer.step()
+                if self.average is not None:
+                    skipped = bad if self.bad_steps.deferred else None
+                    self.average.update(batch.step, skipped)
             if self.scaler is not None:
                 self.scaler.update(bad)
             self.optimizer.zero_grad(set_to_none=True)
@@ -405,8 +415,8 @@ class Trainer:
         choice = choose_rewind(recorder, self.rewinds, reason)
         self.losses.reset()
         checkpoint = open_checkpoint(choice.path, deep=False)
-        restore(checkpoint, self.model, self.optimizer)
         saved = TrainState.from_json(checkpoint.counters)
+        setup.restore_all(checkpoint, saved, self.model, self.optimizer, self.average)
         first = int(step_samples(saved.step, self.batch.batches, saved.skipped)[0])
         state.return_to(saved, left_out=(first, stop_sample))
         self.bad_steps.reset()

@@ -1,0 +1,113 @@
+"""`train.average`: an average of the weights, updated after the optimizer, and used in evaluations.
+
+The n-th weights enter with `average += w * (weights - average)`:
+
+- `tail`: w = 1 / n, the uniform mean of a run's last part (stochastic weight averaging, arXiv
+  1803.05407; for language models arXiv 2306.03241);
+- `ema`: w = 1 - min(beta, n / (n + 9)), as TensorFlow's `ExponentialMovingAverage` with
+  `num_updates` = n - 1.
+
+The first weights replace what was there (w = 1), so no average contains the initial weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from windlass.model.share import cut_of, with_cut
+from windlass.recipe.settings import AverageSettings
+from windlass.recipe.units import Horizon
+
+
+class Average:
+    """The average of a model's trained parameters, on each rank of the part that it holds.
+
+    `tensors` has it by parameter, in the parameter's precision, layout and device. The steps that
+    enter are a pure function of the step. Steps whose update was skipped do not enter.
+    """
+
+    def __init__(self, model: nn.Module, settings: AverageSettings, horizon: Horizon):
+        """`model`: parallelized, not wrapped (see `unwrap`)."""
+        self.settings, self.steps, self.model = settings, horizon.steps, model
+        self.start = 0  # steps before the averaged ones
+        if settings.kind == "tail":
+            self.start = max(0, horizon.steps_before_last(settings.last))
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(named.values())
+        self.tensors = {
+            name: with_cut(p.detach().clone(), cut_of(p)) for name, p in named.items()
+        }
+        device = _local(self.parameters[0]).device
+        self.count = torch.zeros((), dtype=torch.float64, device=device)  # of averaged weights
+
+    def due(self, step: int) -> bool:
+        """Whether the weights after `step` steps enter; a tail ends with the run's last weights."""
+        end = self.steps if self.settings.kind == "tail" else 0
+        return step > self.start and (step - end) % self.settings.every == 0
+
+    @torch.no_grad()
+    def update(self, step: int, skipped: Tensor | None = None) -> None:
+        """After the update of `step`. `skipped` is 1.0, on the device, if it was not made.
+
+        The host does not wait for the device.
+        """
+        if not self.due(step):
+            return
+        if step - self.settings.every <= self.start:  # the first: an extended run has two tails
+            self.count.zero_()
+        made = 1 - skipped.double() if skipped is not None else torch.ones_like(self.count)
+        n = self.count + made
+        weight = 1 / n
+        if self.settings.kind == "ema":
+            weight = 1 - torch.clamp(n / (n + 9), max=self.settings.beta)
+        # Until the first weights have entered, the average is the present weights.
+        weight = torch.where(self.count == 0, 1.0, made * weight)
+        self.count.copy_(n)
+        averages, parameters = self._pairs()
+        weights = {p.dtype: weight.to(p.dtype) for p in parameters}
+        torch._foreach_lerp_(averages, parameters, [weights[p.dtype] for p in parameters])
+
+    def begun(self, step: int) -> int:
+        """The weights in the average after `step` steps; 0: there is no average. Waits for the
+        device."""
+        return int(self.count) if step > self.start else 0
+
+    def load(self, count: int) -> None:
+        """Continue with `tensors` that hold the average of `count` weights; 0: begin anew."""
+        self.count.fill_(count)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """The model has the averaged weights inside, and the trained ones, bit for bit, after it.
+
+        It needs memory for one more parameter, and no communication.
+        """
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the next pass gathers the other weights
+        for average, parameter in zip(*self._pairs(), strict=True):
+            trained = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(trained)
+
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's parts of averages and parameters."""
+        return [_local(t) for t in self.tensors.values()], [_local(p) for p in self.parameters]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
