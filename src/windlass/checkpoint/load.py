@@ -89,11 +89,10 @@ class Checkpoint:
         if weights == "raw":
             return self
         if not averages:
-            kind, problem = self.meta.get("average"), f"{self.path} has no averaged weights"
-            why = f"the run has train.average.kind = {kind or 'none'}"
-            if kind == "tail":
-                why = "its tail begins later (train.average.last): name a later checkpoint"
-            raise UserError(f"{problem}: {why}, or leave {argument('weights', weights)} out")
+            kind, leave = self.meta.get("average", "none"), f"leave {argument('weights', weights)} out"
+            problem = f"{self.path} has no averaged weights (train.average.kind = {kind}): "
+            later = "the run averages later steps: name a later checkpoint, or "
+            raise UserError(problem + later * (kind != "none") + leave)
         tensors = self.manifest.tensors
         inside = {MODEL + name.removeprefix(AVERAGE): tensors[name] for name in averages}
         return Checkpoint(

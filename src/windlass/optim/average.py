@@ -35,9 +35,7 @@ class Average:
     def __init__(self, model: nn.Module, settings: AverageSettings, horizon: Horizon):
         """`model`: parallelized, not wrapped (see `unwrap`)."""
         self.settings, self.steps, self.model = settings, horizon.steps, model
-        self.start = 0  # steps before the averaged ones
-        if settings.kind == "tail":
-            self.start = max(0, horizon.steps_before_last(settings.last))
+        self.begin = settings.begin(horizon)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(named.values())
         self.tensors = {
@@ -49,7 +47,7 @@ class Average:
     def due(self, step: int) -> bool:
         """Whether the weights after `step` steps enter; a tail ends with the run's last weights."""
         end = self.steps if self.settings.kind == "tail" else 0
-        return step > self.start and (step - end) % self.settings.every == 0
+        return step > self.begin and (step - end) % self.settings.every == 0
 
     @torch.no_grad()
     def update(self, step: int, skipped: Tensor | None = None) -> None:
@@ -59,7 +57,7 @@ class Average:
         """
         if not self.due(step):
             return
-        if step - self.settings.every <= self.start:  # the first: an extended run has two tails
+        if step - self.settings.every <= self.begin:  # the first: an extended run has two tails
             self.count.zero_()
         made = 1 - skipped.double() if skipped is not None else torch.ones_like(self.count)
         n = self.count + made
@@ -76,7 +74,7 @@ class Average:
     def begun(self, step: int) -> int:
         """The weights in the average after `step` steps; 0: there is no average. Waits for the
         device."""
-        return int(self.count) if step > self.start else 0
+        return int(self.count) if step > self.begin else 0
 
     def load(self, count: int) -> None:
         """Continue with `tensors` that hold the average of `count` weights; 0: begin anew."""

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from windlass.recipe.mixture import MixSource, MixStage
 from windlass.recipe.network import Names, Section
-from windlass.recipe.units import EPOCHS, BatchSizes, Duration
+from windlass.recipe.units import EPOCHS, BatchSizes, Duration, Horizon
 
 IGNORE_INDEX = -100  # the label of a masked position, as in `torch.nn.functional.cross_entropy`
 
@@ -164,6 +164,21 @@ class AverageSettings(Section):
     """With `tail`: the part of the run at its end that is averaged."""
     every: int = Field(1, ge=1)
     """Steps between two weights that enter the average."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.kind != "none"
+
+    def begin(self, horizon: Horizon) -> int:
+        """The steps of a run before the averaged ones."""
+        if self.kind == "tail":
+            return max(0, horizon.steps_before_last(self.last))
+        return 0 if self.enabled else horizon.steps
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint for each trained parameter."""
+        return 4 if self.enabled else 0
 
 
 class TrainSettings(Section):

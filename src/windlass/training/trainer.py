@@ -103,9 +103,8 @@ class Trainer:
         shards, replicas = ranks.strategy.shards_optimizer, ranks.mesh.replicas
         kind, network = ranks.device.type, unwrap(self.model)
         self.optimizer = build_optimizer(network, recipe.optim, kind, replicas, shards)
-        averages = recipe.train.average.kind != "none"
-        settings = recipe.train.average
-        self.average = Average(network, settings, self.horizon) if averages else None
+        kept = recipe.train.average
+        self.average = Average(network, kept, self.horizon) if kept.enabled else None
         if place.choice is not None:
             console.begin(f"reading {place.choice.path}")
         self.state, recorded, source = setup.load_checkpoint(
