@@ -52,8 +52,8 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         "losses": LossSum(state, ranks),
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),
     }
-    kept, horizon = recipe.train.average, recipe.horizon(int(recipe.train.steps), 1)
-    parts["average"] = Average(unwrap(model), kept, horizon) if kept.enabled else None
+    horizon = recipe.horizon(int(recipe.train.steps), 1)
+    parts["average"] = Average(unwrap(model), recipe.train.average, horizon)
     trainer = Trainer.__new__(Trainer)
     vars(trainer).update(parts)
     return trainer

@@ -31,7 +31,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = ["Callback", "Data", "Plan", "Recipe", "Report", "Run", "RunFailed", "Stopped", "Study"]
-__all__ += ["Suite", "UserError", "__version__", "average", "evaluate", "export", "generate", "plan"]
+__all__ += [
+    "Suite",
+    "UserError",
+    "__version__",
+    "average",
+    "evaluate",
+    "export",
+    "generate",
+    "plan",
+]
 __all__ += ["prepare", "report", "sample", "scale", "sweep", "track", "train", "verify"]
 
 _NAMES = {

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from test_training_step import Line, batch
 from torch import nn
 
 from bare_trainer import bare_trainer
 from helpers import refused
-from test_training_step import Line, batch
 from windlass.optim.average import Average
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
@@ -127,7 +127,10 @@ def test_an_extended_run_has_a_new_tail():
     ("settings", "words"),
     [
         ({"train.average.beta": 0.9}, ("train.average.kind", "ema")),
-        ({"train.average.kind": "ema", "train.average.beta": 1.0}, ("train.average.beta", "less than 1")),
+        (
+            {"train.average.kind": "ema", "train.average.beta": 1.0},
+            ("train.average.beta", "less than 1"),
+        ),
         ({"train.average.kind": "swa"}, ("train.average.kind", "tail")),
         ({"train.average.kind": "tail", "train.average.last": 0}, ("train.average.last", "0.2")),
         ({"train.average.kind": "tail", "train.early_stop": 3}, ("train.early_stop", "ema")),

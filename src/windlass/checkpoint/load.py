@@ -89,7 +89,10 @@ class Checkpoint:
         if weights == "raw":
             return self
         if not averages:
-            kind, leave = self.meta.get("average", "none"), f"leave {argument('weights', weights)} out"
+            kind, leave = (
+                self.meta.get("average", "none"),
+                f"leave {argument('weights', weights)} out",
+            )
             problem = f"{self.path} has no averaged weights (train.average.kind = {kind}): "
             later = "the run averages later steps: name a later checkpoint, or "
             raise UserError(problem + later * (kind != "none") + leave)

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def gather_state(
     rank: int = 0,
     world: int = 1,
     stages: int = 1,
-    average: Mapping[str, Tensor] | None = None,
+    average: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> State:
     """The part of model, optimizer and averaged weights that this rank writes, as views.
 
@@ -72,7 +73,7 @@ def gather_state(
     reshards gathered parameters. In a pipeline `total_bytes` is only of this rank's stages.
     """
     tensors, aliases = named_state(model, optimizer)
-    tensors |= {AVERAGE + name: tensor for name, tensor in (average or {}).items()}
+    tensors |= {AVERAGE + name: tensor for name, tensor in average.items()}
     for name in getattr(unwrap(model), "copies", ()):
         inside = (f"{MODEL}{name}", f"{AVERAGE}{name}", f"{OPTIM}{name}/")
         tensors = {name: t for name, t in tensors.items() if not name.startswith(inside)}
@@ -287,7 +288,7 @@ def restore(
     checkpoint: Checkpoint,
     model: nn.Module,
     optimizer: Any = None,
-    average: Mapping[str, Tensor] | None = None,
+    average: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Fill a model, in its final wrapping, and its optimizer from a checkpoint, bit for bit.
 
@@ -302,7 +303,7 @@ def restore(
             fill(checkpoint, name, tensor)
         if optimizer is not None:
             _restore_optimizer(checkpoint, model, optimizer)
-        for name, tensor in (average or {}).items():
+        for name, tensor in average.items():
             fill(checkpoint, AVERAGE + name, tensor)
     except (Damaged, FileNotFoundError) as error:
         problem = f"checkpoint {checkpoint.path} was damaged after it was chosen: {error}"

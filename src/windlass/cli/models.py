@@ -106,7 +106,7 @@ def sample(
     from windlass.evaluation.source import find_source
     from windlass.evaluation.text import TextSampler
 
-    settings = {"max_tokens": max_tokens, "temperature": temperature}
+    settings: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     settings |= {"top_k": top_k, "top_p": top_p, **({} if seed is None else {"seed": seed})}
     source = find_source(run, weights=weights)
     typer.echo(f"# {source.title}", err=True)

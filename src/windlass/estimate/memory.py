@@ -74,8 +74,8 @@ def _of_stage(step: Step, layout: Layout) -> Memory:
     peak = max(events(step), key=lambda event: event.total)
     tokens = layout.micro_batch * step.model.context
     buffers = peak.buffers + 16 * tokens + layout.workspace  # tokens and labels are int64
-    held = {"parameters": parameters, "average": average, "optimizer": state, "host": host}
-    return replace(peak, buffers=buffers, **held)
+    peak = replace(peak, parameters=parameters, optimizer=state, average=average)
+    return replace(peak, host=host, buffers=buffers)
 
 
 def _counted(model: CountedSizes, layout: Layout) -> Memory:
@@ -105,8 +105,8 @@ def _counted(model: CountedSizes, layout: Layout) -> Memory:
     peak = Memory(activations=activations, buffers=buffers, at=at)
     if layout.offload:
         return replace(peak, host=weights + gradients + average + state)
-    held = {"parameters": weights, "average": average, "optimizer": state}
-    return replace(peak, gradients=gradients, **held)
+    peak = replace(peak, parameters=weights, gradients=gradients)
+    return replace(peak, optimizer=state, average=average)
 
 
 class Step:

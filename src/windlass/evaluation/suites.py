@@ -103,28 +103,26 @@ class Suites:
         if scores is None:
             return None
         runtime_s = time.perf_counter() - started
-        scores = {**scores, "runtime_s": runtime_s}
+        scores = scores | {"runtime_s": runtime_s}
         if items:
             scores |= {"samples_per_s": len(items) / runtime_s, "items_hash": items_hash(items)}
         elif suite == LOSS_SUITE:
-            samples = scores.get("full_samples", scores["samples"]) * (1 + (average is not None))
-            samples += scores.get("train_samples", 0)
+            samples: Any = scores.get("full_samples", scores["samples"])
+            samples = samples * (1 + (average is not None)) + scores.get("train_samples", 0)
             scores["samples_per_s"] = samples / runtime_s
         return scores, predictions
 
-    def _loss(
-        self, model: Any, whole: bool, average: Average | None, **how: Any
-    ) -> Scores | None:
+    def _loss(self, model: Any, whole: bool, average: Average | None, **how: Any) -> Scores | None:
         assert self.val is not None
         limit = self.recipe.eval.batches * self.recipe.train.global_batch
         measure = partial(evaluate_loss, model, ranks=self.ranks, batch=self.batch, **how)
-        scores = measure(samples=self.val, limit=limit, token_bytes=self._token_bytes, whole=whole)
+        scores: Scores | None = measure(
+            samples=self.val, limit=limit, token_bytes=self._token_bytes, whole=whole
+        )
         if scores is not None and average is not None:
             with average.in_model():
                 other = measure(samples=self.val, limit=limit, whole=whole)
-            names = {"loss": "average_loss", "full_loss": "full_average_loss"}
-            both = {new: other[name] for name, new in names.items() if name in (other or ())}
-            scores = other and scores | both
+            scores = other and scores | averaged_losses(other)
         if scores is None or self._train_sample is None:
             return scores
         own = measure(samples=self._train_sample)
@@ -157,6 +155,12 @@ class Suites:
         settings = self.recipe.eval
         items = likelihood.read_items(settings.hellaswag_file, settings.hellaswag_items)
         return items, likelihood.continuations(items, self.tokenizer)
+
+
+def averaged_losses(scores: Scores) -> Scores:
+    """The losses among the scores of the averaged weights, under names of their own."""
+    names = {"loss": "average_loss", "full_loss": "full_average_loss"}
+    return {new: scores[name] for name, new in names.items() if name in scores}
 
 
 def items_hash(items: Sequence[Any]) -> str:

@@ -26,7 +26,7 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, argument
 from windlass.evaluation.source import Source, alone, find_source, open_model, same_tokenizer
 from windlass.evaluation.suites import step_name
-from windlass.fileio import make_dir, read_json
+from windlass.fileio import new_directory, read_json
 from windlass.model import convert, hf_files
 from windlass.model.quantised import Linear4bit
 from windlass.recipe.network import ModelSettings
@@ -74,16 +74,10 @@ def export(
     if source.checkpoint is None:
         raise UserError(f"{run} is a directory of transformers already")
     checkpoint = source.open_checkpoint()
-    if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
-        raise UserError(f"{directory} is a file or not empty: name a new directory")
     if adapter and not source.recipe.model.lora.rank:
         problem = f"{run} has no adapter (model.lora.rank is 0)"
         raise UserError(f"{problem}: leave {argument('adapter')} out")
-    make_dir(directory.absolute().parent, f"name another directory than {directory}")
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir()
+    with new_directory(directory) as partial:
         if source.own_model:
             _write_own(source, checkpoint, partial, dtype)
         else:
@@ -99,9 +93,6 @@ def export(
         os.umask(umask := os.umask(0))
         for file in partial.iterdir():  # some libraries let only the owner read their files
             file.chmod(0o666 & ~umask)
-        partial.replace(directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     if push:
         hub.push(directory, push)
     return directory

@@ -26,7 +26,7 @@ from windlass.checkpoint.state_dict import Slice
 from windlass.data.tokenizer import FOLDER
 from windlass.errors import UserError, argument
 from windlass.evaluation.source import Source, find_source
-from windlass.fileio import make_dir, to_json, write_atomic
+from windlass.fileio import new_directory, to_json, write_atomic
 from windlass.model import hf_files
 from windlass.run import SOUP, Run
 
@@ -64,28 +64,20 @@ def average(
         example = ",".join([f"{1 / count:.3g}"] * count)
         given = argument("coefficients", [*parts])
         raise UserError(f"{given}: {problem}, as {argument('coefficients', example)}")
-    if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
-        raise UserError(f"{directory} is a file or not empty: name a new directory")
     sources = [find_source(name, weights=weights) for name in names]
     for source in sources:
         if source.checkpoint is None:
             raise UserError(f"{source.name} is not a run or a checkpoint of Windlass")
     checkpoints = [source.open_checkpoint() for source in sources]
     check_alike(sources, checkpoints)
-    make_dir(directory.absolute().parent, f"name another directory than {directory}")
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    of = [
+        {"checkpoint": str(checkpoint.path), "coefficient": part}
+        for checkpoint, part in zip(checkpoints, parts, strict=True)
+    ]
+    with new_directory(directory) as partial:
         _copy_run(sources[0], partial)
         write_mean(checkpoints, parts, partial)
-        of = [
-            {"checkpoint": str(checkpoint.path), "coefficient": part}
-            for checkpoint, part in zip(checkpoints, parts, strict=True)
-        ]
         write_atomic(partial / SOUP, json.dumps({"weights": weights, "of": of}, indent=1) + "\n")
-        partial.replace(directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Run(directory)
 
 
@@ -97,7 +89,9 @@ def check_alike(sources: Sequence[Source], checkpoints: Sequence[Checkpoint]) ->
         model = {k: v for k, v in flat.items() if k.startswith("model.") and k not in FREE}
         tokenizer = source.tokenizer.fingerprint if source.tokenizer is not None else "none"
         own = {"the tokenizer": tokenizer, "the model class": source.own_model or "none"}
-        infos = {name.removeprefix(MODEL): checkpoint.info(name) for name in checkpoint.names(MODEL)}
+        infos = {
+            name.removeprefix(MODEL): checkpoint.info(name) for name in checkpoint.names(MODEL)
+        }
         shapes = {name: f"{info.dtype} {list(info.shape)}" for name, info in infos.items()}
         return model | own | shapes
 
@@ -118,7 +112,6 @@ def check_alike(sources: Sequence[Source], checkpoints: Sequence[Checkpoint]) ->
 def _copy_run(source: Source, directory: Path) -> None:
     """The recipe, tokenizer and origin of a run, without its ledger."""
     assert source.run is not None
-    directory.mkdir()
     for name in ("recipe.toml", "environment.json"):
         if (file := source.run.path / name).is_file():
             shutil.copyfile(file, directory / name)
@@ -127,9 +120,7 @@ def _copy_run(source: Source, directory: Path) -> None:
             shutil.copytree(folder, directory / name)
 
 
-def write_mean(
-    checkpoints: Sequence[Checkpoint], coefficients: Sequence[float], run: Path
-) -> None:
+def write_mean(checkpoints: Sequence[Checkpoint], coefficients: Sequence[float], run: Path) -> None:
     """Commit a checkpoint of the highest step with the weighted mean of the models' tensors."""
     first = checkpoints[0]
     empty = {

@@ -28,7 +28,7 @@ from windlass.recipe.units import Horizon
 class Average:
     """The average of a model's trained parameters, on each rank of the part that it holds.
 
-    `tensors` has it by parameter, in the parameter's precision, layout and device. The steps that
+    `tensors` has it by parameter (none with `kind = "none"`), in the parameter's precision, layout and device. The steps that
     enter are a pure function of the step. Steps whose update was skipped do not enter.
     """
 
@@ -36,12 +36,11 @@ class Average:
         """`model`: parallelized, not wrapped (see `unwrap`)."""
         self.settings, self.steps, self.model = settings, horizon.steps, model
         self.begin = settings.begin(horizon)
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = trained if settings.enabled else {}
         self.parameters = list(named.values())
-        self.tensors = {
-            name: with_cut(p.detach().clone(), cut_of(p)) for name, p in named.items()
-        }
-        device = _local(self.parameters[0]).device
+        self.tensors = {name: with_cut(p.detach().clone(), cut_of(p)) for name, p in named.items()}
+        device = _local(next(model.parameters())).device
         self.count = torch.zeros((), dtype=torch.float64, device=device)  # of averaged weights
 
     def due(self, step: int) -> bool:
@@ -50,16 +49,16 @@ class Average:
         return step > self.begin and (step - end) % self.settings.every == 0
 
     @torch.no_grad()
-    def update(self, step: int, skipped: Tensor | None = None) -> None:
-        """After the update of `step`. `skipped` is 1.0, on the device, if it was not made.
+    def update(self, step: int, skipped: Tensor) -> None:
+        """After the update of `step`; `skipped` is 1.0 if the device did not make it.
 
-        The host does not wait for the device.
+        The host does not wait for the device, unless the weights are offloaded to the host.
         """
         if not self.due(step):
             return
         if step - self.settings.every <= self.begin:  # the first: an extended run has two tails
             self.count.zero_()
-        made = 1 - skipped.double() if skipped is not None else torch.ones_like(self.count)
+        made = 1 - skipped.to(self.count)
         n = self.count + made
         weight = 1 / n
         if self.settings.kind == "ema":

@@ -31,7 +31,7 @@ class Evaluator:
         micro_batch: int,
         own_suites: Mapping[str, Callable[[Any], Scores]],
         stop_requested: Callable[[], bool],
-        average: Average | None = None,
+        average: Average,
     ):
         """`stop_requested` is asked between the passes of a measurement; `average` is measured
         beside the model."""
@@ -66,7 +66,7 @@ class Evaluator:
             whole = last and measures_all(self.recipe, self.horizon, len(self.data.val or ()))
             for suite in suites or self.suites.names:
                 show = partial(recorder.console.progress, f"evaluating {suite}")
-                average = self.average if self.average and self.average.begun(step) else None
+                average = self.average if self.average.begun(step) else None
                 result = self.suites.measure(
                     suite, self.model, self.stop_requested, whole, show, average
                 )

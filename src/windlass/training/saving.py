@@ -36,7 +36,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         losses: LossSum,
         scaler: LossScaler | None,
-        average: Average | None,
+        average: Average,
         meta: dict[str, Any],
         micro_batch: int,
     ):
@@ -58,7 +58,7 @@ class Checkpoints:
         """This rank's share of model, optimizer and, if asked, the average; of equal replicas one
         rank has the tensor."""
         ranks, stages = self.ranks, self.ranks.mesh.sizes.pp
-        averages = self.average.tensors if self.average is not None and average else None
+        averages = self.average.tensors if average else {}
         state = gather_state(self.model, self.optimizer, ranks.rank, ranks.world, stages, averages)
         return state if stages == 1 else setup.add_stages(state, ranks)
 
@@ -73,7 +73,7 @@ class Checkpoints:
                 self.scaler.save(state)
             else:
                 state.loss_scale, state.scale_good_steps = 0.0, 0
-            state.averaged = self.average.begun(state.step) if self.average is not None else 0
+            state.averaged = self.average.begun(state.step)
             meta = self.meta | {"reason": reason, "micro_batch": self.micro_batch}
             counters, scores = state.to_json(), recorder.scores
             tensors = self.tensors(average=state.averaged > 0)

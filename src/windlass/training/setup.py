@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from windlass.checkpoint.commit import shortage
-from windlass.checkpoint.load import Checkpoint, Choice, open_checkpoint, recover, rename_damaged
+from windlass.checkpoint.load import Choice, open_checkpoint, recover, rename_damaged
 from windlass.checkpoint.retention import policy_of, read_lineage
 from windlass.checkpoint.save import Saver
 from windlass.checkpoint.state_dict import State, restore
@@ -250,7 +250,7 @@ def load_checkpoint(
     facts: ModelFacts,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    average: Average | None,
+    average: Average,
 ) -> tuple[TrainState, dict[str, Any], str]:
     """Fill model, optimizer and average from the chosen checkpoint, and note what has changed.
 
@@ -262,7 +262,7 @@ def load_checkpoint(
     checkpoint, notes = open_checkpoint(place.choice.path, deep=False), place.notes
     meta, step = checkpoint.meta, checkpoint.step
     recorded = ("data", "optimizer", "micro_batch", "precision")
-    fingerprint, kind, micro_batch, precision = (meta.get(key) for key in recorded)
+    fingerprint, old_kind, micro_batch, precision = (meta.get(key) for key in recorded)
     if fingerprint != data.fingerprint:
         raise UserError(
             f"the data is not what {place.choice.path} was trained on (fingerprint {fingerprint}, "
@@ -270,16 +270,19 @@ def load_checkpoint(
             f"{argument('fresh')}"
         )
     ranks.mark(step, "load")
-    same_kind = kind == recipe.optim.kind
+    same_kind = old_kind == recipe.optim.kind
     if not same_kind:  # a branch may change it
-        problem = f"{recipe.optim.kind} cannot use the state of {kind}"
+        problem = f"{recipe.optim.kind} cannot use the state of {old_kind}"
         notes.append(f"{problem}: the optimizer state starts over")
-    state, averages = TrainState.from_json(checkpoint.counters), recipe.train.average.kind
-    if (old := meta.get("average", "none")) != averages:  # a branch may change it
-        begins = "" if average is None else f" begins at step {step}, and"
-        notes.append(f"the average{begins} drops the state of train.average.kind = {old}")
+    state, kind = TrainState.from_json(checkpoint.counters), recipe.train.average.kind
+    if (there := meta.get("average", "none")) != kind:  # a branch may change it
+        new = f"starts anew after step {max(step, average.begin)}"
+        new = "is dropped" if kind == "none" else new
+        notes.append(f"the average {new}: the checkpoint has train.average.kind = {there}")
         state.averaged = 0
-    restore_all(checkpoint, state, model, optimizer if same_kind else None, average)
+    averages = average.tensors if state.averaged else {}
+    restore(checkpoint, model, optimizer if same_kind else None, averages)
+    average.load(state.averaged)
     source, world = str(place.choice.path), checkpoint.manifest.world
     if (world, micro_batch) != (ranks.world, batch.micro_batch):
         source += f", saved by {plural(world, 'rank')} with micro-batches of {micro_batch}"
@@ -292,20 +295,6 @@ def load_checkpoint(
         setting = f"train.precision = {recipe.train.precision}"
         notes.append(f"the arithmetic {change} ({setting}): the losses differ")
     return state, meta, source
-
-
-def restore_all(
-    checkpoint: Checkpoint,
-    state: TrainState,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    average: Average | None,
-) -> None:
-    """Fill model, optimizer and average from a checkpoint with the counters `state`."""
-    averages = average.tensors if average is not None and state.averaged else None
-    restore(checkpoint, model, optimizer, averages)
-    if average is not None:
-        average.load(state.averaged)
 
 
 def open_saver(plan: StartPlan, ranks: Ranks, horizon: Horizon, attempt: str) -> Saver:
