@@ -91,7 +91,7 @@ def test_the_model_gets_its_weights_back_bit_for_bit():
     model, average = moving("ema")
     for step in (1, 2, 3):
         move(model)
-        average.update(step)
+        average.update(step, torch.zeros(()))
     trained = [p.clone() for p in model.parameters()]
     averaged = {name: tensor.clone() for name, tensor in average.tensors.items()}
     with pytest.raises(KeyboardInterrupt), average.in_model():
@@ -118,7 +118,7 @@ def test_an_extended_run_has_a_new_tail():
     for step in range(13, 21):
         move(model)
         weights.append(model.weight.detach().double())
-        average.update(step)
+        average.update(step, torch.zeros(()))
     wanted = torch.stack(weights[-5:]).mean(0)
     torch.testing.assert_close(average.tensors["weight"].double(), wanted, rtol=0, atol=ROUNDING)
 
