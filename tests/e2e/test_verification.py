@@ -12,6 +12,7 @@ from helpers import windlass
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.verification import verify
+from windlass.verification.average import average_exact
 from windlass.verification.bench import Bench
 from windlass.verification.proofs import (
     export_equal,
@@ -50,7 +51,7 @@ class Wrong(Bench):
 
 def test_one_process_proves_resume_and_kills(tmp_path):
     bench = Bench(tmp_path, overrides=ONE_THREAD, kills=2, worlds=(1,))
-    for proof in (resume_exact, kills_lose_nothing):
+    for proof in (resume_exact, average_exact, kills_lose_nothing):
         passed, measured = proof(bench)
         assert passed, measured
 
