@@ -28,8 +28,9 @@ from windlass.recipe.units import Horizon
 class Average:
     """The average of a model's trained parameters, on each rank of the part that it holds.
 
-    `tensors` has it by parameter (none with `kind = "none"`), in the parameter's precision, layout and device. The steps that
-    enter are a pure function of the step. Steps whose update was skipped do not enter.
+    `tensors` has it by parameter, in the parameter's precision, layout and device; with the kind
+    `none` it is empty. Which steps enter is a function of the step alone, except that a step whose
+    update was skipped does not.
     """
 
     def __init__(self, model: nn.Module, settings: AverageSettings, horizon: Horizon):
@@ -43,10 +44,14 @@ class Average:
         device = _local(next(model.parameters())).device
         self.count = torch.zeros((), dtype=torch.float64, device=device)  # of averaged weights
 
-    def due(self, step: int) -> bool:
-        """Whether the weights after `step` steps enter; a tail ends with the run's last weights."""
+    def last_due(self, step: int) -> int:
+        """The last of the first `step` steps whose weights enter; 0: none.
+
+        A tail ends with the run's last weights.
+        """
         end = self.steps if self.settings.kind == "tail" else 0
-        return step > self.begin and (step - end) % self.settings.every == 0
+        last = step - (step - end) % self.settings.every
+        return last if last > self.begin else 0
 
     @torch.no_grad()
     def update(self, step: int, skipped: Tensor) -> None:
@@ -54,7 +59,7 @@ class Average:
 
         The host does not wait for the device, unless the weights are offloaded to the host.
         """
-        if not self.due(step):
+        if self.last_due(step) != step:
             return
         if step - self.settings.every <= self.begin:  # the first: an extended run has two tails
             self.count.zero_()
@@ -73,7 +78,7 @@ class Average:
     def begun(self, step: int) -> int:
         """The weights in the average after `step` steps; 0: there is no average. Waits for the
         device."""
-        return int(self.count) if step > self.begin else 0
+        return int(self.count) if self.last_due(step) else 0
 
     def load(self, count: int) -> None:
         """Continue with `tensors` that hold the average of `count` weights; 0: begin anew."""
