@@ -85,22 +85,16 @@ class Checkpoint:
         """
         if weights not in WEIGHTS:
             raise UserError(f"{argument('weights', weights)}: write {' or '.join(WEIGHTS)}")
-        averages = self.names(AVERAGE)
         if weights == "raw":
             return self
-        if not averages:
-            kind, leave = (
-                self.meta.get("average", "none"),
-                f"leave {argument('weights', weights)} out",
-            )
-            problem = f"{self.path} has no averaged weights (train.average.kind = {kind}): "
-            later = "the run averages later steps: name a later checkpoint, or "
-            raise UserError(problem + later * (kind != "none") + leave)
-        tensors = self.manifest.tensors
-        inside = {MODEL + name.removeprefix(AVERAGE): tensors[name] for name in averages}
-        return Checkpoint(
-            self.path, self.manifest.model_copy(update={"tensors": {**tensors, **inside}})
-        )
+        tensors, kind = self.manifest.tensors, self.meta.get("average", "none")
+        inside = {MODEL + n.removeprefix(AVERAGE): tensors[n] for n in self.names(AVERAGE)}
+        if not inside:
+            problem = f"{self.path} has no averaged weights (train.average.kind = {kind})"
+            later = "name a later checkpoint, or " * (kind != "none")
+            raise UserError(f"{problem}: {later}leave {argument('weights', weights)} out")
+        update = {"tensors": {**tensors, **inside}}
+        return Checkpoint(self.path, self.manifest.model_copy(update=update))
 
     def info(self, name: str) -> TensorInfo:
         """Type, shape and chunks of a tensor or alias; KeyError if it does not exist."""

@@ -186,7 +186,7 @@ def _print_layouts(plan: Any, console: Console) -> None:
         how = f"The order is a guess, because {plan.device.name} has no published peak."
     notes = [
         f"Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest. {how}",
-        "wait: a pipeline's bubble. state: param, grad, optim and average; act: act, logit and buf.",
+        "wait: a pipeline's bubble. state: param, grad, optim, avg; act: act, logit and buf.",
         f"dp, tp, cp, pp: {sent_unit} that a rank gives to collectives and messages in a step.",
         f"First row (train.fit=true takes it): {pasted(rows[0].settings)}",
     ]

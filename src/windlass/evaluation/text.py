@@ -30,8 +30,9 @@ class TextSampler:
         weights: str = "raw",
         **settings: Any,
     ):
-        own = {"module": model, "weights": weights}
-        self.source = run if isinstance(run, Source) else find_source(run, **own)  # type: ignore[arg-type]
+        if not isinstance(run, Source):
+            run = find_source(run, module=model, weights=weights)
+        self.source = run
         default = {"max_tokens": 256, "temperature": 0.8, "seed": self.source.recipe.run.seed}
         self.sampling, self.ranks = Sampling(**default | settings), alone(device or None)
         self.model = open_model(self.source, self.ranks)
