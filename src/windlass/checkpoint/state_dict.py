@@ -434,7 +434,7 @@ def _as_sharded(state: Tensor, parameter: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     whole = {"shape": parameter.shape, "stride": parameter.stride()}
-    sharded = DTensor.fromlocal_part(
+    sharded = DTensor.from_local(
         state, parameter.device_mesh, parameter.placements, run_check=False, **whole
     )
     return with_cut(sharded, cut_of(parameter))

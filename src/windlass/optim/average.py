@@ -17,10 +17,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from windlass.model.share import cut_of, with_cut
+from windlass.model.share import cut_of, is_fsdp, local_part, with_cut
 from windlass.recipe.settings import AverageSettings
 from windlass.recipe.units import Horizon
 
@@ -41,7 +39,7 @@ class Average:
         named = trained if settings.enabled else {}
         self.parameters = list(named.values())
         self.tensors = {name: with_cut(p.detach().clone(), cut_of(p)) for name, p in named.items()}
-        device = _local(next(model.parameters())).device
+        device = local_part(next(model.parameters())).device
         self.count = torch.zeros((), dtype=torch.float64, device=device)  # of averaged weights
 
     def last_due(self, step: int) -> int:
@@ -99,7 +97,7 @@ class Average:
     @torch.no_grad()
     def _swap(self) -> None:
         for module in self.model.modules():
-            if isinstance(module, FSDPModule):
+            if is_fsdp(module):
                 module.reshard()  # the next pass gathers the other weights
         for average, parameter in zip(*self._pairs(), strict=True):
             trained = parameter.clone()
@@ -108,8 +106,6 @@ class Average:
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's parts of averages and parameters."""
-        return [_local(t) for t in self.tensors.values()], [_local(p) for p in self.parameters]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return [local_part(t) for t in self.tensors.values()], [
+            local_part(p) for p in self.parameters
+        ]

@@ -21,7 +21,10 @@ from windlass.verification.bench import (
 
 KILL = 8
 BETA, LAST = 0.7, 8
-KINDS: dict[str, dict[str, Any]] = {"ema": {"train.average.beta": BETA}, "tail": {"train.average.last": LAST}}
+KINDS: dict[str, dict[str, Any]] = {
+    "ema": {"train.average.beta": BETA},
+    "tail": {"train.average.last": LAST},
+}
 Weights = dict[str, Tensor]
 
 
