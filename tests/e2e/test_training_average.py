@@ -74,6 +74,12 @@ def ema(corpus, tmp_path_factory) -> Run:
     return train(averaged(corpus, tmp_path_factory.mktemp("ema") / "run"))
 
 
+@pytest.fixture(scope="module")
+def plain(ema, tmp_path_factory) -> Run:
+    """A soup, which has no average of its own."""
+    return windlass.average([ema, ema], tmp_path_factory.mktemp("plain") / "soup")
+
+
 def kind_of(run: Run) -> str:
     return str(run.recipe.train.average.kind)
 
@@ -253,10 +259,11 @@ def test_a_soup_is_the_mean_of_its_checkpoints(corpus, tmp_path, ema):
         (["export", "EARLY", "new", "--weights", "average"], "later checkpoint"),
     ],
 )
-def test_bad_input_gets_one_message(words, message, ema, corpus, tmp_path, monkeypatch, capsys):
+def test_bad_input_gets_one_message(
+    words, message, ema, plain, corpus, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    soup = windlass.average([ema, ema], tmp_path / "plain")  # without an average
-    places = {"RUN": str(ema.path), "PLAIN": str(soup.path), "EARLY": "early"}
+    places = {"RUN": str(ema.path), "PLAIN": str(plain.path), "EARLY": "early"}
     if "EARLY" in words:
         train(averaged(corpus, tmp_path / "early", "tail"), stop_at=2)
     monkeypatch.setattr(sys, "argv", ["windlass"])

@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from helpers import windlass
+from windlass.optim.average import Average
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.verification import verify
@@ -51,9 +52,21 @@ class Wrong(Bench):
 
 def test_one_process_proves_resume_and_kills(tmp_path):
     bench = Bench(tmp_path, overrides=ONE_THREAD, kills=2, worlds=(1,))
-    for proof in (resume_exact, average_exact, kills_lose_nothing):
+    for proof in (resume_exact, kills_lose_nothing):
         passed, measured = proof(bench)
         assert passed, measured
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_averages_are_proved_and_one_that_begins_anew_fails(tmp_path, monkeypatch):
+    bench = Bench(tmp_path, overrides=ONE_THREAD, worlds=(1, 2))
+    passed, measured = average_exact(bench)
+    assert passed and "killed on 2 ranks" in measured, measured
+    monkeypatch.setattr(Average, "load", lambda self, count: None)
+    bench.folder = tmp_path / "wrong"
+    bench.folder.mkdir()
+    assert average_exact(bench)[0] is False
 
 
 @pytest.mark.dist
