@@ -49,7 +49,7 @@ def test_numbers_that_are_not_finite_are_valid_json(tmp_path, capsys, monkeypatc
     result = write(Evaluation("a-model", 7, scores, {"loss": {}}), tmp_path)
     monkeypatch.setattr("windlass.evaluate", lambda *_: result)
     source = SimpleNamespace(title="a model")
-    monkeypatch.setattr("windlass.evaluation.source.find_source", lambda *_: source)
+    monkeypatch.setattr("windlass.evaluation.source.find_source", lambda *_, **__: source)
     with pytest.raises(SystemExit, match="0"):
         main(["eval", "a-model", "--json"])
 

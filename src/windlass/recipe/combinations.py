@@ -142,6 +142,20 @@ def best(r: Any) -> Problems:
         yield "checkpoint.best", f"eval.suites does not measure {suite}: {write}"
 
 
+def average(r: Any) -> Problems:
+    a = r.train.average
+    if a.kind == "none" and a != sections.AverageSettings():
+        write = 'write train.average.kind="ema" or "tail"'
+        yield "train.average.kind", f"nothing is averaged, but other settings are given: {write}"
+    if a.kind == "none" and r.checkpoint.best == "loss.average_loss":
+        yield "checkpoint.best", 'nothing is averaged: write train.average.kind="ema", or "loss"'
+    if a.kind == "tail" and not a.last:
+        yield "train.average.last", "it is 0: write the share of the run to average, as 0.2"
+    if a.kind == "tail" and r.train.early_stop:
+        problem = "the run may end before the last part, which is to be averaged"
+        yield "train.early_stop", f'{problem}: write 0, or train.average.kind="ema"'
+
+
 def evaluations(r: Any) -> Problems:
     if r.eval.train_batches and sections.LOSS_SUITE not in r.eval.suites:
         problem = "the suite loss measures it, but eval.suites leaves that out: add it, or write 0"
@@ -240,5 +254,5 @@ def schedule(r: Any) -> Problems:
 
 CHECKS = (
     *(model, unused_keys, four_bits, adapters, heads, kv_heads, vocab, sources, mixture),
-    *(best, evaluations, sharding, layout, batch, optimizer, schedule),
+    *(best, average, evaluations, sharding, layout, batch, optimizer, schedule),
 )

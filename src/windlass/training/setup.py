@@ -40,6 +40,7 @@ from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
 from windlass.model.loss import Objective, takes_sources
 from windlass.model.size import flops_per_token
+from windlass.optim.average import Average
 from windlass.optim.build import count_groups
 from windlass.parallel.architecture import code_for
 from windlass.parallel.dist import Ranks, use_deterministic
@@ -255,8 +256,9 @@ def load_checkpoint(
     facts: ModelFacts,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    average: Average,
 ) -> tuple[TrainState, dict[str, Any], str]:
-    """Fill model and optimizer from the chosen checkpoint, and add notes on what has changed.
+    """Fill model, optimizer and average from the chosen checkpoint, and note what has changed.
 
     Returns the checkpoint's counters, its meta data and its origin in words. Raises UserError if
     the data has changed.
@@ -266,7 +268,7 @@ def load_checkpoint(
     checkpoint, notes = open_checkpoint(place.choice.path, deep=False), place.notes
     meta, step = checkpoint.meta, checkpoint.step
     recorded = ("data", "optimizer", "micro_batch", "precision")
-    fingerprint, kind, micro_batch, precision = (meta.get(key) for key in recorded)
+    fingerprint, old_kind, micro_batch, precision = (meta.get(key) for key in recorded)
     if fingerprint != data.fingerprint:
         raise UserError(
             f"the data is not what {place.choice.path} was trained on (fingerprint {fingerprint}, "
@@ -274,11 +276,19 @@ def load_checkpoint(
             f"{argument('fresh')}"
         )
     ranks.mark(step, "load")
-    same_kind = kind == recipe.optim.kind
+    same_kind = old_kind == recipe.optim.kind
     if not same_kind:  # a branch may change it
-        problem = f"{recipe.optim.kind} cannot use the state of {kind}"
+        problem = f"{recipe.optim.kind} cannot use the state of {old_kind}"
         notes.append(f"{problem}: the optimizer state starts over")
-    restore(checkpoint, model, optimizer if same_kind else None)
+    state, kind = TrainState.from_json(checkpoint.counters), recipe.train.average.kind
+    if (there := meta.get("average", "none")) != kind:  # a branch may change it
+        new = f"starts anew after step {max(step, average.begin)}"
+        new = "is dropped" if kind == "none" else new
+        notes.append(f"the average {new}: the checkpoint has train.average.kind = {there}")
+        state.averaged = 0
+    averages = average.tensors if state.averaged else {}
+    restore(checkpoint, model, optimizer if same_kind else None, averages)
+    average.load(state.averaged)
     source, world = str(place.choice.path), checkpoint.manifest.world
     if (world, micro_batch) != (ranks.world, batch.micro_batch):
         source += f", saved by {plural(world, 'rank')} with micro-batches of {micro_batch}"
@@ -290,7 +300,7 @@ def load_checkpoint(
         change = f"was {precision} up to step {step} and is {facts.precision} from here on"
         setting = f"train.precision = {recipe.train.precision}"
         notes.append(f"the arithmetic {change} ({setting}): the losses differ")
-    return TrainState.from_json(checkpoint.counters), meta, source
+    return state, meta, source
 
 
 def open_saver(plan: StartPlan, ranks: Ranks, horizon: Horizon, attempt: str) -> Saver:
@@ -317,6 +327,7 @@ def describe_checkpoints(recipe: Recipe, data: Data, facts: ModelFacts) -> dict[
         "data": data.fingerprint,
         "precision": facts.precision,
         "optimizer": recipe.optim.kind,
+        "average": recipe.train.average.kind,
         "threads": torch.get_num_threads(),
         "cores": usable_cores(),
     }
