@@ -8,6 +8,7 @@ from torch import nn
 
 from windlass.data.loader import MicroBatch, StepBatch
 from windlass.data.samples import Batch
+from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import counted, resolve_precision, unwrap
@@ -51,6 +52,8 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         "losses": LossSum(state, ranks),
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),
     }
+    horizon = recipe.horizon(int(recipe.train.steps), 1)
+    parts["average"] = Average(unwrap(model), recipe.train.average, horizon)
     trainer = Trainer.__new__(Trainer)
     vars(trainer).update(parts)
     return trainer

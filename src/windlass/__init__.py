@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from windlass.evaluation.suites import evaluate
     from windlass.evaluation.text import generate, sample
     from windlass.interop.export import export
+    from windlass.interop.soup import average
     from windlass.recipe import Recipe
     from windlass.reports.write import Report, report
     from windlass.run import Run
@@ -30,7 +31,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = ["Callback", "Data", "Plan", "Recipe", "Report", "Run", "RunFailed", "Stopped", "Study"]
-__all__ += ["Suite", "UserError", "__version__", "evaluate", "export", "generate", "plan"]
+__all__ += [
+    "Suite",
+    "UserError",
+    "__version__",
+    "average",
+    "evaluate",
+    "export",
+    "generate",
+    "plan",
+]
 __all__ += ["prepare", "report", "sample", "scale", "sweep", "track", "train", "verify"]
 
 _NAMES = {
@@ -40,6 +50,7 @@ _NAMES = {
     "evaluation.suites": "evaluate",
     "evaluation.text": "generate sample",
     "interop.export": "export",
+    "interop.soup": "average",
     "recipe": "Recipe",
     "reports.write": "Report report",
     "run": "Run",

@@ -13,6 +13,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -38,6 +39,25 @@ def make_dir(path: Path, instead: str) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); {instead}") from None
+
+
+@contextlib.contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """An empty directory to fill, which becomes `directory` at the end of the block, or vanishes.
+
+    UserError if `directory` is a file or not empty.
+    """
+    if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
+        raise UserError(f"{directory} is a file or not empty: name a new directory")
+    make_dir(directory.absolute().parent, f"name another directory than {directory}")
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        yield partial
+        partial.replace(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 @dataclass

@@ -9,9 +9,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from helpers import windlass
+from windlass.optim.average import Average
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.verification import verify
+from windlass.verification.average import average_exact
 from windlass.verification.bench import Bench
 from windlass.verification.proofs import (
     export_equal,
@@ -53,6 +55,18 @@ def test_one_process_proves_resume_and_kills(tmp_path):
     for proof in (resume_exact, kills_lose_nothing):
         passed, measured = proof(bench)
         assert passed, measured
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_averages_are_proved_and_one_that_begins_anew_fails(tmp_path, monkeypatch):
+    bench = Bench(tmp_path, overrides=ONE_THREAD, worlds=(1, 2))
+    passed, measured = average_exact(bench)
+    assert passed and "killed on 2 ranks" in measured, measured
+    monkeypatch.setattr(Average, "load", lambda self, count: None)
+    bench.folder = tmp_path / "wrong"
+    bench.folder.mkdir()
+    assert average_exact(bench)[0] is False
 
 
 @pytest.mark.dist

@@ -1,6 +1,5 @@
 """The proof of resume can fail: without any one component of the state the run differs."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 
 from helpers import each_step, record_trainers, tiny_recipe
 from windlass import train
+from windlass.checkpoint.load import open_checkpoint
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training import setup, trainer
@@ -51,6 +51,7 @@ def recipe(folder: Path, run: Path, resume: str = "latest") -> Recipe:
         train__micro_batch=4,
         train__precision="fp16",
         train__on_spike="skip",
+        train__average__kind="ema",
         checkpoint__every=6,
         checkpoint__resume=resume,
         **model,
@@ -64,10 +65,13 @@ def resumed(whole: Run, place: Path) -> list[object]:
 
 
 def after_six(run: Run) -> list[object]:
-    """The steps after the sixth, and the counters at the end."""
+    """The steps after the sixth, and the counters and the averaged weights at the end."""
     wanted = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "loss_scale")
     lines = [tuple(x[k] for k in wanted) for x in run.lines("train") if x["step"] > 6]
-    return [*lines, json.loads((run.checkpoints_dir / "step-00000012" / "state.json").read_text())]
+    last = open_checkpoint(run.checkpoints_dir / "step-00000012")
+    averages = [last.tensor(name).tolist() for name in last.names("average/")]
+    assert averages
+    return [*lines, last.counters, averages]
 
 
 def forget(monkeypatch, component: str) -> None:
@@ -75,8 +79,12 @@ def forget(monkeypatch, component: str) -> None:
     restore, from_json = setup.restore, TrainState.from_json
     if component == "moments":
         monkeypatch.setattr(
-            setup, "restore", lambda checkpoint, model, _: restore(checkpoint, model)
+            setup,
+            "restore",
+            lambda checkpoint, model, _, average: restore(checkpoint, model, None, average),
         )
+    elif component == "average":
+        monkeypatch.setattr(setup, "restore", lambda *given: restore(*given[:3]))
     elif component == "weights":
         monkeypatch.setattr(setup, "restore", lambda *_: None)
     elif component == "dropout seed":
@@ -101,7 +109,7 @@ COUNTERS = sorted(TrainState.__dataclass_fields__.keys() - NOT_FROM_HERE - {*OF_
 
 
 @pytest.mark.parametrize(
-    "component", ["weights", "moments", "dropout seed", "order seed", *COUNTERS]
+    "component", ["weights", "moments", "average", "dropout seed", "order seed", *COUNTERS]
 )
 def test_anything_forgotten_is_another_run(whole, tmp_path, monkeypatch, component):
     forget(monkeypatch, component)

@@ -161,7 +161,7 @@ def test_a_wrong_key_is_answered_with_the_setting_that_was_meant(key, ours):
         ("beta", ["Windlass does not have it", "DPO"]),
         ("use_rslora", ["model.lora.rslora"]),
         ("padding_free", ["data.packing", "best-fit"]),
-        ("train.ema_decay", ["Windlass does not have it"]),
+        ("train.ema_decay", ["train.average.beta", "train.average.kind=ema"]),
         ("data.chat_template", ["Windlass does not have it", "data.tokenizer=hf:DIR"]),
         ("train.backend", ["parallel.strategy=ddp", "NCCL"]),
         ("packing", ["data.packing", "best-fit", "data.length_buckets"]),

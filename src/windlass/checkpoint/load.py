@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 
     from windlass.parallel.dist import Ranks
 
+MODEL, AVERAGE = "model/", "average/"
+"""The beginning of the names of weights and of averaged weights (`train.average`)."""
+WEIGHTS = ("raw", "average")
 SHORT_BYTES = 2**16  # it is quicker to read more than to read pieces shorter than this
 
 
@@ -74,6 +77,24 @@ class Checkpoint:
     def names(self, prefix: str = "") -> list[str]:
         """The names of the tensors, without the aliases of tied ones."""
         return [n for n in self.manifest.tensors if n.startswith(prefix)]
+
+    def with_weights(self, weights: str) -> Checkpoint:
+        """This checkpoint, or with `average` one whose model has the averaged weights.
+
+        UserError if it has none. Weights that are not trained have no average.
+        """
+        if weights not in WEIGHTS:
+            raise UserError(f"{argument('weights', weights)}: write {' or '.join(WEIGHTS)}")
+        if weights == "raw":
+            return self
+        tensors, kind = self.manifest.tensors, self.meta.get("average", "none")
+        inside = {MODEL + n.removeprefix(AVERAGE): tensors[n] for n in self.names(AVERAGE)}
+        if not inside:
+            problem = f"{self.path} has no averaged weights (train.average.kind = {kind})"
+            later = "name a later checkpoint, or " * (kind != "none")
+            raise UserError(f"{problem}: {later}leave {argument('weights', weights)} out")
+        update = {"tensors": {**tensors, **inside}}
+        return Checkpoint(self.path, self.manifest.model_copy(update=update))
 
     def info(self, name: str) -> TensorInfo:
         """Type, shape and chunks of a tensor or alias; KeyError if it does not exist."""

@@ -1,7 +1,8 @@
 """The state of a training as named tensors, cut into boxes that any other layout can read.
 
 Names do not depend on the model's wrapping: `model/<parameter or buffer>` and
-`optim/<parameter>/<key>`. Tied weights have one name; their other names are aliases.
+`optim/<parameter>/<key>`, and `average/<parameter>` with `train.average`. Tied weights have one
+name; their other names are aliases.
 
 Each rank holds a box of each tensor, or the whole tensor. Ranks that hold the same box divide its
 rows, so that each writes about the same number of bytes. A reader asks for boxes of its own layout.
@@ -13,6 +14,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from windlass.checkpoint.format import Damaged
-from windlass.checkpoint.load import Checkpoint
+from windlass.checkpoint.load import AVERAGE, MODEL, Checkpoint
 from windlass.errors import UserError
 from windlass.model.share import (
     cut_of,
@@ -34,7 +36,7 @@ from windlass.optim.shard import ShardedOptimizer
 from windlass.optim.state import from_tensors, to_tensors
 from windlass.parallel.parallelize import unwrap
 
-MODEL, OPTIM = "model/", "optim/"
+OPTIM = "optim/"
 Run = tuple[int, int]  # consecutive indices of a dimension: the first, and their number
 
 
@@ -58,16 +60,22 @@ class State:
 
 
 def gather_state(
-    model: nn.Module, optimizer: Any = None, rank: int = 0, world: int = 1, stages: int = 1
+    model: nn.Module,
+    optimizer: Any = None,
+    rank: int = 0,
+    world: int = 1,
+    stages: int = 1,
+    average: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> State:
-    """The part of model and optimizer that this rank writes, as views.
+    """The part of model, optimizer and averaged weights that this rank writes, as views.
 
     Every rank calls it; replicas must be equal, and the ranks do not communicate. Under FSDP2 it
     reshards gathered parameters. In a pipeline `total_bytes` is only of this rank's stages.
     """
     tensors, aliases = named_state(model, optimizer)
+    tensors |= {AVERAGE + name: tensor for name, tensor in average.items()}
     for name in getattr(unwrap(model), "copies", ()):
-        inside = (f"{MODEL}{name}", f"{OPTIM}{name}/")
+        inside = (f"{MODEL}{name}", f"{AVERAGE}{name}", f"{OPTIM}{name}/")
         tensors = {name: t for name, t in tensors.items() if not name.startswith(inside)}
     return state_of(tensors, aliases, rank, world, stages)
 
@@ -276,10 +284,16 @@ def named_state(
     return tensors, aliases
 
 
-def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> None:
+def restore(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: Any = None,
+    average: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
     """Fill a model, in its final wrapping, and its optimizer from a checkpoint, bit for bit.
 
     Each rank reads only its boxes. The optimizer gets exactly the state in the checkpoint.
+    `average`: averaged weights by parameter, to be filled, too.
     UserError names all tensors that are missing, left over, or of another shape or type.
     """
     try:
@@ -289,6 +303,8 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> 
             fill(checkpoint, name, tensor)
         if optimizer is not None:
             _restore_optimizer(checkpoint, model, optimizer)
+        for name, tensor in average.items():
+            fill(checkpoint, AVERAGE + name, tensor)
     except (Damaged, FileNotFoundError) as error:
         problem = f"checkpoint {checkpoint.path} was damaged after it was chosen: {error}"
         raise UserError(f"{problem}; the same command again uses the newest whole one") from None
@@ -418,7 +434,7 @@ def _as_sharded(state: Tensor, parameter: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     whole = {"shape": parameter.shape, "stride": parameter.stride()}
-    sharded = DTensor.fromlocal_part(
+    sharded = DTensor.from_local(
         state, parameter.device_mesh, parameter.placements, run_check=False, **whole
     )
     return with_cut(sharded, cut_of(parameter))

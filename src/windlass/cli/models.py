@@ -7,14 +7,18 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from windlass.cli import Json, Model, Overrides, RunPath, print_json
+from windlass.cli import Json, Model, Overrides, RunPath, Runs, print_json
 from windlass.errors import plural
 from windlass.processes import WINDLASS
+
+Weights = Annotated[
+    str, Option(metavar="raw|average", help="The trained weights, or their train.average.")
+]
 
 
 def evaluate(
@@ -23,6 +27,7 @@ def evaluate(
     suite: str = Option("", metavar="NAMES", help="loss, hellaswag, squad, lm-eval:TASKS."),
     world: str = Option("", metavar="N", help="Divide the items among N local processes."),
     out: Path = Option(None, metavar="DIR", help="Directory of the results; default: RUN/eval."),
+    weights: Weights = "raw",
     json_: Json = False,
 ) -> int:
     """Measure a model: token-weighted validation loss, perplexity and bits per byte; HellaSwag;
@@ -61,7 +66,7 @@ def evaluate(
                 rows.append((key, format(value, form), of_eval(key).unit))
             print_table((name, "value", "unit"), rows, text=(name, "unit"))
 
-    source = find_source(run, overrides)
+    source = find_source(run, overrides, weights=weights)
     if env.rank == 0 and not json_:
         typer.echo(f"{source.title}, {plural(env.world, 'rank')}")
     suites = [s.strip() for s in suite.split(",") if s.strip()]
@@ -70,7 +75,7 @@ def evaluate(
     finally:
         bar.close()
     if env.rank == 0 and json_:
-        fields = ("model", "step", "results", "measured")
+        fields = ("model", "step", "weights", "results", "measured")
         print_json({key: getattr(result, key) for key in fields}, indent=None)
     if result.predictions_path:
         typer.echo(f"predictions: {result.predictions_path}", err=True)
@@ -90,6 +95,7 @@ def sample(
     seed: int = Option(None, help="Seed of the texts; default: the seed of the run."),
     chat: bool = Option(False, "--chat", help="Talk, a line a turn; or answer --prompt once."),
     device: str = Option("", metavar="cpu|cuda", help="Device; default: cuda if there is one."),
+    weights: Weights = "raw",
 ) -> None:
     """Generate text.
 
@@ -100,9 +106,9 @@ def sample(
     from windlass.evaluation.source import find_source
     from windlass.evaluation.text import TextSampler
 
-    settings = {"max_tokens": max_tokens, "temperature": temperature}
+    settings: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     settings |= {"top_k": top_k, "top_p": top_p, **({} if seed is None else {"seed": seed})}
-    source = find_source(run)
+    source = find_source(run, weights=weights)
     typer.echo(f"# {source.title}", err=True)
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if chat:
@@ -145,6 +151,7 @@ def export(
     adapter: bool = Option(False, "--adapter", help="Write the LoRA adapter alone, for peft."),
     push: str = Option("", metavar="NAME/MODEL", help="Upload to a private Hub repository."),
     dtype: str = Option("fp32", metavar="fp32|bf16|fp16", help="Precision of the weights."),
+    weights: Weights = "raw",
 ) -> None:
     """Write a run's model for AutoModelForCausalLM.from_pretrained, with its tokenizer and a model
     card.
@@ -157,8 +164,30 @@ def export(
     """
     from windlass.interop.export import export as export_run
 
-    typer.echo(f"exported: {(done := export_run(run, directory, adapter, push, dtype))}")
+    typer.echo(f"exported: {(done := export_run(run, directory, adapter, push, dtype, weights))}")
     if not (done / "config.json").exists() and not adapter:
         typer.echo("the weights alone, because no architecture of transformers is your own model")
     if push:
         typer.echo(f"pushed: https://huggingface.co/{push}")
+
+
+def average(
+    runs: Runs,
+    to: Path = Option(..., metavar="DIR", help="A new directory."),
+    coefficients: str = Option("", metavar="A,B,...", help="Their weights; default: equal ones."),
+    weights: Weights = "raw",
+) -> None:
+    """Average the weights of several checkpoints into one model: a model soup.
+
+    The runs have one architecture and tokenizer, and started from the same weights; or they are
+    checkpoints of one run, as RUN@100 RUN@200. DIR is for eval, sample, export and
+    model.init_from; it has no optimizer state. With --weights average one RUN is enough.
+    """
+    from windlass.errors import UserError
+    from windlass.interop.soup import average as average_runs
+
+    try:
+        parts = [float(part) for part in coefficients.split(",") if part.strip()]
+    except ValueError:
+        raise UserError(f"--coefficients {coefficients}: write numbers, as 0.5,0.5") from None
+    typer.echo(f"averaged: {average_runs(runs, to, parts, weights).path}")

@@ -130,6 +130,7 @@ def verify(
     change nothing but rounding (with dropout: for equal micro-batches). order: the sample sequence
     has no repeat and no gap for any world size. kills: kills at random moments of a save lose no
     checkpoint. export: the logits are equal. mixture: each source has its share of the samples.
+    average: averaged weights are those of all steps, over a kill and other ranks.
 
     Exit codes: 0 no proof failed (the output names a proof that was impossible here), 1 a proof
     failed, 2 bad input.

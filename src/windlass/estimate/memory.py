@@ -22,7 +22,7 @@ from windlass.recipe.network import ModelSettings
 Network = ModelSettings | CountedSizes
 """The settings of our GPT, or the counted parameters of a model of `transformers`."""
 
-PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "average")
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
 """Logits that `windlass.model.loss` holds at a time; that module needs torch, so a test keeps the
 two equal."""
@@ -42,6 +42,7 @@ class Memory:
     activations: int = 0  # saved by the forward pass, and gradients of activations
     logits: int = 0  # head and loss
     buffers: int = 0  # gathered and low-precision weights, communication, cuBLAS, tokens
+    average: int = 0  # this rank's averaged weights
     host: int = 0  # in the host's memory, with offload
     at: str = ""  # the moment
 
@@ -67,13 +68,14 @@ def _of_stage(step: Step, layout: Layout) -> Memory:
     moments = 2 * rank.total - one_moment
     ranks = layout.shard if layout.policy.shards_parameters else 1
     parameters, state = -(-step.weights // ranks), -(-step.master * moments // layout.shard)
-    host = 0
-    if layout.offload:  # parameters, optimizer state and reduced gradients
-        host, parameters, state = 2 * parameters + state, 0, 0
+    average, host = parameters * layout.average, 0
+    if layout.offload:  # parameters, their average, optimizer state and reduced gradients
+        host, parameters, average, state = 2 * parameters + average + state, 0, 0, 0
     peak = max(events(step), key=lambda event: event.total)
     tokens = layout.micro_batch * step.model.context
     buffers = peak.buffers + 16 * tokens + layout.workspace  # tokens and labels are int64
-    return replace(peak, parameters=parameters, optimizer=state, host=host, buffers=buffers)
+    peak = replace(peak, parameters=parameters, optimizer=state, average=average)
+    return replace(peak, host=host, buffers=buffers)
 
 
 def _counted(model: CountedSizes, layout: Layout) -> Memory:
@@ -84,6 +86,7 @@ def _counted(model: CountedSizes, layout: Layout) -> Memory:
     state = -(-2 * gradients // layout.shard)
     if sharded:
         weights, gradients = -(-weights // layout.shard), -(-gradients // layout.shard)
+    average = gradients * layout.average
     activations, buffers, at = 0, layout.workspace, "states alone"
     if model.peaks:
         (activations, together), at = model.peak(layout.micro_batch), "measured"
@@ -101,8 +104,9 @@ def _counted(model: CountedSizes, layout: Layout) -> Memory:
             gradients *= 2
     peak = Memory(activations=activations, buffers=buffers, at=at)
     if layout.offload:
-        return replace(peak, host=weights + gradients + state)
-    return replace(peak, parameters=weights, gradients=gradients, optimizer=state)
+        return replace(peak, host=weights + gradients + average + state)
+    peak = replace(peak, parameters=weights, gradients=gradients)
+    return replace(peak, optimizer=state, average=average)
 
 
 class Step:

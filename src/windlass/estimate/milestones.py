@@ -95,7 +95,11 @@ def evaluations(recipe: Recipe, horizon: Horizon, val_samples: int) -> Evaluatio
     last = whole if measures_all(recipe, horizon, val_samples) else batches
     in_epoch = -(-horizon.samples_per_epoch // horizon.samples_per_step)
     train = min(recipe.eval.train_batches, in_epoch)
-    work = ((len(steps) - 1) * batches + last + len(steps) * train) / 3
+    sizes = [*[batches] * (len(steps) - 1), last]
+    # Windlass also evaluates the average after its beginning.
+    begin = recipe.train.average.begin(horizon)
+    twice = sum(size for step, size in zip(steps, sizes, strict=True) if step > begin)
+    work = (sum(sizes) + twice + len(steps) * train) / 3
     return Evaluations(len(steps), batches, last, train, work / (work + horizon.work))
 
 

@@ -115,6 +115,7 @@ def _print_memory(plan: Any, console: Console) -> None:
     cells = []
     for row in rows:
         shown = [f"{getattr(row.memory, part) / size:,.{digits}f}" for part in (*PARTS, "total")]
+        shown[-2] *= row.memory.average > 0  # an empty column is not shown
         if not ours and not measured:
             shown[3:6] = ["?"] * 3
         largest = "?" if row.largest_micro_batch is None else str(row.largest_micro_batch or "-")
@@ -144,7 +145,7 @@ def _print_memory(plan: Any, console: Console) -> None:
     micro = f"micro-batch {first.micro_batch}, {first.accumulation} a step"
     budget = f"budget {usable / 1e9:.3g} GB" if usable else "budget unknown"
     title = f"Peak memory of a rank in {unit}: {micro}, {first.precision}, {budget}"
-    parts = ("param", "grad", "optim", "act", "logit", "buf")
+    parts = ("param", "grad", "optim", "act", "logit", "buf", "avg")
     head = ("strategy", "act ckpt", *parts, "all", "fits", "max")
     strong = [i for i, row in enumerate(rows) if row.chosen]
     _section(console, title, [], head, cells, text_columns=2, strong=strong, notes=notes)
@@ -161,7 +162,7 @@ def _print_layouts(plan: Any, console: Console) -> None:
     cells = []
     for row in rows:
         one, peak = row.layout, row.memory
-        states = peak.parameters + peak.gradients + peak.optimizer
+        states = peak.parameters + peak.gradients + peak.optimizer + peak.average
         parts = (states, peak.total - states, peak.total)
         numbers = (one.tensor, one.context, one.pipeline)
         cells.append(
@@ -185,7 +186,7 @@ def _print_layouts(plan: Any, console: Console) -> None:
         how = f"The order is a guess, because {plan.device.name} has no published peak."
     notes = [
         f"Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest. {how}",
-        "wait: a pipeline's bubble. state: param, grad and optim; act: act, logit and buf.",
+        "wait: a pipeline's bubble. state: param, grad, optim, avg; act: act, logit and buf.",
         f"dp, tp, cp, pp: {sent_unit} that a rank gives to collectives and messages in a step.",
         f"First row (train.fit=true takes it): {pasted(rows[0].settings)}",
     ]

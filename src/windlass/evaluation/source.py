@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ from torch import nn
 
 from windlass import hub
 from windlass.checkpoint import load
+from windlass.checkpoint.load import Checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.prepare import data_dir
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.vocabulary import load_tokenizer, named_tokenizer
-from windlass.errors import UserError
+from windlass.errors import UserError, argument
 from windlass.fileio import read_json
 from windlass.model.build import build_model, own_module
 from windlass.model.gpt import initialise
@@ -46,6 +47,7 @@ class Source:
     run: Run | None = None
     module: nn.Module | None = None  # the user's own, into which the weights are loaded
     adapter: Path | None = None  # a directory with the weights of an adapter only
+    weights: str = "raw"  # or `average`: the averaged weights of the checkpoint
 
     @property
     def own_model(self) -> str:
@@ -54,7 +56,14 @@ class Source:
 
     @property
     def title(self) -> str:
-        return f"{self.name} at step {self.step}" if self.step is not None else self.name
+        averaged = ", averaged weights" if self.weights == "average" else ""
+        at = f" at step {self.step}" if self.step is not None else ""
+        return f"{self.name}{at}{averaged}"
+
+    def open_checkpoint(self) -> Checkpoint:
+        """The checkpoint, which `find_source` has verified, with the source's weights."""
+        assert self.checkpoint is not None, "the weights are in a directory of `transformers`"
+        return load.open_checkpoint(self.checkpoint, deep=False).with_weights(self.weights)
 
 
 def alone(device: str | torch.device | None = None) -> Ranks:
@@ -64,7 +73,10 @@ def alone(device: str | torch.device | None = None) -> Ranks:
 
 
 def find_source(
-    name: str | Path | Run, overrides: Changes = (), module: nn.Module | None = None
+    name: str | Path | Run,
+    overrides: Changes = (),
+    module: nn.Module | None = None,
+    weights: str = "raw",
 ) -> Source:
     """The saved model `name`; UserError if it does not exist or is damaged.
 
@@ -73,6 +85,7 @@ def find_source(
             directory of `transformers` or of an adapter, or `hf:NAME` of the Hub.
         overrides: Settings of its recipe to change, for example the validation data.
         module: A user's own model.
+        weights: `raw`, or `average`: the averaged weights of the checkpoint (`train.average`).
     """
     name = str(name.path if isinstance(name, Run) else name)
     path = Path(name).expanduser()
@@ -89,9 +102,15 @@ def find_source(
         tokenizer: Any = None if has_none else load_tokenizer(run.recipe, home)
         template = Template.of_directory(home / FOLDER)
         recipe = run.recipe.replace(overrides).replace(NO_LAYOUT)  # any layout reads its weights
-        return Source(
+        source = Source(
             str(run.path), recipe, tokenizer, template, choice.path, choice.step, run, module
         )
+        source = replace(source, weights=weights)
+        source.open_checkpoint()  # raises if it has no averaged weights
+        return source
+    if weights != "raw":
+        problem = f"{name} is a directory of transformers, which has one set of weights"
+        raise UserError(f"{argument('weights', weights)}: {problem}: leave it out")
     from windlass.model.hf import open_hf
 
     settings = (
@@ -132,7 +151,7 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
         if source.adapter is not None:
             fill_from_adapter(unwrap(wrapped).model, source.adapter)  # type: ignore[arg-type]
     else:
-        restore(load.open_checkpoint(source.checkpoint, deep=False), wrapped)
+        restore(source.open_checkpoint(), wrapped)
     return wrapped.eval()
 
 

@@ -35,6 +35,7 @@ from windlass.evaluation.lm_eval import run_harness
 from windlass.evaluation.source import Source, find_source, open_model
 from windlass.evaluation.squad import evaluate_squad
 from windlass.fileio import make_dir, read_json, write_atomic
+from windlass.optim.average import Average
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision, varying_shapes
@@ -67,10 +68,12 @@ class Suites:
         poll: Callable[[], bool] | None = None,
         whole: bool = False,
         progress: likelihood.OnProgress | None = None,
+        average: Average | None = None,
     ) -> tuple[Scores, dict[str, str] | None] | None:
         """Scores of a suite with their time, and SQuAD's predictions; None if `poll` asks to stop.
 
         `whole`: also measure the loss of all validation data, besides the loss of `eval.batches`.
+        `average`: also measure the validation loss of these weights of the model.
         """
         # Only the loss of text has passes of one shape; others must not recompile the training.
         fixed = suite == LOSS_SUITE and self.recipe.data.format == "text"
@@ -91,7 +94,7 @@ class Suites:
                 tasks = suite.removeprefix(HARNESS)
                 scores = run_harness(tasks, model, self.tokenizer, self.ranks, **how)
             elif suite == LOSS_SUITE:
-                scores = self._loss(model, whole, **how)
+                scores = self._loss(model, whole, average, **how)
             elif suite == SQUAD_SUITE:
                 scored = evaluate_squad(model, self.tokenizer, items, self.ranks, **how)
                 scores, predictions = scored or (None, None)
@@ -100,19 +103,26 @@ class Suites:
         if scores is None:
             return None
         runtime_s = time.perf_counter() - started
-        scores = {**scores, "runtime_s": runtime_s}
+        scores = scores | {"runtime_s": runtime_s}
         if items:
             scores |= {"samples_per_s": len(items) / runtime_s, "items_hash": items_hash(items)}
         elif suite == LOSS_SUITE:
-            samples = scores.get("full_samples", scores["samples"]) + scores.get("train_samples", 0)
+            samples: Any = scores.get("full_samples", scores["samples"])
+            samples = samples * (1 + (average is not None)) + scores.get("train_samples", 0)
             scores["samples_per_s"] = samples / runtime_s
         return scores, predictions
 
-    def _loss(self, model: Any, whole: bool, **how: Any) -> Scores | None:
+    def _loss(self, model: Any, whole: bool, average: Average | None, **how: Any) -> Scores | None:
         assert self.val is not None
         limit = self.recipe.eval.batches * self.recipe.train.global_batch
         measure = partial(evaluate_loss, model, ranks=self.ranks, batch=self.batch, **how)
-        scores = measure(samples=self.val, limit=limit, token_bytes=self._token_bytes, whole=whole)
+        scores: Scores | None = measure(
+            samples=self.val, limit=limit, token_bytes=self._token_bytes, whole=whole
+        )
+        if scores is not None and average is not None:
+            with average.in_model():
+                other = measure(samples=self.val, limit=limit, whole=whole)
+            scores = other and scores | averaged_losses(other)
         if scores is None or self._train_sample is None:
             return scores
         own = measure(samples=self._train_sample)
@@ -147,6 +157,12 @@ class Suites:
         return items, likelihood.continuations(items, self.tokenizer)
 
 
+def averaged_losses(scores: Scores) -> Scores:
+    """The losses among the scores of the averaged weights, under names of their own."""
+    names = {"loss": "average_loss", "full_loss": "full_average_loss"}
+    return {new: scores[name] for name, new in names.items() if name in scores}
+
+
 def items_hash(items: Sequence[Any]) -> str:
     """Eight hexadecimal digits, equal for the same items; other scores are not comparable."""
     return hashlib.sha256(repr(items).encode()).hexdigest()[:8]
@@ -161,6 +177,7 @@ class Evaluation:
     results: dict[str, Scores]
     measured: dict[str, dict[str, Any]] = field(repr=False)  # by suite: see `measured_on`
     predictions: dict[str, str] | None = None  # SQuAD's: question id → answer
+    weights: str = "raw"
     path: Path | None = None
     predictions_path: Path | None = None
 
@@ -175,6 +192,7 @@ def evaluate(
     *,
     model: nn.Module | None = None,
     data: Data | None = None,
+    weights: str = "raw",
 ) -> Evaluation:
     """Measure a saved model on the ranks of this process's launch, and record the scores.
 
@@ -193,12 +211,13 @@ def evaluate(
         model: An instance of your own class, for a run that trains it; the weights are loaded into
             it.
         data: Your own samples; the loss is measured on their validation set.
+        weights: `raw`, or `average` for the averaged weights (`train.average`).
 
     Raises:
         UserError: The model or a suite does not exist, no suite is named, or the data does not fit
             the model.
     """
-    source = run if isinstance(run, Source) else find_source(run, overrides, model)
+    source = run if isinstance(run, Source) else find_source(run, overrides, model, weights)
     changes = dotted(overrides)
     suites = list(suites) or (source.recipe.eval.suites if source.run else [])
     valid = "there are loss, hellaswag, squad and lm-eval:TASKS"
@@ -280,7 +299,7 @@ def measure(
         if ranks.main:
             measured[suite] = measured_on(suite, recipe, ranks.device, fingerprint)
             on_result(suite, scored[0])
-    return Evaluation(source.name, source.step, results, measured, predictions)
+    return Evaluation(source.name, source.step, results, measured, predictions, source.weights)
 
 
 def measured_on(
@@ -309,8 +328,8 @@ def measured_on(
 
 def write(result: Evaluation, folder: Path) -> Evaluation:
     """Add scores to their step's record in `folder`, and write SQuAD's predictions."""
-    path = folder / f"{_step_name(result.step)}.json"
-    keys = ("model", "step", "results", "measured")
+    path = folder / f"{step_name(result.step, result.weights)}.json"
+    keys = ("model", "step", "weights", "results", "measured")
     record: dict[str, Any] = {key: getattr(result, key) for key in keys}
     before = read_json(path)
     if before.get("model") == result.model:  # suites that are not measured again stay
@@ -318,18 +337,23 @@ def write(result: Evaluation, folder: Path) -> Evaluation:
     write_atomic(path, json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
     predictions_path = None
     if result.predictions:
-        predictions_path = write_predictions(folder, result.step, result.predictions)
+        own = folder, result.step, result.predictions, result.weights
+        predictions_path = write_predictions(*own)
     return replace(result, path=path, predictions_path=predictions_path)
 
 
-def write_predictions(folder: Path, step: int | None, predictions: Mapping[str, str]) -> Path:
+def write_predictions(
+    folder: Path, step: int | None, predictions: Mapping[str, str], weights: str = "raw"
+) -> Path:
     """Write SQuAD's predictions, question id → answer, to a file in `folder`; OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"squad-predictions-{_step_name(step)}.json"
+    path = folder / f"squad-predictions-{step_name(step, weights)}.json"
     text = json.dumps(dict(predictions), ensure_ascii=False, indent=0) + "\n"
     write_atomic(path, text.encode("utf-8", "replace"))
     return path
 
 
-def _step_name(step: int | None) -> str:
-    return "model" if step is None else f"step-{step:08d}"
+def step_name(step: int | None, weights: str = "raw") -> str:
+    """The name of the record of a step's scores, without `.json`."""
+    name = "model" if step is None else f"step-{step:08d}"
+    return name if weights == "raw" else f"{name}-{weights}"

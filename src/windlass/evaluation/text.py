@@ -27,9 +27,12 @@ class TextSampler:
         device: str = "",
         *,
         model: nn.Module | None = None,
+        weights: str = "raw",
         **settings: Any,
     ):
-        self.source = run if isinstance(run, Source) else find_source(run, module=model)
+        if not isinstance(run, Source):
+            run = find_source(run, module=model, weights=weights)
+        self.source = run
         default = {"max_tokens": 256, "temperature": 0.8, "seed": self.source.recipe.run.seed}
         self.sampling, self.ranks = Sampling(**default | settings), alone(device or None)
         self.model = open_model(self.source, self.ranks)
@@ -67,6 +70,7 @@ def sample(
     device: str = "",
     *,
     model: nn.Module | None = None,
+    weights: str = "raw",
     **settings: Any,
 ) -> Iterator[tuple[int, str]]:
     """`n` texts after a prompt, as (number of the text, next piece); a function of the seed.
@@ -79,13 +83,14 @@ def sample(
         device: `cpu` or `cuda`; default: cuda if available.
         model: An instance of your own class, for a run that trains it; the weights are loaded into
             it.
+        weights: `raw`, or `average` for the averaged weights (`train.average`).
         settings: Fields of `Sampling`: `max_tokens` (default 256), `temperature` (0.8), `top_k`,
             `top_p`, `seed` (the run's).
 
     Raises:
         UserError: The model does not exist, or a setting is out of its range.
     """
-    sampler = TextSampler(run, device, model=model, **settings)
+    sampler = TextSampler(run, device, model=model, weights=weights, **settings)
     ids = prompt_ids(sampler.model, sampler.source.tokenizer, prompt)
     return sampler.pieces([ids] * n, after=ids if prompt else ())
 
@@ -97,10 +102,12 @@ def generate(
     device: str = "",
     *,
     model: nn.Module | None = None,
+    weights: str = "raw",
     **settings: Any,
 ) -> str | list[str]:
     """The text that continues a prompt, or with `n` a list of texts; arguments as in `sample`."""
     texts = [""] * (n or 1)
-    for number, piece in sample(run, prompt, n or 1, device, model=model, **settings):
+    how = {"model": model, "weights": weights, **settings}
+    for number, piece in sample(run, prompt, n or 1, device, **how):
         texts[number] += piece
     return texts[0] if n is None else texts

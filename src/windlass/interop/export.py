@@ -20,16 +20,17 @@ import torch
 from torch import Tensor
 
 from windlass import hub
-from windlass.checkpoint.load import Checkpoint, open_checkpoint
-from windlass.checkpoint.state_dict import MODEL
+from windlass.checkpoint.load import MODEL, Checkpoint
 from windlass.data.chat import PLAIN, Template, stop_tokens
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, argument
 from windlass.evaluation.source import Source, alone, find_source, open_model, same_tokenizer
-from windlass.fileio import make_dir, read_json
+from windlass.evaluation.suites import step_name
+from windlass.fileio import new_directory, read_json
 from windlass.model import convert, hf_files
 from windlass.model.quantised import Linear4bit
 from windlass.recipe.network import ModelSettings
+from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import Run, decode
 from windlass.telemetry.ledger import plain
 from windlass.telemetry.measures import of_eval
@@ -48,6 +49,7 @@ def export(
     adapter: bool = False,
     push: str = "",
     dtype: str = "fp32",
+    weights: str = "raw",
 ) -> Path:
     """Write a run's model, tokenizer and model card for `transformers`; returns the directory.
 
@@ -59,6 +61,7 @@ def export(
         adapter: Write only the adapter (`model.lora`), for `peft`, instead of the merged model.
         push: Upload the directory to this repository of the Hub, `NAME/MODEL` (new: private).
         dtype: Precision of the weights: `fp32` as in training, or `bf16` or `fp16`.
+        weights: `raw`, or `average` for the averaged weights (`train.average`).
 
     Raises:
         UserError: The directory is not empty, there is no adapter, or the Hub rejects it.
@@ -67,20 +70,14 @@ def export(
         raise UserError(f"{argument('dtype', dtype)}: write {', '.join(DTYPES)}")
     if push:
         hub.check_push(push)
-    source, directory = find_source(run), Path(directory)
+    source, directory = find_source(run, weights=weights), Path(directory)
     if source.checkpoint is None:
         raise UserError(f"{run} is a directory of transformers already")
-    checkpoint = open_checkpoint(source.checkpoint, deep=False)  # find_source has verified it
-    if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
-        raise UserError(f"{directory} is a file or not empty: name a new directory")
+    checkpoint = source.open_checkpoint()
     if adapter and not source.recipe.model.lora.rank:
         problem = f"{run} has no adapter (model.lora.rank is 0)"
         raise UserError(f"{problem}: leave {argument('adapter')} out")
-    make_dir(directory.absolute().parent, f"name another directory than {directory}")
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir()
+    with new_directory(directory) as partial:
         if source.own_model:
             _write_own(source, checkpoint, partial, dtype)
         else:
@@ -96,9 +93,6 @@ def export(
         os.umask(umask := os.umask(0))
         for file in partial.iterdir():  # some libraries let only the owner read their files
             file.chmod(0o666 & ~umask)
-        partial.replace(directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     if push:
         hub.push(directory, push)
     return directory
@@ -259,7 +253,12 @@ def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> st
     assert run is not None
     # Results at this step. Those of `windlass eval` take precedence over the training's.
     lines = {str(line["suite"]): line for line in run.lines("eval", step=step)}
-    lines |= read_json(run.path / "eval" / f"step-{step:08d}.json").get("results", {})
+    if source.weights == "average":
+        measured = {"loss": "average_loss", "full_loss": "full_average_loss"}
+        line = lines.get(LOSS_SUITE, {})
+        lines = {LOSS_SUITE: {k: line[name] for k, name in measured.items() if name in line}}
+    name_of_record = f"{step_name(step, source.weights)}.json"
+    lines |= read_json(run.path / "eval" / name_of_record).get("results", {})
     losses = [line["loss"] for line in run.lines("train") if line["step"] <= step]
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined

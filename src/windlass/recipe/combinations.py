@@ -99,6 +99,9 @@ def sources(r: Any) -> Problems:
         yield "data.format", 'the source squad needs data.format = "squad"'
     if d.packing != "packed" and any(shards):
         yield "data.packing", 'shards of other tools are streams of tokens: write "packed"'
+    if d.document_mask is True and any(shards):
+        problem = "shards of other tools do not say where documents begin"
+        yield "data.document_mask", f'{problem}: write "auto", or false'
     if d.packing == "best-fit" and d.order != "shuffled":
         yield "data.order", 'the rows of best-fit packing have no file order: write "shuffled"'
 
@@ -197,6 +200,20 @@ def best(r: Any) -> Problems:
         yield "checkpoint.best", f"eval.suites does not measure {suite}: {write}"
 
 
+def average(r: Any) -> Problems:
+    a = r.train.average
+    if a.kind == "none" and a != sections.AverageSettings():
+        write = 'write train.average.kind="ema" or "tail"'
+        yield "train.average.kind", f"nothing is averaged, but other settings are given: {write}"
+    if a.kind == "none" and r.checkpoint.best == "loss.average_loss":
+        yield "checkpoint.best", 'nothing is averaged: write train.average.kind="ema", or "loss"'
+    if a.kind == "tail" and not a.last:
+        yield "train.average.last", "it is 0: write the share of the run to average, as 0.2"
+    if a.kind == "tail" and r.train.early_stop:
+        problem = "the run may end before the last part, which is to be averaged"
+        yield "train.early_stop", f'{problem}: write 0, or train.average.kind="ema"'
+
+
 def evaluations(r: Any) -> Problems:
     if r.eval.train_batches and sections.LOSS_SUITE not in r.eval.suites:
         problem = "the suite loss measures it, but eval.suites leaves that out: add it, or write 0"
@@ -229,9 +246,6 @@ def layout(r: Any) -> Problems:
     p, m = r.parallel, r.model
     if p.model_ranks == 1:
         return
-    if r.data.packing == "best-fit":
-        problem = f"{p.layout} divides a row, whose documents attend to themselves alone"
-        yield "data.packing", f'{problem}: use data parallelism, or write "packed"'
     if p.strategy == "single":
         problem = f'{p.layout} needs {p.model_ranks} ranks, and "single" is for one'
         yield "parallel.strategy", f'{problem}: write "auto"'
@@ -298,6 +312,5 @@ def schedule(r: Any) -> Problems:
 
 CHECKS = (
     *(model, unused_keys, four_bits, adapters, heads, kv_heads, vocab, sources, streamed),
-    mixture,
-    *(best, evaluations, sharding, layout, batch, optimizer, schedule),
+    *(mixture, best, average, evaluations, sharding, layout, batch, optimizer, schedule),
 )

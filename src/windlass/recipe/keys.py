@@ -30,8 +30,8 @@ FORMS = {
     "data.sha256": "64 hexadecimal digits",
     "data.tokenizer": "byte, char, gpt2, gpt2:DIR (with vocab.bpe and encoder.json), "
     "hf:NAME_OR_DIR, bpe (trained on the corpus) or auto (the model's own)",
-    "checkpoint.best": "loss, squad.f1, squad.exact_match, hellaswag.acc, hellaswag.acc_norm, "
-    "hellaswag.acc_per_token, own:SUITE.MEASURE",
+    "checkpoint.best": "loss, loss.average_loss, squad.f1, squad.exact_match, hellaswag.acc, "
+    "hellaswag.acc_norm, hellaswag.acc_per_token, own:SUITE.MEASURE",
     "telemetry.tags": "a list of short names",
     "eval.suites": "a list of loss, hellaswag, squad and lm-eval:TASKS",
 }

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from windlass.recipe.mixture import MixSource, MixStage
 from windlass.recipe.network import Names, Section
-from windlass.recipe.units import EPOCHS, BatchSizes, Duration
+from windlass.recipe.units import EPOCHS, BatchSizes, Duration, Horizon
 
 IGNORE_INDEX = -100  # the label of a masked position, as in `torch.nn.functional.cross_entropy`
 
@@ -18,7 +18,7 @@ SUITE = r"^(loss|hellaswag|squad|lm-eval:.+)$"
 OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
 
 # A measure that the best checkpoint has: a suite, and the field of its `eval` line.
-BEST = r"^(loss|squad\.(f1|exact_match)|hellaswag\.(acc|acc_norm|acc_per_token)|own:\w+\.\w+)$"
+BEST = r"^(loss(\.average_loss)?|squad\.(f1|exact_match)|hellaswag\.(acc|acc_norm|acc_per_token)|own:\w+\.\w+)$"
 
 OPTIMIZER_LIBRARIES = ("torch.optim", "pytorch_optimizer")
 
@@ -103,6 +103,10 @@ class DataSettings(Section):
     """`packed`: documents end to end, cut into rows; `documents`: one per row, masked padding;
     `best-fit`: whole documents, questions or conversations in rows, hardly any padding, and each
     attends to itself alone (arXiv 2404.10830). `squad` and `chat` are one per row without it."""
+    document_mask: bool | Literal["auto"] = "auto"
+    """With text and `packed`: each document of a row attends to itself alone, from position 0
+    (arXiv 2407.21783, section 3.2). `auto`: true for prepared documents, false for one text and for
+    shards of other tools, which do not say where documents begin."""
     order: Literal["shuffled", "shards-shuffled", "sequential"] = "shuffled"
     """`shuffled`: all samples, in a new order each epoch; `shards-shuffled`: shards in file order
     in epoch 0 and shuffled from epoch 1 on, samples in order inside a shard; `sequential`: always
@@ -157,6 +161,36 @@ class DataSettings(Section):
         return self.model_copy(update={**own, **limits, "mix": []})
 
 
+class AverageSettings(Section):
+    """An average of the trained weights, beside them."""
+
+    kind: Literal["none", "ema", "tail"] = "none"
+    """`ema`: exponential moving average of the weights; `tail`: their mean over the run's `last`
+    part (arXiv 1803.05407, 2306.03241). The training itself does not change."""
+    beta: Beta = 0.999
+    """With `ema`: its decay, in the first steps (1 + n) / (10 + n) after n averaged ones if that is
+    less (as TensorFlow's `ExponentialMovingAverage`), so that the first weights are forgotten."""
+    last: Duration = 0.2
+    """With `tail`: the part of the run at its end that is averaged."""
+    every: int = Field(1, ge=1)
+    """Steps between two weights that enter the average."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.kind != "none"
+
+    def begin(self, horizon: Horizon) -> int:
+        """The steps of a run before the averaged ones."""
+        if self.kind == "tail":
+            return max(0, horizon.steps_before_last(self.last))
+        return 0 if self.enabled else horizon.steps
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint for each trained parameter."""
+        return 4 if self.enabled else 0
+
+
 class TrainSettings(Section):
     """Length, batch and arithmetic of the training."""
 
@@ -206,6 +240,8 @@ class TrainSettings(Section):
     """Skipped steps in a row that end the run (fp16 overflows, `on_nonfinite`, `on_spike`)."""
     early_stop: int = Field(0, ge=0)
     """Evaluations in a row without a better `checkpoint.best` that end the run; 0: never."""
+    average: AverageSettings = AverageSettings()
+    """`train.average.kind`, `.beta`, `.last`, `.every`."""
     startup_checks: bool = True
     """Check master weights, ties, replicas, gradient norm, the first loss, and that your own module
     sums its loss, at step 1."""
@@ -390,9 +426,9 @@ class CheckpointSettings(Section):
     """Newest checkpoints of a stop (Ctrl-C, a preemption) to keep as well; 0: a checkpoint of a
     stop is deleted after the next save, unless it is the best."""
     best: str = Field("loss", pattern=BEST)
-    """Measure of the best checkpoint: the lowest validation `loss`, or the highest `squad.f1`,
-    `squad.exact_match`, `hellaswag.acc`, `hellaswag.acc_norm`, `hellaswag.acc_per_token` or
-    `own:SUITE.MEASURE` of your own suite."""
+    """Measure of the best checkpoint: the lowest validation `loss`, or `loss.average_loss` of the
+    averaged weights; or the highest `squad.f1`, `squad.exact_match`, `hellaswag.acc`,
+    `hellaswag.acc_norm`, `hellaswag.acc_per_token` or `own:SUITE.MEASURE` of your own suite."""
     keep_best: bool = True
     """Keep the best checkpoint."""
     resume: str = "latest"

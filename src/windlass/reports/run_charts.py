@@ -96,6 +96,9 @@ def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
         return [*series, _series(views, track, "loss", name=name, points="only", **look)]
     look["points"] = "line"
     series.append(_series(views, track, "loss", name="validation", **look | pattern(1)))
+    if track.has("average_loss"):
+        name = "validation, averaged weights"
+        series.append(_series(views, track, "average_loss", name=name, **look | pattern(3)))
     if track.has("train_loss"):  # without dropout, on the same samples each time
         name = "a sample of the training data"
         series.append(_series(views, track, "train_loss", name=name, **look | pattern(2)))

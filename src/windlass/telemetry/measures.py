@@ -172,6 +172,9 @@ EVAL = {
 train_loss | score | lower | nats per token | train loss | | loss on samples of the training data
 loss | score | lower | nats per token | val loss | | loss on the validation data
 full_loss | score | lower | nats per token | of all data | Loss, all data | on all validation data
+average_loss | score | lower | nats per token | average | | loss of the averaged weights
+full_average_loss | score | lower | nats per token | | Average loss, all data |\
+ the same on all validation data
 perplexity | derived | lower | | perplexity | | perplexity, e^loss
 full_perplexity | derived | lower | | | Perplexity, all data
 bits_per_byte | score | lower | | | | bits per byte, loss / ln 2 x tokens / bytes
@@ -274,6 +277,9 @@ train_loss | loss | train.loss | Final training loss | yes
 train_loss_mean | loss | summary.train_loss_mean | Training loss, mean of all steps of the run
 eval_loss | loss | eval.loss | Final validation loss | yes
 full_eval_loss | loss | eval.full_loss | Final validation loss, all data
+average_eval_loss | loss | eval.average_loss | Final validation loss, averaged weights | yes
+full_average_eval_loss | loss | eval.full_average_loss |\
+ Final validation loss, averaged weights, all data
 eval_perplexity | loss | eval.perplexity | Final perplexity
 best_eval_loss | loss | | Best validation loss | yes
 best_eval_step | count | | Step of the best evaluation
@@ -481,6 +487,7 @@ def lower_is_better(measure: str, lines: Iterable[Mapping[str, Any]] = ()) -> bo
 def title_of(measure: str) -> str:
     """A value of `checkpoint.best` in a sentence."""
     titles = {LOSS_SUITE: "validation loss", f"{LOSS_SUITE}.bits_per_byte": "bits per byte"}
+    titles[f"{LOSS_SUITE}.average_loss"] = "validation loss of the averaged weights"
     return titles.get(measure, measure)
 
 

@@ -14,6 +14,7 @@ from windlass.data.prepare import Data
 from windlass.estimate.milestones import measures_all
 from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
 from windlass.evaluation.suites import Scores, Suites, write_predictions
+from windlass.optim.average import Average
 from windlass.parallel.parallelize import autocast, unwrap
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.training.record import Recorder
@@ -30,12 +31,14 @@ class Evaluator:
         micro_batch: int,
         own_suites: Mapping[str, Callable[[Any], Scores]],
         stop_requested: Callable[[], bool],
+        average: Average,
     ):
-        """`stop_requested` is asked between the passes of a measurement."""
+        """`stop_requested` is asked between the passes of a measurement; `average` is measured
+        beside the model."""
         self.recorder, self.model, self.data = recorder, model, data
         self.recipe, self.ranks = recorder.plan.recipe, recorder.ranks
         self.state, self.horizon = recorder.state, recorder.horizon
-        self.stop_requested = stop_requested
+        self.stop_requested, self.average = stop_requested, average
         self.suites = Suites(
             self.recipe, data.tokenizer, self.ranks, data.val, micro_batch, own_suites, data.train
         )
@@ -63,7 +66,10 @@ class Evaluator:
             whole = last and measures_all(self.recipe, self.horizon, len(self.data.val or ()))
             for suite in suites or self.suites.names:
                 show = partial(recorder.console.progress, f"evaluating {suite}")
-                result = self.suites.measure(suite, self.model, self.stop_requested, whole, show)
+                average = self.average if self.average.begun(step) else None
+                result = self.suites.measure(
+                    suite, self.model, self.stop_requested, whole, show, average
+                )
                 if result is None:
                     return None
                 measured[suite], predictions = result

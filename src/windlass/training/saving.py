@@ -14,6 +14,7 @@ from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC
 from windlass.checkpoint.save import Saver
 from windlass.checkpoint.state_dict import State, gather_state
 from windlass.errors import RunFailed, Stopped, plural
+from windlass.optim.average import Average
 from windlass.training import setup
 from windlass.training.callbacks import Callbacks
 from windlass.training.record import Recorder
@@ -35,6 +36,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         losses: LossSum,
         scaler: LossScaler | None,
+        average: Average,
         meta: dict[str, Any],
         micro_batch: int,
     ):
@@ -46,16 +48,18 @@ class Checkpoints:
             recorder.plan.recipe.telemetry,
         )
         self.model, self.optimizer, self.losses, self.scaler = model, optimizer, losses, scaler
-        self.meta, self.micro_batch = meta, micro_batch
+        self.average, self.meta, self.micro_batch = average, meta, micro_batch
 
     def use_micro_batch(self, size: int) -> None:
         """Note this size of the micro-batches in later checkpoints."""
         self.micro_batch = size
 
-    def tensors(self) -> State:
-        """This rank's share of model and optimizer; of equal replicas one rank has the tensor."""
+    def tensors(self, average: bool = True) -> State:
+        """This rank's share of model, optimizer and, if asked, the average; of equal replicas one
+        rank has the tensor."""
         ranks, stages = self.ranks, self.ranks.mesh.sizes.pp
-        state = gather_state(self.model, self.optimizer, ranks.rank, ranks.world, stages)
+        averages = self.average.tensors if average else {}
+        state = gather_state(self.model, self.optimizer, ranks.rank, ranks.world, stages, averages)
         return state if stages == 1 else setup.add_stages(state, ranks)
 
     def save(self, reason: str = PERIODIC) -> None:
@@ -69,9 +73,11 @@ class Checkpoints:
                 self.scaler.save(state)
             else:
                 state.loss_scale, state.scale_good_steps = 0.0, 0
+            state.averaged = self.average.begun(state.step)
             meta = self.meta | {"reason": reason, "micro_batch": self.micro_batch}
             counters, scores = state.to_json(), recorder.scores
-            self.saver.save(state.step, self.tensors(), counters, meta, scores, recorder.beat)
+            tensors = self.tensors(average=state.averaged > 0)
+            self.saver.save(state.step, tensors, counters, meta, scores, recorder.beat)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait, at most `timeout` seconds, for the saves; whether every one was committed."""

@@ -28,7 +28,7 @@ from windlass.data.mixture import (
     stages_of,
 )
 from windlass.data.prepare import Data, data_dir, open_data
-from windlass.data.samples import epoch_samples, real_tokens
+from windlass.data.samples import epoch_samples, masks_documents, real_tokens
 from windlass.errors import UserError, argument, plural
 from windlass.estimate.milestones import checkpoints_to_come
 from windlass.estimate.optimum import resolve_steps
@@ -36,10 +36,12 @@ from windlass.fileio import Files
 from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
 from windlass.model.build import read_sizes, sizes_of
+from windlass.model.documents import takes_documents
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
 from windlass.model.loss import Objective, takes_sources
 from windlass.model.size import flops_per_token
+from windlass.optim.average import Average
 from windlass.optim.build import count_groups
 from windlass.parallel.architecture import code_for
 from windlass.parallel.dist import Ranks, use_deterministic
@@ -188,7 +190,10 @@ def prepare_model(
     device_name = check_device(ranks.device)
     sizes, hf = sizes_of(model), isinstance(model, HfModel) and not custom
     counted = hf or bool(recipe.model.freeze)
-    flops = sizes.flops_per_token() if counted else flops_per_token(recipe.model, data.vocab)
+    masked = masks_documents(data.train) and takes_documents(model)
+    attended = getattr(data.train, "attended", None) if masked else None
+    own_flops = flops_per_token(recipe.model, data.vocab, attended)
+    flops = sizes.flops_per_token() if counted else own_flops
     pretrained = recipe.model.kind == "hf" and not recipe.model.from_scratch
     # FSDP2 gives the module another class.
     own_class = type(model.model if isinstance(model, HfModel) else model).__name__
@@ -220,8 +225,10 @@ def prepare_model(
         initialise(unwrap(model), recipe.run.seed)
     if not custom and init_from:
         load_initial(unwrap(model), recipe, ranks)
-    if recipe.data.packing == "best-fit" and choice is None:
-        check_documents(model, ranks, partial(autocast, recipe, ranks.device))
+    settings = recipe.data
+    asked = settings.packing == "best-fit" or settings.document_mask is True
+    if choice is None and (masked or asked):
+        check_documents(model, ranks, partial(autocast, recipe, ranks.device), settings.packing)
     return model, facts
 
 
@@ -258,8 +265,9 @@ def load_checkpoint(
     facts: ModelFacts,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    average: Average,
 ) -> tuple[TrainState, dict[str, Any], str]:
-    """Fill model and optimizer from the chosen checkpoint, and add notes on what has changed.
+    """Fill model, optimizer and average from the chosen checkpoint, and note what has changed.
 
     Returns the checkpoint's counters, its meta data and its origin in words. Raises UserError if
     the data has changed.
@@ -269,7 +277,7 @@ def load_checkpoint(
     checkpoint, notes = open_checkpoint(place.choice.path, deep=False), place.notes
     meta, step = checkpoint.meta, checkpoint.step
     recorded = ("data", "optimizer", "micro_batch", "precision")
-    fingerprint, kind, micro_batch, precision = (meta.get(key) for key in recorded)
+    fingerprint, old_kind, micro_batch, precision = (meta.get(key) for key in recorded)
     if fingerprint != data.fingerprint:
         raise UserError(
             f"the data is not what {place.choice.path} was trained on (fingerprint {fingerprint}, "
@@ -277,11 +285,19 @@ def load_checkpoint(
             f"{argument('fresh')}"
         )
     ranks.mark(step, "load")
-    same_kind = kind == recipe.optim.kind
+    same_kind = old_kind == recipe.optim.kind
     if not same_kind:  # a branch may change it
-        problem = f"{recipe.optim.kind} cannot use the state of {kind}"
+        problem = f"{recipe.optim.kind} cannot use the state of {old_kind}"
         notes.append(f"{problem}: the optimizer state starts over")
-    restore(checkpoint, model, optimizer if same_kind else None)
+    state, kind = TrainState.from_json(checkpoint.counters), recipe.train.average.kind
+    if (there := meta.get("average", "none")) != kind:  # a branch may change it
+        new = f"starts anew after step {max(step, average.begin)}"
+        new = "is dropped" if kind == "none" else new
+        notes.append(f"the average {new}: the checkpoint has train.average.kind = {there}")
+        state.averaged = 0
+    averages = average.tensors if state.averaged else {}
+    restore(checkpoint, model, optimizer if same_kind else None, averages)
+    average.load(state.averaged)
     source, world = str(place.choice.path), checkpoint.manifest.world
     if (world, micro_batch) != (ranks.world, batch.micro_batch):
         source += f", saved by {plural(world, 'rank')} with micro-batches of {micro_batch}"
@@ -293,7 +309,7 @@ def load_checkpoint(
         change = f"was {precision} up to step {step} and is {facts.precision} from here on"
         setting = f"train.precision = {recipe.train.precision}"
         notes.append(f"the arithmetic {change} ({setting}): the losses differ")
-    return TrainState.from_json(checkpoint.counters), meta, source
+    return state, meta, source
 
 
 def open_saver(plan: StartPlan, ranks: Ranks, horizon: Horizon, attempt: str) -> Saver:
@@ -320,6 +336,7 @@ def describe_checkpoints(recipe: Recipe, data: Data, facts: ModelFacts) -> dict[
         "data": data.fingerprint,
         "precision": facts.precision,
         "optimizer": recipe.optim.kind,
+        "average": recipe.train.average.kind,
         "threads": torch.get_num_threads(),
         "cores": usable_cores(),
     }

@@ -32,7 +32,7 @@ from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe, typed
 from windlass.recipe.load import UNRECORDED
 from windlass.recipe.units import EPOCHS
-from windlass.run import LOCK, OCCUPIED, Run, data_commit, last_start
+from windlass.run import LOCK, OCCUPIED, SOUP, Run, data_commit, last_start
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
@@ -46,6 +46,7 @@ BRANCHES = (
     "data.mix",
     "data.stages",
     "train.steps",
+    "train.average",
     "train.on_",
     "train.spike_",
     "train.max_skips",
@@ -112,6 +113,10 @@ def resolve_start(
         option = argument("branch_from", branch_from)
         raise UserError(f"{option}: write RUN@STEP or RUN@best, {example}")
     exists = run.recipe_path.is_file()
+    if exists and not fresh and (run.path / SOUP).is_file():
+        problem = f"{run.path} holds averaged weights, without a training to resume"
+        advice = f"start a run in another run.dir with model.init_from={run.path}"
+        raise UserError(f"{problem}: {advice}")
     restarted = exists and is_restart(run, os.environ)
     if exists and (restarted or not fresh):
         return _resume(recipe, run, restarted, extend_to, branch_from)

@@ -49,6 +49,7 @@ class TrainState:
     """The last losses; empty if `train.on_spike` is `ignore`."""
     loss_sum: float = 0.0  # over all steps with a finite loss
     losses: int = 0  # the number of these steps
+    averaged: int = 0  # weights in the checkpoint's average (`train.average`); 0: it has none
     mixture: list[list[Any]] = field(default_factory=list)
     """The stages of a mixture (`data.mixture.Stage`), past ones as they were; else empty."""
     stream: list[int] = field(default_factory=list)

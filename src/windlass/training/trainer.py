@@ -35,7 +35,8 @@ from windlass.data.prepare import Data
 from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
 from windlass.model.build import build_model, own_module
 from windlass.model.convert import export_note
-from windlass.model.documents import document_arguments
+from windlass.model.documents import documents_of
+from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
@@ -102,13 +103,16 @@ class Trainer:
             decide_on_rank_0(ranks, "write", begin)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.counted = counted(self.model)
-        shards, replicas = ranks.strategy.shards_optimizer, ranks.mesh.replicas
-        kind, network = ranks.device.type, unwrap(self.model)
-        self.optimizer = build_optimizer(network, recipe.optim, kind, replicas, shards)
+        network, shards = unwrap(self.model), ranks.strategy.shards_optimizer
+        self.optimizer = build_optimizer(
+            network, recipe.optim, ranks.device.type, ranks.mesh.replicas, shards
+        )
+        self.average = Average(network, recipe.train.average, self.horizon)
         if place.choice is not None:
             console.begin(f"reading {place.choice.path}")
         self.state, recorded, source = setup.load_checkpoint(
-            place, recipe, ranks, data, self.batch, self.facts, self.model, self.optimizer
+            *(place, recipe, ranks, data, self.batch, self.facts),
+            *(self.model, self.optimizer, self.average),
         )
         console.begin("measuring how many CPU threads are fastest")
         micro_batch = self.batch.micro_batch
@@ -136,11 +140,14 @@ class Trainer:
             self.optimizer,
             self.losses,
             self.scaler,
+            self.average,
             setup.describe_checkpoints(recipe, data, self.facts),
             micro_batch,
         )
         suites = self.callbacks.suites()
-        self.evaluator = Evaluator(recorder, self.model, data, micro_batch, suites, self.poll_stop)
+        self.evaluator = Evaluator(
+            recorder, self.model, data, micro_batch, suites, self.poll_stop, self.average
+        )
         self.report_start(plan, place, threads, custom, source)
         deferred = check_is_deferred(ranks.device, self.optimizer, recipe.parallel.offload)
         self.bad_steps = BadSteps(recorder, recipe.train, self.scaler, deferred)
@@ -295,12 +302,12 @@ class Trainer:
 
     def step(self, batch: StepBatch, lr_multiplier: float) -> StepResult:
         """One optimizer step on this rank's micro-batches: forward, backward, clip, update."""
-        ranks, timer, precision = self.ranks, self.recorder.timer, self.facts.precision
+        ranks, timer, clip = self.ranks, self.recorder.timer, self.recipe.train.grad_clip
         scale = self.scaler.scale if self.scaler is not None else None
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
         counts = collectives.count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
-        dtype = torch.float64 if precision == "fp64" else torch.float32
+        dtype = torch.float64 if self.facts.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
 
         def forward(micro: MicroBatch, **stage: Any) -> torch.Tensor:
@@ -308,7 +315,7 @@ class Trainer:
                 torch.manual_seed(step_seed(self.recipe.run.seed, batch.step, micro.k))
             ranks.mark(batch.step, "forward")
             with timer.phase("forward"), autocast(self.recipe, ranks.device):
-                stage |= self.losses.by_source(micro.batch) | document_arguments(micro.batch)
+                stage |= self.losses.by_source(micro.batch) | documents_of(micro.batch, self.model)
                 result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
             if result.dim():  # hidden states, for the next stage of a pipeline
                 return result
@@ -339,14 +346,14 @@ class Trainer:
                 self.optimizer.found_inf = bad  # type: ignore[attr-defined]
             if spike is None and (self.bad_steps.deferred or not bool(bad)):
                 # One pass over the gradients clips them and divides out the loss scale.
-                limit = self.recipe.train.grad_clip or math.inf
-                multiplier = torch.clamp(limit / (grad_norm + 1e-6), max=1.0)
+                multiplier = torch.clamp((clip or math.inf) / (grad_norm + 1e-6), max=1.0)
                 multiplier = multiplier if scale is None else multiplier / scale
                 # On CUDA the host does not wait for the value.
                 if ranks.device.type != "cpu" or float(multiplier) != 1.0:
                     collectives.scale_gradients(self.parameters, multiplier)
                 set_lr(self.optimizer, lr_multiplier)
                 self.optimizer.step()
+                self.average.update(batch.step, bad)
             if self.scaler is not None:
                 self.scaler.update(bad)
             self.optimizer.zero_grad(set_to_none=True)
@@ -412,8 +419,10 @@ class Trainer:
         choice = choose_rewind(recorder, self.rewinds, reason)
         self.losses.reset()
         checkpoint = open_checkpoint(choice.path, deep=False)
-        restore(checkpoint, self.model, self.optimizer)
         saved = TrainState.from_json(checkpoint.counters)
+        averages = self.average.tensors if saved.averaged else {}
+        restore(checkpoint, self.model, self.optimizer, averages)
+        self.average.load(saved.averaged)
         first = int(step_samples(saved.step, self.batch.batches, saved.skipped)[0])
         state.return_to(saved, left_out=(first, stop_sample))
         self.bad_steps.reset()

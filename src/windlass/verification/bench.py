@@ -36,6 +36,7 @@ COMMON = {
     **NO_LAYOUT,
     "optim.schedule.warmup": 2,
 }
+ROUNDING = 1e-9  # the largest difference in float64 that counts as rounding
 FLOAT64: dict[str, Any] = {"train.precision": "fp64"}
 Task = dict[str, Any]  # see `rank.run_rank`
 Outcome = tuple[bool | None, str]  # `passed` and `measured` of a Proof

@@ -19,10 +19,12 @@ from windlass.data.order import Order
 from windlass.data.prepare import open_data
 from windlass.errors import UserError, first_line, installed, needs, plural
 from windlass.run import Run
+from windlass.verification.average import average_exact
 from windlass.verification.bench import (
     BATCH,
     FLOAT64,
     MICRO,
+    ROUNDING,
     SEEN,
     STEPS,
     UNSEEN,
@@ -32,7 +34,6 @@ from windlass.verification.bench import (
 from windlass.verification.mixture import mixture_exact
 
 EXACT = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
-ROUNDING = 1e-9  # the largest difference in float64 that counts as rounding
 
 GPT2_SHAPE: dict[str, Any] = {
     "model": {"position": "learned", "norm": "layernorm", "activation": "gelu_tanh"},
@@ -340,6 +341,10 @@ PROOFS: dict[str, tuple[str, Callable[[Bench], Outcome]]] = {
     "mixture": (
         "a mixture keeps its shares and its sequence over worlds, a kill and a branch",
         mixture_exact,
+    ),
+    "average": (
+        "averaged weights are those of every step, over a kill and other ranks",
+        average_exact,
     ),
     "kills": ("no kill loses a committed checkpoint", kills_lose_nothing),
     "export": ("export to transformers gives equal logits", export_equal),

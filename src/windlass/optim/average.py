@@ -1,0 +1,111 @@
+"""`train.average`: an average of the weights, updated after the optimizer, and used in evaluations.
+
+The n-th weights enter with `average += w * (weights - average)`:
+
+- `tail`: w = 1 / n, the uniform mean of a run's last part (stochastic weight averaging, arXiv
+  1803.05407; for language models arXiv 2306.03241);
+- `ema`: w = 1 - min(beta, n / (n + 9)), as TensorFlow's `ExponentialMovingAverage` with
+  `num_updates` = n - 1.
+
+The first weights replace what was there (w = 1), so no average contains the initial weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from windlass.model.share import cut_of, is_fsdp, local_part, with_cut
+from windlass.recipe.settings import AverageSettings
+from windlass.recipe.units import Horizon
+
+
+class Average:
+    """The average of a model's trained parameters, on each rank of the part that it holds.
+
+    `tensors` has it by parameter, in the parameter's precision, layout and device; with the kind
+    `none` it is empty. Which steps enter is a function of the step alone, except that a step whose
+    update was skipped does not.
+    """
+
+    def __init__(self, model: nn.Module, settings: AverageSettings, horizon: Horizon):
+        """`model`: parallelized, not wrapped (see `unwrap`)."""
+        self.settings, self.steps, self.model = settings, horizon.steps, model
+        self.begin = settings.begin(horizon)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = trained if settings.enabled else {}
+        self.parameters = list(named.values())
+        self.tensors = {name: with_cut(p.detach().clone(), cut_of(p)) for name, p in named.items()}
+        device = local_part(next(model.parameters())).device
+        self.count = torch.zeros((), dtype=torch.float64, device=device)  # of averaged weights
+
+    def last_due(self, step: int) -> int:
+        """The last of the first `step` steps whose weights enter; 0: none.
+
+        A tail ends with the run's last weights.
+        """
+        end = self.steps if self.settings.kind == "tail" else 0
+        last = step - (step - end) % self.settings.every
+        return last if last > self.begin else 0
+
+    @torch.no_grad()
+    def update(self, step: int, skipped: Tensor) -> None:
+        """After the update of `step`; `skipped` is 1.0 if the device did not make it.
+
+        The host does not wait for the device, unless the weights are offloaded to the host.
+        """
+        if self.last_due(step) != step:
+            return
+        if step - self.settings.every <= self.begin:  # the first: an extended run has two tails
+            self.count.zero_()
+        made = 1 - skipped.to(self.count)
+        n = self.count + made
+        weight = 1 / n
+        if self.settings.kind == "ema":
+            weight = 1 - torch.clamp(n / (n + 9), max=self.settings.beta)
+        # Until the first weights have entered, the average is the present weights.
+        weight = torch.where(self.count == 0, 1.0, made * weight)
+        self.count.copy_(n)
+        averages, parameters = self._pairs()
+        weights = {p.dtype: weight.to(p.dtype) for p in parameters}
+        torch._foreach_lerp_(averages, parameters, [weights[p.dtype] for p in parameters])
+
+    def begun(self, step: int) -> int:
+        """The weights in the average after `step` steps; 0: there is no average. Waits for the
+        device."""
+        return int(self.count) if self.last_due(step) else 0
+
+    def load(self, count: int) -> None:
+        """Continue with `tensors` that hold the average of `count` weights; 0: begin anew."""
+        self.count.fill_(count)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """The model has the averaged weights inside, and the trained ones, bit for bit, after it.
+
+        It needs memory for one more parameter, and no communication.
+        """
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for module in self.model.modules():
+            if is_fsdp(module):
+                module.reshard()  # the next pass gathers the other weights
+        for average, parameter in zip(*self._pairs(), strict=True):
+            trained = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(trained)
+
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's parts of averages and parameters."""
+        return [local_part(t) for t in self.tensors.values()], [
+            local_part(p) for p in self.parameters
+        ]

@@ -1,0 +1,273 @@
+"""Runs with averaged weights: against the weights of all checkpoints, resumed, rewound, branched,
+evaluated, exported; and the mean of several checkpoints.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import corpus, recipe_of
+
+import windlass
+from helpers import each_step, refused
+from windlass import Recipe, train
+from windlass.checkpoint.format import step_dir
+from windlass.checkpoint.load import Checkpoint, open_checkpoint
+from windlass.cli import main
+from windlass.evaluation.source import alone, find_source, open_model
+from windlass.run import Run
+from windlass.training import setup
+
+__all__ = ["corpus"]
+
+STEPS, BETA = 12, 0.7
+EVERY_STEP = {"checkpoint.every": 1, "checkpoint.keep_last": 30, "eval.every": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "ema": {"train.average.kind": "ema", "train.average.beta": BETA},
+    "tail": {"train.average.kind": "tail", "train.average.last": 7},
+}
+ROUNDING = 1e-6
+
+
+def averaged(corpus: Path, run: Path, kind: str = "ema", **more: Any) -> Recipe:
+    return recipe_of(corpus, run, **EVERY_STEP | KINDS[kind] | more)
+
+
+def at(run: Run, step: int) -> Checkpoint:
+    return open_checkpoint(step_dir(run.checkpoints_dir, step))
+
+
+def defined(run: Run, kind: str, name: str, last: int = STEPS) -> torch.Tensor:
+    """The average after `last` steps in float64, from the weights of every step's checkpoint."""
+    first = 1 if kind == "ema" else STEPS - 6
+    weights = [at(run, step).tensor(f"model/{name}").double() for step in range(first, last + 1)]
+    if kind == "tail":
+        return torch.stack(weights).mean(0)
+    average = weights[0]
+    for n, weight in enumerate(weights[1:], start=1):
+        beta = min(BETA, (1 + n) / (10 + n))
+        average = beta * average + (1 - beta) * weight
+    return average
+
+
+def assert_defined(run: Run, kind: str, last: int = STEPS) -> None:
+    checkpoint = at(run, last)
+    names = checkpoint.names("average/")
+    assert len(names) == len(checkpoint.names("model/"))
+    for name in names:
+        short = name.removeprefix("average/")
+        wanted = defined(run, kind, short, last)
+        torch.testing.assert_close(checkpoint.tensor(name).double(), wanted, rtol=0, atol=ROUNDING)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def whole(request, corpus, tmp_path_factory) -> Run:
+    return train(averaged(corpus, tmp_path_factory.mktemp("whole") / "run", request.param))
+
+
+@pytest.fixture(scope="module")
+def ema(corpus, tmp_path_factory) -> Run:
+    return train(averaged(corpus, tmp_path_factory.mktemp("ema") / "run"))
+
+
+@pytest.fixture(scope="module")
+def plain(ema, tmp_path_factory) -> Run:
+    """A soup, which has no average of its own."""
+    return windlass.average([ema, ema], tmp_path_factory.mktemp("plain") / "soup")
+
+
+def kind_of(run: Run) -> str:
+    return str(run.recipe.train.average.kind)
+
+
+def losses(run: Run) -> list[tuple[Any, ...]]:
+    keys = ("step", "loss", "average_loss", "full_average_loss")
+    return [tuple(map(line.get, keys)) for line in run.lines("eval")]
+
+
+def test_a_run_averages_saves_and_evaluates(whole):
+    kind, first = kind_of(whole), 1 if kind_of(whole) == "ema" else STEPS - 6
+    assert_defined(whole, kind)
+    for step in range(1, STEPS + 1):
+        count = at(whole, step).counters["averaged"]
+        assert count == max(0, step - first + 1)
+        assert bool(at(whole, step).names("average/")) == bool(count)
+    for step, loss, average_loss, _ in losses(whole):
+        assert (average_loss is not None) == (step >= first)
+        if average_loss is not None:
+            run = f"{whole.path}@{step}"
+            scores = windlass.evaluate(run, weights="average", overrides=["eval.batches=100"])
+            assert scores.results["loss"]["loss"] == pytest.approx(average_loss, rel=ROUNDING)
+            assert average_loss != loss
+
+
+def test_training_without_an_average_is_the_same(corpus, tmp_path, ema):
+    plain = train(recipe_of(corpus, tmp_path / "run", **EVERY_STEP))
+    keys = ("step", "loss", "grad_norm")
+    rows = [[tuple(line[k] for k in keys) for line in r.lines("train")] for r in (plain, ema)]
+    assert rows[0] == rows[1]
+    for name in at(plain, STEPS).names():
+        assert torch.equal(at(plain, STEPS).tensor(name), at(ema, STEPS).tensor(name))
+
+
+def forget(monkeypatch) -> None:
+    """Restore the average's count without its tensors."""
+    restore = setup.restore
+    monkeypatch.setattr(setup, "restore", lambda *given: restore(*given[:3]))
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.full), 8])
+def test_a_resume_is_exact_and_without_the_average_it_is_not(
+    whole, corpus, tmp_path, monkeypatch, step, forgets
+):
+    if forgets:
+        forget(monkeypatch)
+    checkpoint = str(step_dir(whole.checkpoints_dir, step))
+    more = {"checkpoint.resume": f"'{checkpoint}'"}
+    run = train(averaged(corpus, tmp_path / "run", kind_of(whole), **more))
+    new, old = at(run, STEPS), at(whole, STEPS)
+    same = [torch.equal(new.tensor(name), old.tensor(name)) for name in old.names()]
+    equal = losses(run) == [line for line in losses(whole) if line[0] >= step] and all(same)
+    # the tail begins after step 5
+    assert equal == (not forgets or (step == 4 and kind_of(whole) == "tail"))
+
+
+def test_a_rewind_restores_the_average(corpus, tmp_path):
+    spoiled = []
+
+    def spoil(now: Any) -> None:
+        if now.step == 7 and not spoiled:
+            spoiled.append(now.step)
+            with torch.no_grad():
+                for parameter in now.model.parameters():
+                    parameter.mul_(float("nan"))
+
+    more = {"train.on_nonfinite": "rewind", "checkpoint.every": 3}
+    run = train(averaged(corpus, tmp_path / "run", **more), callbacks=[each_step(spoil)])
+    assert [e["step"] for e in run.events if e["event"] == "rewound"] == [6]
+    again = averaged(corpus, tmp_path / "again")
+    skipped = {"skipped": ((48, 64),)}
+    loader = setup.Loader
+    with pytest.MonkeyPatch.context() as patch:  # the same samples without a rewind
+        patch.setattr(setup, "Loader", lambda *a, **k: loader(*a, **k | skipped))
+        straight = train(again)
+    for name in at(run, STEPS).names("average/"):
+        assert torch.equal(at(run, STEPS).tensor(name), at(straight, STEPS).tensor(name))
+    assert_defined(straight, "ema")
+
+
+def test_a_branch_continues_starts_or_drops_an_average(corpus, tmp_path, ema, capsys):
+    origin = f"{ema.path}@6"
+    same = train(averaged(corpus, tmp_path / "same"), branch_from=origin)
+    for name in at(ema, STEPS).names():
+        assert torch.equal(at(same, STEPS).tensor(name), at(ema, STEPS).tensor(name))
+    capsys.readouterr()
+    dropped = train(recipe_of(corpus, tmp_path / "none", **EVERY_STEP), branch_from=origin)
+    assert "the average is dropped" in capsys.readouterr().out
+    assert not at(dropped, STEPS).names("average/")
+    other = train(averaged(corpus, tmp_path / "tail", "tail"), branch_from=origin)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "the average starts anew after step 6" in text and "train.average.kind = ema" in text
+    assert at(other, STEPS).counters["averaged"] == 6
+    with refused("train.average.kind", "run.dir"):
+        train(recipe_of(corpus, ema.path, **EVERY_STEP))
+
+
+def test_the_export_of_the_average_has_its_logits(ema, tmp_path):
+    """The reference is the network with the tensors of the checkpoint put in by hand."""
+    windlass.export(ema, tmp_path / "hf", weights="average")
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    own = open_model(find_source(ema), alone("cpu"))
+    checkpoint, tokens = at(ema, STEPS), torch.arange(16).view(2, 8) % 9
+    with torch.no_grad():
+        raw = own(tokens)
+        for name, parameter in own.named_parameters():
+            parameter.copy_(checkpoint.tensor(f"average/{name}"))
+        wanted = own(tokens)
+        transformers = pytest.importorskip("transformers")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "hf", trust_remote_code=True
+        )
+        torch.testing.assert_close(theirs(tokens).logits, wanted, rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(raw, wanted, atol=1e-4) and exported
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert f"{ema.lines('eval')[-1]['average_loss']:.4f}" in card
+
+
+def test_the_best_checkpoint_by_the_average(corpus, tmp_path):
+    more = {"checkpoint.best": "loss.average_loss", "checkpoint.keep_last": 1}
+    run = train(averaged(corpus, tmp_path / "run", **more))
+    scores = {step: value for step, _, value, _ in losses(run) if value is not None}
+    best = min(scores, key=lambda step: scores[step])
+    assert find_source(f"{run.path}@best").step == best
+    assert run.summary["best_score"] == scores[best]
+
+
+def test_a_soup_is_the_mean_of_its_checkpoints(corpus, tmp_path, ema):
+    other = train(recipe_of(corpus, tmp_path / "other", **EVERY_STEP | {"run.seed": 5}))
+    soup = windlass.average([f"{ema.path}@8", other], tmp_path / "soup")
+    weighted = windlass.average([ema, other, f"{ema.path}@4"], tmp_path / "w", [0.5, -0.25, 0.75])
+    parts = [(at(ema, 8), 0.5), (at(other, STEPS), 0.5)]
+    three = [(at(ema, STEPS), 0.5), (at(other, STEPS), -0.25), (at(ema, 4), 0.75)]
+    for run, mixed in ((soup, parts), (weighted, three)):
+        made = at(run, STEPS)
+        assert made.names() == at(ema, STEPS).names("model/")
+        for name in made.names():
+            wanted = sum(c.tensor(name).double() * part for c, part in mixed)
+            torch.testing.assert_close(made.tensor(name), wanted.float(), rtol=0, atol=1e-7)
+    of = json.loads((soup.path / "average.json").read_text())["of"]
+    assert [part["coefficient"] for part in of] == [0.5, 0.5]
+    assert of[0]["checkpoint"].endswith("step-00000008")
+    loss = windlass.evaluate(soup).results["loss"]["loss"]
+    assert loss > 0 and len(windlass.generate(soup, "ab", max_tokens=3)) >= 0
+    assert windlass.export(soup, tmp_path / "hf").is_dir()
+    begun = train(
+        recipe_of(
+            corpus, tmp_path / "next", **{"model.init_from": f"'{soup.path}'", "train.steps": 1}
+        )
+    )
+    assert begun.lines("eval")[0]["loss"] == pytest.approx(loss, rel=1e-5)
+    with refused("model.init_from", str(soup.path), "run.dir"):
+        train(recipe_of(corpus, soup.path))
+    one = windlass.average([ema], tmp_path / "one", weights="average")
+    for name in at(one, STEPS).names():
+        average = name.replace("model/", "average/")
+        assert torch.equal(at(one, STEPS).tensor(name), at(ema, STEPS).tensor(average))
+    wider = train(recipe_of(corpus, tmp_path / "wide", **{"model.width": 32, "train.steps": 1}))
+    with refused("model.width is 32 there and 16 here", str(wider.path)):
+        windlass.average([ema, wider], tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["average", "RUN", "--to", "new"], "name several"),
+        (["average", "RUN", "RUN", "--to", "RUN"], "not empty"),
+        (["average", "RUN", "RUN", "--to", "new", "--coefficients", "1,1"], "--coefficients"),
+        (["average", "RUN", "RUN", "--to", "new", "--coefficients", "a"], "0.5,0.5"),
+        (["average", "RUN", "nowhere", "--to", "new"], "nowhere"),
+        (["average", "PLAIN", "--to", "new", "--weights", "average"], "train.average.kind = none"),
+        (["eval", "PLAIN", "--weights", "average"], "--weights average"),
+        (["sample", "PLAIN", "--weights", "average"], "train.average.kind = none"),
+        (["export", "PLAIN", "new", "--weights", "mean"], "raw or average"),
+        (["export", "EARLY", "new", "--weights", "average"], "later checkpoint"),
+    ],
+)
+def test_bad_input_gets_one_message(
+    words, message, ema, plain, corpus, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    places = {"RUN": str(ema.path), "PLAIN": str(plain.path), "EARLY": "early"}
+    if "EARLY" in words:
+        train(averaged(corpus, tmp_path / "early", "tail"), stop_at=2)
+    monkeypatch.setattr(sys, "argv", ["windlass"])
+    with pytest.raises(SystemExit) as end:
+        main([places.get(word, word) for word in words])
+    text = capsys.readouterr().err
+    assert end.value.code == 2 and message in text and "Traceback" not in text
