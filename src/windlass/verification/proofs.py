@@ -30,6 +30,7 @@ from windlass.verification.bench import (
     Outcome,
 )
 from windlass.verification.mixture import mixture_exact
+from windlass.verification.mup import coordinates_flat
 
 EXACT = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
 ROUNDING = 1e-9  # the largest difference in float64 that counts as rounding
@@ -343,4 +344,5 @@ PROOFS: dict[str, tuple[str, Callable[[Bench], Outcome]]] = {
     ),
     "kills": ("no kill loses a committed checkpoint", kills_lose_nothing),
     "export": ("export to transformers gives equal logits", export_equal),
+    "mup": ("with muP, activations keep their size at any width", coordinates_flat),
 }
