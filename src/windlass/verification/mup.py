@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from windlass.recipe import Recipe
+from windlass.recipe import ModelSettings, Recipe
+from windlass.recipe.network import MupSettings
 from windlass.verification.bench import SEEN, UNSEEN, Bench, Outcome
 
-WIDTHS = (1, 2, 4)  # times the base width
-FLAT, STEEP = 0.25, 0.4  # exponents with muP are below, the largest one without it above
+WIDTHS, SEEDS = (1, 2, 4), 3  # times the base width; trainings of each width
+BASE, HEAD = 64, 16  # the base width, and its heads' width, of a recipe without muP
+FLAT, STEEP = 0.3, 0.5  # exponents with muP are below, the largest one without it above
 Sizes = dict[str, float]  # mean absolute values after some steps, by the place in the model
 
 
@@ -19,31 +21,34 @@ def coordinates_flat(bench: Bench) -> Outcome:
     """Train three widths with muP and without, and fit the exponents of their activations."""
     if bench.model.kind != "gpt":
         return None, "muP is for Windlass's own GPT only"
-    if bench.settings("mup").optim.kind not in ("adamw", "muon"):
+    if "." in bench.settings("mup").optim.kind:
         return None, "muP is for the optimizers adamw and muon only"
-    base = bench.model.mup.base_width or bench.model.width
-    widths, found = [base * times for times in WIDTHS], dict[str, dict[str, float]]()
+    base = bench.model.mup.base_width or BASE
+    widths, powers = [base * times for times in WIDTHS], dict[str, dict[str, float]]()
     for name in ("mup", "standard"):
-        sizes = list[Sizes]()
-        for width in widths:
-            settings = settings_at(bench, width, base if name == "mup" else 0)
-            run = bench.train(f"{name}-{width}", **settings)
-            sizes.append(measure(run.recipe, str(run.path)))
-        found[name] = exponents(widths, sizes)
-    worst, standard = (max(map(abs, one.values())) for one in found.values())
-    text = f"widths {', '.join(map(str, widths))}: activations grow as width to the power of "
-    text += ", ".join(f"{power:+.2f} ({place})" for place, power in found["mup"].items())
+        sizes = [sizes_at(bench, width, base if name == "mup" else 0) for width in widths]
+        powers[name] = exponents(widths, sizes)
+    worst, standard = (max(map(abs, one.values())) for one in powers.values())
     if standard < STEEP:
-        return False, f"{UNSEEN}the standard parametrisation (at most {standard:.2f})"
-    return worst < FLAT, f"{text}; {standard:.2f} without muP{SEEN}"
+        return False, f"{UNSEEN}the standard parametrisation (power {standard:.2f})"
+    shown = ", ".join(f"{power:+.2f} ({place})" for place, power in powers["mup"].items())
+    text = f"sizes at widths {', '.join(map(str, widths))} grow with the power {shown}"
+    return worst < FLAT, f"{text}; {standard:+.2f} without muP{SEEN}"
 
 
-def settings_at(bench: Bench, width: int, base: int) -> dict[str, Any]:
+def sizes_at(bench: Bench, width: int, base: int) -> Sizes:
+    """The geometric mean over seeds of a width's activations; `base` 0: without muP."""
+    found, settings = list[Sizes](), settings_at(bench.model, width, base)
+    for seed in range(SEEDS):
+        run = bench.train(f"mup-{base}-{width}-{seed}", run__seed=seed, **settings)
+        found.append(measure(run.recipe, str(run.path)))
+    return {at: float(np.exp(np.mean([np.log(one[at]) for one in found]))) for at in found[0]}
+
+
+def settings_at(m: ModelSettings, width: int, base: int) -> dict[str, Any]:
     """The settings of a training at a width; heads or their widths grow, as the recipe says."""
-    m = bench.model
-    start = m.mup.base_width or m.width
-    head_width = m.mup.base_head_width or m.width // m.heads
-    heads = (start if m.mup.base_head_width else width) // head_width
+    head_width = m.mup.base_head_width or (m.width // m.heads if m.mup.base_width else HEAD)
+    heads = (m.mup.base_width if m.mup.base_head_width else width) // head_width
     settings: dict[str, Any] = {
         "model.width": width,
         "model.heads": heads,
@@ -55,9 +60,8 @@ def settings_at(bench: Bench, width: int, base: int) -> dict[str, Any]:
         "checkpoint.every": 0,
     }
     if not base:
-        keys = ("base_head_width", "input_multiplier", "output_multiplier")
-        defaults = type(m.mup)().model_dump()
-        settings |= {f"model.mup.{key}": defaults[key] for key in keys}
+        defaults = MupSettings().model_dump(exclude={"base_width"})
+        settings |= {f"model.mup.{key}": value for key, value in defaults.items()}
     return settings
 
 
