@@ -19,6 +19,7 @@ from windlass.verification.proofs import (
     kills_lose_nothing,
     layouts_agree,
     resume_exact,
+    same_bits,
     sequence_whole,
     strategies_agree,
     world_changes_nothing,
@@ -93,6 +94,14 @@ def test_a_run_that_is_not_exact_fails_the_proof(tmp_path, proof, wrong, worlds)
     passed, measured = proof(bench)
     assert passed is False
     assert wrong != "from-7" or "differ after: 7" in measured
+
+
+def test_a_run_with_mup_resumes_bit_for_bit(tmp_path):
+    settings = [*ONE_THREAD, "model.mup.base_width=8", "model.mup.base_head_width=8"]
+    bench = Bench(tmp_path, overrides=settings, worlds=(1,))
+    whole = bench.train("whole")
+    checkpoint = whole.checkpoints_dir / "step-00000006"
+    assert same_bits(bench.train("again", checkpoint__resume=str(checkpoint)), whole, 6)
 
 
 def test_coordinates_are_flat_unless_the_matrices_rate_is_not_divided(tmp_path, monkeypatch):

@@ -28,8 +28,14 @@ from windlass.verification import mup
 VOCAB, BASE = 23, 32
 OLD: dict[str, Any] = {}
 NEW: dict[str, Any] = {
-    **{"norm": "rmsnorm", "position": "rope", "activation": "swiglu", "qk_norm": True},
-    **{"tie_head": False, "head_bias": True, "logit_cap": 8.0, "kv_heads": 2},
+    "norm": "rmsnorm",
+    "position": "rope",
+    "activation": "swiglu",
+    "qk_norm": True,
+    "tie_head": False,
+    "head_bias": True,
+    "logit_cap": 8.0,
+    "kv_heads": 2,
 }
 OPTIM = OptimSettings(lr=0.02, eps=1e-6, weight_decay=0.3, betas=(0.8, 0.9))
 

@@ -179,8 +179,7 @@ def with_multipliers(m: ModelSettings, name: str, read: Read) -> Tensor:
 
 
 def unit_weights(m: ModelSettings) -> dict[str, int]:
-    """Names and sizes of the norm weights of queries and keys, which are 1 in our model without muP.
-    """
+    """Names and sizes of the norm weights of queries and keys, which are 1 in our model without muP."""
     layers = range(m.layers if m.qk_norm else 0)
     norms = [f"model.layers.{i}.self_attn.{one}_norm.weight" for i in layers for one in "qk"]
     return dict.fromkeys(norms, m.width // m.heads)
@@ -312,7 +311,9 @@ def check_fit(m: ModelSettings, vocab: int, there: dict[str, Any], where: str) -
     A shorter context, extra rows of the embedding and `dropped` biases fit.
     """
     if m.multipliers != Multipliers():
-        problem = f"model.init_from: the weights of {where} are for a model without muP's multipliers"
+        problem = (
+            f"model.init_from: the weights of {where} are for a model without muP's multipliers"
+        )
         raise UserError(f"{problem}: drop model.mup, or start from a run")
     own = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_, "vocab": vocab}
     fits = {"context": own["context"] <= there["context"], "vocab": vocab >= there["vocab"]}
