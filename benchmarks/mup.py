@@ -1,12 +1,12 @@
-"""muP (model.mup) measured: activations and the best learning rate over widths, beside the standard
-parametrisation.
+"""muP (model.mup) measured: the change of activations and the best learning rate over widths, beside
+the standard parametrisation.
 
-    python benchmarks/mup.py rates input.txt RESULTS.json     # about 15 minutes on one core
+    python benchmarks/mup.py rates input.txt RESULTS.json     # about 5 minutes on one core
     python benchmarks/mup.py coordinates RESULTS.json         # about a minute
     python benchmarks/mup.py pictures RESULTS.json [--to docs/images]
 
 `rates` trains four widths with three seeds and each learning rate on a text; `coordinates` makes
-the check of `windlass verify --mup` over six widths. Both continue a file of results that a stop
+the check of `windlass verify --mup` over five widths. Both continue a file of results that a stop
 left incomplete. `pictures` draws both and prints the table.
 """
 
@@ -21,7 +21,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def rates(options: argparse.Namespace, results: dict[str, Any]) -> None:
 
 
 def coordinates(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Activations after some steps, of the check's tiny model at more widths than the check has."""
+    """Changes of activations in some steps, of the check's model at more widths than it has."""
     sizes = results.setdefault("coordinates", {})
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), worlds=(1,), overrides=["train.threads=1"])
@@ -124,8 +124,8 @@ def medians(results: dict[str, Any], kind: str, width: int) -> list[float]:
 def pictures(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Draw both measurements, and print the best learning rate of each width."""
     with style.context(STYLE, after_reset=True):
-        draw(options.to / "mup-lr.png", (6.6, 3.0), lambda *at: rate_curves(results, *at))
-        draw(options.to / "mup-coordinates.png", (6.6, 3.0), lambda *at: size_curves(results, *at))
+        draw(options.to / "mup-lr.png", (8.0, 3.4), lambda *at: rate_curves(results, *at))
+        draw(options.to / "mup-coordinates.png", (8.0, 3.4), lambda *at: size_curves(results, *at))
     for kind in KINDS:
         for width in WIDTHS:
             losses = medians(results, kind, width)
@@ -139,14 +139,21 @@ def draw(path: Path, size: tuple[float, float], curves: Callable[..., None]) -> 
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, kind in ((left, "standard"), (right, "muP")):
         curves(axes, kind)
-        axes.legend()
+        axes.legend(fontsize=8)
     FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})
+
+
+def ticks(axis: Any, values: Sequence[float]) -> None:
+    """A logarithmic axis with these values written out."""
+    axis._set_axes_scale("log")
+    axis.set_ticks(values, labels=[f"{value:.2g}" if value < 1 else f"{value}" for value in values])
+    axis.set_ticks([], minor=True)
 
 
 def rate_curves(results: dict[str, Any], axes: Any, kind: str) -> None:
     axes.set_title("standard parametrisation" if kind == "standard" else "muP, base width 16")
     axes.set(xlabel="optim.lr", ylabel="validation loss" if kind == "standard" else "")
-    axes.set_xscale("log", base=2)
+    ticks(axes.xaxis, RATES[::2])
     for width, colour, shape in zip(WIDTHS, PALETTE, SHAPES, strict=False):
         losses = medians(results, kind, width)
         axes.plot(RATES, losses, color=colour, marker=shape, label=f"width {width}")
@@ -156,9 +163,9 @@ def rate_curves(results: dict[str, Any], axes: Any, kind: str) -> None:
 
 def size_curves(results: dict[str, Any], axes: Any, kind: str) -> None:
     axes.set_title("standard parametrisation" if kind == "standard" else f"muP, base width {BASE}")
-    axes.set(xlabel="model.width", ylabel="mean |activation|" if kind == "standard" else "")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set(xlabel="model.width", ylabel="mean |change|" if kind == "standard" else "")
+    ticks(axes.xaxis, COORDINATES)
+    ticks(axes.yaxis, (0.1, 0.2, 0.5, 1, 2, 5))
     sizes = [results["coordinates"][f"{kind} {width}"] for width in COORDINATES]
     powers = exponents(COORDINATES, sizes)
     for place, colour, shape in zip(sizes[0], PALETTE, SHAPES, strict=False):

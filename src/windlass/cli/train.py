@@ -129,7 +129,7 @@ def verify(
     change nothing but rounding (with dropout: for equal micro-batches). order: the sample sequence
     has no repeat and no gap for any world size. kills: kills at random moments of a save lose no
     checkpoint. export: the logits are equal. mixture: shares and sequence of a mixture are exact.
-    mup: with muP (model.mup), activations have equal sizes at three widths.
+    mup: with muP (model.mup), training changes activations equally at three widths.
 
     Exit codes: 0 no proof failed (the output names a proof that was impossible here), 1 a proof
     failed, 2 bad input.

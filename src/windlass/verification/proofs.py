@@ -344,5 +344,5 @@ PROOFS: dict[str, tuple[str, Callable[[Bench], Outcome]]] = {
     ),
     "kills": ("no kill loses a committed checkpoint", kills_lose_nothing),
     "export": ("export to transformers gives equal logits", export_equal),
-    "mup": ("with muP, activations keep their size at any width", coordinates_flat),
+    "mup": ("with muP, training changes activations equally at any width", coordinates_flat),
 }
