@@ -65,6 +65,27 @@ def heads(r: Any) -> Problems:
         yield "model.heads", problem
 
 
+def mup(r: Any) -> Problems:
+    m, own = r.model, r.model.mup
+    if m.kind == "hf":
+        return  # `unused_keys` reports it
+    defaults = type(own).model_fields
+    given = [key for key in own.model_fields_set if getattr(own, key) != defaults[key].default]
+    if not own.base_width:
+        if given:
+            problem = "it belongs to muP: set model.mup.base_width too, or drop it"
+            yield ", ".join(f"model.mup.{key}" for key in sorted(given)), problem
+        return
+    head_width = own.base_head_width or m.width // m.heads
+    if own.base_width % head_width:
+        problem = f"heads of {head_width} do not divide the base model's width {own.base_width}"
+        advice = "write the width of the base model's heads as model.mup.base_head_width"
+        yield "model.mup.base_width", f"{problem}: {advice}"
+    if "." in r.optim.kind:
+        problem = f"muP has rules for adamw and muon, and {r.optim.kind} needs others"
+        yield "optim.kind", f'{problem}: write "adamw" or "muon", or drop model.mup'
+
+
 def kv_heads(r: Any) -> Problems:
     m = r.model
     if m.kind == "gpt" and m.heads % m.kv_heads_:
@@ -253,6 +274,6 @@ def schedule(r: Any) -> Problems:
 
 
 CHECKS = (
-    *(model, unused_keys, four_bits, adapters, heads, kv_heads, vocab, sources, mixture),
+    *(model, unused_keys, four_bits, adapters, heads, mup, kv_heads, vocab, sources, mixture),
     *(best, average, evaluations, sharding, layout, batch, optimizer, schedule),
 )
