@@ -186,7 +186,7 @@ class Files:
             output.write(data)
             output.sync()
 
-    def replace(self, path: Path, data: bytes, durable: bool = True) -> None:
+    def replace(self, path: Path, data: bytes | memoryview, durable: bool = True) -> None:
         """Write a file so that a reader sees the old one or the new one, whole.
 
         With `durable` the new file is on the disk when this returns, and one process at a time may

@@ -76,18 +76,23 @@ def explained(what: str) -> Iterator[None]:
     except ImportError as error:
         raise UserError(f"{what} {missing_package(error)}") from None
     except (OSError, ValueError) as error:  # the Hub's own errors are all of these
-        cause: BaseException | None = error
-        kinds = set[str]()
-        while cause is not None:
-            kinds |= {kind.__name__ for kind in type(cause).__mro__}
-            cause = cause.__cause__ or cause.__context__
-        if problem := next((text for name, text in PROBLEMS.items() if name in kinds), ""):
+        if problem := problem_of(error):
             raise UserError(f"{what} {problem}") from None
         if offline():
             problem = f"is not on this machine, and {UNREACHABLE}"
             advice = "download it on a machine with a network, or give a local directory"
             raise UserError(f"{what} {problem}: {advice}") from None
         raise UserError(f"{what} cannot be loaded: {first_line(error)}") from None
+
+
+def problem_of(error: BaseException) -> str:
+    """Problem and remedy for an error of the Hub's client, by its causes; empty for others."""
+    cause: BaseException | None = error
+    kinds = set[str]()
+    while cause is not None:
+        kinds |= {kind.__name__ for kind in type(cause).__mro__}
+        cause = cause.__cause__ or cause.__context__
+    return next((text for name, text in PROBLEMS.items() if name in kinds), "")
 
 
 def missing_package(error: ImportError) -> str:

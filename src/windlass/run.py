@@ -73,6 +73,12 @@ def effective(lines: Iterable[Line]) -> list[Line]:
     return [valid[i] for i in sorted(last.values(), key=lambda i: (valid[i]["step"], i))]
 
 
+def data_commit(run: Run) -> str:
+    """The commit of the Hub that a run on a streamed source has recorded; else empty."""
+    data = last_start(run.ledger()).get("data", {})
+    return str(data.get("revision", ""))
+
+
 def last_start(ledger: Iterable[Line]) -> Line:
     """The event of a run's last start, with the fields of earlier starts that it lacks, or empty.
 

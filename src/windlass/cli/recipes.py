@@ -114,9 +114,11 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     """Turn a recipe's corpus into checked token shards. After a stop it resumes; finished work is
     not repeated."""
     from windlass.data.chat import show_row
+    from windlass.data.disk import StreamSamples
     from windlass.data.facts import describe, lines, warnings
     from windlass.data.prepare import as_data
     from windlass.data.prepare import prepare as prepare_data
+    from windlass.data.progress import Progress
     from windlass.data.rows import REMARKS
     from windlass.data.samples import Rows
     from windlass.recipe import Recipe
@@ -125,6 +127,10 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     loaded = Recipe.load(recipe, overrides)
     prepared = prepare_data(loaded)
     data = as_data(loaded, prepared)
+    if isinstance(data.train, StreamSamples):
+        progress, room = Progress(), data.train.limit
+        data.train.prefill(lambda n: progress.update("first shards of the run", n / room))
+        progress.close()
     facts = describe(data)
     shown = {"directory": str(prepared.directory), **lines(facts, loaded.model.context)}
     if problems := warnings(facts):

@@ -169,10 +169,11 @@ def _parse(item: Any, shape: Shape) -> Parsed:
 def read_splits(recipe: Recipe, notify: Notify = print) -> list[list[Conversation]]:
     """The training and validation conversations; by default a random `data.val_fraction`."""
     data = recipe.data
-    train = read(data.sources, data.split, notify=notify)
+    train = read(data.sources, data.split, notify=notify, revision=data.revision)
     if data.eval_sources or (data.eval_split and data.sources[0].startswith("hf:")):
         split, setting = data.eval_split or data.split, "data.eval_source"
-        return [train, read(data.eval_sources or data.sources, split, setting, notify)]
+        where = (data.eval_sources, "") if data.eval_sources else (data.sources, data.revision)
+        return [train, read(where[0], split, setting, notify, where[1])]
     held_out: set[int] = set()
     places = range(len(train))
     if data.val_fraction and len(train) > 1:
@@ -186,6 +187,7 @@ def read(
     split: str = "train",
     setting: str = "data.source",
     notify: Notify = print,
+    revision: str = "",
 ) -> list[Conversation]:
     """The conversations of JSON files and of `hf:...`; UserError if an item is not one."""
     conversations: list[Conversation] = []
@@ -193,7 +195,7 @@ def read(
         files = [] if source.startswith("hf:") else find_files(source, setting, JSON_LINES)
         parts = [(str(path), read_json_items(path)) for path in files]
         if not files:
-            table = load_dataset(source[3:], split, setting=setting)
+            table = load_dataset(source[3:], split, setting=setting, revision=revision)
             rows = ((f"{source}, row {number}", row) for number, row in enumerate(table))
             parts = [(source, rows)]
         counts: Counter[str] = Counter()

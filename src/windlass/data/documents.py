@@ -71,7 +71,7 @@ def prepare_text(
                 f"data.tokenizer: {data.tokenizer} has no token that ends a document; use another"
             )
         streams = {
-            source.stream: _write_shards(data, directory, source, tokenizer, written, progress)
+            source.stream: write_shards(data, directory, source, tokenizer, written, progress)
             for source in sources
         }
         for kind in (MAIN, EVAL):
@@ -119,7 +119,7 @@ def _learn_tokenizer(
     if data.tokenizer == "bpe":
         progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from {names}")
         each = BPE_CHARACTERS // len(train)
-        texts = (text for corpus in train for text in _first_characters(corpus.documents(), each))
+        texts = (text for corpus in train for text in first_characters(corpus.documents(), each))
         return vocabulary.train_bpe(texts, data.tokenizer_vocab)
     characters: set[str] = set()
     for source in sources:
@@ -135,7 +135,7 @@ def _learn_tokenizer(
     return vocabulary.char_tokenizer(characters, with_eot=not single_text)
 
 
-def _first_characters(texts: Iterator[str], characters: int) -> Iterator[str]:
+def first_characters(texts: Iterator[str], characters: int) -> Iterator[str]:
     """Texts of `characters` characters together, the last one cut."""
     for text in texts:
         yield text[:characters]
@@ -143,7 +143,7 @@ def _first_characters(texts: Iterator[str], characters: int) -> Iterator[str]:
             return
 
 
-def _write_shards(
+def write_shards(
     data: DataSettings,
     directory: Path,
     source: TextSource,
@@ -159,9 +159,9 @@ def _write_shards(
         return shards
     limit.bytes_read, limit.text_tokens = before.get("read", (0, 0))
     resume = before.get("resume", (0, 0))
-    dtype = "uint16" if tokenizer.vocab <= 1 << 16 else "uint32"
     commit = partial(written.save, limit=limit)
-    writer = ShardWriter(directory, name, dtype, data.shard_tokens, shards, resume, commit)
+    shape = tokenizer.dtype, data.shard_tokens
+    writer = ShardWriter(directory, name, *shape, shards, resume, commit)
     if shards:
         progress.note(
             f"resuming after {plural(len(shards), 'committed shard')}, {writer.tokens:,} tokens"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from windlass.data.chat import PLAIN_LAYOUT
+from windlass.data.disk import StreamSamples
 from windlass.data.division import source_number, stream_name
 from windlass.data.mixture import MANY_EPOCHS
 from windlass.data.packing import BestFitSamples
@@ -37,6 +38,8 @@ def describe(data: Data) -> Facts:
     - Best-fit packing: `fill` (the part of all rows that is tokens) and `items_per_sample`.
     - Several sources: `sources` and `eval_sources`, each with `documents` and `tokens` read, and
       the tokens for `train` and `val`.
+    - A streamed source: `revision` (a commit of the Hub), and `stream` with its `bytes` (local),
+      `shard_tokens`, `disk_tokens` and, after a resume, its `place`.
     - A mixture, once the run's length is known: `mixture`, from `mixture.shares_of_run`.
     - Conversations: `template`, their layout in words.
     - A character tokenizer: `characters` (how many) and `symbols`.
@@ -50,6 +53,15 @@ def describe(data: Data) -> Facts:
             "items": UNITS[index.settings.get("format", "text")],
             "tokenizer": index.settings["tokenizer"],
         }
+        if isinstance(data.train, StreamSamples) and index.stream is not None:
+            train, source = data.train, index.stream
+            facts |= {"files": len(source.files), "train": {"tokens_per_sample": train.context}}
+            facts |= {"revision": source.revision} if source.revision else {}
+            facts["stream"] = {
+                "bytes": sum(file.bytes for file in source.files) or None,
+                "shard_tokens": source.shard_tokens,
+                "disk_tokens": train.limit * source.shard_tokens,
+            }
         facts |= {"template": index.template} if index.template else {}
         if index.tokenizer.kind == "char" and index.streams:
             tokens = sum(shard.tokens for shard in index.shards)
@@ -64,7 +76,7 @@ def describe(data: Data) -> Facts:
             if len(streams) > 1:
                 facts[key] = [_source(index, stream) for stream in streams]
     for name, samples in (("train", data.train), ("val", data.val)):
-        if samples is not None:
+        if samples is not None and name not in facts:
             split = _split(name, samples, index)
             facts[name] = {key: value for key, value in split.items() if value is not None}
     return facts
@@ -150,6 +162,7 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
         source, files = facts["source"], facts["files"]
         names = ", ".join(source) if isinstance(source, list) else source
         shown["data"] = f"{names}{f' ({files:,} files)' if files > 1 else ''}"
+        shown["data"] += f" at commit {facts['revision']}" if "revision" in facts else ""
     if rows := [*facts.get("sources", ()), *facts.get("eval_sources", ())]:
         shown["sources"] = _source_table(rows)
     if mixture := facts.get("mixture"):
@@ -182,6 +195,11 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
 
 
 def _in_words(split: Facts, facts: Facts) -> str:
+    if "stream" in facts and split is facts["train"]:
+        stream = facts["stream"]
+        size = f" from {size_in_words(stream['bytes'])}" if stream["bytes"] else ""
+        shards = f"streamed{size}, in shards of {stream['shard_tokens']:,} tokens"
+        return f"{shards}, at most {stream['disk_tokens']:,} on the disk"
     items = split.get("items") if "source" in facts else split["samples"]
     parts = [count(items, facts.get("items", "samples"))] if items else []
     tokens, labels = split.get("tokens"), split.get("label_tokens")
@@ -190,6 +208,19 @@ def _in_words(split: Facts, facts: Facts) -> str:
         if labels and facts.get("items") in ("questions", "conversations"):
             parts.append(f"{labels:,} of them ({labels / tokens:.0%}) count in the loss")
     return ", ".join(parts)
+
+
+def size_in_words(size: int) -> str:
+    """Bytes with a decimal unit: `1.5 TB`, `39 kB`."""
+    power = min(4, max(0, len(str(size)) - 1) // 3)
+    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def describe_place(place: Sequence[int]) -> str:
+    """A shard and its place in the source (`StreamSamples.place`), in words."""
+    shard, epoch, file, group, row, _ = place
+    text = f"shard {shard + 1:,} begins: file {file + 1:,}, row group {group + 1:,}"
+    return f"{text}, row {row + 1:,}" + (f", epoch {epoch + 1:,} of the source" if epoch else "")
 
 
 def repeated(mixture: Iterable[Facts]) -> list[str]:

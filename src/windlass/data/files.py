@@ -116,10 +116,13 @@ def has_changed(source: str, description: dict[str, Any]) -> bool:
 # -- records
 
 
-def read_records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str, Any]]:
+def read_records(
+    path: Path, raw: BinaryIO, text_key: str, *, lines: bool = False
+) -> Iterator[tuple[str, Any]]:
     """The documents of a file, each with its place for messages.
 
-    Text and JSON lines are undecoded bytes, so that a resume skips them cheaply.
+    Text and JSON lines are undecoded bytes, so that a resume skips them cheaply. With `lines` a
+    `.json` is JSON lines, too.
     """
     ending = suffixes(path)[0]
     if ending == ".parquet":
@@ -132,11 +135,11 @@ def read_records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str
         for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
             for value in batch.column(0).to_pylist():
                 yield f"{path}", value
-    elif ending == ".json":
+    elif ending == ".json" and not lines:
         yield from read_json_items(path)
     else:
         stream = _decompressed(path, raw)  # held, because it closes `raw` when it is deleted
-        if ending not in JSON_LINES:
+        if ending not in (*JSON_LINES, ".json"):
             yield f"{path}", stream.read()
             return
         for number, line in enumerate(stream, 1):

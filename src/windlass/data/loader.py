@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from windlass.data.disk import StreamSamples
 from windlass.data.mixture import Mixture
 from windlass.data.order import sample_indices, step_samples
 from windlass.data.samples import Batch, Samples
@@ -45,6 +46,9 @@ class StepBatch:
     micro: list[MicroBatch]
     valid_tokens: int  # unmasked labels of this rank
     real_tokens: int  # its tokens without padding, masked prompts included
+    place: list[int] = field(
+        default_factory=list
+    )  # of a stream after it, see `StreamSamples.place`
     wait_ms: float = 0.0  # how long the loop had to wait for it
 
 
@@ -65,7 +69,7 @@ class Loader(Iterator[StepBatch]):
         length_buckets: bool = False,  # sort a step's samples by length: less padding
         mixture: Mixture | None = None,  # which of the samples of several sources come next
     ):
-        if not len(samples):
+        if not hasattr(samples, "window") and not len(samples):
             raise ValueError("there is no sample to load")
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
@@ -129,6 +133,9 @@ class Loader(Iterator[StepBatch]):
         numbers = step_samples(step - 1, self.batch.batches, self.skipped)
         if self.mixture:
             indices = self.mixture.indices(numbers)
+        elif window := getattr(self.samples, "window", 0):  # each window has an order of its own
+            inside = sample_indices(numbers, window, self.kind, self.seed)
+            indices = numbers // window * window + inside
         else:
             shards, n = getattr(self.samples, "shard_samples", None), len(self.samples)
             indices = sample_indices(numbers, n, self.kind, self.seed, shards)
@@ -148,7 +155,9 @@ class Loader(Iterator[StepBatch]):
             batch = batch.map(to_tensor)
             pinned = self.device.type == "cuda"
             micro.append(MicroBatch(k, batch.map(Tensor.pin_memory) if pinned else batch))
-        return StepBatch(step, int(numbers[0]), micro, valid, real)
+        first, after = int(numbers[0]), int(numbers[-1]) + 1
+        place = self.samples.place(after) if isinstance(self.samples, StreamSamples) else []
+        return StepBatch(step, first, micro, valid, real, place)
 
     def _read_ahead(self, batches: queue.Queue[StepBatch | BaseException], step: int) -> None:
         """Fill the queue until the loader is closed; an error is the last item in the queue."""

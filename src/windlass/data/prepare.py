@@ -15,10 +15,12 @@ import time
 import zipfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.data import chat, squad, vocabulary
+from windlass.data.disk import StreamSamples
 from windlass.data.division import source_number, stream_name
 from windlass.data.documents import PROGRESS, prepare_text
 from windlass.data.files import describe_files, has_changed
@@ -37,10 +39,12 @@ from windlass.data.samples import (
 )
 from windlass.data.shards import EVAL, MAIN, Index, Split, prepare_again, verify
 from windlass.data.sources import slug
+from windlass.data.stream import open_source, prepare_stream
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import LockHeld, acquire_lock, locked
 from windlass.recipe import Recipe, as_recipe
+from windlass.run import Run, data_commit
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
@@ -64,11 +68,12 @@ class Prepared:
     seconds: float = 0.0  # to prepare, wait and check
 
 
-def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None) -> Prepared:
+def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None, pinned: str = "") -> Prepared:
     """Prepare the data of a recipe unless it is prepared, and check it.
 
     One process of a file system prepares. The others wait for it, or resume if it is killed. All
-    `ranks` call this together.
+    `ranks` call this together. `pinned`: the commit of a streamed source that a run has recorded;
+    empty: the one that the recipe's run has, if there is one.
 
     Raises:
         UserError: Source, tokenizer or directory cannot be used, a shard is missing or changed, or
@@ -81,7 +86,8 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None) -> Prepared
     try:
         index, is_new = _find(recipe, settings, directory), False
         if index is None:
-            index, is_new = _write(recipe, settings, directory, progress)
+            pinned = pinned or (data_commit(Run(recipe.run_dir)) if recipe.data.disk_tokens else "")
+            index, is_new = _write(recipe, settings, directory, progress, pinned)
         tokenizer, again = vocabulary.load_tokenizer(recipe, directory), prepare_again(directory)
         if tokenizer.fingerprint != index.tokenizer.fingerprint:
             raise UserError(f"wrong tokenizer in {directory / FOLDER}: {again}")
@@ -89,7 +95,8 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None) -> Prepared
         notify = progress.note if is_rank_0 else lambda text: None
         vocabulary.check_tokenizer(recipe, tokenizer, notify)
         verify(directory, index, lambda done: progress.update("checking SHA-256", done), ranks)
-        if not is_new and recipe.data.format == "text" and is_rank_0:
+        looks = recipe.data.format == "text" and index.stream is None  # which looks at each file
+        if not is_new and looks and is_rank_0:
             for kind, names in ((MAIN, recipe.data.sources), (EVAL, recipe.data.eval_sources)):
                 for number, name in enumerate(names):
                     origin = index.source.get(stream_name(kind, number))
@@ -106,7 +113,7 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None) -> Prepared
 
 
 def _write(
-    recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress
+    recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress, pinned: str
 ) -> tuple[Index, bool]:
     """Write the data under the directory's lock; the index, and whether this process wrote it."""
     existing = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
@@ -118,6 +125,7 @@ def _write(
         for leftover in [*directory.glob(".*.tmp"), *directory.glob(".*.new")]:
             leftover.unlink()  # incomplete files of a process that was killed
         write = prepare_text if recipe.data.format == "text" else prepare_rows
+        write = partial(prepare_stream, pinned=pinned) if recipe.data.disk_tokens else write
         index = write(recipe, settings, directory, progress).save(directory)
         (directory / PROGRESS).unlink(missing_ok=True)
     return index, True
@@ -143,6 +151,8 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
         if "stdlib" in data.sources:
             settings["python"] = platform.python_version()
         settings |= {key: getattr(data, key) for key in TEXT_SETTINGS}
+        settings |= {"streamed": True} if data.disk_tokens else {}
+        settings |= {"revision": data.revision} if data.revision else {}
         if data.mix:  # weights and epochs change its reading
             own = {"source", "eval_source", "max_tokens", "val_fraction"}
             settings["mix"] = [part.model_dump(include=own) for part in data.mix]
@@ -156,6 +166,7 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
         "tokenizer": recipe.tokenizer,
         "context": recipe.model.context,
         "seed": recipe.run.seed,
+        **({"revision": data.revision} if data.revision else {}),
         "layout": squad.PROMPT if data.format == "squad" else chat.LAYOUT,
         **{f"file {file['file']}": file.get("sha256") or file["changed_ns"] for file in files},
     }
@@ -228,13 +239,13 @@ class Data:
                 self.template.save(directory / FOLDER)
 
 
-def open_data(recipe: Recipe, ranks: Ranks | None = None) -> Data:
+def open_data(recipe: Recipe, ranks: Ranks | None = None, pinned: str = "") -> Data:
     """The data of a recipe, prepared if necessary, with every file checked.
 
-    Raises as `prepare`, and UserError if there are too few tokens for one sample or `model.vocab`
+    `pinned` as in `prepare`. Raises as `prepare`, and UserError if there are too few tokens for one sample or `model.vocab`
     is too small.
     """
-    prepared = prepare(recipe, ranks)
+    prepared = prepare(recipe, ranks, pinned)
     rows = recipe.model.vocab
     if recipe.model.kind == "gpt" and rows and prepared.tokenizer.vocab > rows:
         ids = f"the tokenizer {recipe.data.tokenizer} has {prepared.tokenizer.vocab:,} ids"
@@ -299,14 +310,26 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
             sets[name] = MixedSamples(parts, spread=name == "val")
         else:
             sets[name] = _text_samples(recipe, prepared, split, name)
+    if index.stream is not None:
+        data, run = recipe.data, hashlib.sha256(str(recipe.run_dir.absolute()).encode()).hexdigest()
+        sets["train"] = StreamSamples(
+            prepared.directory / f"stream-{run[:8]}",
+            open_source(data, index, prepared.tokenizer),
+            recipe.model.context,
+            data.shard_tokens,
+            data.disk_tokens,
+        )
     return sets["train"], sets.get("val")
 
 
 def masks_documents(recipe: Recipe, index: Index, split: Split) -> bool:
     """Whether packed rows of a split keep documents apart (`data.document_mask`).
 
-    UserError if the recipe says so, and the index does not know where documents begin.
+    UserError if the recipe says so, and the index does not know where documents begin. Streamed
+    data (`data.disk_tokens`) do not, so their validation data do not either.
     """
+    if recipe.data.disk_tokens:
+        return False
     wanted, names = recipe.data.document_mask, [part.stream for part in split.ranges]
     single_text = any(index.source[name].get("single_text") for name in names)
     tables = all(shard.table for name in names for shard in index.streams[name])

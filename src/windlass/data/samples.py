@@ -59,7 +59,8 @@ class Samples(Protocol):
     """A training or validation set; a user's own class can be one.
 
     It may also have `length(i)` (tokens of sample `i`, for length buckets), `shard_samples` (of
-    each shard, for `data.order = "shards-shuffled"`) and `valid_tokens` (unmasked labels).
+    each shard, for `data.order = "shards-shuffled"`) and `valid_tokens` (unmasked labels). Endless
+    samples have a `window` (the samples that are shuffled together) and no length.
     """
 
     def __len__(self) -> int: ...
@@ -240,6 +241,11 @@ class Subset:
 
     def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
         return self.samples.read(self._indices[indices])
+
+
+def epoch_samples(samples: Samples) -> int:
+    """The samples of an epoch; 0 if unknown, for a streamed source."""
+    return 0 if hasattr(samples, "window") else len(samples)
 
 
 def real_tokens(samples: Samples) -> int | None:

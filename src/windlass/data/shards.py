@@ -6,7 +6,8 @@ A data directory contains
 - `shard-00000.bin` ...: token ids, little endian, 16 or 32 bits by the size of the vocabulary; a
   second source has `shard.1-...`, a separate validation corpus `eval-shard-...`;
 - `shard-00000.documents` ...: a row of DOCUMENT for each document that starts in the shard;
-- `tokenizer/`; for questions or conversations `train.npz` and `val.npz` instead of shards.
+- `tokenizer/`; for questions or conversations `train.npz` and `val.npz` instead of shards;
+- with `data.disk_tokens` a directory `stream-...` for each run, see `disk.py`.
 """
 
 from __future__ import annotations
@@ -99,6 +100,29 @@ class RowsFile(BaseModel):
     text: str = ""  # of `val`: as in `Split`
 
 
+class SourceFile(BaseModel):
+    """A file of a streamed source."""
+
+    file: str  # its path, or `hf://datasets/NAME@COMMIT/PATH`
+    bytes: int = 0  # of a local file
+    sha256: str = ""  # of the end of a local file; a commit pins a file of the Hub
+
+
+class StreamedSource(BaseModel):
+    """Training data that is streamed: the files, and where it begins in them."""
+
+    files: list[SourceFile]
+    revision: str  # the commit of the Hub; empty for local files
+    start: list[int]  # a `stream.Place`
+    shard_tokens: int  # of a shard at most
+
+    @property
+    def identity(self) -> list[Any]:
+        """What determines the tokens; local files may have other paths."""
+        files = [(f.bytes, f.sha256) if f.sha256 else f.file for f in self.files]
+        return [files, self.start, self.shard_tokens]
+
+
 class Index(BaseModel):
     """Everything in a data directory, and the settings that determine it."""
 
@@ -109,6 +133,7 @@ class Index(BaseModel):
     splits: dict[str, Split] = {}  # `train`, and perhaps `val`
     rows: dict[str, RowsFile] = {}  # the same for questions and conversations
     template: str = ""  # the layout of conversations, in words
+    stream: StreamedSource | None = None  # the training data with `data.disk_tokens`
     format: int = FORMAT
     fingerprint: str = ""
 
@@ -130,6 +155,7 @@ class Index(BaseModel):
             {k: [s.model_dump(exclude=shown[0]) for s in v] for k, v in self.streams.items()},
             {k: split.model_dump(exclude=shown[1]) for k, split in self.splits.items()},
             {k: rows.fingerprint for k, rows in self.rows.items()},
+            *([self.stream.identity] if self.stream else ()),
         ]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -89,7 +89,7 @@ def open_corpus(
     if source == "stdlib":
         return _open_stdlib()
     if source.startswith("hf:"):
-        return _open_hf(source[3:], split or data.split, data.text_key, data.streaming)
+        return _open_hf(source[3:], split or data.split, data)
     if source.startswith(("http://", "https://")):
         return _open_files(source, [download(source, sha256, DOWNLOADS, notify)], data.text_key)
     files = find_files(source)
@@ -194,19 +194,23 @@ def download(url: str, sha256: str, folder: Path, notify: Notify = print) -> Pat
 
 
 def load_dataset(
-    place: str, split: str, streaming: bool = False, setting: str = "data.source"
+    place: str,
+    split: str,
+    streaming: bool = False,
+    setting: str = "data.source",
+    revision: str = "",
 ) -> Any:
     """A split (perhaps `train[:1%]`) of a data set of `datasets`; UserError if it cannot be loaded.
 
     `place` is `NAME`, `NAME:CONFIG`, or a directory of files or of `save_to_disk`. `setting` is for
-    messages.
+    messages, `revision` a commit, tag or branch of the Hub.
     """
     folder = Path(place).expanduser()
     if not folder.is_dir():
         hub.prepare()
     what = f"{setting}: hf:{place}, split {split!r}"
     require("datasets", f"{setting}: hf:{place}")
-    with _explained(f"{what} cannot be loaded", UserError), hub.explained(what):
+    with explained(f"{what} cannot be loaded", UserError), hub.explained(what):
         import datasets
 
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
@@ -218,11 +222,14 @@ def load_dataset(
             rows = rows[split] if isinstance(rows, dict) else rows
             return rows.to_iterable_dataset() if streaming else rows
         name, _, config = (str(folder), "", "") if folder.is_dir() else place.partition(":")
-        return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
+        how: dict[str, Any] = {"split": split, "streaming": streaming}
+        if revision and not folder.is_dir():
+            how["revision"] = revision
+        return datasets.load_dataset(name, config or None, **how)
 
 
 @contextmanager
-def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
+def explained(what: str, kind: type[Exception]) -> Iterator[None]:
     """Turn any error of the libraries behind `datasets` into one sentence."""
     try:
         yield
@@ -233,16 +240,19 @@ def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
         raise kind(f"{what} ({reason})") from error
 
 
-def _open_hf(place: str, split: str, text_key: str, streaming: bool) -> Corpus:
-    table, name = load_dataset(place, split, streaming), f"hf:{place}, {split}"
-    rows = 0 if streaming else len(table)
+def _open_hf(place: str, split: str, data: DataSettings) -> Corpus:
+    text_key, name = data.text_key, f"hf:{place}, {split}"
+    # The revision belongs to `data.source`, not to a separate validation corpus.
+    revision = data.revision if f"hf:{place}" in data.sources else ""
+    table = load_dataset(place, split, data.streaming, revision=revision)
+    rows = 0 if data.streaming else len(table)
 
     def read(start: int) -> Iterator[tuple[str, float]]:
         remaining = table.skip(start) if start else table
         if rows and text_key in table.column_names:  # no other column is decoded
             remaining = remaining.select_columns([text_key]).with_format(None)
         number = start
-        with _explained(f"reading {name} broke off; start again to resume", RunFailed):
+        with explained(f"reading {name} broke off; start again to resume", RunFailed):
             for batch in remaining.iter(batch_size=1000):
                 if text_key not in batch:
                     raise UserError(f"{name} has no column {text_key!r}; {other_keys(batch)}")

@@ -58,6 +58,7 @@ class Tokenizer:
         vocab: Number of ids, including the special ones.
         fingerprint: Equal for tokenizers that give the same ids for every text.
         special: Ids of the special tokens by text; only a chat template writes them.
+        dtype: The type of ids in shards.
     """
 
     def __init__(self, kind: str, inner: Any, eot: int | None, start: int | None = None):
@@ -73,6 +74,7 @@ class Tokenizer:
         self.special: dict[str, int] = {t.content: i for i, t in added if t.special}
         if eot is not None:
             self.special[inner.id_to_token(eot)] = eot
+        self.dtype = "uint16" if self.vocab <= 1 << 16 else "uint32"
         encoded = inner.encode("a")
         self.bos: tuple[int, ...] = tuple(encoded.ids[: [*encoded.special_tokens_mask, 0].index(0)])
 

@@ -79,7 +79,9 @@ class Plan:
     layouts_advice: str = ""  # if none fits
     machine: Machine | None = None  # the ranks and rates behind the layouts
     checkpoints: int | None = None  # the most on disk at a time
-    tokens_bytes: int | None = None  # of the shards, if `data.max_tokens` gives their number
+    tokens_bytes: int | None = (
+        None  # of the shards, if `data.max_tokens` or `data.disk_tokens` gives it
+    )
     speed: Speed | None = None
     seconds_per_step: float | None = None
     seconds: float | None = None  # from now to the end
@@ -230,7 +232,7 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         taken_as_full=tokens is None and padded,
         tokens=None if steps is None else round(steps * tokens_per_step),
         epochs=steps * batch / samples if steps is not None and samples else None,
-        tokens_bytes=data.max_tokens * bytes_per_token or None,
+        tokens_bytes=(data.disk_tokens or data.max_tokens) * bytes_per_token or None,
         speed=speed,
         seconds_per_step=tokens_per_step / speed.tokens_per_s if speed else None,
         unknown=unknown,

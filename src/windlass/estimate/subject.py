@@ -35,6 +35,9 @@ class Size:
     network: dict[str, Any] = field(default_factory=dict)
 
 
+STREAMED = "the source is streamed (data.disk_tokens)"
+
+
 @dataclass(frozen=True)
 class Subject:
     """The inputs of a plan."""
@@ -148,6 +151,7 @@ def subject_of(
         steps=int(started["steps"]),
         val_samples=started.get("data", {}).get("val", {}).get("samples", 0),
         mixture=started.get("data", {}).get("mixture"),
+        reason=STREAMED if recipe.data.disk_tokens else subject.reason,
     )
     return with_counted_sizes(subject)
 
@@ -189,7 +193,7 @@ def with_activations(subject: Subject) -> Subject:
 def with_prepared_data(subject: Subject) -> Subject:
     """The subject with vocabulary and samples of the prepared data, or why they are missing."""
     from windlass.data.prepare import find_prepared, open_samples
-    from windlass.data.samples import real_tokens
+    from windlass.data.samples import epoch_samples, real_tokens
 
     try:
         if (prepared := find_prepared(subject.recipe)) is None:
@@ -197,12 +201,13 @@ def with_prepared_data(subject: Subject) -> Subject:
         samples, val = cast(tuple[Any, Any], open_samples(subject.recipe, prepared))
     except UserError as error:
         return replace(subject, reason=str(error))
-    tokens = (real_tokens(samples) or 0) / len(samples)
+    count = epoch_samples(samples)
     return replace(
         subject,
         vocab=prepared.tokenizer.vocab,
-        samples_per_epoch=len(samples),
-        tokens_per_sample=tokens,
+        samples_per_epoch=count,
+        tokens_per_sample=(real_tokens(samples) or 0) / count if count else None,
         val_samples=len(val or ()),
         mixture=samples if subject.recipe.data.mix else None,
+        reason=subject.reason if count else STREAMED,
     )

@@ -52,7 +52,7 @@ def print_plan(plan: Any, console: Console) -> None:
             total = _scaled(plan.checkpoints * size, "B")
             disk.append(("in all", f"at most {plan.checkpoints:,} at a time: {total}"))
         if plan.tokens_bytes:
-            disk.append(("tokens", f"about {_scaled(plan.tokens_bytes, 'B')} (data.max_tokens)"))
+            disk.append(("tokens", f"about {_scaled(plan.tokens_bytes, 'B')} of training data"))
         _section(console, "Disk", disk)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import windlass.recipe.settings as sections
 from windlass.errors import UserError, plural
+from windlass.recipe.average import AverageSettings
+from windlass.recipe.units import EPOCHS
 
 Problems = Iterator[tuple[str, str]]  # keys and messages
 
@@ -111,6 +113,8 @@ def sources(r: Any) -> Problems:
         yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
     if any(name.startswith(web) for name in d.eval_sources):
         yield "data.eval_source", "Windlass downloads only data.source: give the path of a file"
+    if d.revision and not any(name.startswith("hf:") for name in d.sources):
+        yield "data.revision", "only a source hf:NAME has revisions: drop it"
     if d.streaming and not all(name.startswith("hf:") for name in d.sources):
         yield "data.streaming", "only sources hf:... are streamed"
     if d.format == "text" and any(name.split(":")[0] == "squad" for name in d.sources):
@@ -122,6 +126,64 @@ def sources(r: Any) -> Problems:
         yield "data.document_mask", f'{problem}: write "auto", or false'
     if d.packing == "best-fit" and d.order != "shuffled":
         yield "data.order", 'the rows of best-fit packing have no file order: write "shuffled"'
+
+
+def streamed(r: Any) -> Problems:
+    """What `data.disk_tokens` cannot do: it reads the source in order, and never all of it."""
+    d, key = r.data, "data.disk_tokens"
+    if not d.disk_tokens:
+        return
+    kinds = ("http://", "https://", "shards:", "squad")
+    if d.mix:
+        yield key, "a mixture draws from all of its sources at once: name one data.source"
+        return
+    if len(d.sources) != 1 or d.sources[0].startswith(kinds) or d.sources[0] == "stdlib":
+        problem = "it streams one source of Parquet files or JSON lines"
+        yield key, f"{problem}: name hf:..., a directory or a pattern, or write 0"
+    wanted = {"format": "text", "packing": "packed"}
+    for name, value in wanted.items():
+        if getattr(d, name) != value:
+            problem = f"it streams text that is packed end to end, not {getattr(d, name)}"
+            yield key, f'{problem}: write data.{name}="{value}", or data.disk_tokens=0'
+    if d.document_mask is True:
+        problem = "shards of a streamed source have no table of documents"
+        yield "data.document_mask", f'{problem}: write "auto", or false'
+    if d.order == "shards-shuffled":
+        problem = "the number of shards of a streamed source is unknown"
+        yield "data.order", f'{problem}: write "shuffled" (inside a shard) or "sequential"'
+    if d.tokenizer == "char":
+        problem = "it needs every character of the source"
+        yield "data.tokenizer", f'{problem}, which is never read whole: write "byte" or "bpe"'
+    if limits := [name for name in ("max_tokens", "max_documents") if getattr(d, name)]:
+        problem = "the steps of the run decide how much of a streamed source is read"
+        yield ", ".join(f"data.{name}" for name in limits), f"{problem}: write 0"
+    if d.val_fraction and not (any(d.eval_sources) or d.eval_split or d.val_shards):
+        problem = "the size of a streamed source is unknown"
+        advice = "write data.val_shards=1 (its first shard), or data.eval_source=PATH"
+        yield "data.val_fraction", f"{problem}: {advice}; 0 is without validation data"
+    if d.disk_tokens < 2 * d.shard_tokens:
+        problem = "one shard is read while the next one is made"
+        yield key, f"{problem}: write {2 * d.shard_tokens} or more, or lower data.shard_tokens"
+    batch, window = max(r.train.batches.sizes), (d.shard_tokens - 1) // r.model.context
+    if window < batch:
+        problem = f"a shard has {window:,} samples, and a step reads {batch:,}"
+        yield "data.shard_tokens", f"{problem}: write {batch * r.model.context + 1} or more"
+    if r.eval.train_batches:
+        problem = "it draws from the whole training data, which are not on the disk"
+        yield "eval.train_batches", f"{problem}: write 0, or data.disk_tokens=0"
+    lengths = {
+        "train.steps": r.train.steps,
+        "optim.schedule.warmup": r.optim.schedule.warmup,
+        "optim.schedule.decay": r.optim.schedule.decay,
+        "eval.every": r.eval.every,
+        "eval.sample_every": r.eval.sample_every,
+        "checkpoint.every": r.checkpoint.every,
+        "checkpoint.keep_every": r.checkpoint.keep_every,
+    }
+    for name, length in lengths.items():
+        if isinstance(length, str) and EPOCHS.fullmatch(length):
+            problem = "the length of an epoch of a streamed source is unknown"
+            yield name, f"{problem}: write a number of steps"
 
 
 def mixture(r: Any) -> Problems:
@@ -165,7 +227,7 @@ def best(r: Any) -> Problems:
 
 def average(r: Any) -> Problems:
     a = r.train.average
-    if a.kind == "none" and a != sections.AverageSettings():
+    if a.kind == "none" and a != AverageSettings():
         write = 'write train.average.kind="ema" or "tail"'
         yield "train.average.kind", f"nothing is averaged, but other settings are given: {write}"
     if a.kind == "none" and r.checkpoint.best == "loss.average_loss":
@@ -274,6 +336,6 @@ def schedule(r: Any) -> Problems:
 
 
 CHECKS = (
-    *(model, unused_keys, four_bits, adapters, heads, mup, kv_heads, vocab, sources, mixture),
-    *(best, average, evaluations, sharding, layout, batch, optimizer, schedule),
+    *(model, unused_keys, four_bits, adapters, heads, mup, kv_heads, vocab, sources, streamed),
+    *(mixture, best, average, evaluations, sharding, layout, batch, optimizer, schedule),
 )

@@ -39,6 +39,7 @@ from windlass.recipe.units import BatchPlan, Horizon, plan_batch
 
 NON_SEMANTIC = (
     *("run.name", "run.dir", "run.notes", "data.dir", "data.workers", "data.prefetch"),
+    "data.disk_tokens",
     *("train.micro_batch", "train.threads", "train.early_stop", "train.startup_checks"),
     *("train.compile", "train.deterministic", "train.fit"),
     *("parallel.", "checkpoint.", "eval.", "telemetry."),

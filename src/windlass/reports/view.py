@@ -153,7 +153,7 @@ def _values(v: RunView) -> dict[str, Value]:
     total, trained = start.get("parameters"), start.get("trained")
     sizes = (size for _, size in v.settings.get("train.batch_schedule", ()))
     most = max(start.get("global_batch", 1), *sizes, 1)
-    per_epoch = first(start.get("samples_per_epoch", math.nan) / most)
+    per_epoch = first((start.get("samples_per_epoch") or math.nan) / most)
     changes = changed_settings(v.events)
     texts = (f"{key} {show(a)} -> {show(b)} after step {step:,}" for step, key, a, b in changes)
     peaks = (float(np.nanmax(t["peak_alloc_mb"])) for t in v.ranks if t.has("peak_alloc_mb"))

@@ -161,7 +161,7 @@ def train_local_ranks(
         path, place = Path(folder, "recipe.toml"), wanted.run_dir.absolute()
         path.write_text(wanted.toml(), encoding="utf-8")
         command = ["train", str(path), f"run.dir='{place}'", *arguments, *["--fresh"] * fresh]
-        code = launch_ranks(plan.recipe, command, [world])
+        code = launch_ranks(plan.recipe, command, [world], pinned=plan.pinned)
     if code in (STOPPED, INTERRUPTED):
         saved = "everything is saved" if code == STOPPED else "the last steps were not saved"
         raise Stopped(f"a signal stopped the {world} ranks; {saved}")
@@ -172,7 +172,11 @@ def train_local_ranks(
 
 
 def launch_ranks(
-    recipe: Recipe, command: Sequence[str], worlds: Sequence[int], max_restarts: int = 0
+    recipe: Recipe,
+    command: Sequence[str],
+    worlds: Sequence[int],
+    max_restarts: int = 0,
+    pinned: str = "",
 ) -> int:
     """Run a `windlass` command that trains `recipe` as local ranks; returns the exit code.
 
@@ -183,7 +187,7 @@ def launch_ranks(
     for world in worlds:
         check_start(recipe, world)
     with StopSignals():
-        prepare(recipe)
+        prepare(recipe, pinned=pinned)
     before = os.environ.get(QUIET_END)
     os.environ[QUIET_END] = "1"
     try:

@@ -188,7 +188,7 @@ class Callbacks:
         return {OWN_SUITE + name: partial(self._measure, name) for name in self.code.suites}
 
     def _common(self, step: int) -> tuple[int, float, nn.Module, Optimizer, Callbacks]:
-        epoch = self.state.samples / self.horizon.samples_per_epoch
+        epoch = self.state.epochs(self.horizon)
         return step, epoch, unwrap(self.model), self.optimizer, self
 
     def _measure(self, name: str, model: nn.Module) -> dict[str, Any]:

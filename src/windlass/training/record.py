@@ -19,7 +19,7 @@ import torch
 
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.retention import LOSS, Scores, scores_by_step, without_improvement
-from windlass.data.facts import Facts, lines, warnings
+from windlass.data.facts import Facts, describe_place, lines, warnings
 from windlass.data.loader import StepBatch
 from windlass.data.order import describe_order, step_samples
 from windlass.errors import plural
@@ -87,7 +87,8 @@ class Recorder:
         # The ends of epochs shorter than the period of `train` lines have no lines of their own.
         # The sources of a mixture have epochs of their own.
         self.logs_epochs = horizon.samples_per_epoch >= settings.every * horizon.samples_per_step
-        self.logs_epochs &= not plan.recipe.data.mix
+        self.logs_epochs &= not plan.recipe.data.mix and horizon.samples_per_epoch > 0
+        self.stream_shard = state.stream[:1] or [0]  # that a streamed source has reached
         self.padded_tokens = 0  # tokens of this start, with padding
         # Step, samples, tokens and padded tokens at the last `train` line.
         self.logged: tuple[int, ...] = ()
@@ -209,15 +210,14 @@ class Recorder:
         steps, done = self.horizon.steps, self.state.step
         samples = self.horizon.batches.before(steps)
         per_sample = facts["train"].get("tokens_per_sample", batch.context)
-        tokens, epochs = (
-            round(per_sample * samples / steps),
-            samples / self.horizon.samples_per_epoch,
-        )
+        tokens = round(per_sample * samples / steps)
         data = lines(facts, self.plan.recipe.model.context)
         parts = [": ".join(data[key] for key in ("data", "training") if key in data)]
         parts += [f"validation {data['validation']}", data["tokenizer"]]
-        count = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
-        parts += [f"{count} epoch{'s' * (count != '1')}"]
+        if self.horizon.samples_per_epoch:
+            epochs = samples / self.horizon.samples_per_epoch
+            count = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
+            parts += [f"{count} epoch{'s' * (count != '1')}"]
         about = "about " * ("lengths" in data)  # rows differ in length
         total = f"{short(steps * tokens)} tokens"
         work = f"{plural(steps, 'step')} x {about}{tokens:,} tokens = {total}"
@@ -321,7 +321,7 @@ class Recorder:
     @property
     def epoch(self) -> float:
         """Completed epochs of the training data."""
-        return self.state.samples / self.horizon.samples_per_epoch
+        return self.state.epochs(self.horizon)
 
     def stepped(self, batch: StepBatch, result: StepResult) -> None:
         """Report a completed step. Waits for the device only after the first step of a start."""
@@ -330,7 +330,10 @@ class Recorder:
         self.console.tick(state.step)
         if not self.started_up:
             self.first_step()
-        per_epoch, first = horizon.samples_per_epoch, batch.first_sample
+        if batch.place and batch.place[:1] != self.stream_shard:
+            self.stream_shard = batch.place[:1]
+            self.emit("shard", describe_place(batch.place), place=batch.place)
+        per_epoch, first = horizon.samples_per_epoch or 1, batch.first_sample
         epoch = (first + horizon.batches.at(state.step - 1)) // per_epoch
         if self.logs_epochs and epoch > first // per_epoch:
             more = state.step < horizon.steps
@@ -472,7 +475,7 @@ class Recorder:
             samples=state.samples,
             label_tokens=state.label_tokens if state.label_tokens != state.tokens else None,
             epochs=self.epoch,
-            steps_per_epoch=state.step * self.horizon.samples_per_epoch / state.samples,
+            steps_per_epoch=state.step * self.horizon.samples_per_epoch / state.samples or None,
             final_loss=(trained or [None])[-1],
             final_eval_loss=(losses or [None])[-1],
             best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None),

@@ -17,6 +17,7 @@ from windlass.checkpoint.load import Choice, open_checkpoint, recover, rename_da
 from windlass.checkpoint.retention import policy_of, read_lineage
 from windlass.checkpoint.save import Saver
 from windlass.checkpoint.state_dict import State, restore
+from windlass.data.disk import StreamSamples
 from windlass.data.loader import Loader
 from windlass.data.mixture import (
     MixedSamples,
@@ -27,7 +28,7 @@ from windlass.data.mixture import (
     stages_of,
 )
 from windlass.data.prepare import Data, data_dir, open_data
-from windlass.data.samples import masks_documents, real_tokens
+from windlass.data.samples import epoch_samples, masks_documents, real_tokens
 from windlass.errors import UserError, argument, plural
 from windlass.estimate.milestones import checkpoints_to_come
 from windlass.estimate.optimum import resolve_steps
@@ -78,22 +79,28 @@ class RunPlace(NamedTuple):
     notes: list[str]  # warnings
 
 
-def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None) -> Data:
+def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None, stack: ExitStack) -> Data:
     """The user's or the recipe's data, once all hosts have seen the run and data directories."""
     if ranks.env.nodes > 1:
         start.check_shared(ranks, plan.run.path, data_dir(plan.recipe) if data is None else None)
-    return open_data(plan.recipe, ranks) if data is None else data
+    if data is not None:
+        return data
+    data = open_data(plan.recipe, ranks, plan.pinned)
+    if isinstance(data.train, StreamSamples):
+        stack.callback(data.train.close)
+    return data
 
 
 def batch_and_horizon(
     plan: StartPlan, ranks: Ranks, data: Data, custom: bool
 ) -> tuple[BatchPlan, Horizon]:
     """The division of a step's samples over the ranks, and the length of the run."""
-    recipe, samples = plan.recipe, len(data.train)
+    recipe, endless = plan.recipe, isinstance(data.train, StreamSamples)
+    samples = epoch_samples(data.train)
     batch = recipe.batch(ranks.world, ranks.device.type)
     if plan.resuming and ranks.world == 1 and not recipe.train.micro_batch:
         batch = recorded_micro_batch(plan.run, batch)
-    if samples < 1:
+    if samples < 1 and not endless:
         context = recipe.model.context
         raise UserError(f"the training data has no sample of model.context = {context} tokens")
     if recipe.train.early_stop and data.val is None:
@@ -105,7 +112,7 @@ def batch_and_horizon(
         raise UserError(f"{problem}; write steps or epochs")
     parameters = read_sizes(recipe).total if optimum and recipe.model.kind == "hf" else None
     tokens = real_tokens(data.train)
-    per_sample = None if tokens is None else tokens / samples
+    per_sample = tokens / samples if tokens and samples else None
     steps = resolve_steps(recipe, data.vocab, per_sample, samples, parameters)
     return batch, recipe.horizon(steps, samples)
 
@@ -209,17 +216,18 @@ def prepare_model(
         path = plan.run.path
         decide_on_rank_0(ranks, "origin", lambda: hf_files.save_origin(unwrap(model), path))
     init_from = recipe.model.init_from and choice is None
-    if custom and choice is None and recipe.train.startup_checks:
-        check_loss_is_a_sum(model, data.train, ranks, partial(autocast, recipe, ranks.device))
+    # The first shard of a stream does not exist yet.
+    two = data.val if isinstance(data.train, StreamSamples) else data.train
+    if custom and choice is None and recipe.train.startup_checks and two is not None:
+        check_loss_is_a_sum(model, two, ranks, partial(autocast, recipe, ranks.device))
     # By a resume the base of a model of `transformers` may no longer exist.
     if not custom and not (hf and (init_from or choice)):
         initialise(unwrap(model), recipe.run.seed)
     if not custom and init_from:
         load_initial(unwrap(model), recipe, ranks)
-    settings = recipe.data
-    asked = settings.packing == "best-fit" or settings.document_mask is True
-    if choice is None and (masked or asked):
-        check_documents(model, ranks, partial(autocast, recipe, ranks.device), settings.packing)
+    d = recipe.data
+    if choice is None and (masked or d.document_mask is True or d.packing == "best-fit"):
+        check_documents(model, ranks, partial(autocast, recipe, ranks.device), d.packing)
     return model, facts
 
 
@@ -373,7 +381,17 @@ def open_loader(
     mixture: Mixture | None = None,
 ) -> Loader:
     """The batches from the state's step on, read ahead in the background."""
-    settings = recipe.data
+    settings, skipped = recipe.data, tuple(state.skipped)
+    if isinstance(data.train, StreamSamples):
+
+        def following(sample: int) -> int:
+            """The first sample from a number on that the training has still to read."""
+            sample = max(sample, next_sample(state.step, batch.batches, skipped))
+            for start, stop in sorted(skipped):
+                sample = stop if start <= sample < stop else sample
+            return sample
+
+        data.train.follow(ranks, state.stream, following)
     return Loader(
         data.train,
         batch,
@@ -383,7 +401,7 @@ def open_loader(
         device=ranks.device,
         prefetch=settings.prefetch,
         first_step=state.step,
-        skipped=tuple(state.skipped),
+        skipped=skipped,
         length_buckets=settings.length_buckets
         and (settings.format != "text" and settings.packing != "best-fit"),
         mixture=mixture,

@@ -32,7 +32,7 @@ from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe, typed
 from windlass.recipe.load import UNRECORDED
 from windlass.recipe.units import EPOCHS
-from windlass.run import LOCK, OCCUPIED, SOUP, Run, last_start
+from windlass.run import LOCK, OCCUPIED, SOUP, Run, data_commit, last_start
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
@@ -76,6 +76,12 @@ class StartPlan:
     fresh: bool = False  # the directory is renamed first
     restarted: bool = False  # by the scheduler or launcher of the job that began the lineage
     changes: dict[str, list[Any]] = field(default_factory=dict)  # key -> [old, new], of a resume
+
+    @property
+    def pinned(self) -> str:
+        """The commit of a streamed source that the run, or the origin of a branch, has recorded."""
+        origin = Run(self.branch_from.parent.parent) if self.branch_from else self.run
+        return data_commit(origin)
 
     @property
     def changed(self) -> str:
@@ -189,6 +195,9 @@ def _extension(run: Run, recipe: Recipe, extend_to: int | str) -> tuple[Recipe, 
     option = argument("extend_to", extend_to)
     if not (isinstance(length, int) or EPOCHS.fullmatch(length)):
         raise UserError(f'{option}: write steps (4576) or epochs ("3 epochs")')
+    if recipe.data.disk_tokens and not isinstance(length, int):
+        problem = "the length of an epoch of a streamed source is unknown"
+        raise UserError(f"{option}: {problem}; write steps")
     steps, new = steps_of(run, run.recipe.train.steps), steps_of(run, length)
     if steps is None or new is None:
         raise UserError(f"{run.path} has not begun to train: start it without {option}")

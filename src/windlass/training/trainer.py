@@ -26,6 +26,7 @@ from torch import nn
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.retention import BEST, FINAL
 from windlass.checkpoint.state_dict import restore
+from windlass.data.disk import StreamSamples
 from windlass.data.facts import describe
 from windlass.data.loader import Loader, MicroBatch, StepBatch
 from windlass.data.mixture import shares_of_run
@@ -82,7 +83,7 @@ class Trainer:
         self.ends_early = False  # set by `train.early_stop`: no further step
         recipe, run, custom = plan.recipe, plan.run, module is not None
         self.ranks = ranks = stack.enter_context(init_store(detect_env(), recipe))
-        self.data = data = setup.open_shared(plan, ranks, data)
+        self.data = data = setup.open_shared(plan, ranks, data, stack)
         init_process_group(ranks, recipe)
         self.batch, self.horizon = setup.batch_and_horizon(plan, ranks, data, custom)
         if module is not None:
@@ -164,6 +165,8 @@ class Trainer:
         notes += [note] if not custom and (note := export_note(self.recipe.model)) else []
         groups = setup.optimizer_groups(self.model, self.optimizer, self.ranks)
         facts = describe(self.data)
+        if "stream" in facts and self.state.stream:
+            facts["stream"]["place"] = self.state.stream
         if mixture := self.losses.mixture:
             facts["mixture"] = shares_of_run(mixture, self.horizon, self.state.skipped)
         self.recorder.started(self.batch, threads, facts, groups, source, notes)
@@ -249,7 +252,7 @@ class Trainer:
                 result = self.step(batch, multiplier)
                 stop_requested, failed_saves, stop_asked = flags.wait()
                 samples = horizon.batches.at(state.step)
-                state.advance(samples, result.tokens, result.label_tokens)
+                state.advance(samples, result.tokens, result.label_tokens, batch.place)
                 self.losses.add(result.loss)
                 recorder.stepped(batch, result)
                 if state.step == first_step:  # later collectives need not wait for compilation
@@ -438,6 +441,8 @@ class Trainer:
         recorder.log(self.callbacks.take_logged())
         recorder.sampler.stop()
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written
+        if isinstance(self.data.train, StreamSamples):
+            self.data.train.remove()
         recorder.summary()
         recorder.finished(self.ends_early)
         recorder.show(recorder.trackers.finish(self.recipe.telemetry.flush_seconds))
