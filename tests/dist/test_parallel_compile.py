@@ -13,10 +13,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import hf_fixtures
+from windlass.data.samples import positions_of
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model
+from windlass.model.documents import Documents, edges_of
 from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import DistEnv
@@ -42,10 +44,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
             model = parallelize(build_model(chosen, VOCAB), ranks, chosen)
             initialise(unwrap(model), 1)
 
-            def train(rows: int = 2, length: int = 32) -> None:
+            def train(rows: int = 2, length: int = 32, **more: Any) -> None:
                 tokens = torch.arange(rows * length).reshape(rows, length) % VOCAB
                 with autocast(chosen, ranks.device):
-                    loss = model(tokens, tokens)
+                    loss = model(tokens, tokens, **more)
                 loss.backward()
 
             work(model, ranks, train)
@@ -134,3 +136,48 @@ def test_an_evaluation_leaves_the_trainings_graph_static(compiled, monkeypatch):
 
     (graph,) = compiled(evaluate_then_train)
     assert static(graph)
+
+
+def documents_of(*lengths: int) -> Documents:
+    """Two rows of 32 tokens, one with documents of these lengths, one with a single document."""
+    numbers = torch.zeros(2, 32, dtype=torch.int64)
+    numbers[0] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return Documents(numbers, torch.from_numpy(positions_of(numbers.numpy())))
+
+
+VARYING = ((8, 24), (1, 1, 30), (32,), (4,) * 8, (2,) * 16)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_varying_documents_compile_once(compiled, checkpointing):
+    (graph,) = compiled(
+        lambda model, ranks, train: [train(documents=documents_of(*n)) for n in VARYING],
+        parallel__activation_checkpointing=checkpointing,
+    )
+    assert static(graph)
+
+
+def test_varying_documents_compile_once_for_flash_attention(compiled, monkeypatch):
+    """With 4, 8, 16 or 32 edges; a stand-in for the kernel, because it needs a GPU."""
+
+    def kernel(
+        q: Any, k: Any, v: Any, q_edges: Any, k_edges: Any, *longest: int, **how: Any
+    ) -> Any:
+        assert longest == (32, 32)
+        return q + v
+
+    spans = Documents.spans
+
+    def with_edges(self: Documents, first: int, stop: int, masked: bool = False) -> Any:
+        made = spans(self, first, stop)
+        made.edges = (edges_of(made.queries, torch.device("cpu")),) * 2
+        return made
+
+    monkeypatch.setattr(Documents, "spans", with_edges)
+    monkeypatch.setattr("windlass.model.documents.HALF", (torch.float32,))
+    kernel = torch._dynamo.allow_in_graph(kernel)
+    monkeypatch.setattr("windlass.model.documents.varlen_attn", kernel)
+    graphs = compiled(
+        lambda model, ranks, train: [train(documents=documents_of(*n)) for n in VARYING]
+    )
+    assert len(graphs) == 1

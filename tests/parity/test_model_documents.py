@@ -1,10 +1,11 @@
-"""A packed row has the loss and the gradients of its conversations one by one: for our GPT, for
-models of transformers, and in a whole run. Models that cannot keep documents apart are refused.
+"""A packed row has the loss and the gradients of its conversations or documents one by one: for our
+GPT, for models of transformers, and in a whole run. Models that cannot keep documents apart are
+refused.
 """
 
 import json
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from helpers import curve, refused
 from windlass import train
 from windlass.data.loader import to_tensor
 from windlass.data.packing import BestFitSamples
-from windlass.data.samples import Row, Rows
+from windlass.data.samples import Batch, PackedSamples, Row, Rows, positions_of
+from windlass.data.shards import ShardWriter, Stream
 from windlass.model.build import build_model
-from windlass.model.documents import Documents, document_arguments
+from windlass.model.documents import Documents, documents_of, edges_of
 from windlass.model.gpt import initialise
+from windlass.model.hf import attention_within_documents
 from windlass.recipe import Recipe
 
 CONTEXT = 48
@@ -40,19 +43,51 @@ def losses_and_gradients(model: Any, batches: list[Any]) -> list[Tensor]:
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
-        loss = model(batch.tokens, batch.labels, **document_arguments(batch))
+        loss = model(batch.tokens, batch.labels, **documents_of(batch, model))
         loss.backward()
         total += loss.detach()
     return [total, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def check_equal(model: Any) -> None:
-    """The sums over packed rows are those over conversations, to 1e-12 of the largest entry."""
+def conversations() -> tuple[list[Batch[Any]], list[Batch[Any]]]:
+    """Packed rows, and each of their conversations."""
     rows = talks()
     packed = BestFitSamples(rows, CONTEXT)
     assert len(packed) < len(rows) / 2
     joined = [packed.read(np.arange(i, min(i + 3, len(packed)))) for i in range(0, len(packed), 3)]
-    single = [rows.read(np.array([i])) for i in range(len(rows))]
+    return joined, [rows.read(np.array([i])) for i in range(len(rows))]
+
+
+def texts(folder: Path) -> tuple[list[Batch[Any]], list[Batch[Any]]]:
+    """Packed rows of text, and each part of a document in a row.
+
+    End tokens (0) stand inside of documents, too. Some documents have one token, some fill rows.
+    """
+    draw, eot = np.random.default_rng(5), 0
+    sizes = [130, 1, 1, *draw.integers(2, 40, 20).tolist()]
+    documents = [np.append(eot, draw.integers(0, 9, size - 1)) for size in sizes]
+    writer = ShardWriter(folder, "shard", "uint16", 100)
+    for number, document in enumerate(documents):
+        writer.add(document, number)
+    stream = Stream(folder, writer.finish())
+    assert len(stream.shards) > 3
+    rows = PackedSamples(stream, CONTEXT, ragged=True, starts=stream.starts(), eot=eot)
+    joined = [rows.read(np.arange(i, min(i + 3, len(rows)))) for i in range(0, len(rows), 3)]
+    parts, place = list[Batch[Any]](), 0
+    for document in documents:
+        whole = np.append(document, eot)
+        cuts = [*(i for i in range(1, len(document)) if (place + i) % CONTEXT == 0), len(document)]
+        for a, b in zip([0, *cuts], cuts, strict=False):
+            parts.append(Batch(whole[None, a:b], whole[None, a + 1 : b + 1]))
+        place += len(document)
+    parts[-1].labels[0, -1] = -100  # a packed row does not know what follows the last token
+    labels = sum(int((batch.labels != -100).sum()) for batch in joined)
+    assert labels == rows.valid_tokens == sum(sizes) - 1
+    return joined, parts
+
+
+def check_equal(model: Any, joined: list[Batch[Any]], single: list[Batch[Any]]) -> None:
+    """The sums over packed rows are those over single texts, to 1e-12 of the largest entry."""
     ours, expected = (
         losses_and_gradients(model, [batch.map(to_tensor) for batch in batches])
         for batches in (joined, single)
@@ -69,12 +104,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_packed_row_is_its_conversations_one_by_one(shape: str) -> None:
+@pytest.mark.parametrize("shortest", [0, CONTEXT], ids=["products", "mask"])
+def test_a_packed_row_is_its_texts_one_by_one(
+    shape: str, shortest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windlass.model.documents.MASKED_TOKENS", shortest)
     settings = {"layers": 2, "heads": 4, "width": 32, "context": CONTEXT, **SHAPES[shape]}
     recipe = Recipe.model_validate({"model": settings})
     model = build_model(recipe, 200, device="cpu").double()
     initialise(model, 1)
-    check_equal(model)
+    check_equal(model, *conversations())
+    check_equal(model, *texts(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
@@ -83,20 +123,82 @@ def test_models_of_transformers_find_the_documents(kind: str, tmp_path: Path) ->
     tree = {"kind": "hf", "name": str(tmp_path / kind), "context": CONTEXT}
     model = build_model(Recipe.model_validate({"model": tree}), 0, device="cpu").double()
     initialise(model, 1)
-    check_equal(model.eval())
+    check_equal(model.eval(), *conversations())
+    check_equal(model, *texts(tmp_path))
 
 
-def test_the_mask_is_the_documents_one_by_one() -> None:
-    """On a GPU and in compiled blocks."""
+def test_edges_of_documents_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention on a GPU gets the right edges, here with a stand-in for its kernel."""
+    calls = []
+
+    def kernel(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        edges_q: Tensor,
+        edges_k: Tensor,
+        longest_q: int,
+        longest_k: int,
+        *,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> Tensor:
+        """`torch.nn.attention.varlen_attn`, by its documentation."""
+        calls.append((len(edges_q), longest_q, longest_k))
+        assert edges_q.dtype == edges_k.dtype == torch.int32 and window_size == (-1, 0)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        out, pairs = (
+            torch.full_like(q, torch.nan),
+            [pairwise(e.tolist()) for e in (edges_q, edges_k)],
+        )
+        for (a, b), (c, d) in zip(*pairs, strict=True):
+            assert 0 <= b - a <= min(longest_q, d - c) and d - c <= longest_k
+            scores = q[a:b].transpose(0, 1) @ k[c:d].permute(1, 2, 0) / q.shape[2] ** 0.5
+            seen = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            out[a:b] = (weights @ v[c:d].transpose(0, 1)).transpose(0, 1)
+        return out
+
+    monkeypatch.setattr("windlass.model.documents.varlen_attn", kernel)
+    monkeypatch.setattr("windlass.model.documents.HALF", (torch.float64,))
     draw = torch.Generator().manual_seed(1)
     numbers = torch.tensor([[0, 0, 0, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 2]])
-    q = torch.randn(2, 4, 7, 8, generator=draw, dtype=torch.float64)
-    k, v = torch.randn(2, 2, 2, 7, 8, generator=draw, dtype=torch.float64)
-    compiled: Any = SimpleNamespace(forward=SimpleNamespace(_torchdynamo_orig_callable=None))
-    whole, parts = Documents(numbers, [compiled]), Documents(numbers, [nn.Identity()])
-    assert whole.mask is not None and parts.mask is None
-    results = [way.attention(q, k, v, 0.0) for way in (whole, parts)]
-    assert (results[0] - results[1]).abs().max() < 1e-14
+    documents = Documents(numbers, torch.from_numpy(positions_of(numbers.numpy())))
+    for first, stop in ((0, 7), (0, 4), (2, 4), (4, 8), (6, 8)):  # the last is padding
+        q = torch.randn(2, 4, stop - first, 8, generator=draw, dtype=torch.float64)
+        k, v = torch.randn(2, 2, 2, stop, 8, generator=draw, dtype=torch.float64)
+        spans = documents.spans(first, stop, masked=True)
+        results = [spans.attention(q, k, v), spans.one_by_one(q, k, v, 0.0)]
+        spans.edges = edges_of(spans.queries, q.device), edges_of(spans.keys, q.device)
+        results.append(spans.attention(q, k, v))
+        assert all((result - results[0]).abs().max() < 1e-14 for result in results[1:])
+        assert calls.pop() == (9 if stop > 4 else 5, stop - first, stop)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "wanted"),
+    [("llama", "auto", "flex_attention"), ("llama", "sdpa", ""), ("bloom", "auto", "")],
+)
+def test_no_mask_of_a_model_of_transformers_on_a_gpu(
+    kind: str, attention: str, wanted: str, tmp_path: Path
+) -> None:
+    folder = hf_fixtures.save(kind, tmp_path / kind)
+    tree = {"kind": "hf", "name": str(folder), "context": CONTEXT, "attention": attention}
+    model: Any = build_model(Recipe.model_validate({"model": tree}), 0, device="cpu")
+    if wanted:
+        assert attention_within_documents(model.model, model.settings) == wanted
+        return
+    with refused("data.document_mask", "model.attention", "data.document_mask=false"):
+        attention_within_documents(model.model, model.settings)
+
+
+def test_documents_of_some_rows() -> None:
+    numbers = torch.tensor([[0, 0, 1], [0, 1, 2], [0, 0, 0]])
+    documents = Documents(numbers, torch.from_numpy(positions_of(numbers.numpy())))
+    first, second = documents.split([2, 1])
+    assert first.spans(0, 3).keys == [2, 1, 1, 1, 1] and first.several
+    assert second.spans(0, 3).keys == [3] and not second.several
+    assert second.positions.tolist() == [[0, 1, 2]]
 
 
 def recipe_of(folder: Path, run: str, **changes: Any) -> Recipe:
@@ -145,7 +247,7 @@ def test_models_that_join_documents_are_refused(kind: str, tmp_path: Path) -> No
         train(Recipe.from_dict(tree))
 
 
-def test_rows_of_documents_need_a_module_that_takes_them_and_data_parallelism(tmp_path) -> None:
+def test_rows_of_documents_need_a_module_that_takes_them(tmp_path) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -155,7 +257,5 @@ def test_rows_of_documents_need_a_module_that_takes_them_and_data_parallelism(tm
             logits = self.table(tokens).flatten(0, 1)
             return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
 
-    with refused('data.packing = "best-fit"', "documents", "positions"):
+    with refused('data.packing = "best-fit"', "forward takes no `documents`"):
         train(recipe_of(tmp_path, "own", **{"train.precision": "fp32"}), model=Own())
-    with refused("data.packing", "parallel.tensor = 2", "data parallelism"):
-        recipe_of(tmp_path, "tensor", **{"parallel.tensor": 2})

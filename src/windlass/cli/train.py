@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import platform
 import shlex
@@ -50,6 +51,7 @@ def train(
     from windlass.training.stop import StopSignals
 
     exit_with_parent()  # a launcher or a sweep
+    gc.disable()  # what the imports create stays; the loop of the training enables it
     loaded, env = Recipe.load(recipe, overrides), detect_env(os.environ)
     start: dict[str, Any] = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
     if env.launcher == "none" and (world not in ("", "1") or max_restarts):

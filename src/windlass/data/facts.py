@@ -11,7 +11,7 @@ from windlass.data.chat import PLAIN_LAYOUT
 from windlass.data.division import source_number, stream_name
 from windlass.data.mixture import MANY_EPOCHS
 from windlass.data.packing import BestFitSamples
-from windlass.data.samples import Samples, real_tokens
+from windlass.data.samples import Samples, masks_documents, real_tokens
 from windlass.data.shards import EVAL, MAIN, Index
 from windlass.recipe.settings import IGNORE_INDEX
 
@@ -32,6 +32,8 @@ def describe(data: Data) -> Facts:
       loss), and for `val` `text`, a hash of its text that is equal for every tokenizer.
     - Rows, or a document a row: `lengths` of whole items in tokens, by percentile; `cut` (items
       longer than the context), `cut_tokens` (lost by them), `left_out` (nothing left to learn).
+    - Documents apart (`data.document_mask`, best-fit): `attended`, the mean length of the part of a
+      token's document in its row.
     - Best-fit packing: `fill` (the part of all rows that is tokens) and `items_per_sample`.
     - Several sources: `sources` and `eval_sources`, each with `documents` and `tokens` read, and
       the tokens for `train` and `val`.
@@ -75,6 +77,8 @@ def _split(name: str, samples: Samples, index: Index | None) -> Facts:
         split["tokens_per_sample"] = round(per_sample, 3)
     split["tokens"] = getattr(samples, "tokens", tokens)
     items: Any = samples
+    if masks_documents(samples) and hasattr(samples, "attended"):
+        split["attended"] = round(samples.attended, 3)
     if isinstance(samples, BestFitSamples):
         split |= samples.facts
         items = samples.items
@@ -166,6 +170,9 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
             f"half up to {sizes['50']:,} tokens, 90 % up to {sizes['90']:,}, "
             f"99 % up to {sizes['99']:,}, the longest {sizes['max']:,}"
         )
+    if attended := facts["train"].get("attended"):
+        each = f"{attended:,.0f} of {context:,} in the mean"
+        shown["attention"] = f"within documents: a token's part of a row has {each}"
     packed = [_packing(facts[name], unit) for name in ("train", "val") if name in facts]
     if any(packed):
         shown["packing"] = f"rows of {context:,} tokens: {'; validation: '.join(packed)}"

@@ -105,8 +105,7 @@ class Loader(Iterator[StepBatch]):
             self._error = batch
             raise batch or ValueError("the loader is closed")
         self._next += 1
-        move = partial(Tensor.to, device=self.device, non_blocking=True)
-        micro = [MicroBatch(m.k, m.batch.map(move)) for m in batch.micro]
+        micro = [MicroBatch(m.k, m.batch.to(self.device)) for m in batch.micro]
         return replace(batch, micro=micro, wait_ms=1e3 * (time.perf_counter() - started))
 
     def close(self, patience: float | None = CLOSE_SECONDS) -> None:

@@ -24,7 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.data.order import permute, sample_indices, step_samples
-from windlass.data.samples import Batch, Samples, real_tokens
+from windlass.data.samples import (
+    Batch,
+    Samples,
+    masks_documents,
+    positions_of,
+    real_tokens,
+)
 from windlass.errors import UserError
 from windlass.recipe import BatchSizes, DataSettings, Horizon
 
@@ -273,6 +279,7 @@ class MixedSamples:
         if spread:
             places = [np.arange(size) / size for size in sizes if size]
             self._order = np.argsort(np.concatenate(places), kind="stable")
+        self.document_mask = any(map(masks_documents, self.parts))
         self.valid_tokens: int = sum(real_tokens(part) or 0 for part in self.parts)
         self.tokens: int = sum(getattr(p, "tokens", real_tokens(p) or 0) for p in self.parts)
 
@@ -290,6 +297,14 @@ class MixedSamples:
             for source, group in zip(present, groups, strict=True)
         ]
         back = np.argsort(np.concatenate(groups), kind="stable")
+        if any(batch.documents is not None for batch in batches):
+            batches = [batch if batch.documents is not None else whole(batch) for batch in batches]
         fields = zip(*batches, strict=True)
         joined: list[Any] = [None if f[0] is None else np.concatenate(f)[back] for f in fields]
         return Batch(*joined)._replace(sources=sources)
+
+
+def whole(batch: Batch[np.ndarray]) -> Batch[np.ndarray]:
+    """The same rows, with the numbers of rows of one document each."""
+    documents = np.zeros_like(batch.tokens)
+    return batch._replace(positions=positions_of(documents), documents=documents)

@@ -88,6 +88,8 @@ class BestFitSamples:
     `documents` of a batch numbers the items of a row; the padding at its end is one more.
     """
 
+    document_mask = True
+
     def __init__(self, items: Items, context: int):
         self.items, self.context = items, context
         self.valid_tokens, self.real_tokens = items.valid_tokens, int(items.sizes.sum())
@@ -100,6 +102,11 @@ class BestFitSamples:
     def length(self, index: int) -> int:
         """The tokens of a row, without padding."""
         return int(self._used[index])
+
+    @property
+    def attended(self) -> float:
+        """The mean length of a token's item, over all tokens."""
+        return float((self.items.sizes.astype(np.float64) ** 2).sum() / self.real_tokens)
 
     @property
     def facts(self) -> dict[str, float]:

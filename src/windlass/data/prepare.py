@@ -302,6 +302,22 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
     return sets["train"], sets.get("val")
 
 
+def masks_documents(recipe: Recipe, index: Index, split: Split) -> bool:
+    """Whether packed rows of a split keep documents apart (`data.document_mask`).
+
+    UserError if the recipe says so, and the index does not know where documents begin.
+    """
+    wanted, names = recipe.data.document_mask, [part.stream for part in split.ranges]
+    single_text = any(index.source[name].get("single_text") for name in names)
+    tables = all(shard.table for name in names for shard in index.streams[name])
+    if wanted is True and (single_text or not tables):
+        reason = (
+            "the corpus is one text" if single_text else "the shards have no table of documents"
+        )
+        raise UserError(f'data.document_mask: {reason}: write "auto", or false')
+    return wanted is not False and not single_text and tables
+
+
 def _text_samples(
     recipe: Recipe, prepared: Prepared, split: Split, name: str, source: str = ""
 ) -> Samples:
@@ -315,7 +331,11 @@ def _text_samples(
     single_text = any(index.source[part.stream].get("single_text") for part in split.ranges)
     samples: Samples
     if packing == "packed":
-        samples = PackedSamples(stream, context, ragged=name == "val")
+        masked: dict[str, Any] = {}
+        if eot is not None and masks_documents(recipe, index, split):
+            starts = split_documents(prepared.directory, index, split)
+            masked = {"starts": starts, "eot": eot}
+        samples = PackedSamples(stream, context, ragged=name == "val", **masked)
     elif eot is None or single_text:
         raise UserError(
             f'data.packing = "{packing}": the corpus is one stream of tokens; write "packed"'

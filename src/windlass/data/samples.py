@@ -33,6 +33,14 @@ class Batch(NamedTuple, Generic[A]):
         """The same batch with every field that it has converted."""
         return Batch(*(None if field is None else convert(field) for field in self))
 
+    def to(self, device: Any) -> Batch[Any]:
+        """The same batch of tensors on a device, except `documents`.
+
+        The host reads these, because they decide what it launches.
+        """
+        moved = self.map(lambda field: field.to(device, non_blocking=True))  # type: ignore[attr-defined]
+        return moved._replace(documents=self.documents)
+
 
 def positions_of(documents: np.ndarray) -> np.ndarray:
     """Each token's place in its document, from 0; both int64 [B, T]."""
@@ -40,6 +48,11 @@ def positions_of(documents: np.ndarray) -> np.ndarray:
     starts = np.diff(documents, axis=1, prepend=-1) != 0
     positions: np.ndarray = places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)
     return positions
+
+
+def masks_documents(samples: object) -> bool:
+    """Whether rows of a set have several documents, of which each attends to itself alone."""
+    return bool(getattr(samples, "document_mask", False))
 
 
 class Samples(Protocol):
@@ -68,7 +81,7 @@ def split_documents(directory: Path, index: Index, split: Split) -> np.ndarray:
     """The start of each document or range in a split's row, int64 [documents]."""
     starts, before = [np.zeros(0, dtype=np.int64)], 0
     for part in split.ranges:
-        own = Stream(directory, index.streams[part.stream]).documents()["start"].astype(np.int64)
+        own = Stream(directory, index.streams[part.stream]).starts()
         own = np.union1d([part.start], own[(own >= part.start) & (own < part.stop)])
         starts.append(own - part.start + before)
         before += part.stop - part.start
@@ -79,11 +92,22 @@ class PackedSamples:
     """Documents end to end in rows of `context` tokens; a row starts with the last label before it.
 
     With `ragged` the last tokens make a shorter row with masked padding, so that a validation set
-    counts its last token.
+    counts its last token. With `starts` (of the documents, int64 [documents]) batches number the
+    documents of a row. The part of a document in a row is then a document of its own, and the label
+    of a document's last token is `eot`, which is the next document's first token.
     """
 
-    def __init__(self, stream: Stream, context: int, *, ragged: bool = False):
-        self.stream, self.context = stream, context
+    def __init__(
+        self,
+        stream: Stream,
+        context: int,
+        *,
+        ragged: bool = False,
+        starts: np.ndarray | None = None,
+        eot: int = 0,
+    ):
+        self.stream, self.context, self._starts, self._eot = stream, context, starts, eot
+        self.document_mask = starts is not None
         self.tokens = len(stream)  # including the tokens after the last row
         self.valid_tokens = max(0, len(stream) - 1)
         if not ragged:
@@ -103,9 +127,31 @@ class PackedSamples:
         for row, i, count in zip(rows, indices.tolist(), counts.tolist(), strict=True):
             self.stream.read_into(i * self.context, row[: count + 1])
         tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
+        last = [] if self._starts is None else self._number(indices, labels)
         for at in np.flatnonzero(counts < self.context):  # the last row of a ragged set
             tokens[at, counts[at] :], labels[at, counts[at] :] = 0, IGNORE_INDEX
-        return Batch(tokens, labels)
+        return Batch(tokens, labels, *last)
+
+    @cached_property
+    def attended(self) -> float:
+        """The mean length, over all tokens, of the part of a token's document in its row."""
+        rows = np.arange(0, self._count * self.context, self.context)
+        own = rows if self._starts is None else self._starts[self._starts < self.valid_tokens]
+        sizes = np.diff(np.union1d(rows, own), append=self.valid_tokens)
+        return float((sizes.astype(np.float64) ** 2).sum() / self.valid_tokens)
+
+    def _number(self, indices: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
+        """Positions and documents of the tokens of rows; writes the labels of documents' ends."""
+        assert self._starts is not None
+        documents = np.zeros_like(labels)
+        for at, first in enumerate((indices * self.context).tolist()):
+            # A document that begins after the row gives the last token its label.
+            a, b = np.searchsorted(self._starts, [first + 1, first + self.context + 1])
+            begins = self._starts[a:b] - first
+            labels[at, begins - 1] = self._eot
+            documents[at, begins[begins < self.context]] = 1
+        documents.cumsum(axis=1, out=documents)
+        return [positions_of(documents), documents]
 
 
 class DocumentSamples:

@@ -295,6 +295,15 @@ class Stream:
                 tables.append(table)
         return np.concatenate(tables)
 
+    def starts(self) -> np.ndarray:
+        """Where the documents begin in the row, int64 [documents]."""
+        starts = [np.zeros(0, dtype=np.int64)]
+        for shard, edge in zip(self.shards, self.edges, strict=False):
+            if shard.table:  # one table at a time: the starts are a third of it
+                table = np.fromfile(self._directory / shard.table_file, DOCUMENT)
+                starts.append(table["start"].astype(np.int64) + edge)
+        return np.concatenate(starts)
+
     # bound here, because modules are removed before objects when the interpreter ends
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         for descriptor in self._open.values():

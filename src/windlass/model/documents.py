@@ -1,57 +1,172 @@
 """Attention within documents: rows of several documents, of which each attends to itself alone.
 
-A row's documents have numbers, and positions restart in each (`Batch.documents`, `.positions`).
-Legend: B batch, T time, H heads, E head width.
+Windlass makes `Documents` once for a micro-batch, on the host, from the numbers of `Batch`, and
+`Spans` once for a pass, which all blocks share. How attention is computed:
+
+- On a GPU by `torch.nn.attention.varlen_attn` (flash attention), in bf16 or fp16 without dropout.
+  The edges of the documents have a length that is a power of two, so few lengths occur.
+- Else by a product for each document, which costs the sum of their squared lengths.
+- On a CPU by a mask, if rows are so short that a product for each document is slower, with dropout
+  (so that the dropout masks are those of any layout), and in compiled blocks (without new shapes).
+
+Legend: B batch, T time, H heads, K key and value heads, E head width.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-
-def document_arguments(batch: Any) -> dict[str, Tensor]:
-    """The arguments of a model's forward pass for rows of several documents; none for others."""
-    if batch.documents is None or batch.positions is None:
-        return {}
-    return {"documents": batch.documents, "positions": batch.positions}
+HALF = (torch.float16, torch.bfloat16)
+MASKED_TOKENS = 128  # rows up to this length are faster with a mask (benchmarks/packing.py, CPU)
 
 
 class Documents:
-    """The documents of one pass, from their numbers, int64 [B, T]; made once for all blocks.
+    """The documents of a micro-batch, for `forward(..., documents=...)`.
 
-    On a CPU each document is a product of its own, so attention costs the sum of their squared
-    lengths. On a GPU, and in compiled blocks, whose shapes must not vary, it is a mask.
+    Attributes:
+        numbers: each token's document in its row, in order, int64 [B, T], in the host's memory.
+        positions: each token's place in its document, int64 [B, T], on the model's device.
     """
 
-    def __init__(self, numbers: Tensor, blocks: list[nn.Module]):
-        compiled = any(hasattr(block.forward, "_torchdynamo_orig_callable") for block in blocks)
-        self.spans: list[tuple[int, int, int]] = []  # row, start and stop
-        self.mask: Tensor | None = None  # bool [B, 1, T, T]
-        if compiled or numbers.device.type != "cpu":
-            same = numbers[:, :, None] == numbers[:, None, :]
-            self.mask = same.tril().unsqueeze(1)
-            return
-        length = numbers.shape[1]
-        for row, starts in enumerate(numbers.diff(dim=1).ne(0)):
-            edges = [0, *(starts.nonzero().flatten() + 1).tolist(), length]
-            self.spans += [(row, a, b) for a, b in itertools.pairwise(edges)]
+    def __init__(self, numbers: Tensor, positions: Tensor):
+        self.numbers, self.positions = numbers, positions
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        """Causal attention within each document; queries and result [B, H, T, E]."""
-        how: Any = {"dropout_p": dropout, "enable_gqa": q.shape[1] != k.shape[1]}
+    def split(self, sizes: Sequence[int]) -> list[Documents]:
+        """The documents of consecutive groups of rows."""
+        parts = self.numbers.split(list(sizes)), self.positions.split(list(sizes))
+        return list(itertools.starmap(Documents, zip(*parts, strict=True)))
+
+    @property
+    def several(self) -> bool:
+        """Whether a row has more than one document."""
+        return bool((self.numbers[:, 0] != self.numbers[:, -1]).any())
+
+    def within(
+        self, blocks: Sequence[nn.Module], rate: float, is_whole: bool
+    ) -> Callable[[int, int], Spans]:
+        """`spans` for a pass through blocks, with the masks that it needs.
+
+        Also dropout at `rate` needs a mask, in a part of a model, where it is a slice of the whole.
+        """
+        compiled = any(hasattr(b.forward, "_torchdynamo_orig_callable") for b in blocks)
+        short = self.numbers.shape[1] <= MASKED_TOKENS and self.several
+        on_cpu = self.positions.device.type == "cpu" and (compiled or short or rate > 0)
+        return partial(self.spans, masked=on_cpu or (rate > 0 and not is_whole))
+
+    def spans(self, first: int, stop: int, masked: bool = False) -> Spans:
+        """The attention of the tokens from `first` to before `stop` in each row.
+
+        Tokens past the row's end (padding) belong to its last document. With `masked` the result
+        has a mask.
+        """
+        rows, length = self.numbers.shape
+        begins = torch.ones_like(self.numbers, dtype=torch.bool)
+        begins[:, 1:] = self.numbers.diff(dim=1) != 0
+        queries, keys = list[int](), list[int]()
+        for row in begins:
+            starts = [start for start in row.nonzero().flatten().tolist() if start < stop]
+            for start, end in itertools.pairwise([*starts, stop]):
+                queries.append(max(0, end - max(start, first)))
+                keys.append(end - start)
+        mask = None
+        if masked:
+            own = self.numbers[:, torch.arange(stop).clamp(max=length - 1)]
+            mask = (own[:, first:, None] == own[:, None, :]).tril(first).unsqueeze(1)
+        assert (sum(queries), sum(keys)) == (rows * (stop - first), rows * stop)
+        return Spans(queries, keys, mask, self.positions.device)
+
+
+def documents_of(batch: Any, model: nn.Module) -> dict[str, Documents]:
+    """The argument of a model's forward pass for rows of several documents; none for others."""
+    if batch.documents is None or not takes_documents(model):
+        return {}
+    return {"documents": Documents(batch.documents, batch.positions)}
+
+
+def takes_documents(model: nn.Module) -> bool:
+    """Whether a model's forward pass keeps documents apart; a user's own module may not."""
+    network = model.module if isinstance(model, DistributedDataParallel) else model
+    return "documents" in inspect.signature(type(network).forward).parameters
+
+
+class Spans:
+    """The documents of all rows, end to end, in an attention of T tokens to the S up to them.
+
+    `queries` and `keys` are the lengths of each document among the T and among the S tokens.
+    """
+
+    def __init__(
+        self, queries: list[int], keys: list[int], mask: Tensor | None, device: torch.device
+    ):
+        self.queries, self.keys = queries, keys
+        self.mask = None if mask is None else mask.to(device, non_blocking=True)  # [B, 1, T, S]
+        self.edges: tuple[Tensor, Tensor] | None = None
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+            self.edges = edges_of(queries, device), edges_of(keys, device)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+        """Causal attention of [B, H, T, E] to [B, K, S, E] within each document."""
+        width, plain = q.shape[3], not dropout and q.dtype in HALF
+        if self.edges is not None and plain and width % 8 == 0 and width <= 256:
+            from windlass.model.flash import flash
+
+            ends = end_to_end(q), end_to_end(k), end_to_end(v)
+            y = flash(*ends, self.edges, q.shape[2], k.shape[2])
+            return y.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
         if self.mask is not None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, **how)
-        causal, rows = (
-            partial(F.scaled_dot_product_attention, is_causal=True),
-            [list[Tensor]() for _ in q],
-        )
-        for row, start, stop in self.spans:
-            own = (part[row : row + 1, :, start:stop] for part in (q, k, v))
-            rows[row].append(causal(*own, **how))
-        return torch.cat([torch.cat(parts, dim=2) for parts in rows])
+            gqa = q.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=self.mask, dropout_p=dropout, enable_gqa=gqa
+            )
+        return self.one_by_one(q, k, v, dropout)
+
+    @torch._disable_dynamo  # imports torch._dynamo when it is called, not now
+    def one_by_one(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        """A product for each document."""
+        from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo
+
+        how: Any = {"dropout_p": dropout, "enable_gqa": q.shape[1] != k.shape[1]}
+        if self.queries == [k.shape[2]] * q.shape[0]:  # each row is one document
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, **how)
+        lengths, outputs = (self.queries, self.keys, self.keys), list[Tensor]()
+        # One `split` has one backward pass; slices would each write a gradient of the whole.
+        parts = (end_to_end(x).split(n) for x, n in zip((q, k, v), lengths, strict=True))
+        for document in zip(*parts, strict=True):
+            own, seen = len(document[0]), len(document[1])
+            if not own:
+                continue
+            how["is_causal"] = own == seen
+            how["attn_mask"] = None if own == seen else causal_lower_right(own, seen)
+            heads = (x.transpose(0, 1).unsqueeze(0) for x in document)
+            y = F.scaled_dot_product_attention(*heads, **how)
+            outputs.append(y.squeeze(0).transpose(0, 1))
+        return torch.cat(outputs).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+
+
+def end_to_end(x: Tensor) -> Tensor:
+    """[B, H, T, E] -> [B T, H, E]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def edges_of(lengths: list[int], device: torch.device) -> Tensor:
+    """Where documents begin, and the end of all, int32 [N + 1]; N is a power of two.
+
+    The documents that do not exist begin and end at the end.
+    """
+    edges = list(itertools.accumulate(lengths, initial=0))
+    size = 1 << (len(lengths) - 1).bit_length()
+    padded = edges + [edges[-1]] * (size + 1 - len(edges))
+    tensor = torch.tensor(padded, dtype=torch.int32).to(device, non_blocking=True)
+    if compiler := sys.modules.get("torch._dynamo"):
+        compiler.maybe_mark_dynamic(tensor, 0)  # one graph for every N
+    return tensor

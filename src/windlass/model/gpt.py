@@ -18,38 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.model.documents import Documents
+from windlass.model.cache import LayerCache
+from windlass.model.documents import Documents, Spans
 from windlass.model.loss import PLAIN, Piece, SourceSums, cross_entropy_sum, head_logits
 from windlass.model.rotary import RotaryEmbedding
 from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
-
-
-class LayerCache:
-    """One layer's keys and values of `length` tokens; the first pass allocates them."""
-
-    def __init__(self, batch: int, capacity: int):
-        self.batch, self.capacity, self.length = batch, capacity, 0
-        self.keys = self.values = torch.empty(0)
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Add the keys and values [B, K, T, E] of T new tokens.
-
-        Returns all keys and all values so far [B, K, S, E], and the mask [T, S] of the tokens that
-        each new token sees. The mask is None if the cache was empty (then it is the causal mask)
-        and for a single new token, which sees all.
-        """
-        start, stop = self.length, self.length + k.shape[2]
-        assert k.shape[0] == self.batch and stop <= self.capacity, "the cache is too small"
-        if not start:
-            shape = (*k.shape[:2], self.capacity, k.shape[3])
-            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
-        self.keys[:, :, start:stop], self.values[:, :, start:stop], self.length = k, v, stop
-        mask = None
-        if start and stop - start > 1:
-            mask = torch.ones(stop - start, stop, dtype=torch.bool, device=k.device).tril(start)
-        return self.keys[:, :, :stop], self.values[:, :, :stop], mask
 
 
 class Norm(nn.Module):
@@ -101,7 +76,7 @@ class Attention(nn.Module):
         rotary: RotaryEmbedding | None = None,
         cache: LayerCache | None = None,
         rows: Rows | None = None,
-        documents: Documents | None = None,
+        documents: Spans | None = None,
     ) -> Tensor:
         H, K, share = self.heads, self.kv_heads, self.share
         qkv = self.qkv(share.enter(x, rows))
@@ -119,13 +94,13 @@ class Attention(nn.Module):
             q, k, v = qkv.split([H, K, K], dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, E]
         mask, rate = None, self.dropout if self.training else 0.0
-        if documents:
-            y = documents.attention(q, k, v, rate)
-            return self.project(y.transpose(1, 2).flatten(2))
         if cache:
             k, v, mask = cache.extend(k, v)  # [B, K, S, E]
-        elif rows and (rate or rows.context):
+        elif rows and (rate or rows.masks):
             y = share.attention(q, k, v, rows, rate)
+            return self.project(y.transpose(1, 2).flatten(2))
+        elif documents:
+            y = documents.attention(q, k, v, rate)
             return self.project(y.transpose(1, 2).flatten(2))
         y = F.scaled_dot_product_attention(
             q,
@@ -193,7 +168,7 @@ class Block(nn.Module):
         rotary: RotaryEmbedding | None = None,
         cache: LayerCache | None = None,
         rows: Rows | None = None,
-        documents: Documents | None = None,
+        documents: Spans | None = None,
     ) -> Tensor:
         rate = self.dropout if self.training else 0.0
         x = x + drop(self.attn(self.attn_norm(x), rotary, cache, rows, documents), rate, rows)
@@ -284,8 +259,7 @@ class GPT(nn.Module):
         hidden: Tensor | None = None,
         layers: range | None = None,
         by_source: SourceSums | None = None,
-        documents: Tensor | None = None,
-        positions: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the loss.
 
@@ -300,29 +274,33 @@ class GPT(nn.Module):
                 Before the last block the result is hidden states [B, T, D].
             hidden: The result of the stage before.
             by_source: Where to add the loss of each row's source, for a mixture.
-            documents: The number of each token's document in its row [B, T]; attention stays within
-                a document.
-            positions: With `documents`: each token's place in its document [B, T].
+            documents: Of each row, with [B, T] as in `tokens`; attention stays within them, and
+                positions restart in each.
         """
         m, layers = self.settings, layers or range(self.settings.layers)
         start, length = cache[layers.start].length if cache else 0, tokens.shape[1]
         assert start + length <= self.context, f"{start + length} tokens, context {self.context}"
         # Logits are of whole sequences; the ranks of `context` divide only what has labels.
         share = self.share if labels is not None else replace(self.share, context=None)
-        rows = None
-        if not share.is_whole:
-            rows = share.rows(start, length, self.kv_heads, tokens.device)
+        rate, seed = m.dropout if self.training else 0.0, torch.initial_seed()
+        rows = spans = None
+        within = None
+        if documents is not None:
+            within = documents.within(self.blocks(), rate, share.is_whole)
+        if share.is_whole:
+            spans = within(0, length) if within else None
+        else:
+            rows = share.rows(start, length, self.kv_heads, tokens.device, within)
             tokens, labels = rows.tokens(tokens), None if labels is None else rows.labels(labels)
         x = self.embed(tokens) if hidden is None else hidden
+        positions = documents.positions if documents else None
         x, rotary = self.locate(x, range(start, start + length), rows, positions, hidden is None)
-        apart = None if documents is None else Documents(documents, self.blocks())
-        rate, seed = m.dropout if self.training else 0.0, torch.initial_seed()
         x = drop(x, rate, rows) if hidden is None else x
         for i in layers:
             if rate:  # a block's masks do not depend on the blocks before it
                 torch.manual_seed(seed_of(f"windlass/dropout/{seed}/block/{i}"))
             block = getattr(self.blocks, str(i))
-            x = block(x, rotary, cache[i] if cache else None, rows, apart)
+            x = block(x, rotary, cache[i] if cache else None, rows, spans)
         if layers.stop < m.layers:
             return x
         if m.final_norm:
@@ -346,7 +324,8 @@ class GPT(nn.Module):
         m = self.settings
         if m.position == "learned" and first:
             if positions is not None:
-                return x + F.embedding(positions, self.positions.weight), None
+                own = positions if rows is None else positions[:, rows.place(rows.stream)]
+                return x + F.embedding(own, self.positions.weight), None
             here = slice(whole.start, whole.stop) if rows is None else rows.place(rows.stream)
             return x + self.positions.weight[here], None
         if m.position != "rope":
@@ -354,6 +333,8 @@ class GPT(nn.Module):
         if positions is None:
             positions = torch.arange(whole.start, whole.stop, device=x.device)
             positions = positions if rows is None else rows.place(rows.inner)
+        elif rows is not None:
+            positions = positions[:, rows.place(rows.inner)]
         return x, RotaryEmbedding(m.rope_theta, m.width // m.heads, positions, like=x)
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from windlass import hub
 from windlass.errors import UserError, first_line, require
 from windlass.model import hf_files, hf_tensor
+from windlass.model.documents import Documents, edges_of
 from windlass.model.loss import (
     PLAIN,
     Piece,
@@ -54,6 +55,7 @@ class HfModel(nn.Module):
         bos = getattr(text, "bos_token_id", None)
         # The first token of a text; None for a model that has not learned one.
         self.bos = bos if isinstance(bos, int) and not settings.from_scratch else None
+        self.plain = str(self.config._attn_implementation)  # attention without documents
         self._plain_head = has_plain_head(model)
         self.share, self.cuts, self.partial = WHOLE, dict[str, Cut](), set[str]()
         self.piece: Piece | None = None  # of the vocabulary
@@ -95,6 +97,27 @@ class HfModel(nn.Module):
                     tensors[name.replace(".base_layer", "")] = buffer
         hf_files.fill_from_files(tensors, directory, prefix, remote)
 
+    def keep_apart(self, documents: Documents | None) -> dict[str, Any]:
+        """The arguments for rows of documents, which `transformers` finds from the positions.
+
+        Flash attention would look at a single row only, so it gets the edges. On a GPU other
+        attention than flash would make a mask [B, T, T], so flex attention takes its place, until a
+        pass without documents. UserError if the model has neither.
+        """
+        on_gpu = documents is not None and documents.positions.device.type == "cuda"
+        wanted = attention_within_documents(self.model, self.settings) if on_gpu else self.plain
+        if self.config._attn_implementation != wanted:
+            self.model.set_attn_implementation(wanted)  # type: ignore[operator]
+        if documents is None:
+            return {}
+        given: dict[str, Any] = {"position_ids": documents.positions}
+        if wanted.startswith("flash"):
+            length = documents.positions.shape[1]
+            edges = edges_of(documents.spans(0, length).keys, documents.positions.device)
+            given |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
+            given |= {"max_length_q": length, "max_length_k": length}
+        return given
+
     def blocks(self) -> list[nn.Module]:
         """The units of sharding, activation checkpointing and compilation, in order."""
         return find_blocks(self.model)
@@ -124,16 +147,14 @@ class HfModel(nn.Module):
         labels: Tensor | None = None,
         cache: HfCache | None = None,
         by_source: SourceSums | None = None,
-        documents: Tensor | None = None,
-        positions: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the summed loss; the arguments of `GPT.forward`.
 
-        Padding is at the end, where no unmasked token attends to it. `transformers` finds the
-        documents of a row from the positions.
+        Padding is at the end, where no unmasked token attends to it.
         """
         given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
-        given |= {} if positions is None else {"position_ids": positions}
+        given |= self.keep_apart(documents)
         if cache is not None:
             return cache.read(tokens)
         objective = self.objective if self.training else PLAIN
@@ -150,6 +171,21 @@ class HfModel(nn.Module):
             hidden = self.share.enter(hidden)
         how: Any = {"piece": self.piece, "objective": objective, "by_source": by_source}
         return cross_entropy_sum(hidden, head.weight, labels, head.bias, **how)
+
+
+def attention_within_documents(model: Any, settings: ModelSettings) -> str:
+    """The implementation of attention for rows of documents on a GPU; UserError if there is none."""
+    current = str(model.config._attn_implementation)
+    if current.startswith("fl"):  # flash or flex
+        return current
+    if settings.attention == "auto" and model._supports_flex_attn:
+        return "flex_attention"
+    kind = f"{type(model).__name__} with attention {current}"
+    problem = f"{kind} would need a mask of T x T entries for each row on a GPU"
+    raise UserError(
+        f'data.document_mask: {problem}: write model.attention="flash_attention_2" (or "auto"), or '
+        "data.document_mask=false"
+    )
 
 
 def wrap(model: Any, context: int) -> HfModel:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from windlass.model.documents import Spans
 from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -142,9 +143,11 @@ class Rows(NamedTuple):
     inner: Tensor  # in attention and feed-forward
     stream: Tensor  # in the residual stream
     context: Peers | None = None  # the ranks that divide the tokens; None: this rank has all
-    masks: tuple[Tensor | None, ...] = ()
-    """If the ranks gather keys: the causal mask of the early and the late part, None if square.
-    (`torch.compile` takes such masks as arguments but does not make them.)"""
+    masks: tuple[Any, ...] = ()
+    """The mask of each part of an attention: `Spans` of documents, or a causal mask, None if square.
+    If the ranks gather keys there is an early and a late part, else one, and none without
+    documents or `context`. (`torch.compile` takes causal masks as arguments but does not make
+    them.)"""
 
     def place(self, which: Tensor) -> Tensor:
         """Places for a lookup; padding takes the last one."""
@@ -183,10 +186,20 @@ class Share:
         """Whether the ranks of `context` exchange heads; `kv_heads` of keys on a rank."""
         return self.context is not None and kv_heads % self.context.size == 0
 
-    def rows(self, start: int, length: int, kv_heads: int, device: torch.device) -> Rows:
-        """This rank's part of `length` tokens from place `start` on (above 0: without context)."""
+    def rows(
+        self,
+        start: int,
+        length: int,
+        kv_heads: int,
+        device: torch.device,
+        within: Callable[[int, int], Spans] | None = None,
+    ) -> Rows:
+        """This rank's part of `length` tokens from place `start` on (above 0: without context).
+
+        `within(first, stop)` returns the attention of these tokens within their documents.
+        """
         inner, c, t = torch.arange(start, start + length, device=device), self.context, self.tensor
-        masks = list[Tensor | None]()
+        masks: list[Any] = [within(0, length)] if within and c is None else []
         if c is not None:
             halves = 1 if self.by_heads(kv_heads) else 2
             each = -(-length // (halves * c.size))
@@ -197,7 +210,12 @@ class Share:
                 from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo
 
             for stop in ((i + 1) * each for i in mine if halves == 2):
-                masks.append(causal_lower_right(each, stop) if stop > each else None)
+                if within:
+                    masks.append(within(stop - each, stop))
+                else:
+                    masks.append(causal_lower_right(each, stop) if stop > each else None)
+            if halves == 1:
+                masks = [within(0, c.size * each) if within else None]
         stream = inner
         if t is not None and self.sequence:
             short = -len(inner) % t.size
@@ -263,7 +281,7 @@ class Share:
             keep = F.dropout(torch.ones(shape, dtype=q.dtype, device=q.device), rate)
             keep = keep[:, first : first + H]
         if c is None:
-            return causal(q, k, v, keep)
+            return causal(q, k, v, keep, rows.masks[0] if rows.masks else None)
         if self.by_heads(K):
             each, size = (H // c.size, K // c.size, K // c.size), c.size
             parts = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in (q, k, v)]
@@ -273,7 +291,7 @@ class Share:
             )  # [B, heads of a rank, all tokens, E]
             if keep is not None:
                 keep = keep[:, c.rank * each[0] : (c.rank + 1) * each[0]]
-            y = causal(q, k, v, keep)
+            y = causal(q, k, v, keep, rows.masks[0])
             y = _Exchange.apply(y.unflatten(2, (size, -1)).movedim(2, 0), c)
             return y.movedim(0, 1).flatten(1, 2)
         # [T, ...]: the parts of rank 0, which are parts 0 and 2 n - 1 of the sequence, of rank 1, ...
@@ -295,13 +313,13 @@ class Share:
 WHOLE = Share()
 
 
-def causal(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, mask: Tensor | None = None
-) -> Tensor:
-    """Attention of the last T of S tokens; `mask` if T < S. `keep` [B, H, T, S] is a dropout mask,
-    or a part of it without the padding at the end.
+def causal(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, mask: Any = None) -> Tensor:
+    """Attention of the last T of S tokens; `mask` as in `Rows.masks`. `keep` [B, H, T, S] is a
+    dropout mask, or a part of it without the padding at the end.
     """
     T, S, gqa = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
+    if keep is None and isinstance(mask, Spans):
+        return mask.attention(q, k, v)
     if keep is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa
@@ -309,6 +327,9 @@ def causal(
     if gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    if isinstance(mask, Spans):
+        assert mask.mask is not None
+        seen = mask.mask
     scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).masked_fill(~seen, -math.inf)
     keep = F.pad(keep[..., :S], (0, max(0, S - keep.shape[3]), 0, T - keep.shape[2]))
     return (scores.softmax(-1) * keep) @ v

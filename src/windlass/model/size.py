@@ -90,13 +90,15 @@ def stage_layers(settings: ModelSettings, vocab: int, stages: int) -> list[int]:
     return [each + (stage >= stages - 1 - more) for stage in range(stages - 1)] + [last]
 
 
-def flops_per_token(settings: ModelSettings, vocab: int) -> int:
+def flops_per_token(settings: ModelSettings, vocab: int, attended: float | None = None) -> int:
     """FLOPs of one token's forward and backward pass, by the convention of MFU: 6 N + 12 L d T.
 
     N counts the parameters that multiply every token. 12 L d T is attention without a mask over the
-    T positions of the context (arXiv 2204.02311, B). GPT-2 small at 1,024: 855 MFLOP.
+    T positions of the context (arXiv 2204.02311, B), or over the `attended` positions of a token's
+    document in the mean. GPT-2 small at 1,024: 855 MFLOP.
     """
-    attention = 12 * settings.layers * settings.width * settings.context
+    seen = settings.context if attended is None else attended
+    attention = round(12 * settings.layers * settings.width * seen)
     return 6 * count(settings, vocab).multiplied + attention
 
 

@@ -42,6 +42,7 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SAVED = {getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "linear")}
 # Sums over the ranks of `tp`; the gathered inputs would be larger.
 SAVED |= {getattr(collective, name).default for name in ("reduce_scatter_tensor", "all_reduce")}
+ATTENTION = ("_scaled_dot_product_", "_varlen_attn.")  # in the names of operations
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
@@ -282,7 +283,7 @@ def selective_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     """Save the outputs of matrix products, attention and sums over ranks; recompute the rest."""
     if op in SAVED:
         return CheckpointPolicy.MUST_SAVE
-    if "_scaled_dot_product_" in str(op):
+    if any(name in str(op) for name in ATTENTION):
         names = [argument.name for argument in op._schema.arguments]
         # Attention with dropout is recomputed. Otherwise the generator would be in another state
         # for the dropout after it.

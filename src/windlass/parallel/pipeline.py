@@ -27,7 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.errors import UserError
-from windlass.model.gpt import GPT, LayerCache
+from windlass.model.cache import LayerCache
+from windlass.model.documents import Documents
+from windlass.model.gpt import GPT
 from windlass.model.loss import SourceSums
 from windlass.model.share import local_part
 from windlass.model.size import stage_layers
@@ -294,11 +296,10 @@ class StagedGPT(GPT):
         hidden: Tensor | None = None,
         layers: range | None = None,
         by_source: SourceSums | None = None,
-        documents: Tensor | None = None,  # a recipe with a pipeline has none
-        positions: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         if layers is not None:
-            return super().forward(tokens, labels, cache, hidden, layers, by_source)
+            return super().forward(tokens, labels, cache, hidden, layers, by_source, documents)
         assert not torch.is_grad_enabled(), "training passes of a pipeline need its schedule"
         pipe = self.pipeline
         start = cache[pipe.layers[pipe.own[0]].start].length if cache else 0
@@ -309,11 +310,12 @@ class StagedGPT(GPT):
         sizes = [len(part) for part in rows]
         marks = [None] * len(rows) if labels is None else labels.split(sizes)
         sums = [None] * len(rows) if by_source is None else by_source.split(sizes)
+        apart = [None] * len(rows) if documents is None else documents.split(sizes)
         results = list[Tensor]()
 
         def work(task: Task, arrived: Tensor | None) -> Tensor:
             part, layers = task.micro, pipe.layers[task.stage]
-            given = marks[part], cache, arrived, layers, sums[part]
+            given = marks[part], cache, arrived, layers, sums[part], apart[part]
             result = GPT.forward(self, rows[part], *given)
             if pipe.last(task.stage):
                 results.append(result)

@@ -96,6 +96,9 @@ def sources(r: Any) -> Problems:
         yield "data.format", 'the source squad needs data.format = "squad"'
     if d.packing != "packed" and any(shards):
         yield "data.packing", 'shards of other tools are streams of tokens: write "packed"'
+    if d.document_mask is True and any(shards):
+        problem = "shards of other tools do not say where documents begin"
+        yield "data.document_mask", f'{problem}: write "auto", or false'
     if d.packing == "best-fit" and d.order != "shuffled":
         yield "data.order", 'the rows of best-fit packing have no file order: write "shuffled"'
 
@@ -185,9 +188,6 @@ def layout(r: Any) -> Problems:
     p, m = r.parallel, r.model
     if p.model_ranks == 1:
         return
-    if r.data.packing == "best-fit":
-        problem = f"{p.layout} divides a row, whose documents attend to themselves alone"
-        yield "data.packing", f'{problem}: use data parallelism, or write "packed"'
     if p.strategy == "single":
         problem = f'{p.layout} needs {p.model_ranks} ranks, and "single" is for one'
         yield "parallel.strategy", f'{problem}: write "auto"'

@@ -97,6 +97,10 @@ class DataSettings(Section):
     """`packed`: documents end to end, cut into rows; `documents`: one per row, masked padding;
     `best-fit`: whole documents, questions or conversations in rows, hardly any padding, and each
     attends to itself alone (arXiv 2404.10830). `squad` and `chat` are one per row without it."""
+    document_mask: bool | Literal["auto"] = "auto"
+    """With text and `packed`: each document of a row attends to itself alone, from position 0
+    (arXiv 2407.21783, section 3.2). `auto`: true for prepared documents, false for one text and for
+    shards of other tools, which do not say where documents begin."""
     order: Literal["shuffled", "shards-shuffled", "sequential"] = "shuffled"
     """`shuffled`: all samples, in a new order each epoch; `shards-shuffled`: shards in file order
     in epoch 0 and shuffled from epoch 1 on, samples in order inside a shard; `sequential`: always

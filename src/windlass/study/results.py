@@ -30,7 +30,10 @@ TOKENIZER = ("data.tokenizer", "data.tokenizer_vocab", "model.name", "model.revi
 # Settings that choose the validation data, and further ones if it is held out from `data.source`.
 VALIDATION = tuple(
     f"data.{name}"
-    for name in ("eval_source", "eval_split", "eval_size", "text_key", "format", "packing")
+    for name in (
+        *("eval_source", "eval_split", "eval_size", "text_key", "format", "packing"),
+        "document_mask",
+    )
 )
 HELD_OUT = tuple(
     f"data.{name}"

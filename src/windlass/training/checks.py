@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from windlass.data.samples import Batch, Samples
 from windlass.errors import RunFailed, UserError, first_line
 from windlass.evaluation.source import evaluating
+from windlass.model.documents import Documents, takes_documents
 from windlass.model.share import cut_of, is_sharded, local_part, whole_shape
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
@@ -156,33 +156,39 @@ def check_loss_is_a_sum(
 
 
 def check_documents(
-    model: nn.Module, ranks: Ranks, autocast: Callable[[], AbstractContextManager[Any]]
+    model: nn.Module,
+    ranks: Ranks,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    packing: str,
 ) -> None:
     """Raise UserError unless a document's loss is independent of the document before it in a row.
 
-    All ranks call it together; it takes two passes over eight tokens.
+    All ranks call it together; it takes two passes over eight tokens. `packing` is `data.packing`.
     """
     network, problem = unwrap(model), ""
-    if "documents" not in inspect.signature(network.forward).parameters:
-        problem = "your model's forward takes no `documents` and `positions`"
+    if not takes_documents(network):
+        problem = "your model's forward takes no `documents`"
     else:
         places = torch.arange(8, device=ranks.device).unsqueeze(0)
         second, losses = places >= 4, list[Tensor]()
-        packed = {"documents": second.long(), "positions": places % 4}
+        documents = Documents((torch.arange(8) >= 4).long().unsqueeze(0), places % 4)
         try:
             for first in (places, places + 1):
                 tokens = torch.where(second, places, first)
                 labels = torch.where(second, places, IGNORE_INDEX)
                 with torch.no_grad(), evaluating(model), autocast():
-                    losses.append(network(tokens, labels, **packed))
+                    losses.append(network(tokens, labels, documents=documents))
         except TypeError as error:
             problem = f"the model takes no positions ({first_line(error)})"
         else:
             if not torch.equal(*losses):
                 problem = "the model's attention does not keep the documents of a row apart"
-    if problem:
+    if problem and packing == "best-fit":
         advice = 'leave it out, and each conversation is a row, or write "documents" for texts'
         raise UserError(f'data.packing = "best-fit": {problem}: {advice}')
+    if problem:
+        advice = "write data.document_mask=false, and it attends to whole rows"
+        raise UserError(f"data.document_mask: {problem}: {advice}")
 
 
 def check_first_loss(loss: float, rows: int, fresh: bool) -> str:

@@ -221,7 +221,7 @@ class Recorder:
         about = "about " * ("lengths" in data)  # rows differ in length
         total = f"{short(steps * tokens)} tokens"
         work = f"{plural(steps, 'step')} x {about}{tokens:,} tokens = {total}"
-        more = ("sources", "mixture", "template", "lengths", "packing", "cut")
+        more = ("sources", "mixture", "template", "lengths", "attention", "packing", "cut")
         return {
             "data": "; ".join(parts),
             **{key: data[key] for key in more if key in data},

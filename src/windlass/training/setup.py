@@ -27,7 +27,7 @@ from windlass.data.mixture import (
     stages_of,
 )
 from windlass.data.prepare import Data, data_dir, open_data
-from windlass.data.samples import real_tokens
+from windlass.data.samples import masks_documents, real_tokens
 from windlass.errors import UserError, argument, plural
 from windlass.estimate.milestones import checkpoints_to_come
 from windlass.estimate.optimum import resolve_steps
@@ -35,6 +35,7 @@ from windlass.fileio import Files
 from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
 from windlass.model.build import read_sizes, sizes_of
+from windlass.model.documents import takes_documents
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
 from windlass.model.loss import Objective, takes_sources
@@ -182,7 +183,10 @@ def prepare_model(
     device_name = check_device(ranks.device)
     sizes, hf = sizes_of(model), isinstance(model, HfModel) and not custom
     counted = hf or bool(recipe.model.freeze)
-    flops = sizes.flops_per_token() if counted else flops_per_token(recipe.model, data.vocab)
+    masked = masks_documents(data.train) and takes_documents(model)
+    attended = getattr(data.train, "attended", None) if masked else None
+    own_flops = flops_per_token(recipe.model, data.vocab, attended)
+    flops = sizes.flops_per_token() if counted else own_flops
     pretrained = recipe.model.kind == "hf" and not recipe.model.from_scratch
     # FSDP2 gives the module another class.
     own_class = type(model.model if isinstance(model, HfModel) else model).__name__
@@ -212,8 +216,10 @@ def prepare_model(
         initialise(unwrap(model), recipe.run.seed)
     if not custom and init_from:
         load_initial(unwrap(model), recipe, ranks)
-    if recipe.data.packing == "best-fit" and choice is None:
-        check_documents(model, ranks, partial(autocast, recipe, ranks.device))
+    settings = recipe.data
+    asked = settings.packing == "best-fit" or settings.document_mask is True
+    if choice is None and (masked or asked):
+        check_documents(model, ranks, partial(autocast, recipe, ranks.device), settings.packing)
     return model, facts
 
 

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from windlass.data.prepare import Data
 from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
 from windlass.model.build import build_model, own_module
 from windlass.model.convert import export_note
-from windlass.model.documents import document_arguments
+from windlass.model.documents import documents_of
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, set_lr
 from windlass.optim.schedule import lr_multiplier
@@ -231,6 +232,9 @@ class Trainer:
         state, horizon, recipe = self.state, self.horizon, self.recipe
         ranks, recorder, evaluator = self.ranks, self.recorder, self.evaluator
         first_step, loader = state.step + 1, self.open_loader()
+        if not gc.isenabled():  # `windlass train` leaves this to its loop
+            gc.freeze()  # else a rank may collect all that was imported, and the others wait
+            gc.enable()
         try:
             while state.step < horizon.steps and not self.ends_early:
                 recorder.log(self.callbacks.take_logged())
@@ -308,7 +312,7 @@ class Trainer:
                 torch.manual_seed(step_seed(self.recipe.run.seed, batch.step, micro.k))
             ranks.mark(batch.step, "forward")
             with timer.phase("forward"), autocast(self.recipe, ranks.device):
-                stage |= self.losses.by_source(micro.batch) | document_arguments(micro.batch)
+                stage |= self.losses.by_source(micro.batch) | documents_of(micro.batch, self.model)
                 result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
             if result.dim():  # hidden states, for the next stage of a pipeline
                 return result
