@@ -96,6 +96,13 @@ name = "HuggingFaceTB/SmolLM2-135M"
 rank = 8
 alpha = 16
 """,
+    "model.mup": """
+heads = 8
+width = 512
+
+[model.mup]
+base_width = 128
+""",
     "data": """
 source = ["books/*.txt", "web.jsonl"]
 text_key = "text"
@@ -185,7 +192,7 @@ def recipe_page() -> str:
         if not keys:
             continue
         text += f"\n## `{name}`\n\n{section.annotation.__doc__}\n"
-        for example in (name, f"{name}.lora", f"{name}.mix"):
+        for example in (name, f"{name}.lora", f"{name}.mup", f"{name}.mix"):
             if example in EXAMPLES:
                 text += f"\n```toml\n[{name}]\n{EXAMPLES[example].strip()}\n```\n"
         rows = [("key", "default", "values", "meaning")]

@@ -176,7 +176,7 @@ def test_varying_documents_compile_once_for_flash_attention(compiled, monkeypatc
     monkeypatch.setattr(Documents, "spans", with_edges)
     monkeypatch.setattr("windlass.model.documents.HALF", (torch.float32,))
     kernel = torch._dynamo.allow_in_graph(kernel)
-    monkeypatch.setattr("windlass.model.documents.varlen_attn", kernel)
+    monkeypatch.setattr("windlass.model.flash.varlen_attn", kernel)
     graphs = compiled(
         lambda model, ranks, train: [train(documents=documents_of(*n)) for n in VARYING]
     )

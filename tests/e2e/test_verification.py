@@ -9,10 +9,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from helpers import windlass
+from windlass.optim import build
 from windlass.optim.average import Average
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.verification import verify
+from windlass.verification import mup, verify
 from windlass.verification.average import average_exact
 from windlass.verification.bench import Bench
 from windlass.verification.proofs import (
@@ -20,6 +21,7 @@ from windlass.verification.proofs import (
     kills_lose_nothing,
     layouts_agree,
     resume_exact,
+    same_bits,
     sequence_whole,
     strategies_agree,
     world_changes_nothing,
@@ -106,6 +108,26 @@ def test_a_run_that_is_not_exact_fails_the_proof(tmp_path, proof, wrong, worlds)
     passed, measured = proof(bench)
     assert passed is False
     assert wrong != "from-7" or "differ after: 7" in measured
+
+
+def test_a_run_with_mup_resumes_bit_for_bit(tmp_path):
+    settings = [*ONE_THREAD, "model.mup.base_width=8", "model.mup.base_head_width=8"]
+    bench = Bench(tmp_path, overrides=settings, worlds=(1,))
+    whole = bench.train("whole")
+    checkpoint = whole.checkpoints_dir / "step-00000006"
+    assert same_bits(bench.train("again", checkpoint__resume=str(checkpoint)), whole, 6)
+
+
+def test_coordinates_are_flat_unless_the_matrices_rate_is_not_divided(tmp_path, monkeypatch):
+    monkeypatch.setattr(mup, "SEEDS", 1)
+    settings = [*ONE_THREAD, "model.mup.base_width=32", "model.mup.base_head_width=16"]
+    bench = Bench(tmp_path, overrides=settings, worlds=(1,))
+    passed, measured = mup.coordinates_flat(bench)
+    assert passed, measured
+    monkeypatch.setattr(build, "_matrices", lambda model, parameters: [])
+    bench.folder = tmp_path / "wrong"
+    sizes = [mup.sizes_at(bench, width, 32) for width in (32, 64, 128)]
+    assert max(mup.exponents((32, 64, 128), sizes).values()) > 2 * mup.FLAT
 
 
 def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):

@@ -114,6 +114,19 @@ def test_logits_loss_and_gradients(name: str) -> None:
     torch.testing.assert_close(model.embedding.weight.grad, reference, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["GPT-2 itself", "untied, ReLU", "one key head, biases", "Qwen3"])
+def test_the_multipliers_of_mup_are_in_the_weights(name: str, tmp_path: Path) -> None:
+    own = {"base_width": 16, "base_head_width": 4, "input_multiplier": 3.0}
+    model = ours({**MODELS[name], "mup": {**own, "output_multiplier": 2.0}})
+    other, tokens = reference_of(model), some_tokens()
+    reference = other(tokens).logits
+    torch.testing.assert_close(model(tokens), reference, rtol=1e-5, atol=1e-5)
+    plain = ours(MODELS[name])
+    assert not torch.allclose(plain(tokens), reference, rtol=0, atol=0.1)
+    with refused("model.init_from", "drop model.mup"):
+        read(write(tmp_path, plain, weights_of(plain)), model.settings)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back_whatever_names_a_file_has(name: str, tmp_path: Path) -> None:
     model = ours(MODELS[name])

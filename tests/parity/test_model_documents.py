@@ -159,7 +159,7 @@ def test_edges_of_documents_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             out[a:b] = (weights @ v[c:d].transpose(0, 1)).transpose(0, 1)
         return out
 
-    monkeypatch.setattr("windlass.model.documents.varlen_attn", kernel)
+    monkeypatch.setattr("windlass.model.flash.varlen_attn", kernel)
     monkeypatch.setattr("windlass.model.documents.HALF", (torch.float64,))
     draw = torch.Generator().manual_seed(1)
     numbers = torch.tensor([[0, 0, 0, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 2]])

@@ -85,7 +85,7 @@ def test_decayed_and_undecayed_tensors_are_counted():
         ({}, line(26, 10_740_096, 13, 4992)),
         ({"weight_decay": 0.0}, line(0, 0, 39, 10_745_088)),
         ({"decay_on": "all", "kind": "torch.optim.SGD"}, line(39, 10_745_088, 0, 0)),
-        ({"kind": "muon"}, f"muon: {blocks}; adamw: {tables}"),
+        ({"kind": "muon"}, f"muon: {blocks}, lr 0.02; adamw: {tables}, lr 0.001"),
     ):
         assert describe_groups(count_groups(make_groups(model, OptimSettings(**settings)))) == text
 

@@ -323,11 +323,14 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
     return sets["train"], sets.get("val")
 
 
-def masks_documents(recipe: Recipe, index: Index, split: Split) -> bool:
+def keeps_apart(recipe: Recipe, index: Index, split: Split) -> bool:
     """Whether packed rows of a split keep documents apart (`data.document_mask`).
 
-    UserError if the recipe says so, and the index does not know where documents begin.
+    UserError if the recipe says so, and the index does not know where documents begin. Streamed
+    data (`data.disk_tokens`) do not, so their validation data do not either.
     """
+    if recipe.data.disk_tokens:
+        return False
     wanted, names = recipe.data.document_mask, [part.stream for part in split.ranges]
     single_text = any(index.source[name].get("single_text") for name in names)
     tables = all(shard.table for name in names for shard in index.streams[name])
@@ -353,7 +356,7 @@ def _text_samples(
     samples: Samples
     if packing == "packed":
         masked: dict[str, Any] = {}
-        if eot is not None and masks_documents(recipe, index, split):
+        if eot is not None and keeps_apart(recipe, index, split):
             starts = split_documents(prepared.directory, index, split)
             masked = {"starts": starts, "eot": eot}
         samples = PackedSamples(stream, context, ragged=name == "val", **masked)

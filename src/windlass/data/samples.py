@@ -26,7 +26,7 @@ class Batch(NamedTuple, Generic[A]):
     tokens: A
     labels: A  # the token that follows, or IGNORE_INDEX (-100) if it does not count in the loss
     positions: A | None = None  # each token's place in its document, from 0
-    documents: A | None = None  # the number of each token's document within its row, from 0
+    documents: A | None = None  # the number of each token's document within its row, ascending
     sources: A | None = None  # [B], the number of each row's source in a mixture
 
     def map(self, convert: Callable[[A], Any]) -> Batch[Any]:
@@ -138,7 +138,8 @@ class PackedSamples:
         """The mean length, over all tokens, of the part of a token's document in its row."""
         rows = np.arange(0, self._count * self.context, self.context)
         own = rows if self._starts is None else self._starts[self._starts < self.valid_tokens]
-        sizes = np.diff(np.union1d(rows, own), append=self.valid_tokens)
+        edges = np.sort(np.concatenate([rows, own]), kind="stable")  # merges two sorted runs
+        sizes = np.diff(edges, append=self.valid_tokens)
         return float((sizes.astype(np.float64) ** 2).sum() / self.valid_tokens)
 
     def _number(self, indices: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:

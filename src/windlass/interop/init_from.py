@@ -51,8 +51,20 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
     try:
         checkpoint = find_checkpoint(path if path.exists() else name, ranks)
         restore(open_checkpoint(checkpoint.path, deep=False), model)
+        check_multipliers(checkpoint.path.parent.parent / "recipe.toml", recipe)
     except UserError as error:
         raise UserError(f"model.init_from = {name}: {error}") from None
+
+
+def check_multipliers(source: Path, recipe: Recipe) -> None:
+    """Raise UserError if the weights belong to a model with other multipliers of muP."""
+    if not source.is_file():
+        return
+    there = Recipe.load(source).model
+    if there.multipliers != recipe.model.multipliers:
+        settings = there.mup.model_dump() if there.mup.base_width else {"base_width": 0}
+        lines = "; ".join(f"model.mup.{key} = {value}" for key, value in settings.items())
+        raise UserError(f"its weights are for other multipliers of muP; write {lines}")
 
 
 def check_same_network(model: nn.Module, directory: Path) -> None:

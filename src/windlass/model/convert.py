@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import UserError
-from windlass.recipe.network import ModelSettings
+from windlass.recipe.network import ModelSettings, Multipliers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,9 +145,11 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
     kind = architecture(m)
     own, tensor = set(our_names(kind, m, own_biases(m))), torch.empty(0)
     for name, width in unit_weights(m).items():
-        yield name, torch.ones(width)
+        of_queries = m.multipliers.queries if "q_norm" in name else 1.0
+        yield name, torch.full((width,), of_queries)
     for name in our_names(kind, m, BIASES if kind == "gpt2" else own_biases(m)):
-        tensor = read(name) if name in own else tensor.new_zeros(tensor.shape[0])
+        missing = name not in own
+        tensor = tensor.new_zeros(tensor.shape[0]) if missing else with_multipliers(m, name, read)
         there = their_names(m, name)
         if kind == "gpt2" and name.startswith("blocks.") and tensor.dim() == 2:
             yield there[0], tensor.t().contiguous()
@@ -159,8 +161,25 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
             yield from zip(there, (part.contiguous() for part in tensor.split(rows)), strict=True)
 
 
+def with_multipliers(m: ModelSettings, name: str, read: Read) -> Tensor:
+    """One of our weights for a model without muP's multipliers: the weights contain them.
+
+    The final norm scales the logits, because it is the last step before a head without bias.
+    """
+    tensor, (embedding, queries, hidden) = read(name), m.multipliers
+    if name in ("embedding.weight", "positions.weight"):
+        return tensor if embedding == 1 else tensor * embedding
+    if name.startswith("norm."):  # a tied head has the embedding's multiplier already
+        factor = hidden / embedding if m.tie_head else hidden
+        return tensor if factor == 1 else tensor * factor
+    if ".attn.qkv." in name and queries != 1 and not m.qk_norm:
+        tensor = tensor.clone()
+        tensor[: m.width] *= queries
+    return tensor
+
+
 def unit_weights(m: ModelSettings) -> dict[str, int]:
-    """Names and sizes of the norm weights of queries and keys, which are 1 in our model."""
+    """Names and sizes of the norm weights of queries and keys, which are 1 in our model without muP."""
     layers = range(m.layers if m.qk_norm else 0)
     norms = [f"model.layers.{i}.self_attn.{one}_norm.weight" for i in layers for one in "qk"]
     return dict.fromkeys(norms, m.width // m.heads)
@@ -213,6 +232,7 @@ def own_config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
     auto_map = {auto: f"modeling_windlass.{name}" for auto, name in classes.items()}
     entries = _entries(m, vocab, eot, {key: key for key in OWN_SETTINGS})
     entries |= {"model_type": "windlass", "architectures": ["WindlassForCausalLM"]}
+    entries |= {"multipliers": m.multipliers._asdict()}
     return entries | {"auto_map": auto_map}
 
 
@@ -290,6 +310,11 @@ def check_fit(m: ModelSettings, vocab: int, there: dict[str, Any], where: str) -
 
     A shorter context, extra rows of the embedding and `dropped` biases fit.
     """
+    if m.multipliers != Multipliers():
+        problem = (
+            f"model.init_from: the weights of {where} are for a model without muP's multipliers"
+        )
+        raise UserError(f"{problem}: drop model.mup, or start from a run")
     own = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_, "vocab": vocab}
     fits = {"context": own["context"] <= there["context"], "vocab": vocab >= there["vocab"]}
     fits |= {key: True for key in BIASES if there.get(key)}

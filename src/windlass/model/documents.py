@@ -4,7 +4,7 @@ Windlass makes `Documents` once for a micro-batch, on the host, from the numbers
 `Spans` once for a pass, which all blocks share. How attention is computed:
 
 - On a GPU by `torch.nn.attention.varlen_attn` (flash attention), in bf16 or fp16 without dropout.
-  The edges of the documents have a length that is a power of two, so few lengths occur.
+  The number of edges is padded to a power of two, and its dimension is dynamic: one graph.
 - Else by a product for each document, which costs the sum of their squared lengths.
 - On a CPU by a mask, if rows are so short that a product for each document is slower, with dropout
   (so that the dropout masks are those of any layout), and in compiled blocks (without new shapes).
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 HALF = (torch.float16, torch.bfloat16)
-MASKED_TOKENS = 128  # rows up to this length are faster with a mask (benchmarks/packing.py, CPU)
+MASKED_TOKENS = 128  # in a row on a CPU; longer rows are faster with products (docs/LOG.md)
 
 
 class Documents:

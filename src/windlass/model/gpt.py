@@ -22,7 +22,7 @@ from windlass.model.cache import LayerCache
 from windlass.model.documents import Documents, Spans
 from windlass.model.loss import PLAIN, Piece, SourceSums, cross_entropy_sum, head_logits
 from windlass.model.rotary import RotaryEmbedding
-from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, whole_shape
+from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, drop, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -57,6 +57,7 @@ class Attention(nn.Module):
         self.share, self.cut_keys, self.key_head = WHOLE, False, 0
         self.heads, self.kv_heads, self.head_width = m.heads, m.kv_heads_, m.width // m.heads
         self.qk_norm, self.norm_eps, self.dropout = m.qk_norm, m.norm_eps, m.dropout
+        self.multiplier = m.multipliers.queries
         rows = (m.heads + 2 * m.kv_heads_) * self.head_width
         self.qkv = nn.Linear(m.width, rows, bias=m.attn_bias)
         self.out = nn.Linear(m.width, m.width, bias=m.attn_bias)
@@ -92,6 +93,7 @@ class Attention(nn.Module):
             q, k = qk.to(v.dtype).split([H, K], dim=2)
         else:
             q, k, v = qkv.split([H, K, K], dim=2)
+        q = multiplied(q, self.multiplier)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, E]
         mask, rate = None, self.dropout if self.training else 0.0
         if cache:
@@ -175,11 +177,9 @@ class Block(nn.Module):
         return x + drop(self.ff(self.ff_norm(x), rows), rate, rows)
 
 
-def drop(x: Tensor, rate: float, rows: Rows | None) -> Tensor:
-    """Dropout, of a rank's `rows` with a slice of the whole mask; it costs nothing at rate 0."""
-    if not rate:
-        return x
-    return F.dropout(x, rate) if rows is None else rows.drop(x, rate)
+def multiplied(x: Tensor, factor: float) -> Tensor:
+    """`x * factor`; it costs nothing for 1."""
+    return x if factor == 1 else x * factor
 
 
 class Head(nn.Module):
@@ -240,6 +240,7 @@ class GPT(nn.Module):
         super().__init__()
         self.settings, self.vocab, self.context = settings, vocab, settings.context
         self.share, self.kv_heads = WHOLE, settings.kv_heads_
+        self.width_multiple = settings.width_multiple  # for the optimizer (muP)
         # With `_weight`, because torch imports torch._dynamo to draw values on the meta device.
         size = vocab, settings.width
         self.embedding = nn.Embedding(*size, _weight=torch.empty(size))
@@ -283,8 +284,7 @@ class GPT(nn.Module):
         # Logits are of whole sequences; the ranks of `context` divide only what has labels.
         share = self.share if labels is not None else replace(self.share, context=None)
         rate, seed = m.dropout if self.training else 0.0, torch.initial_seed()
-        rows = spans = None
-        within = None
+        rows = spans = within = None
         if documents is not None:
             within = documents.within(self.blocks(), rate, share.is_whole)
         if share.is_whole:
@@ -295,7 +295,8 @@ class GPT(nn.Module):
         x = self.embed(tokens) if hidden is None else hidden
         positions = documents.positions if documents else None
         x, rotary = self.locate(x, range(start, start + length), rows, positions, hidden is None)
-        x = drop(x, rate, rows) if hidden is None else x
+        if hidden is None:
+            x = drop(multiplied(x, m.multipliers.embedding), rate, rows)
         for i in layers:
             if rate:  # a block's masks do not depend on the blocks before it
                 torch.manual_seed(seed_of(f"windlass/dropout/{seed}/block/{i}"))
@@ -305,7 +306,7 @@ class GPT(nn.Module):
             return x
         if m.final_norm:
             x = self.norm(x)
-        x = share.enter(x, rows)
+        x = share.enter(multiplied(x, m.multipliers.hidden), rows)
         if cache:
             x = x[:, -1:]
         # FSDP2 adds zeros to the gradient of every parameter that a unit gets as an argument.
@@ -424,8 +425,9 @@ class GPT(nn.Module):
         """A parameter's initial value, whole, in float32 on the CPU.
 
         As in GPT-2: matrices and tables are normal, output projections of sub-layers narrower by
-        1 / sqrt(2 layers) (or zero), norms 1, biases 0. A sharded parameter takes its slice, so any
-        world size and strategy starts from the same bits.
+        1 / sqrt(2 layers) (or zero), norms 1, biases 0. With muP the blocks' matrices are narrower
+        by 1 / sqrt(width / base width). A sharded parameter takes its slice, so any world size and
+        strategy starts from the same bits.
         """
         m = self.settings
         is_output = name.endswith(("attn.out.weight", "ff.down.weight"))
@@ -434,6 +436,8 @@ class GPT(nn.Module):
         if "norm" in name:
             return torch.ones(shape)
         std = m.init_std / math.sqrt(2 * m.layers) if is_output else m.init_std
+        if name.startswith("blocks."):
+            std /= math.sqrt(m.width_multiple)
         return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 

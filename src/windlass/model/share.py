@@ -167,6 +167,13 @@ class Rows(NamedTuple):
         return x * F.dropout(whole, rate)[:, self.place(self.stream)]
 
 
+def drop(x: Tensor, rate: float, rows: Rows | None) -> Tensor:
+    """Dropout, of a rank's `rows` with a slice of the whole mask; it costs nothing at rate 0."""
+    if not rate:
+        return x
+    return F.dropout(x, rate) if rows is None else rows.drop(x, rate)
+
+
 @dataclass(frozen=True)
 class Share:
     """This rank's share: its heads and vocabulary (`tensor`), its tokens (`context`, `sequence`).

@@ -60,7 +60,8 @@ def build_optimizer(
             groups,
             momentum=settings.muon_momentum,
             betas=settings.betas,
-            eps=settings.eps,
+            # muP: gradients shrink with the width as the logits' factor (arXiv 2203.03466, B.3).
+            eps=settings.eps / width_multiple(model),
             fused=fused_adam,
             device_type=device_type,
             group=replicas.get_group() if replicas is not None else None,
@@ -229,6 +230,11 @@ def set_lr(optimizer: torch.optim.Optimizer, multiplier: float) -> None:
         group["lr"] = group["base_lr"] * multiplier
 
 
+def width_multiple(model: Any) -> float:
+    """Width / base width of a model with muP, else 1."""
+    return float(getattr(model, "width_multiple", 1.0))
+
+
 def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     """Groups `decay`, `no_decay`; with Muon `muon.decay` (the blocks' matrices), `adamw.decay`, ...
 
@@ -236,22 +242,30 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     between hidden spaces; Muon's author advises this. He also advises to orthogonalise stacked
     queries, keys and values separately: the model may have `matrix_parts(name)`, the rows of each
     matrix stacked in a parameter.
+
+    With muP, `hidden.decay` has the blocks' matrices with AdamW's learning rate / `width_multiple`
+    (arXiv 2203.03466, table 8). Its weight decay times this, so that a step shrinks weights equally
+    at any width (arXiv 2405.13698). Muon's update has the right size at any width (arXiv
+    2310.17813), because its spectral norm does not depend on it: its groups stay.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    names = {id(p): name for name, p in model.named_parameters()}
+    multiple = width_multiple(model)
     if settings.kind != "muon":
         # LoRA+: as `peft.optimizers.create_loraplus_optimizer` divides them
-        names = {id(p): name for name, p in model.named_parameters()}
         is_fast = settings.lora_plus_ratio > 1
         fast = [p for p in parameters if is_fast and ("lora_B" in names[id(p)] or p.ndim == 1)]
-        inside = {id(p) for p in fast}
-        rest = [p for p in parameters if id(p) not in inside]
+        hidden = _matrices(model, parameters) if multiple != 1 else []
+        apart = {id(p) for p in (*fast, *hidden)}
+        rest = [p for p in parameters if id(p) not in apart]
         groups = _split_by_decay(rest, settings, settings.lr, "")
         lr = settings.lr * settings.lora_plus_ratio
-        return [*groups, *_split_by_decay(fast, settings, lr, "lora_B.")]
-    inside = {id(p) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
-    matrices = [p for p in parameters if id(p) in inside]
+        groups += _split_by_decay(fast, settings, lr, "lora_B.")
+        slow = _split_by_decay(hidden, settings, settings.lr / multiple, "hidden.")
+        return [*groups, *(g | {"weight_decay": g["weight_decay"] * multiple} for g in slow)]
+    matrices = _matrices(model, parameters)
+    inside = {id(p) for p in matrices}
     rest = [p for p in parameters if id(p) not in inside]
-    names = {id(p): name for name, p in model.named_parameters()}
     split = getattr(model, "matrix_parts", lambda name: ())
     groups = _split_by_decay(matrices, settings, settings.muon_lr, "muon.")
     for g in groups:
@@ -261,11 +275,19 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     return [*groups, *({**g, "muon": False} for g in rest_groups)]
 
 
+def _matrices(model: Any, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The blocks' matrices among some parameters."""
+    inside = {id(p) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
+    return [p for p in parameters if id(p) in inside]
+
+
 def count_groups(groups: list[ParameterGroup]) -> list[dict[str, Any]]:
-    """The tensors and parameters (over all shards) of each group, with its weight decay."""
+    """The tensors and parameters (over all shards) of each group, with its peak learning rate and
+    weight decay."""
     return [
         {
             "name": g["name"],
+            "lr": g["base_lr"],
             "weight_decay": g["weight_decay"],
             "tensors": len(g["params"]),
             "parameters": sum(math.prod(whole_shape(p)) for p in g["params"]),
@@ -275,16 +297,24 @@ def count_groups(groups: list[ParameterGroup]) -> list[dict[str, Any]]:
 
 
 def describe_groups(groups: list[dict[str, Any]]) -> str:
-    """As text: 26 decayed tensors with 10,740,096 parameters, 13 undecayed with 4,992."""
+    """As text: 26 decayed tensors with 10,740,096 parameters, 13 undecayed with 4,992.
+
+    Several learning rates stand at the end of each part.
+    """
     totals: dict[str, list[int]] = {}
+    rates: dict[str, float] = {}
     for g in groups:
-        total = totals.setdefault(g["name"].rpartition(".")[0], [0] * 4)
+        name = g["name"].rpartition(".")[0]
+        total, rates[name] = totals.setdefault(name, [0] * 4), g["lr"]
         at = 0 if g["weight_decay"] else 2
         total[at] += g["tensors"]
         total[at + 1] += g["parameters"]
     text = "{:,} decayed tensors with {:,} parameters, {:,} undecayed with {:,}"
-    texts = {name: text.format(*total) for name, total in totals.items()}
-    return "; ".join(f"{name}: {shown}" if name else shown for name, shown in texts.items())
+    differ = len(set(rates.values())) > 1
+    return "; ".join(
+        f"{name}: " * bool(name) + text.format(*total) + f", lr {rates[name]:.3g}" * differ
+        for name, total in totals.items()
+    )
 
 
 def _split_by_decay(

@@ -12,6 +12,7 @@ from typing import Any
 
 import windlass.recipe.settings as sections
 from windlass.errors import UserError, plural
+from windlass.recipe.average import AverageSettings
 from windlass.recipe.units import EPOCHS
 
 Problems = Iterator[tuple[str, str]]  # keys and messages
@@ -64,6 +65,27 @@ def heads(r: Any) -> Problems:
     elif m.kind == "gpt" and m.position == "rope" and (m.width // m.heads) % 2:
         problem = f"rotary positions need an even head size, but {m.width} / {m.heads} is odd"
         yield "model.heads", problem
+
+
+def mup(r: Any) -> Problems:
+    m, own = r.model, r.model.mup
+    if m.kind == "hf":
+        return  # `unused_keys` reports it
+    defaults = type(own).model_fields
+    given = [key for key in own.model_fields_set if getattr(own, key) != defaults[key].default]
+    if not own.base_width:
+        if given:
+            problem = "it belongs to muP: set model.mup.base_width too, or drop it"
+            yield ", ".join(f"model.mup.{key}" for key in sorted(given)), problem
+        return
+    head_width = own.base_head_width or m.width // m.heads
+    if own.base_width % head_width:
+        problem = f"heads of {head_width} do not divide the base model's width {own.base_width}"
+        advice = "write the width of the base model's heads as model.mup.base_head_width"
+        yield "model.mup.base_width", f"{problem}: {advice}"
+    if "." in r.optim.kind:
+        problem = f"muP has rules for adamw and muon, and {r.optim.kind} needs others"
+        yield "optim.kind", f'{problem}: write "adamw" or "muon", or drop model.mup'
 
 
 def kv_heads(r: Any) -> Problems:
@@ -123,6 +145,9 @@ def streamed(r: Any) -> Problems:
         if getattr(d, name) != value:
             problem = f"it streams text that is packed end to end, not {getattr(d, name)}"
             yield key, f'{problem}: write data.{name}="{value}", or data.disk_tokens=0'
+    if d.document_mask is True:
+        problem = "shards of a streamed source have no table of documents"
+        yield "data.document_mask", f'{problem}: write "auto", or false'
     if d.order == "shards-shuffled":
         problem = "the number of shards of a streamed source is unknown"
         yield "data.order", f'{problem}: write "shuffled" (inside a shard) or "sequential"'
@@ -202,7 +227,7 @@ def best(r: Any) -> Problems:
 
 def average(r: Any) -> Problems:
     a = r.train.average
-    if a.kind == "none" and a != sections.AverageSettings():
+    if a.kind == "none" and a != AverageSettings():
         write = 'write train.average.kind="ema" or "tail"'
         yield "train.average.kind", f"nothing is averaged, but other settings are given: {write}"
     if a.kind == "none" and r.checkpoint.best == "loss.average_loss":
@@ -311,6 +336,6 @@ def schedule(r: Any) -> Problems:
 
 
 CHECKS = (
-    *(model, unused_keys, four_bits, adapters, heads, kv_heads, vocab, sources, streamed),
+    *(model, unused_keys, four_bits, adapters, heads, mup, kv_heads, vocab, sources, streamed),
     *(mixture, best, average, evaluations, sharding, layout, batch, optimizer, schedule),
 )

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
+from windlass.recipe.average import AverageSettings, Beta
 from windlass.recipe.mixture import MixSource, MixStage
 from windlass.recipe.network import Names, Section
-from windlass.recipe.units import EPOCHS, BatchSizes, Duration, Horizon
+from windlass.recipe.units import EPOCHS, BatchSizes, Duration
 
 IGNORE_INDEX = -100  # the label of a masked position, as in `torch.nn.functional.cross_entropy`
 
@@ -21,8 +22,6 @@ OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
 BEST = r"^(loss(\.average_loss)?|squad\.(f1|exact_match)|hellaswag\.(acc|acc_norm|acc_per_token)|own:\w+\.\w+)$"
 
 OPTIMIZER_LIBRARIES = ("torch.optim", "pytorch_optimizer")
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _one_or_many(value: str | list[str]) -> str | list[str]:
@@ -159,36 +158,6 @@ class DataSettings(Section):
             include={"max_tokens", "val_fraction"}, exclude_none=True
         )
         return self.model_copy(update={**own, **limits, "mix": []})
-
-
-class AverageSettings(Section):
-    """An average of the trained weights, beside them."""
-
-    kind: Literal["none", "ema", "tail"] = "none"
-    """`ema`: exponential moving average of the weights; `tail`: their mean over the run's `last`
-    part (arXiv 1803.05407, 2306.03241). The training itself does not change."""
-    beta: Beta = 0.999
-    """With `ema`: its decay, in the first steps (1 + n) / (10 + n) after n averaged ones if that is
-    less (as TensorFlow's `ExponentialMovingAverage`), so that the first weights are forgotten."""
-    last: Duration = 0.2
-    """With `tail`: the part of the run at its end that is averaged."""
-    every: int = Field(1, ge=1)
-    """Steps between two weights that enter the average."""
-
-    @property
-    def enabled(self) -> bool:
-        return self.kind != "none"
-
-    def begin(self, horizon: Horizon) -> int:
-        """The steps of a run before the averaged ones."""
-        if self.kind == "tail":
-            return max(0, horizon.steps_before_last(self.last))
-        return 0 if self.enabled else horizon.steps
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint for each trained parameter."""
-        return 4 if self.enabled else 0
 
 
 class TrainSettings(Section):

@@ -225,10 +225,9 @@ def prepare_model(
         initialise(unwrap(model), recipe.run.seed)
     if not custom and init_from:
         load_initial(unwrap(model), recipe, ranks)
-    settings = recipe.data
-    asked = settings.packing == "best-fit" or settings.document_mask is True
-    if choice is None and (masked or asked):
-        check_documents(model, ranks, partial(autocast, recipe, ranks.device), settings.packing)
+    d = recipe.data
+    if choice is None and (masked or d.document_mask is True or d.packing == "best-fit"):
+        check_documents(model, ranks, partial(autocast, recipe, ranks.device), d.packing)
     return model, facts
 
 

@@ -32,6 +32,7 @@ from windlass.verification.bench import (
     Outcome,
 )
 from windlass.verification.mixture import mixture_exact
+from windlass.verification.mup import coordinates_flat
 
 EXACT = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
 
@@ -348,4 +349,5 @@ PROOFS: dict[str, tuple[str, Callable[[Bench], Outcome]]] = {
     ),
     "kills": ("no kill loses a committed checkpoint", kills_lose_nothing),
     "export": ("export to transformers gives equal logits", export_equal),
+    "mup": ("with muP, training changes activations equally at any width", coordinates_flat),
 }

@@ -1,0 +1,224 @@
+"""muP against the table of its paper, written out by hand, and against plain arithmetic."""
+
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import refused
+from windlass import train
+from windlass.interop.init_from import load_initial
+from windlass.model.build import build_model
+from windlass.model.gpt import GPT, initialise
+from windlass.optim.build import (
+    build_optimizer,
+    count_groups,
+    describe_groups,
+    make_groups,
+    set_lr,
+)
+from windlass.recipe import ModelSettings, OptimSettings, Recipe
+from windlass.verification import mup
+
+VOCAB, BASE = 23, 32
+OLD: dict[str, Any] = {}
+NEW: dict[str, Any] = {
+    "norm": "rmsnorm",
+    "position": "rope",
+    "activation": "swiglu",
+    "qk_norm": True,
+    "tie_head": False,
+    "head_bias": True,
+    "logit_cap": 8.0,
+    "kv_heads": 2,
+}
+OPTIM = OptimSettings(lr=0.02, eps=1e-6, weight_decay=0.3, betas=(0.8, 0.9))
+
+
+def gpt(
+    width: int, *, base: int = BASE, dtype: torch.dtype = torch.float64, **settings: Any
+) -> GPT:
+    own = {key: settings.pop(key) for key in tuple(settings) if "multiplier" in key}
+    own |= {"base_head_width": settings.pop("base_head_width", 0), "base_width": base}
+    shape = {"layers": 2, "heads": width // 8, "width": width, "context": 12}
+    with torch.device("meta"):
+        model = GPT(ModelSettings(**{**shape, **settings, "mup": own}), VOCAB)
+    model = model.to_empty(device="cpu").to(dtype)
+    initialise(model, 3)
+    return model
+
+
+def some_tokens(rows: int = 4) -> Tensor:
+    return torch.randint(VOCAB, (rows, 12), generator=torch.Generator().manual_seed(1))
+
+
+def is_hidden(name: str, value: Tensor) -> bool:
+    """The maps between widths that grow: the rows "hidden" of table 8."""
+    return name.startswith("blocks.") and value.dim() == 2
+
+
+@pytest.mark.parametrize("parts", [OLD, NEW])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_spreads_rates_decay_and_eps_are_those_of_table_8(parts, multiple):
+    """With Adam, table 8 of arXiv 2203.03466 has by fan-in n: input and output weights init 1, lr
+    1; hidden weights init 1/n, lr 1/n; the output is multiplied by 1/n."""
+    model = gpt(BASE * multiple, dtype=torch.float32, init_std=0.05, **parts)
+    optimizer = build_optimizer(model, OPTIM, "cpu")
+    set_lr(optimizer, 0.5)
+    groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
+    for name, value in model.named_parameters():
+        hidden, group = is_hidden(name, value), groups[id(value)]
+        assert group["lr"] == pytest.approx(0.5 * 0.02 / (multiple if hidden else 1)), name
+        assert group["eps"] == pytest.approx(1e-6 / multiple), name
+        per_step = group["lr"] * group["weight_decay"]  # what a step shrinks a weight by
+        assert per_step == pytest.approx(0.5 * 0.02 * 0.3 if value.dim() == 2 else 0.0), name
+        if value.dim() == 2:
+            variance = 0.05**2 / (multiple if hidden else 1)
+            output = name.endswith(("out.weight", "down.weight"))
+            variance /= 2 * 2 if output else 1  # GPT-2's, of two layers
+            off = 5 * variance * math.sqrt(2 / value.numel())
+            assert abs(float(value.detach().var()) - variance) < off, name
+
+
+def test_muon_keeps_its_matrices_rate_and_its_adamw_the_eps_of_mup():
+    settings = OptimSettings(**OPTIM.model_dump() | {"kind": "muon", "muon_lr": 0.05})
+    groups = build_optimizer(gpt(4 * BASE), settings, "cpu").param_groups
+    rates = {g["name"]: (g["base_lr"], g["weight_decay"], g.get("eps")) for g in groups}
+    assert rates == {
+        "muon.decay": (0.05, 0.3, None),
+        "adamw.decay": (0.02, 0.3, 1e-6 / 4),
+        "adamw.no_decay": (0.02, 0.0, 1e-6 / 4),
+    }
+
+
+def test_the_groups_are_described_with_their_rates():
+    groups = count_groups(make_groups(gpt(64), OPTIM))
+    text = "2 decayed tensors with 2,240 parameters, 18 undecayed with 1,792, lr 0.02"
+    more = "8 decayed tensors with 98,304 parameters, 0 undecayed with 0, lr 0.01"
+    assert describe_groups(groups) == f"{text}; hidden: {more}"
+
+
+@pytest.mark.parametrize("parts", [OLD, NEW])
+def test_at_the_base_width_nothing_changes(parts):
+    plain, same = gpt(BASE, base=0, **parts), gpt(BASE, base_head_width=8, **parts)
+    tokens = some_tokens()
+    for _ in range(3):
+        assert all(map(torch.equal, plain.state_dict().values(), same.state_dict().values()))
+        for model in (plain, same):
+            optimizer = build_optimizer(model, OPTIM, "cpu")
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+    assert torch.equal(plain(tokens), same(tokens))
+
+
+@pytest.mark.parametrize("parts", [OLD, NEW])
+def test_logits_are_those_of_the_plain_model_with_the_factors_by_hand(parts):
+    """Embeddings x 3, scores sqrt(2) / 8 (heads of 2 at the base width, of 8 here), logits x 5 / 4."""
+    own = {"base_head_width": 2, "input_multiplier": 3.0, "output_multiplier": 5.0}
+    model, plain = gpt(4 * BASE, **own, **parts), gpt(4 * BASE, base=0, **parts)
+    plain.load_state_dict(model.state_dict())
+    tokens = some_tokens()
+    with torch.no_grad():
+        mine, cache = model(tokens), model.new_cache(4, 12)
+        cached = torch.cat([model(part, cache=cache) for part in tokens.split(1, 1)], 1)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        for table in ("embedding", "positions"):
+            if hasattr(plain, table):
+                getattr(plain, table).weight *= 3
+        head = plain.embedding if plain.settings.tie_head else plain.head
+        weight = model.embedding.weight if plain.settings.tie_head else head.weight
+        with mock.patch(
+            "torch.nn.functional.scaled_dot_product_attention",
+            lambda *qkv, **how: attention(*qkv, **how, scale=math.sqrt(2) / 8),
+        ):
+            x = plain(tokens, layers=range(1))
+            x = plain.norm(plain.blocks[1](x, plain.locate(x, range(12), None, None, False)[1]))
+        logits = x @ weight.T * 5 / 4
+        if parts:
+            logits = 8 * torch.tanh((logits + model.head.bias) / 8)
+    torch.testing.assert_close(mine, logits, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(cached, logits, rtol=1e-9, atol=1e-12)
+
+
+def test_training_is_adamw_with_the_tables_rates():
+    """Three steps beside torch's AdamW with a group for each tensor, in float64."""
+    model, other = gpt(2 * BASE, **NEW), gpt(2 * BASE, **NEW)
+    optimizer = build_optimizer(model, OPTIM, "cpu")
+    groups = []
+    for name, value in other.named_parameters():
+        slow, decay = (2 if is_hidden(name, value) else 1), (0.3 if value.dim() == 2 else 0.0)
+        groups.append({"params": [value], "lr": 0.02 / slow, "weight_decay": decay * slow})
+    reference = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6 / 2, foreach=False)
+    tokens = some_tokens()
+    for _ in range(3):
+        for one, by in ((model, optimizer), (other, reference)):
+            one.zero_grad()
+            one(tokens[:, :-1], tokens[:, 1:]).backward()
+            by.step()
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("parts", [OLD, NEW])
+def test_all_gradients_shrink_as_the_width_grows(parts):
+    """The reason why eps is divided for every parameter, not for the matrices alone."""
+    widths, sizes, tokens = [64, 128, 256, 512], list[dict[str, float]](), some_tokens(16)
+    for width in widths:
+        model = gpt(width, dtype=torch.float32, **parts)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        named = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
+        # A shift of all keys changes no attention: the gradient of their bias is rounding.
+        sizes.append({n: float(g.square().mean().sqrt()) for n, g in named if "qkv.bias" not in n})
+        sizes[-1].pop("head.bias", None)  # the only parameter behind the logits' factor
+    powers = mup.exponents(widths, sizes)
+    assert {n: p for n, p in powers.items() if not -1.3 < p < -0.8} == {}
+
+
+def test_exponents_are_slopes_of_logarithms():
+    sizes = [{"a": 3 * width**0.5, "b": 2.0} for width in (1, 2, 4)]
+    powers = mup.exponents([1, 2, 4], sizes)
+    np.testing.assert_allclose([powers["a"], powers["b"]], [0.5, 0.0], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["model.mup.input_multiplier=2"], ["model.mup.input_multiplier", "base_width"]),
+        (["model.mup.base_width=100"], ["model.mup.base_width", "base_head_width"]),
+        (
+            ["model.mup.base_width=64", "optim.kind=torch.optim.SGD"],
+            ["optim.kind", "adamw", "muon"],
+        ),
+        (
+            ["model.kind=hf", "model.name=gpt2", "model.mup.base_width=64"],
+            ["model.mup", "config.json"],
+        ),
+    ],
+)
+def test_settings_that_do_not_go_with_mup_are_refused(changes, words):
+    with refused(*words):
+        Recipe.load("shakespeare-char-fast", changes)
+
+
+def test_first_weights_with_other_multipliers_are_refused(tmp_path: Path):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat " * 40)
+    tree: dict[str, Any] = {
+        "model": {"layers": 1, "heads": 2, "width": 16, "context": 8, "mup": {"base_width": 8}},
+        "train": {"steps": 2, "global_batch": 4, "threads": 1},
+        "data": {"source": str(tmp_path / "text.txt"), "dir": str(tmp_path / "data")},
+        "eval.every": 0,
+        "run.dir": str(tmp_path / "run"),
+    }
+    run = train(Recipe.from_dict(tree))
+    again = Recipe.from_dict(tree).replace({"model.init_from": str(run.path)})
+    load_initial(build_model(again, 257, device="cpu"), again)
+    for base in (0, 16):
+        other = again.replace({"model.mup.base_width": base})
+        with refused("model.init_from", "model.mup.base_width = 8"):
+            load_initial(build_model(other, 257, device="cpu"), other)
