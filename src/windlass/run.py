@@ -75,8 +75,8 @@ def effective(lines: Iterable[Line]) -> list[Line]:
 
 def data_commit(run: Run) -> str:
     """The commit of the Hub that a run on a streamed source has recorded; else empty."""
-    data = last_start(run.ledger()).get("data", {})
-    return str(data.get("revision", ""))
+    started = last_start(run.ledger()) if run.metrics_path.is_file() else {}
+    return str(started.get("data", {}).get("revision", ""))
 
 
 def last_start(ledger: Iterable[Line]) -> Line:

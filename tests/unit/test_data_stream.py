@@ -263,13 +263,16 @@ def test_samples_are_read_with_a_bounded_disk(crawl, tmp_path):
     training.samples.remove()
 
 
-def test_a_batch_may_span_two_shards(crawl, tmp_path):
-    with Training(streamed(crawl, tmp_path / "data")) as training:
-        mixed = np.array([64, 3, 62, 63, 0])
-        rows = training.samples.read(mixed)
-        expected = rows_of(crawl, tmp_path / "whole", 0, 65)
-        assert np.array_equal(rows.tokens, expected[mixed])
-        assert np.array_equal(rows.labels[:, :-1], expected[mixed][:, 1:])
+@pytest.mark.parametrize("mask", ["auto", False])
+def test_a_batch_may_span_two_shards(crawl, tmp_path, mask):
+    """With labels, positions and documents as of the whole prepared data."""
+    usual = open_data(recipe_for(crawl, tmp_path / "whole", val_shards=1, document_mask=mask)).train
+    with Training(streamed(crawl, tmp_path / "data", document_mask=mask)) as training:
+        for indices in (np.array([64, 3, 62, 63, 0]), np.arange(126)):
+            batch, expected = training.samples.read(indices), usual.read(indices)
+            assert (batch.documents is None) == (mask is False)
+            for own, other in zip(batch, expected, strict=True):
+                assert np.array_equal(own, other)
 
 
 def test_ranks_divide_the_shuffled_samples_of_each_shard(crawl, tmp_path):

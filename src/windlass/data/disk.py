@@ -46,16 +46,25 @@ class StreamSamples:
     """The endless training set of a stream, packed end to end."""
 
     def __init__(
-        self, directory: Path, source: Source, context: int, shard_tokens: int, disk_tokens: int
+        self,
+        directory: Path,
+        source: Source,
+        context: int,
+        shard_tokens: int,
+        disk_tokens: int,
+        document_mask: bool = False,
     ):
-        """`directory` holds the shards of one run, at most `disk_tokens` tokens."""
+        """`directory` holds the shards of one run, at most `disk_tokens` tokens.
+
+        With `document_mask` batches number the documents of a row.
+        """
         assert source.tokenizer is not None
         self.directory, self.source, self.context = directory, source, context
         # A shard ends with the last label of its last sample, which the next shard begins with.
         self.window = (shard_tokens - 1) // context  # samples of a shard
         self.size = self.window * context  # tokens from a shard to the next
         self.limit = disk_tokens // shard_tokens  # shards on the disk
-        self.dtype = source.tokenizer.dtype
+        self.dtype, self.document_mask = source.tokenizer.dtype, document_mask
         self._places = {0: source.start}  # of shards
         self._open: tuple[int, PackedSamples] | None = None
         self._maker: ShardMaker | None = None
@@ -74,8 +83,9 @@ class StreamSamples:
         for number in np.unique(numbers).tolist():
             parts.append(self._shard(number).read(inside[numbers == number]))
         back = np.argsort(np.argsort(numbers, kind="stable"), kind="stable")
-        tokens, labels = (np.concatenate([part[i] for part in parts])[back] for i in (0, 1))
-        return Batch(tokens, labels)
+        fields = zip(*parts, strict=True)
+        joined: list[Any] = [None if f[0] is None else np.concatenate(f)[back] for f in fields]
+        return Batch(*joined)
 
     def _shard(self, number: int) -> PackedSamples:
         if self._open is None or self._open[0] != number:
@@ -89,8 +99,16 @@ class StreamSamples:
                     raise ValueError("the samples are closed")
             tokens = self.size + 1
             shard = Shard(file=path.name, tokens=tokens, sha256="", dtype=self.dtype)
+            masked: dict[str, Any] = {}
+            if self.document_mask:
+                # A document's first token is the only end-of-text token in it.
+                assert self.source.tokenizer is not None
+                eot = self.source.tokenizer.eot
+                starts = np.flatnonzero(np.fromfile(path, on_disk(self.dtype)) == eot)
+                masked = {"starts": starts, "eot": eot}
             # The shard before is closed, because an open file keeps its space on the disk.
-            self._open = number, PackedSamples(Stream(self.directory, [shard]), self.context)
+            stream = Stream(self.directory, [shard])
+            self._open = number, PackedSamples(stream, self.context, **masked)
         return self._open[1]
 
     def place(self, sample: int) -> list[int]:
@@ -207,8 +225,7 @@ class ShardMaker(threading.Thread):
                     return
             if self.stop.is_set():
                 return
-            stored: Any = tokens.astype(on_disk(self.samples.dtype), copy=False)
-            raw = memoryview(stored).cast("B")
+            raw = tokens.astype(on_disk(self.samples.dtype), copy=False).data.cast("B")
             line = {"shard": number, "begin": begin, "after": after, "size": size}
             with (self.directory / TABLE).open("ab") as table:
                 table.write(to_json(line | {"sha256": hashlib.sha256(raw).hexdigest()}))

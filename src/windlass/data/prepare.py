@@ -318,6 +318,7 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
             recipe.model.context,
             data.shard_tokens,
             data.disk_tokens,
+            data.document_mask is not False,
         )
     return sets["train"], sets.get("val")
 

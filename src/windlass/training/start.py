@@ -81,7 +81,7 @@ class StartPlan:
     def pinned(self) -> str:
         """The commit of a streamed source that the run, or the origin of a branch, has recorded."""
         origin = Run(self.branch_from.parent.parent) if self.branch_from else self.run
-        return data_commit(origin)
+        return data_commit(origin) if self.recipe.data.disk_tokens else ""
 
     @property
     def changed(self) -> str:
