@@ -21,7 +21,7 @@ from toy import micro_batch, toy
 from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
 from windlass.checkpoint.save import Saver
 from windlass.checkpoint.state_dict import gather_state, named_state, restore
-from windlass.optim.muon import Muon
+from windlass.optim.muon import MuonAdamW
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
 
 HYBRID_MESH = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}
@@ -59,7 +59,7 @@ def build(variant: str, strategy: str, world: int) -> tuple[nn.Module, torch.opt
         how = {"lr": 1e-2, "weight_decay": 0.1}
         matrices = {"params": [p for p in trained if p.ndim == 2], "muon": True}
         vectors = {"params": [p for p in trained if p.ndim != 2], "muon": False}
-        optimizer: Any = Muon([matrices | how, vectors | how])
+        optimizer: Any = MuonAdamW([matrices | how, vectors | how])
     else:
         optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=strategy != "ddp")
     return model, ShardedOptimizer(rows, optimizer, mesh) if rows else optimizer

@@ -18,6 +18,7 @@ from windlass.data.prepare import open_data
 from windlass.errors import RunFailed
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.model.gpt import GPT
+from windlass.optim import build
 from windlass.reports.run_charts import charts
 from windlass.reports.view import RunView
 from windlass.run import Run
@@ -173,7 +174,7 @@ def test_memory_that_the_optimizers_state_takes_is_taken_before_the_first_forwar
     """Else a forward pass that fits in the first step may run out of memory in the second one."""
     held = []
 
-    class Counted(torch.optim.AdamW):
+    class Counted(build.MuonAdamW):
         def __init__(self, *arguments: Any, **more: Any):
             super().__init__(*arguments, **more)
             held.append(self)
@@ -187,7 +188,7 @@ def test_memory_that_the_optimizers_state_takes_is_taken_before_the_first_forwar
 
     recipe = recipe_of(corpus, tmp_path / "run")
     small = untouched(recipe, "train.micro_batch=2")
-    monkeypatch.setattr(torch.optim, "AdamW", Counted)
+    monkeypatch.setattr(build, "MuonAdamW", Counted)
     monkeypatch.setattr(GPT, "forward", limited)
     run = train(recipe)
     assert [e["micro_batch"] for e in run.events if e["event"] == "out_of_memory"] == [4, 2]

@@ -15,6 +15,7 @@ from windlass.training import setup, trainer
 from windlass.training.state import TrainState
 
 NOT_FROM_HERE = {"skips_in_a_row"}  # 0 again after the next good step, and every step here is one
+OF_A_MIXTURE = ("mixture", "source_losses")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_nothing_forgotten_is_the_same_run(whole, tmp_path):
     assert resumed(whole, tmp_path / "run") == after_six(whole)
 
 
-COUNTERS = sorted(TrainState.__dataclass_fields__.keys() - NOT_FROM_HERE)
+COUNTERS = sorted(TrainState.__dataclass_fields__.keys() - NOT_FROM_HERE - {*OF_A_MIXTURE})
 
 
 @pytest.mark.parametrize(
@@ -105,3 +106,48 @@ COUNTERS = sorted(TrainState.__dataclass_fields__.keys() - NOT_FROM_HERE)
 def test_anything_forgotten_is_another_run(whole, tmp_path, monkeypatch, component):
     forget(monkeypatch, component)
     assert resumed(whole, tmp_path / "run") != after_six(whole)
+
+
+def mixed(folder: Path, run: Path, weight: float, resume: str = "latest") -> Recipe:
+    """A mixture of the text with itself in capitals; a `train` line every fourth step."""
+    text = (folder / "text.txt").read_text()
+    (folder / "capitals.txt").write_text(text.upper())
+    sources = [
+        {"name": "text", "source": str(folder / "text.txt"), "weight": weight},
+        {"name": "capitals", "source": str(folder / "capitals.txt")},
+    ]
+    return recipe(folder, run, resume).replace(
+        {"data.mix": sources, "data.dir": str(folder / "mixed"), "telemetry.every": 4}
+    )
+
+
+@pytest.fixture(scope="module")
+def mixture(whole) -> Run:
+    """Twelve steps, whose weights change after the third."""
+    folder = whole.path.parent
+    first = train(mixed(folder, folder / "first", 1.0), stop_at=3)
+    return train(mixed(folder, folder / "mixture", 3.0), branch_from=f"{first.path}@3")
+
+
+def resumed_mixture(mixture: Run, place: Path) -> list[object]:
+    checkpoint = str(mixture.checkpoints_dir / "step-00000006")
+    return sources_after_six(train(mixed(mixture.path.parent, place, 3.0, checkpoint)))
+
+
+def sources_after_six(run: Run) -> list[object]:
+    shown = [
+        {name: value for name, value in line.items() if name.startswith("source.")}
+        for line in run.lines("train")
+        if line["step"] > 6
+    ]
+    return [*shown, *after_six(run)]
+
+
+def test_nothing_forgotten_is_the_same_mixture(mixture, tmp_path):
+    assert resumed_mixture(mixture, tmp_path / "run") == sources_after_six(mixture)
+
+
+@pytest.mark.parametrize("component", OF_A_MIXTURE)
+def test_anything_forgotten_is_another_mixture(mixture, tmp_path, monkeypatch, component):
+    forget(monkeypatch, component)
+    assert resumed_mixture(mixture, tmp_path / "run") != sources_after_six(mixture)

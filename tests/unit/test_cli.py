@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,7 +79,8 @@ def test_verify_says_proved_only_of_what_was_tried(passed, code, last, monkeypat
     )
     output = capsys.readouterr().out.splitlines()
     assert output[-1] == last
-    assert any("7 proofs" in line and "minutes" in line for line in output)
+    count = f"{len(verification.PROOFS)} proofs"
+    assert any(count in line and "minutes" in line for line in output)
 
 
 def test_verify_names_the_parts_that_need_more_ranks(tmp_path, monkeypatch, capsys):
@@ -158,6 +160,7 @@ def test_a_training_goes_on_where_its_reader_ends(tmp_path: Path, corpus: Path) 
 
 LIGHT = """
 import sys
+import textwrap
 from windlass.cli import main
 try:
     main()
@@ -187,6 +190,21 @@ def complete(*words: str, cwd: Path, shell: str = "bash") -> list[str]:
     return lines_of(cwd=cwd, env=os.environ | env)
 
 
+def test_one_process_trains_without_torchs_compiler(tmp_path, corpus):
+    """Neither its import, with that of sympy, nor DTensor's: together as long as torch's own."""
+    code = """
+    import sys
+    from windlass import train
+    from windlass.recipe import Recipe
+    train(Recipe.load("quickstart", sys.argv[1:]))
+    print(sorted({"torch._dynamo", "torch.distributed.tensor", "sympy"} & {*sys.modules}))
+    """
+    small = TINY | {"run.dir": str(tmp_path / "run"), "data.source": str(corpus)}
+    words = [sys.executable, "-c", textwrap.dedent(code), *overrides(small)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_a_shell_completes_verbs_recipes_settings_and_runs(tmp_path: Path) -> None:
     for name in ("runs/one", "runs/two", "elsewhere/three"):
         (tmp_path / name).mkdir(parents=True)
@@ -194,7 +212,7 @@ def test_a_shell_completes_verbs_recipes_settings_and_runs(tmp_path: Path) -> No
     (tmp_path / "quick.toml").touch()
     assert complete("windlass", "pl", cwd=tmp_path) == ["plan"]
     assert complete("windlass", "train", "qui", cwd=tmp_path) == ["quickstart", "quick.toml"]
-    offers = complete("windlass", "train", "quickstart", "optim.l", cwd=tmp_path)
+    offers = complete("windlass", "train", "quickstart", "optim.lr", cwd=tmp_path)
     assert offers == ["optim.lr=", "optim.lr=0.003"]
     # bash takes the key, the = and the value for three words, zsh for one
     assert complete("windlass", "train", "quickstart", "optim.lr", "=", cwd=tmp_path) == ["0.003"]

@@ -150,3 +150,17 @@ def test_facts_of_data_of_ones_own() -> None:
     assert longer["train"]["tokens_per_sample"] == 5.0
     expected = {"training": "7 samples", "validation": "none", "tokenizer": "100 ids"}
     assert lines(facts, 8) == expected
+
+
+def test_the_end_of_a_single_text_in_a_mixture_is_held_out_of_its_source(tmp_path) -> None:
+    mix = [
+        {"name": "one", "source": str(books(tmp_path / "one", 2000) / "book-0.txt")},
+        {"name": "many", "source": str(books(tmp_path / "many", 500, 700, 4000))},
+    ]
+    recipe = recipe_for(tmp_path / "one", tmp_path / "data").replace({"data.mix": mix})
+    facts = describe(open_data(recipe))
+    single, several = facts["sources"]
+    assert (single["tokens"], single["train"], single["val"]) == (2000, 1800, 200)
+    assert several["train"] + several["val"] == several["tokens"] == 5203
+    assert "eval_sources" not in facts
+    assert facts["val"]["tokens"] == single["val"] + several["val"]

@@ -80,6 +80,8 @@ def test_a_driver_s_name_is_in_the_table(name, gib, tflops):
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_plan_of_every_preset(name, world):
     recipe = Recipe.load(name)
+    if recipe.train.steps == "compute-optimal" and recipe.model.kind == "hf":
+        recipe = recipe.replace({"train.steps": 100})  # the Hub's model, whose size is not known
     device, context = find_device("A100-80GB"), recipe.model.context
     subject = Subject(recipe, world, device, "bf16", 65, 10_000, context)
     result = assemble(subject, Speed(1e5, world, "measured", "", {"evaluation": 3.0}))

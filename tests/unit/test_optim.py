@@ -13,7 +13,7 @@ from windlass.model.build import build_model, sizes_of
 from windlass.model.gpt import GPT
 from windlass.model.size import describe_sizes
 from windlass.optim.build import build_optimizer, count_groups, describe_groups, make_groups, set_lr
-from windlass.optim.muon import COEFFICIENTS, Muon, orthogonalise, update_scale
+from windlass.optim.muon import COEFFICIENTS, MuonAdamW, orthogonalise, update_scale
 from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon, ModelSettings, OptimSettings, Recipe, ScheduleSettings
 
@@ -197,7 +197,7 @@ def test_matrices_that_lie_in_one_are_taken_apart():
         for p, g in zip(parameters, grad.split([p.shape[0] for p in parameters]), strict=True):
             p.grad = g.clone()
         group = {"params": parameters, "muon": True, "parts": parts}
-        Muon([group | {"lr": 0.1, "weight_decay": 0.1}]).step()
+        MuonAdamW([group | {"lr": 0.1, "weight_decay": 0.1}]).step()
     # The tallest part, of 6 x 4, has the largest step; all parts of a tensor have its step.
     update = update_scale((6, 4)) * orthogonalise(grad[:3], torch.float32)
     first = whole[:3] * (1 - 0.01) - 0.1 * update

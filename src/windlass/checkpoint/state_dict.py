@@ -18,14 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from windlass.checkpoint.format import Damaged
 from windlass.checkpoint.load import Checkpoint
 from windlass.errors import UserError
-from windlass.model.share import cut_of, whole_shape, with_cut
+from windlass.model.share import (
+    cut_of,
+    is_fsdp,
+    is_sharded,
+    local_part,
+    whole_shape,
+    with_cut,
+)
 from windlass.optim.shard import ShardedOptimizer
 from windlass.optim.state import from_tensors, to_tensors
 from windlass.parallel.parallelize import unwrap
@@ -95,14 +99,14 @@ def divide(tensors: Mapping[str, Tensor], rank: int, world: int, stages: int = 1
     groups: dict[tuple[int, ...], dict[str, Tensor]] = {}
     known: dict[Any, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
-        place = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+        place = (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else ()
         key = (*place, cut_of(tensor) is not None)
         if key not in known:
             known[key] = replica_group(tensor, peers)
         groups.setdefault(known[key], {})[name] = tensor
     slices = []
     for ranks, held in groups.items():
-        local = {name: _local(tensor) for name, tensor in held.items()}
+        local = {name: local_part(tensor) for name, tensor in held.items()}
         for name, tensor in held.items():
             if not tensor.numel() and rank == ranks[0]:  # its type and shape are saved all the same
                 offsets = (0,) * tensor.dim()
@@ -150,7 +154,7 @@ def replica_group(tensor: Tensor, peers: range) -> tuple[int, ...]:
 
 def _holders(tensor: Tensor, peers: range) -> tuple[int, ...]:
     """The same without the cut over `tp`."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return tuple(peers)
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is not in the tensor's mesh"
@@ -181,7 +185,7 @@ def held_runs(tensor: Tensor) -> list[list[Run]]:
     Uneven pieces are cut as torch.chunk cuts them: the last ranks may have fewer indices, or none.
     """
     held = [[(0, size)] for size in tensor.shape]
-    if isinstance(tensor, DTensor):
+    if is_sharded(tensor):
         mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         assert coordinate is not None, "this rank is not in the tensor's mesh"
         for dim, placement in enumerate(tensor.placements):
@@ -202,6 +206,9 @@ def held_runs(tensor: Tensor) -> list[list[Run]]:
 def _cuts(placement: Any) -> bool:
     if placement.is_replicate():
         return False
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     if isinstance(placement, Shard | _StridedShard):
         return True
     raise NotImplementedError(f"a checkpoint of a tensor with the placement {placement}")
@@ -354,7 +361,7 @@ def _check_same_model(
 
 def fill(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
     """Read this rank's part of a tensor into it."""
-    for offsets, box in boxes(_local(tensor), held_runs(tensor)):
+    for offsets, box in boxes(local_part(tensor), held_runs(tensor)):
         checkpoint.read_into(name, offsets, box)
 
 
@@ -366,7 +373,7 @@ def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
     """Parameters and persistent buffers, each once, and the other names of tied ones."""
     model = unwrap(model)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             module.reshard()  # an evaluation under `shard_grad_op` leaves parameters gathered
     temporary = {
         f"{prefix}.{name}".removeprefix(".")
@@ -400,20 +407,18 @@ def _trained(model: nn.Module, optimizer: Any) -> list[tuple[str, Tensor]]:
     return parameters
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _as_sharded(state: Tensor, parameter: Tensor) -> Tensor:
     """Optimizer state like this rank's part of a parameter: cut and sharded as the parameter."""
     if state.shape == parameter.shape:
         with_cut(state, cut_of(parameter))
-    if not isinstance(parameter, DTensor) or isinstance(state, DTensor) or not state.dim():
+    if not is_sharded(parameter) or is_sharded(state) or not state.dim():
         return state
     if state.shape != parameter.to_local().shape:
         return state
+    from torch.distributed.tensor import DTensor
+
     whole = {"shape": parameter.shape, "stride": parameter.stride()}
-    sharded = DTensor.from_local(
+    sharded = DTensor.fromlocal_part(
         state, parameter.device_mesh, parameter.placements, run_check=False, **whole
     )
     return with_cut(sharded, cut_of(parameter))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import platform
 import shlex
@@ -50,6 +51,7 @@ def train(
     from windlass.training.stop import StopSignals
 
     exit_with_parent()  # a launcher or a sweep
+    gc.disable()  # what the imports create stays; the loop of the training enables it
     loaded, env = Recipe.load(recipe, overrides), detect_env(os.environ)
     start: dict[str, Any] = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
     if env.launcher == "none" and (world not in ("", "1") or max_restarts):
@@ -123,12 +125,12 @@ def verify(
     """Prove with real runs on this machine that nothing is lost or silently wrong. The default
     RECIPE is a tiny model.
 
-    The proofs take a few minutes. Each also shows that it sees an injected error.
+    All proofs take a few minutes. Each also shows that it sees an injected error.
     resume: every step resumes bit-exactly. strategies, layouts: data parallelism, and tensor,
     context and pipeline parallelism, agree with one process. world: world size and accumulation
     change nothing but rounding (with dropout: for equal micro-batches). order: the sample sequence
     has no repeat and no gap for any world size. kills: kills at random moments of a save lose no
-    checkpoint. export: the logits are equal. mixture: shares and sequence of a mixture are exact.
+    checkpoint. export: the logits are equal. mixture: each source has its share of the samples.
     mup: with muP (model.mup), training changes activations equally at three widths.
 
     Exit codes: 0 no proof failed (the output names a proof that was impossible here), 1 a proof

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from windlass.data.chat import PLAIN_LAYOUT
+from windlass.data.division import source_number, stream_name
 from windlass.data.mixture import MANY_EPOCHS
 from windlass.data.packing import BestFitSamples
 from windlass.data.samples import Samples, real_tokens
@@ -56,6 +57,8 @@ def describe(data: Data) -> Facts:
             facts |= {"characters": tokens, "symbols": "".join(sorted(symbols))}
         for key, kind in (("sources", MAIN), ("eval_sources", EVAL)):
             streams = [stream for stream in index.streams if stream.startswith(kind)]
+            if kind == EVAL:  # the end of a single text belongs to the row of its text
+                streams = [stream for stream in streams if not _is_end_of_text(index, stream)]
             if len(streams) > 1:
                 facts[key] = [_source(index, stream) for stream in streams]
     for name, samples in (("train", data.train), ("val", data.val)):
@@ -100,12 +103,21 @@ def _tokens_per_sample(samples: Samples) -> float:
     return tokens / max(1, len(places))
 
 
+def _is_end_of_text(index: Index, stream: str) -> bool:
+    """Whether a stream of validation data is the end of a single text, which trains up to it."""
+    of = index.source.get(stream_name(MAIN, source_number(stream)))
+    return of is not None and index.source[stream]["name"] == of["name"]
+
+
 def _source(index: Index, stream: str) -> Facts:
     """What is read of a source, and for which split."""
-    counts = dict.fromkeys(("train", "val"), 0)
+    counts, streams = dict.fromkeys(("train", "val"), 0), [stream]
+    end = stream_name(EVAL, source_number(stream))
+    if end in index.streams and end != stream and _is_end_of_text(index, end):
+        streams.append(end)
     for name, split in index.splits.items():
-        counts[name] += sum(p.stop - p.start for p in split.ranges if p.stream == stream)
-    tokens = sum(shard.tokens for shard in index.streams[stream])
+        counts[name] += sum(p.stop - p.start for p in split.ranges if p.stream in streams)
+    tokens = sum(shard.tokens for name in streams for shard in index.streams[name])
     source = {"source": index.source[stream]["name"], "documents": index.documents(stream)}
     return source | {"tokens": tokens, **counts}
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from windlass import hub
 from windlass.checkpoint import load
@@ -25,6 +24,7 @@ from windlass.fileio import read_json
 from windlass.model.build import build_model, own_module
 from windlass.model.gpt import initialise
 from windlass.model.hf_files import ADAPTER, adapter_settings, fill_from_adapter
+from windlass.model.share import is_fsdp
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize, unwrap
@@ -151,7 +151,7 @@ def evaluating(model: Any) -> Iterator[None]:
         for module in modules:
             module.training = True
         for module in model.modules():
-            if isinstance(module, FSDPModule):
+            if is_fsdp(module):
                 module.reshard()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from windlass.errors import UserError
 from windlass.model.gpt import GPT
 from windlass.model.quantised import Linear4bit
+from windlass.model.share import is_sharded
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe
 
@@ -57,7 +58,13 @@ def materialise(model: nn.Module, device: torch.device, buffer_device: torch.dev
                     continue
                 if tensor not in moved:
                     data = tensor.data
-                    new = torch.empty_like(data, device=target) if data.is_meta else data.to(target)
+                    if not data.is_meta:
+                        new = data.to(target)
+                    elif is_sharded(data):
+                        new = torch.empty_like(data, device=target)
+                    else:  # `empty_like` of a meta tensor imports sympy
+                        how: Any = {"dtype": data.dtype, "device": target}
+                        new = torch.empty_strided(data.shape, data.stride(), **how)
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, tensor.requires_grad)
                     moved[tensor] = new

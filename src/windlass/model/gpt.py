@@ -266,9 +266,12 @@ class GPT(nn.Module):
         self.settings, self.vocab, self.context = settings, vocab, settings.context
         self.share, self.kv_heads = WHOLE, settings.kv_heads_
         self.width_multiple = settings.width_multiple  # for the optimizer (muP)
-        self.embedding = nn.Embedding(vocab, settings.width)
+        # With `_weight`, because torch imports torch._dynamo to draw values on the meta device.
+        size = vocab, settings.width
+        self.embedding = nn.Embedding(*size, _weight=torch.empty(size))
         if settings.position == "learned":
-            self.positions = nn.Embedding(settings.context, settings.width)
+            size = settings.context, settings.width
+            self.positions = nn.Embedding(*size, _weight=torch.empty(size))
         self.blocks = Blocks(Block(settings) for _ in range(settings.layers))
         if settings.final_norm:
             self.norm = Norm(settings)

@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from windlass import hub
 from windlass.errors import UserError, argument, first_line
 from windlass.fileio import read_json, to_json
 from windlass.model.gpt import assign
-from windlass.model.share import cut_of, whole_shape
+from windlass.model.share import cut_of, is_sharded, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -90,7 +88,9 @@ def fill_from_files(
             tensor.copy_(files.files[key].get_tensor(key))
             continue
         local, offsets = tensor.data, (0,) * tensor.dim()
-        if isinstance(tensor, DTensor):
+        if is_sharded(tensor):
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
             local = tensor.to_local()
             layout = (tensor.shape, tensor.device_mesh, tensor.placements)
             _, offsets = compute_local_shape_and_global_offset(*layout)
@@ -172,7 +172,7 @@ def fill_magnitudes(model: nn.Module) -> None:
     for layer in model.modules():
         for vector in getattr(layer, "lora_magnitude_vector", {}).values():
             weight = layer.get_base_layer().weight  # type: ignore[operator]
-            weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            weight = weight.full_tensor() if is_sharded(weight) else weight
             assign(vector.weight, vector.get_weight_norm(weight, weight.new_zeros(()), 1.0))
 
 

@@ -19,19 +19,43 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
+from torch import Tensor, nn
 
 from windlass.recipe.settings import IGNORE_INDEX
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
 collective = torch.ops._c10d_functional
 T_ = TypeVar("T_", bound=Tensor)
+
+
+def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor, as FSDP2 and `shard_optim` have them.
+
+    The import of DTensor takes as long as half of torch's own, so only what makes one imports it.
+    """
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether FSDP2 shards a module, without the import of FSDP2."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The storage on this rank; writing to it writes to the tensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 class Peers(NamedTuple):
@@ -176,6 +200,9 @@ class Share:
             parts = torch.arange(halves * c.size * each, device=device).view(-1, each)
             mine = (c.rank, 2 * c.size - 1 - c.rank)[:halves]
             inner = torch.cat([parts[i] for i in mine])
+            if halves == 2:
+                from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo
+
             for stop in ((i + 1) * each for i in mine if halves == 2):
                 masks.append(causal_lower_right(each, stop) if stop > each else None)
         stream = inner

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from windlass.errors import UserError, did_you_mean, first_line, require
-from windlass.model.share import cut_of, whole_shape, with_cut
-from windlass.optim.muon import Muon, new_state
+from windlass.model.share import cut_of, is_sharded, whole_shape, with_cut
+from windlass.optim.muon import MuonAdamW, new_state
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
 from windlass.optim.state import from_tensors, is_savable, to_tensors
 from windlass.recipe.settings import OptimSettings
@@ -56,22 +55,23 @@ def build_optimizer(
         rows |= {p: with_cut(nn.Parameter(part), cut_of(p)) for p, part in own.items()}
         g["params"] = [rows[p] for p in g["params"]]
     fused_adam = devices <= FUSED_DEVICES
-    # muP: all gradients shrink with the width as the logits' factor does (arXiv 2203.03466, B.3).
-    eps = settings.eps / width_multiple(model)
-    adam: dict[str, Any] = {"betas": settings.betas, "eps": eps, "fused": fused_adam}
-    if settings.kind == "muon":
-        adam |= {"momentum": settings.muon_momentum, "device_type": device_type}
-        group = replicas.get_group() if replicas is not None else None
-        optimizer: torch.optim.Optimizer = Muon(groups, **adam, group=group)
-    elif settings.kind == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=settings.lr, **adam)
-    else:
-        optimizer = build_library_optimizer(groups, settings)
     if settings.kind in ("adamw", "muon"):
+        optimizer: torch.optim.Optimizer = MuonAdamW(
+            groups,
+            momentum=settings.muon_momentum,
+            betas=settings.betas,
+            # muP: all gradients shrink as the width grows (arXiv 2203.03466, B.3).
+            eps=settings.eps / width_multiple(model),
+            fused=fused_adam,
+            device_type=device_type,
+            group=replicas.get_group() if replicas is not None else None,
+        )
         # Allocated now: if memory runs out, it does so before the first update changes a parameter.
         for g in optimizer.param_groups:
             for p in g["params"]:
                 optimizer.state[p] = new_state(p.detach(), g)
+    else:
+        optimizer = build_library_optimizer(groups, settings)
     return ShardedOptimizer(rows, optimizer, mesh) if mesh is not None and rows else optimizer
 
 
@@ -202,8 +202,10 @@ def build_library_optimizer(
     parameters = [p for g in groups for p in g["params"]]
     if any(map(cut_of, parameters)):
         check_cut_matrices(settings)
-    sharded = next((p for p in parameters if isinstance(p, DTensor) and p.dim()), None)
-    if sharded is not None and sharded.device_mesh.size() > 1:
+    sharded = next((p for p in parameters if is_sharded(p) and p.dim()), None)
+    if is_sharded(sharded) and sharded.device_mesh.size() > 1:
+        from torch.distributed.tensor import DTensor
+
         some, mesh = torch.zeros(3, 2, device=sharded.device), sharded.device_mesh
         probe = nn.Parameter(DTensor.from_local(some, mesh, sharded.placements, run_check=False))
         try:

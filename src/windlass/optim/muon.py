@@ -20,10 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
-from windlass.model.share import Cut, cut_of, whole_shape
+from windlass.model.share import Cut, cut_of, is_sharded, local_part, whole_shape
 
 # From Jordan's post: steepest at 0, and [0, 1] goes to about [0.7, 1.2].
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -67,7 +66,7 @@ def update_scale(shape: Sequence[int]) -> float:
     return math.sqrt(max(1.0, shape[0] / shape[1]))
 
 
-class Muon(torch.optim.Optimizer):
+class MuonAdamW(torch.optim.Optimizer):
     """Groups with `muon=True` hold matrices that are orthogonalised; the others are AdamW's.
 
     State of a parameter: `momentum_buffer`, or AdamW's `step`, `exp_avg`, `exp_avg_sq`; each is
@@ -107,6 +106,14 @@ class Muon(torch.optim.Optimizer):
             else:
                 g.update(betas=betas, eps=eps, fused=fused)
 
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        # torch's own imports torch._dynamo, which takes as long as half of `import torch`.
+        self.param_groups.append(self.defaults | group | {"params": list(group["params"])})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for p in (p for g in self.param_groups for p in g["params"]):
+            p.grad = None
+
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
@@ -121,19 +128,30 @@ class Muon(torch.optim.Optimizer):
         for p in parameters:
             if not self.state[p]:
                 self.state[p] = new_state(p, g)
-        grads = [p.grad for p in parameters]
-        keys = ("exp_avg", "exp_avg_sq", "step")
-        first, second, steps = ([self.state[p][key] for p in parameters] for key in keys)
         how = {key: g[key] for key in ("lr", "weight_decay", "eps")}
-        how |= {"beta1": g["betas"][0], "beta2": g["betas"][1], "fused": g["fused"] or None}
-        how |= {"amsgrad": False, "maximize": False, "found_inf": self.found_inf}
-        adamw(parameters, grads, first, second, [], steps, **how)
+        how |= {"beta1": g["betas"][0], "beta2": g["betas"][1]}
+        how |= {"amsgrad": False, "maximize": False}
+        by_kind: dict[Any, list[Tensor]] = {}
+        for p in parameters:
+            by_kind.setdefault((p.device, p.dtype), []).append(p)
+        for (device, _), some in by_kind.items():
+            states, grads = [self.state[p] for p in some], [p.grad for p in some]
+            moments = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq"))
+            steps = [s["step"] for s in states]
+            if not g["fused"]:
+                adamw(some, grads, *moments, [], steps, **how)
+                continue
+            bad = self.found_inf if self.found_inf is None else self.found_inf.to(device)
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(some, grads, *moments, [], steps, **how, found_inf=bad)
+            if bad is not None:  # the kernel left the rest as it was
+                torch._foreach_sub_(steps, [bad] * len(steps))
 
     def _muon(self, g: dict[str, Any], matrices: list[Matrix]) -> None:
         lr, shrink = g["lr"], 1 - g["lr"] * g["weight_decay"]
         ahead = (self._momentum(p, g) for p, _ in matrices)
         for (p, parts), update in zip(matrices, self._orthogonalised(matrices, ahead), strict=True):
-            weight, scale = _local(p), update_scale((max(parts), whole_shape(p)[1]))
+            weight, scale = local_part(p), update_scale((max(parts), whole_shape(p)[1]))
             new = (weight * shrink).add_(update.to(weight), alpha=-lr * scale)
             weight.copy_(self._if_finite(new, weight))
 
@@ -142,7 +160,7 @@ class Muon(torch.optim.Optimizer):
         if not self.state[p]:
             self.state[p] = new_state(p, g)
         rate = g["momentum"]
-        gradient, momentum = _local(p.grad), _local(self.state[p]["momentum_buffer"])
+        gradient, momentum = local_part(p.grad), local_part(self.state[p]["momentum_buffer"])
         gradient = self._if_finite(gradient, momentum)  # the momentum stays
         momentum.lerp_(gradient, 1 - rate)
         return gradient.lerp(momentum, rate)
@@ -158,7 +176,7 @@ class Muon(torch.optim.Optimizer):
         if not matrices:
             return
         dtype = self.dtype or matrices[0][0].dtype
-        if isinstance(matrices[0][0], DTensor):
+        if is_sharded(matrices[0][0]):
             yield from self._sharded(matrices, ahead, dtype)
         elif self.group is not None and dist.get_world_size(self.group) > 1:
             yield from _replicated(matrices, ahead, dtype, self.group)
@@ -173,6 +191,8 @@ class Muon(torch.optim.Optimizer):
 
         One dimension of the mesh cuts every matrix, by rows; its ranks share the work.
         """
+        from torch.distributed.tensor import Shard
+
         like: Any = matrices[0][0]
         dim = like.placements.index(Shard(0))
         mesh = like.device_mesh
@@ -225,9 +245,3 @@ def _replicated(
         for update, work in zip(updates, works, strict=True):
             work.wait()
             yield update
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    """The storage on this rank; writing to it writes to the tensor."""
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

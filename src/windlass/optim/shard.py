@@ -7,13 +7,15 @@ rows. The update equals `ddp`'s bit for bit. `shard_optim` sends 3 bytes for eve
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 GATHER_BYTES = 2**25
 """Parameters up to this size together are gathered in one message."""
@@ -23,6 +25,8 @@ LINE_BYTES = 64
 
 def own_rows(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     """This rank's view of a tensor that all ranks hold: its rows (`Shard(0)`), or all of it."""
+    from torch.distributed.tensor import DTensor
+
     assert tensor.is_contiguous(), "rows of a tensor in column-major order"
     local = tensor.detach()
     if placement.is_shard():
@@ -34,6 +38,8 @@ def own_rows(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
 
 def placement(p: Tensor, mesh: DeviceMesh, any_row: bool) -> Placement:
     """By rows, or not at all for a scalar and, without `any_row`, for a cut inside a line."""
+    from torch.distributed.tensor import Replicate, Shard
+
     if not p.dim():
         return Replicate()
     each = -(-p.shape[0] // mesh.size()) * p[0].nbytes  # bytes of a rank

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from windlass.model.share import cut_of, has_partial_gradient
+from windlass.model.share import cut_of, has_partial_gradient, local_part
 from windlass.parallel.dist import Ranks
 
 CHUNK = 4096  # elements whose squares are added in the gradient's own precision (on a CPU)
@@ -132,8 +131,7 @@ def _by_kind(grads: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
     """This rank's part of gradients, by device and type."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        kinds.setdefault((grad.device, grad.dtype), []).append(local)
+        kinds.setdefault((grad.device, grad.dtype), []).append(local_part(grad))
     return kinds
 
 

@@ -185,7 +185,7 @@ def process_settings() -> Callable[[], None]:
     def restore() -> None:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(matmul)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        use_deterministic(deterministic, warn_only)
         if compiler := sys.modules.get("torch._dynamo"):
             compiler.config.optimize_ddp = optimize_ddp
         os.environ.pop(INTERFACE, None)
@@ -193,6 +193,13 @@ def process_settings() -> Callable[[], None]:
             os.environ[INTERFACE] = interface
 
     return restore
+
+
+def use_deterministic(mode: bool, warn_only: bool = False) -> None:
+    """Choose deterministic kernels or not; without a change, without torch's import of Inductor."""
+    now = torch.are_deterministic_algorithms_enabled()
+    if (now, torch.is_deterministic_algorithms_warn_only_enabled()) != (mode, warn_only):
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
 def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:

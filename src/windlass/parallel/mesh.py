@@ -16,9 +16,8 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
-from windlass.model.share import cut_of
+from windlass.model.share import cut_of, is_sharded
 from windlass.recipe.strategies import DIMENSIONS, Sizes, Strategy
 
 LOSS_DIMENSIONS = ("dp_replicate", "dp_shard", "cp")
@@ -135,7 +134,7 @@ class Mesh:
 
 def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups of several ranks that hold different pieces of a tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return ()
     mesh = tensor.device_mesh
     assert not any(p.is_partial() for p in tensor.placements), tensor.placements

@@ -22,13 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -38,7 +31,7 @@ from torch.utils.checkpoint import (
 
 from windlass.errors import UserError
 from windlass.model.build import materialise
-from windlass.model.share import Peers, Share, with_cut
+from windlass.model.share import Peers, Share, is_fsdp, with_cut
 from windlass.parallel.dist import Ranks
 from windlass.parallel.pipeline import keep_stages
 from windlass.recipe import Recipe
@@ -171,6 +164,13 @@ def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Mo
 
 def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Recipe) -> None:
     """FSDP2 over each block, over the model's `ends()`, and over the rest as one unit."""
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
     settings = recipe.parallel
     low = LOW.get(resolve_precision(recipe.train.precision, ranks.device))
     pinned = ranks.device.type == "cuda"
@@ -197,7 +197,7 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
         shard(last, reshard_after_forward=False)
     shard(model, reshard_after_forward=False)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     units: list[Any] = [model, *first[:1], *blocks, *last[:1]]
@@ -246,7 +246,7 @@ def sync_gradients(model: nn.Module, strategy: Strategy, last: bool) -> Iterator
     Before it, DDP and FSDP2 add to this rank's whole gradients. If the strategy `reduces_each`,
     FSDP2 adds to shards, and reduces between sharding groups after the last micro-batch only.
     """
-    if isinstance(model, FSDPModule):
+    if is_fsdp(model):
         model.set_requires_gradient_sync(last or strategy.reduces_each)
         model.set_requires_all_reduce(last)
         if strategy.keeps_gathered:

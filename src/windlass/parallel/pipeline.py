@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from windlass.errors import UserError
 from windlass.model.gpt import GPT, LayerCache
 from windlass.model.loss import SourceSums
+from windlass.model.share import local_part
 from windlass.model.size import stage_layers
 from windlass.parallel.collectives import sum_together
 from windlass.parallel.dist import Ranks
@@ -274,8 +274,7 @@ class Pipeline:
                 sum_together(bucket, group)
         grad = model.embedding.weight.grad if self.ends is not None else None
         if grad is not None and self.ends is not None:
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
-            dist.all_reduce(local, group=self.ends)
+            dist.all_reduce(local_part(grad), group=self.ends)
 
 
 class StagedGPT(GPT):

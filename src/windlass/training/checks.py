@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from windlass.data.samples import Batch, Samples
 from windlass.errors import RunFailed, UserError, first_line
 from windlass.evaluation.source import evaluating
-from windlass.model.share import cut_of, whole_shape
+from windlass.model.share import cut_of, is_sharded, local_part, whole_shape
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import counted, unwrap
@@ -79,7 +78,7 @@ def replicas(model: nn.Module, ranks: Ranks) -> list[str]:
         # A parameter in as many pieces as ranks has no replica.
         groups = ranks.mesh.cutting_groups(parameter)
         if math.prod(group.size() for group in groups) < ranks.world:
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = local_part(parameter)
             own[name] = piece_of(parameter), fingerprint(local)
     if not own:
         return []
@@ -99,7 +98,7 @@ def replicas(model: nn.Module, ranks: Ranks) -> list[str]:
 def piece_of(parameter: Tensor) -> str:
     """This rank's piece: its place along each mesh dimension that cuts the tensor."""
     cut, places = cut_of(parameter), list[int]()
-    if isinstance(parameter, DTensor):
+    if is_sharded(parameter):
         mesh, placements = parameter.device_mesh, parameter.placements
         places = [mesh.get_local_rank(d) for d, p in enumerate(placements) if not p.is_replicate()]
     return ",".join(map(str, [*places, cut.peers.rank] if cut else places))

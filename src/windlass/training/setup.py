@@ -41,7 +41,7 @@ from windlass.model.loss import Objective, takes_sources
 from windlass.model.size import flops_per_token
 from windlass.optim.build import count_groups
 from windlass.parallel.architecture import code_for
-from windlass.parallel.dist import Ranks
+from windlass.parallel.dist import Ranks, use_deterministic
 from windlass.parallel.parallelize import (
     autocast,
     counted,
@@ -170,7 +170,7 @@ def prepare_model(
 ) -> tuple[nn.Module, ModelFacts]:
     """Parallelize the model, with its initial weights; a user's module keeps its own weights."""
     recipe = plan.recipe
-    torch.use_deterministic_algorithms(recipe.train.deterministic)
+    use_deterministic(recipe.train.deterministic)
     # A user's module has its vocabulary in `vocab`, or is given by its only embedding.
     tables = [m.num_embeddings for m in model.modules() if custom and isinstance(m, nn.Embedding)]
     rows = getattr(model, "vocab", tables[0] if len(tables) == 1 else data.vocab)

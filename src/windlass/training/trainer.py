@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -224,6 +225,9 @@ class Trainer:
         state, horizon, recipe = self.state, self.horizon, self.recipe
         ranks, recorder, evaluator = self.ranks, self.recorder, self.evaluator
         first_step, loader = state.step + 1, self.open_loader()
+        if not gc.isenabled():  # `windlass train` leaves this to its loop
+            gc.freeze()  # else a rank may collect all that was imported, and the others wait
+            gc.enable()
         try:
             while state.step < horizon.steps and not self.ends_early:
                 recorder.log(self.callbacks.take_logged())
