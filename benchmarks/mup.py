@@ -126,11 +126,14 @@ def pictures(options: argparse.Namespace, results: dict[str, Any]) -> None:
     with style.context(STYLE, after_reset=True):
         draw(options.to / "mup-lr.png", (8.0, 3.4), lambda *at: rate_curves(results, *at))
         draw(options.to / "mup-coordinates.png", (8.0, 3.4), lambda *at: size_curves(results, *at))
-    for kind in KINDS:
-        for width in WIDTHS:
+    print("| width | standard: best optim.lr | loss | muP: best optim.lr | loss |")
+    for width in WIDTHS:
+        cells = [f"{width}"]
+        for kind in KINDS:
             losses = medians(results, kind, width)
             best = min(range(len(RATES)), key=losses.__getitem__)
-            print(f"| {kind} | {width} | {RATES[best]:.4f} | {losses[best]:.3f} |")
+            cells += [f"{RATES[best]:.4f}", f"{losses[best]:.3f}"]
+        print(f"| {' | '.join(cells)} |")
 
 
 def draw(path: Path, size: tuple[float, float], curves: Callable[..., None]) -> None:

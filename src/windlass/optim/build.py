@@ -60,7 +60,7 @@ def build_optimizer(
             groups,
             momentum=settings.muon_momentum,
             betas=settings.betas,
-            # muP: gradients shrink with the width as the logits' factor (arXiv 2203.03466, B.3).
+            # muP: all gradients shrink as the width grows (arXiv 2203.03466, B.3).
             eps=settings.eps / width_multiple(model),
             fused=fused_adam,
             device_type=device_type,
