@@ -119,13 +119,14 @@ class Step:
         self.model, self.layout, self.layers = rank.model, rank.layout, rank.layers
         model, layout, parts = rank.model, rank.layout, rank.layout.tensor
         self.compute = COMPUTE_BYTES[layout.precision]  # bytes of a number in matrix products
-        self.master = max(4, self.compute)  # bytes of a number of the weights
+        self.master = layout.program.weight or max(4, self.compute)  # bytes of a number of the weights
         self.cuda = layout.device == "cuda"
         self.vocab = -(-rank.vocab // parts)  # V
         self.n, self.s = rank.tokens, rank.stream_tokens
         self.queries = rank.heads * rank.head_width  # D, or the rank's part of it
         self.kv = rank.kv_heads * rank.head_width  # K
-        self.stream = self.s * model.width * self.master  # one copy of the residual stream [S, D]
+        # One copy of the residual stream [S, D].
+        self.stream = self.s * model.width * (layout.program.stream or self.master)
         self.wide = self.n * model.width * self.compute  # one copy of a product's input [N, D]
         self.hidden = self.n * (model.ff_width_ // parts) * self.compute  # one hidden copy [N, F]
         # All weights. The root is outside the blocks: embedding, positions, final norm, head.
@@ -200,7 +201,8 @@ class Step:
         if self.layout.checkpointing == "selective":  # results of products, attention and sums
             model, n, c, d = self.model, self.n, self.compute, self.queries
             ups = 2 if model.activation == "swiglu" else 1
-            saved += 2 * self.wide + n * (d + 2 * self.kv) * c + ups * self.hidden
+            products = 2 * self.wide + n * (d + 2 * self.kv) * c + ups * self.hidden
+            saved += int((1 - self.layout.program.repeated) * products)
             saved += 2 * self.s * model.width * c * (self.layout.tensor > 1)  # sums over ranks
             saved += 0 if model.dropout else n * d * c + n * self.rank.heads * max(4, c)
         return blocks * saved
@@ -249,6 +251,8 @@ class Step:
         wide, capped = max(4, c), bool(self.model.logit_cap)
         limit = max(1, CHUNK_BYTES[self.layout.device] // (4 * V))  # tokens
         head_copy = V * d * c if c < m else 0  # the head's matrix in the precision of autocast
+        if each := self.layout.program.logits:
+            return (n * V * each + head_copy,) * 3
         if n <= limit and self.layout.tensor == 1:
             one, rest = n * V * wide, capped * n * V * c + head_copy
             return 2 * one + rest, one + rest, 3 * one + rest

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from windlass.model.size import block_matrices, block_parameters, count, stage_layers
 from windlass.recipe.network import ModelSettings
@@ -17,6 +17,20 @@ if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Program(NamedTuple):
+    """Habits of the program that trains, in bytes of a number; 0 is Windlass's.
+
+    Published measurements come from other programs (`published.py`).
+    """
+
+    weight: int = 0  # of weights and optimizer state; 0: 4, in fp64 8
+    stream: int = 0  # of the residual stream; 0: as a weight
+    reduced: int = 0  # of a gradient in a reduction; 0: as a weight
+    logits: int = 0  # held for each logit of a micro-batch; 0: a chunk of logits exists at a time
+    repeated: float = 0.0  # the part of the products that `selective` repeats
+    logit_traffic: int = 28  # bytes that head and loss read and write for a logit
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,8 @@ class Layout:
     schedule: str = "1f1b"  # `parallel.pipeline_schedule`
     chunks: int = 1  # stages on each rank
     share: int = 0  # the micro-batch divides it (`BatchPlan.share`); 0: a step's samples of a rank
+    compile: bool = False
+    program: Program = Program()
 
     @property
     def policy(self) -> Strategy:
@@ -99,6 +115,7 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         parallel.pipeline_schedule,
         parallel.chunks if parallel.pipeline > 1 else 1,
         share=batch.share,
+        compile=recipe.train.compile,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, layout_of, ranks_of
@@ -97,7 +98,7 @@ class Work:
         """Parameters that a rank updates."""
         return self.trained / self.layout.shard
 
-    @property
+    @cached_property
     def collectives(self) -> list[Collective]:
         """All collectives of a step; none on one rank."""
         sent = [*self._of_parameters(), *self.exchanges]
@@ -112,7 +113,7 @@ class Work:
         layout, strategy = self.layout, self.layout.policy
         world, shard, stride = layout.replicas, layout.shard, layout.tensor
         low = COMPUTE_BYTES[layout.precision]
-        master = max(4, low)
+        master = layout.program.reduced or max(4, low)
         if not strategy.shards_parameters:
             gradients = master * self.trained
             calls = max(1, math.ceil(gradients / (self.bucket_mb * 2**20)))

@@ -1,0 +1,211 @@
+"""The time of a training step: one model for the plan, its layouts, and scaling studies. No torch.
+
+A step is a sum of parts that a reader can check (docs/evidence/plan.md):
+
+- products: each matrix takes `max(FLOPs / rate, bytes / bandwidth)`, three times a micro-batch
+- attention: FLOPs of the causal half at a rate of its own
+- traffic: what norms, activations, sums, the loss and the weights read and write
+- launch: the host's time to start kernels, as far as the device would wait for it
+- update: the optimizer's traffic, and Muon's products
+- communication: ring bytes over the link, as far as computation cannot hide them
+- bubble: a pipeline stage waits for the others
+
+`Speeds` are constants of a device family (`speeds.toml`), or rates that `windlass check` measured.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from windlass.estimate.devices import Device
+from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
+from windlass.estimate.work import Collective, Work
+from windlass.recipe.network import ModelSettings
+from windlass.telemetry.timing import peak_flops
+
+ATTENTION = (2, 5)
+"""FLOPs for each query, key and number of a head's width, in a causal forward and backward pass of
+flash attention (arXiv 2307.08691): half of 4, and 2.5 times that."""
+UPDATE_BYTES = 40  # of AdamW for a parameter: 28 of weight, gradient and moments, 12 to clip
+WEIGHT_BYTES = 18  # of a weight in each micro-batch: autocast's copy, and the gradient's sum
+KERNELS = {True: (12, 24), False: (30, 60)}
+"""Kernels of a block's forward and backward pass, compiled and not."""
+NEWTON_SCHULZ = 5  # iterations of Muon
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The values of `speeds.toml`, which documents them."""
+
+    memory: float
+    launch: float
+    small: float
+    eager: float
+    exposed: float
+    latency: float
+    products: tuple[float, float]  # of an A100 and an H100
+    attention: tuple[float, float]
+
+
+@cache
+def constants() -> Constants:
+    values = tomllib.loads(Path(__file__).with_name("speeds.toml").read_text(encoding="utf-8"))
+    families = [values.pop(name) for name in ("A100", "H100")]
+    of_both = {name: tuple(one[name] for one in families) for name in families[0]}
+    return Constants(**values, **of_both)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Rates between ranks, in bytes a second and direction."""
+
+    inside: float  # of a host
+    network: float  # between hosts, for each rank
+    per_host: int = 0  # ranks; 0: there is one host
+
+    def bandwidth(self, one: Collective) -> float:
+        """Bytes a second over the bus; the ranks of a host send to other hosts together."""
+        if self.per_host % (one.stride * one.ranks) == 0:
+            return self.inside
+        together = 1 if one.name == "send_recv" else max(1, self.per_host // one.stride)
+        return min(self.inside, together * self.network)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What a rank reaches in each part of a step."""
+
+    products: float  # FLOP/s of large matrix products
+    attention: float  # FLOP/s
+    traffic: float  # bytes a second of memory
+    bandwidth: Callable[[Collective], float | None]  # bytes a second over the bus; None: unknown
+    eager: float = 1.0
+    small: float = 0.0
+    launch: float = 0.0
+    exposed: float = 1.0
+    latency: float = 0.0
+
+
+RATIOS = 312 / 2.039, 989 / 3.35  # FLOP of the peak for a byte of memory, of A100-80GB and H100
+
+
+def published_speeds(
+    device: Device, peak: float, links: Links, fitted: Constants | None = None
+) -> Speeds:
+    """The speeds of a device with this peak FLOP/s, by its data sheet and the constants."""
+    c = fitted or constants()
+    bandwidth = device.bandwidth or 1e12 * peak / (1e12 * RATIOS[0])
+    if "A100" in device.name or "A800" in device.name:
+        at = 0.0
+    else:
+        low, high = map(math.log, RATIOS)
+        at = min(1.0, max(0.0, (math.log(peak / bandwidth) - low) / (high - low)))
+
+    def of(parts: tuple[float, float]) -> float:
+        return peak * (parts[0] + at * (parts[1] - parts[0]))
+
+    rates = (of(c.products), of(c.attention), c.memory * bandwidth)
+    return Speeds(*rates, links.bandwidth, c.eager, c.small, c.launch, c.exposed, c.latency)
+
+
+class NotMeasured(Exception):
+    """The bandwidth of a collective, or a rate, is unknown."""
+
+
+class StepTime(NamedTuple):
+    """Seconds of the parts of a rank's step."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    traffic: float = 0.0
+    launch: float = 0.0
+    update: float = 0.0
+    communication: float = 0.0  # that computation does not hide
+    bubble: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        """Everything but communication and waiting."""
+        return sum(self[:5])
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") -> StepTime:
+    """The step of a rank of our GPT.
+
+    Legend: N tokens of the micro-batch, S of them in the residual stream, D width, Q width of the
+    rank's heads, K of its keys, F hidden width, V vocabulary.
+    """
+    layout, model, micro = rank.layout, rank.model, rank.layout.accumulation
+    c = COMPUTE_BYTES[layout.precision]
+    wide = layout.program.stream or layout.program.weight or max(4, c)
+    n, s, d = rank.tokens, rank.stream_tokens, model.width
+    q, k = rank.heads * rank.head_width, rank.kv_heads * rank.head_width
+    f, v = model.ff_width_ // layout.tensor, rank.table // d
+    ups = 2 if model.activation == "swiglu" else 1
+    again = {"none": 0.0, "selective": layout.program.repeated, "full": 1.0}[layout.checkpointing]
+
+    def product(rows: int, inner: int, columns: int) -> float:
+        flops, numbers = 2 * rows * inner * columns, rows * inner + inner * columns + rows * columns
+        rate = speeds.products / (1 + speeds.small / min(inner, columns))
+        return max(flops / rate, c * numbers / speeds.traffic)
+
+    block = product(n, d, q + 2 * k) + product(n, q, d) + product(n, d, ups * f) + product(n, f, d)
+    products = rank.layers * (3 + again) * block + rank.last * 3 * product(n, d, v)
+    forward, backward = ATTENTION
+    calls = backward + forward * (2 if layout.checkpointing == "full" else 1)
+    attention = rank.layers * n * model.context * q * calls / speeds.attention
+
+    # Two norms and two sums of the stream, the activation, and rotations, each in a pass of its own.
+    rotated = (model.position == "rope") + model.qk_norm
+    once = 2 * s * d * (3 * wide + c) + n * f * c * (ups + 1) + 2 * n * (q + k) * c * rotated
+    once *= 1 if layout.compile else speeds.eager
+    passes = 3 if layout.checkpointing == "none" else 4
+    moved = rank.layers * passes * once + WEIGHT_BYTES * rank.total
+    moved += rank.last * n * v * layout.program.logit_traffic
+    traffic = moved / speeds.traffic
+
+    first, second = KERNELS[layout.compile]
+    kernels = rank.layers * (first * (passes - 2) + second)
+    launch = max(0.0, kernels * speeds.launch - products - attention - traffic)
+    alone = micro * (products + attention + traffic + launch)
+
+    updated = rank.total / layout.shard
+    update = UPDATE_BYTES * updated / speeds.traffic
+    if optimizer == "muon":
+        short, long = sorted((d, f))
+        flops = NEWTON_SCHULZ * (4 * 6 * d**3 + (1 + ups) * (4 * short**2 * long + 2 * short**3))
+        update += rank.layers * flops / layout.tensor / layout.shard / speeds.products
+    inner, outer = exposed(work, speeds, alone)
+    bubble = (alone + inner) * layout.bubble / (1 - layout.bubble)
+    parts = (micro * part for part in (products, attention, traffic, launch))
+    return StepTime(*parts, update, inner + outer, bubble)
+
+
+def exposed(work: Work, speeds: Speeds, alone: float) -> tuple[float, float]:
+    """Seconds of communication inside a copy of the model and between copies that nothing hides.
+
+    FSDP2 gathers and reduces beside all passes, `alone` seconds; DDP reduces beside the backward
+    pass of the last micro-batch. Tensor, context and pipeline exchanges hide behind nothing.
+    """
+    layout, inner, outer = work.layout, 0.0, 0.0
+    for one in work.collectives:
+        bandwidth = speeds.bandwidth(one)
+        if bandwidth is None:
+            raise NotMeasured(one.name)
+        seconds = one.bus_bytes / bandwidth + one.calls * one.ranks * speeds.latency
+        if one.link == "dp":
+            outer += seconds
+        else:
+            inner += seconds
+    room = alone if layout.policy.shards_parameters else 2 / 3 * alone / layout.accumulation
+    return inner, speeds.exposed * outer + max(0.0, (1 - speeds.exposed) * outer - room)
