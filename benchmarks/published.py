@@ -119,6 +119,10 @@ def main() -> None:
         x = fit(runs, prior, lambda x: jacobian(runs, x), 12)
         for name, value in zip(PRIOR, np.exp(x), strict=True):
             print(f"{name} = {value:.3g}")
+        print("\nwith the constants of speeds.toml:\n[ranges]")
+        for family in dict.fromkeys(run.family for run in runs):
+            own = errors(run.error() for run in runs if run.family == family)
+            print(f"{family} = [{own.rows}, {own.low:.3f}, {own.high:.3f}]")
         return
     head = "| source | family | rows | median % | signed % | p10 % | p90 % |"
     print(f"{head} memory: rows | median % | signed % |\n|---|---" + "|---:" * 8 + "|")

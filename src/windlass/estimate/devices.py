@@ -24,7 +24,7 @@ WORKSPACE = 8 * 4096 * 1024
 
 
 PCIE = 32e9  # PCIe 4 x16, for devices that are not in the table
-LOOPBACK = 1e9  # assumed for CPU ranks of a host
+LOOPBACK, HOST_MEMORY = 1e9, 1e10  # bytes a second, assumed for CPU ranks of a host
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,12 @@ class Device:
     memory_bytes: int | None  # None: unknown
     link: float = PCIE  # bytes a second to the other devices of a host, in one direction
     bandwidth: float | None = None  # bytes a second of its own memory; None: unknown
+
+    @property
+    def family(self) -> str:
+        """The family of a listed device with NVLink, as published runs have it; else its name."""
+        short = next((short for short, one in table().items() if one.name == self.name), self.name)
+        return short if "PCIe" in short else re.sub(r"-\d+GB$", "", short)
 
     @property
     def usable_bytes(self) -> int | None:
@@ -67,7 +73,7 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
     Raises UserError for an ambiguous one, as `A100`.
     """
     if name.lower() == "cpu":
-        return Device("CPU", "cpu", memory_bytes, LOOPBACK)
+        return Device("CPU", "cpu", memory_bytes, LOOPBACK, HOST_MEMORY)
     wanted = _plain(name)
     for short, device in table().items():
         if wanted in map(_plain, (short, device.name, device.name.split(" ", 1)[1])):
@@ -93,7 +99,7 @@ def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = Fal
     import psutil
 
     memory_bytes = memory_bytes or psutil.virtual_memory().total // ranks
-    return Device("CPU", "cpu", memory_bytes, LOOPBACK)
+    return Device("CPU", "cpu", memory_bytes, LOOPBACK, HOST_MEMORY)
 
 
 def _plain(name: str) -> str:

@@ -22,8 +22,8 @@ import numpy as np
 from windlass.estimate.devices import USABLE, Device, table
 from windlass.estimate.memory import memory
 from windlass.estimate.rank import Layout, Program, Rank, ranks_of
-from windlass.estimate.step import Constants, Links, published_speeds, step_time
-from windlass.estimate.work import Work, works
+from windlass.estimate.step import MANY, Constants, Links, published_speeds, step_time
+from windlass.estimate.work import Work, work_of
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.strategies import STRATEGIES
 from windlass.telemetry.timing import peak_flops
@@ -52,7 +52,7 @@ class PublishedRun:
 
     @property
     def family(self) -> str:
-        return family(self.device)
+        return self.device.family
 
     @property
     def tokens(self) -> int:
@@ -76,13 +76,6 @@ class PublishedRun:
         """The memory that the allocator would reserve: the tensors' is USABLE of it."""
         rank = self.rank
         return memory(rank.model, rank.vocab, rank.layout, self.optimizer).total / USABLE / 1e9
-
-
-def family(device: Device) -> str:
-    """The family of a listed device with NVLink, as the rows have it; else its name."""
-    shorts = {one.name: short for short, one in table().items()}
-    short = shorts.get(device.name, device.name)
-    return short if "PCIe" in short or "NVL" in short else short.split("-")[0]
 
 
 @cache
@@ -124,7 +117,8 @@ def _run(row: dict[str, str], device: Device) -> PublishedRun:
         compile=row["fused"] == "1",
         program=Program(*habits, float(row["repeated"]), n["logit_traffic"]),
     )
-    [rank], [work] = ranks_of(model, n["vocab"], layout), works(model, n["vocab"], layout)
+    [rank] = ranks_of(model, n["vocab"], layout)
+    work = work_of(rank)
     network = float(row["host_gb_s"]) * 1e9 / per_host
     links = Links(device.link, network, per_host if per_host < world else 0)
     speed, peak = float(row["tokens_per_s"]), float(row["memory_gb"] or 0) or None
@@ -138,22 +132,16 @@ class Errors(NamedTuple):
     rows: int
     median: float  # of their absolute values
     signed: float  # the median with its sign
-    low: float  # 10 % are lower
-    high: float  # 10 % are higher
+    low: float  # 10 % are lower; of few rows the lowest
+    high: float  # 10 % are higher; of few rows the highest
 
 
 def errors(values: Iterable[float]) -> Errors:
     """The statistics of some errors."""
     own = np.array(list(values))
-    low, signed, high = np.percentile(own, (10, 50, 90))
+    ends = (10, 50, 90) if len(own) >= MANY else (0, 50, 100)
+    low, signed, high = np.percentile(own, ends)
     return Errors(len(own), float(np.median(abs(own))), float(signed), float(low), float(high))
-
-
-@cache
-def range_of(name: str) -> Errors | None:
-    """The errors of tokens a second on the rows of a family of devices; None without rows."""
-    own = [r.error() for r in published_runs() if r.family == name and r.id not in FAILURES]
-    return errors(own) if own else None
 
 
 def validation(runs: Sequence[PublishedRun] = ()) -> list[tuple[str, str, Errors, Errors | None]]:

@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from windlass.estimate.devices import Device
 from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
-from windlass.estimate.work import Collective, Work
+from windlass.estimate.work import Collective, Work, work_of
+from windlass.model.size import CountedSizes
 from windlass.recipe.network import ModelSettings
-from windlass.telemetry.timing import peak_flops
 
 ATTENTION = (2, 5)
 """FLOPs for each query, key and number of a head's width, in a causal forward and backward pass of
@@ -36,7 +38,9 @@ UPDATE_BYTES = 40  # of AdamW for a parameter: 28 of weight, gradient and moment
 WEIGHT_BYTES = 18  # of a weight in each micro-batch: autocast's copy, and the gradient's sum
 KERNELS = {True: (12, 24), False: (30, 60)}
 """Kernels of a block's forward and backward pass, compiled and not."""
+MANY = 10  # published rows whose range is that of 8 in 10; of fewer it is the whole range
 NEWTON_SCHULZ = 5  # iterations of Muon
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,16 @@ class Constants:
     latency: float
     products: tuple[float, float]  # of an A100 and an H100
     attention: tuple[float, float]
+    ranges: dict[str, tuple[int, float, float]] = field(default_factory=dict)
 
 
 @cache
 def constants() -> Constants:
     values = tomllib.loads(Path(__file__).with_name("speeds.toml").read_text(encoding="utf-8"))
+    ranges = {name: tuple(row) for name, row in values.pop("ranges").items()}
     families = [values.pop(name) for name in ("A100", "H100")]
     of_both = {name: tuple(one[name] for one in families) for name in families[0]}
-    return Constants(**values, **of_both)
+    return Constants(**values, **of_both, ranges=ranges)
 
 
 @dataclass(frozen=True)
@@ -92,30 +98,69 @@ class Speeds:
     latency: float = 0.0
 
 
-RATIOS = 312 / 2.039, 989 / 3.35  # FLOP of the peak for a byte of memory, of A100-80GB and H100
+RATIOS = 312 / 2.039, 989 / 3.35  # peak FLOP for a byte of memory, of A100-80GB and H100
+
+
+def nearness(device: Device, peak: float) -> float:
+    """0 for an A100, 1 for an H100; other devices lie between them by peak and bandwidth."""
+    if "A100" in device.name or not device.bandwidth:
+        return 0.0
+    low, high = map(math.log, RATIOS)
+    return min(1.0, max(0.0, (math.log(peak / device.bandwidth) - low) / (high - low)))
+
+
+def between(parts: tuple[float, float], at: float) -> float:
+    return parts[0] + at * (parts[1] - parts[0])
 
 
 def published_speeds(
     device: Device, peak: float, links: Links, fitted: Constants | None = None
 ) -> Speeds:
-    """The speeds of a device with this peak FLOP/s, by its data sheet and the constants."""
-    c = fitted or constants()
-    bandwidth = device.bandwidth or 1e12 * peak / (1e12 * RATIOS[0])
-    if "A100" in device.name or "A800" in device.name:
-        at = 0.0
-    else:
-        low, high = map(math.log, RATIOS)
-        at = min(1.0, max(0.0, (math.log(peak / bandwidth) - low) / (high - low)))
+    """The speeds of a device with this peak FLOP/s, by its data sheet and the constants.
 
-    def of(parts: tuple[float, float]) -> float:
-        return peak * (parts[0] + at * (parts[1] - parts[0]))
-
-    rates = (of(c.products), of(c.attention), c.memory * bandwidth)
+    A device without a published bandwidth gets the ratio of an A100.
+    """
+    c, at = fitted or constants(), nearness(device, peak)
+    memory = c.memory * (device.bandwidth or peak / RATIOS[0])
+    rates = (peak * between(c.products, at), peak * between(c.attention, at), memory)
     return Speeds(*rates, links.bandwidth, c.eager, c.small, c.launch, c.exposed, c.latency)
 
 
+def measured_speeds(machine: Mapping[str, Any], device: Device, layout: Layout) -> Speeds:
+    """The speeds that `windlass check` measured (an entry of `machine.json`); NotMeasured without
+    matrix products or memory.
+
+    It does not measure attention, which keeps its ratio to matrix products.
+    """
+    tflops = machine.get("matrix_tflops", {}).get(DTYPES[layout.precision])
+    if not tflops:
+        raise NotMeasured(f"the rate of matrix products in {layout.precision} was not measured")
+    if not machine.get("memory_gb_s"):
+        raise NotMeasured("the bandwidth of the memory was not measured")
+    products, c = 1e12 * tflops, constants()
+    at = nearness(device, products / c.products[1])
+    ratio = between(c.attention, at) / between(c.products, at)
+    bandwidth = partial(bus_bandwidth_at, machine.get("collectives", ()))
+    rates = (products, ratio * products, 1e9 * machine["memory_gb_s"])
+    # The measured bandwidth includes the latency.
+    return Speeds(*rates, bandwidth, c.eager, c.small, c.launch, c.exposed)
+
+
+def bus_bandwidth_at(rows: Sequence[Mapping[str, Any]], one: Collective) -> float | None:
+    """Bytes a second over the bus for a collective; None if it was not measured.
+
+    Linear in the logarithm of the size between measured sizes, constant beyond them.
+    """
+    own = [row for row in rows if row["collective"] == one.name]
+    measured = sorted((math.log(float(row["size"])), float(row["busbw"])) for row in own)
+    if not measured:
+        return None
+    sizes, rates = zip(*measured, strict=True)
+    return 1e9 * float(np.interp(math.log(one.size), sizes, rates))
+
+
 class NotMeasured(Exception):
-    """The bandwidth of a collective, or a rate, is unknown."""
+    """A rate that a step's time needs is unknown; the message says which."""
 
 
 class StepTime(NamedTuple):
@@ -140,7 +185,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") -> StepTime:
-    """The step of a rank of our GPT.
+    """The step of a rank; NotMeasured without the bandwidth of a collective.
 
     Legend: N tokens of the micro-batch, S of them in the residual stream, D width, Q width of the
     rank's heads, K of its keys, F hidden width, V vocabulary.
@@ -159,18 +204,20 @@ def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") 
         rate = speeds.products / (1 + speeds.small / min(inner, columns))
         return max(flops / rate, c * numbers / speeds.traffic)
 
+    # Forward, gradients of the inputs, gradients of the trained weights, forward again.
+    repeats = 2 + work.trained / work.total + again
     block = product(n, d, q + 2 * k) + product(n, q, d) + product(n, d, ups * f) + product(n, f, d)
-    products = rank.layers * (3 + again) * block + rank.last * 3 * product(n, d, v)
+    products = rank.layers * repeats * block + rank.last * 3 * product(n, d, v)
     forward, backward = ATTENTION
     calls = backward + forward * (2 if layout.checkpointing == "full" else 1)
     attention = rank.layers * n * model.context * q * calls / speeds.attention
 
-    # Two norms and two sums of the stream, the activation, and rotations, each in a pass of its own.
+    # Two norms, two sums of the stream, the activation, and rotations, each in its own pass.
     rotated = (model.position == "rope") + model.qk_norm
     once = 2 * s * d * (3 * wide + c) + n * f * c * (ups + 1) + 2 * n * (q + k) * c * rotated
     once *= 1 if layout.compile else speeds.eager
     passes = 3 if layout.checkpointing == "none" else 4
-    moved = rank.layers * passes * once + WEIGHT_BYTES * rank.total
+    moved = rank.layers * passes * once + WEIGHT_BYTES * work.total
     moved += rank.last * n * v * layout.program.logit_traffic
     traffic = moved / speeds.traffic
 
@@ -179,8 +226,7 @@ def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") 
     launch = max(0.0, kernels * speeds.launch - products - attention - traffic)
     alone = micro * (products + attention + traffic + launch)
 
-    updated = rank.total / layout.shard
-    update = UPDATE_BYTES * updated / speeds.traffic
+    update = UPDATE_BYTES * work.updated / speeds.traffic
     if optimizer == "muon":
         short, long = sorted((d, f))
         flops = NEWTON_SCHULZ * (4 * 6 * d**3 + (1 + ups) * (4 * short**2 * long + 2 * short**3))
@@ -194,14 +240,14 @@ def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") 
 def exposed(work: Work, speeds: Speeds, alone: float) -> tuple[float, float]:
     """Seconds of communication inside a copy of the model and between copies that nothing hides.
 
-    FSDP2 gathers and reduces beside all passes, `alone` seconds; DDP reduces beside the backward
-    pass of the last micro-batch. Tensor, context and pipeline exchanges hide behind nothing.
+    FSDP2 gathers and reduces beside all passes, which take `alone` seconds; DDP reduces beside the
+    backward pass of the last micro-batch. Nothing hides tensor, context and pipeline exchanges.
     """
     layout, inner, outer = work.layout, 0.0, 0.0
     for one in work.collectives:
         bandwidth = speeds.bandwidth(one)
         if bandwidth is None:
-            raise NotMeasured(one.name)
+            raise NotMeasured(f"the bandwidth of {one.name} was not measured")
         seconds = one.bus_bytes / bandwidth + one.calls * one.ranks * speeds.latency
         if one.link == "dp":
             outer += seconds
@@ -209,3 +255,37 @@ def exposed(work: Work, speeds: Speeds, alone: float) -> tuple[float, float]:
             inner += seconds
     room = alone if layout.policy.shards_parameters else 2 / 3 * alone / layout.accumulation
     return inner, speeds.exposed * outer + max(0.0, (1 - speeds.exposed) * outer - room)
+
+
+def slowest(
+    model: ModelSettings | CountedSizes,
+    vocab: int,
+    layout: Layout,
+    speeds: Speeds,
+    optimizer: str = "adamw",
+    *,
+    context: int = 0,
+    bucket_mb: float = 25.0,
+) -> StepTime:
+    """The step of the slowest rank of our GPT, or of a model of `transformers` (with `context`)."""
+    if isinstance(model, CountedSizes):
+        rank = Rank(as_gpt(model, context), model.vocab, layout, 0, model.network["layers"])
+        return step_time(rank, Work.of_counted(model, layout, bucket_mb), speeds)
+    ranks = ranks_of(model, vocab, layout)
+    steps = [step_time(rank, work_of(rank, bucket_mb), speeds, optimizer) for rank in ranks]
+    return max(steps, key=lambda step: step.total)
+
+
+def as_gpt(counted: CountedSizes, context: int) -> ModelSettings:
+    """A GPT that multiplies all parameters of a model of `transformers` by each token.
+
+    It has the layers, heads and width of the configuration. NotMeasured if one is missing.
+    """
+    network = counted.network
+    if missing := [name for name in ("layers", "heads", "width") if not network.get(name)]:
+        raise NotMeasured(f"the model's configuration has no {' and '.join(missing)}")
+    layers, heads, width = (int(network[name]) for name in ("layers", "heads", "width"))
+    block = (counted.total - counted.positions - counted.vocab * width) // layers
+    ff_width = max(1, (block // width - 4 * width) // 2)
+    shape = {"layers": layers, "heads": heads, "width": width, "ff_width": ff_width}
+    return ModelSettings(**shape, context=context, position="none")
