@@ -190,7 +190,9 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
         first = next(row for row in rows if row.largest_micro_batch)
         assert settings["parallel.strategy"] == first.layout.strategy
         assert settings.get("parallel.offload", False) == first.layout.offload
-        strategies.add((first.layout.strategy, first.layout.checkpointing, first.layout.offload))
+        each = settings.get("parallel.reduce_each_micro_batch", "auto")
+        assert each == first.layout.reduce_each
+        strategies.add((first.layout.strategy, first.layout.checkpointing, each))
     assert len(strategies) > 2
     whole = replace(BASE_LAYOUT, micro_batch=64, accumulation=1)
     rows = memory_rows(GPT2.model, ROWS, "adamw", whole, int(20e9))

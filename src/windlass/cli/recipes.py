@@ -168,7 +168,7 @@ def plan(
     if validate:
         return print_validation(rich_console(sys.stdout))
     if not recipe:
-        raise UserError("name a recipe, as `windlass plan quickstart`, or use --validate")
+        raise UserError("RECIPE is missing: write one, as `windlass plan quickstart`, or --validate")
     past = list[Run]()
     for path in from_:
         past += Study.open(path).runs() if Study.is_study(path) else [Run.open(path)]

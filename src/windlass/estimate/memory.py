@@ -77,10 +77,15 @@ def _of_stage(step: Step, layout: Layout) -> Memory:
 
 
 def _counted(model: CountedSizes, layout: Layout) -> Memory:
-    """The memory with AdamW; a sharded model's blocks count as if they had equal sizes."""
+    """The memory with AdamW; a sharded model's blocks count as if they had equal sizes.
+
+    The ranks of `tensor` divide weights, gradients and state. The activations are those of one rank,
+    an upper bound.
+    """
     compute, several = COMPUTE_BYTES[layout.precision], layout.accumulation > 1
     master, sharded = max(4, compute), layout.policy.shards_parameters
-    weights, gradients = model.weight_bytes(master), master * model.trained
+    trained = -(-model.trained // layout.tensor)
+    weights, gradients = -(-model.weight_bytes(master) // layout.tensor), master * trained
     state = -(-2 * gradients // layout.shard)
     if sharded:
         weights, gradients = -(-weights // layout.shard), -(-gradients // layout.shard)
@@ -90,10 +95,11 @@ def _counted(model: CountedSizes, layout: Layout) -> Memory:
         if sharded:
             layers = int(model.network.get("layers") or 1)
             root = model.network.get("vocab", 0) * model.network.get("width", 0)
-            block = (model.total - root) // layers
+            block = (model.total - root) // layers // layout.tensor
+            root //= layout.tensor
             # Gathered parameters, and gradients before their reduction.
             buffers += master * (2 * root + block) + 3 * compute * block
-            gradients += master * model.trained if several and not layout.reduces_each else 0
+            gradients += master * trained if several and not layout.reduces_each else 0
         elif layout.world == 1 and not several:  # gradients come while activations are freed
             gradients = min(gradients, together)
             activations = together - gradients
@@ -353,6 +359,8 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     for event in step.loss():
         received = event.at == "loss" and not several
         gathers = root + (0 if tied else wide) + (layers + received if stays else 1) * gathered
+        # Nothing is gathered after the head, so its received bytes stay during the loss.
+        gathers += wide if event.at == "loss" and not (tied or stays) else 0
         yield replace(event, gradients=before, buffers=gathers)
     if not tied and step.rank.last:
         buffers = root + wide + end + (layers + 1 if stays else min(layers, 2)) * gathered

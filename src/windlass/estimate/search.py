@@ -96,7 +96,9 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[tuple[Layout, Settings
     # Some optimizers of libraries need whole matrices.
     whole = "." in recipe.optim.kind
     for t, c, p in product(numbers, numbers, numbers):
-        if world % (t * c * p) or (whole and t > 1):
+        # Links between hosts are too slow for tensor parallelism.
+        apart = bool(machine.ranks_of_host) and t > machine.ranks_of_host
+        if world % (t * c * p) or (whole and t > 1) or apart:
             continue
         division: Settings = {"parallel.tensor": t, "parallel.context": c, "parallel.pipeline": p}
         division |= {"parallel.strategy": "auto", "parallel.offload": False}
