@@ -143,7 +143,9 @@ def main() -> None:
     print("\n| row that misses by more than 15 % | error % |\n|---|---:|")
     for run in published_runs():
         if abs(error := run.error()) > MISSED:
-            print(f"| {run.id}{': ' * (run.id in FAILURES)}{FAILURES.get(run.id, '')} | {100 * error:+.0f} |")
+            print(
+                f"| {run.id}{': ' * (run.id in FAILURES)}{FAILURES.get(run.id, '')} | {100 * error:+.0f} |"
+            )
 
 
 if __name__ == "__main__":

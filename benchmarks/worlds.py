@@ -30,14 +30,20 @@ PEAK = peak_flops(DEVICE.name, "bf16") or 0.0
 WORLDS = [2**n for n in range(3, 15)]
 LLAMA = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu", "tie_head": False}
 LLAMA |= {"attn_bias": False, "ff_bias": False, "kv_heads": 8}
-SHAPES = {
-    "124M": (dict(layers=12, heads=12, width=768, context=1024), 50304),
-    "1.3B": (dict(layers=24, heads=16, width=2048, context=2048), 50304),
-    "8B": (LLAMA | dict(layers=32, heads=32, width=4096, ff_width=14336, context=8192), 128256),
-    "70B": (LLAMA | dict(layers=80, heads=64, width=8192, ff_width=28672, context=8192), 128256),
-    "405B": (LLAMA | dict(layers=126, heads=128, width=16384, ff_width=53248, context=8192), 128256),
+SHAPES = {  # layers, heads, width, hidden width, context, vocabulary
+    "124M": ({}, (12, 12, 768, 3072, 1024), 50304),
+    "1.3B": ({}, (24, 16, 2048, 8192, 2048), 50304),
+    "8B": (LLAMA, (32, 32, 4096, 14336, 8192), 128256),
+    "70B": (LLAMA, (80, 64, 8192, 28672, 8192), 128256),
+    "405B": (LLAMA, (126, 128, 16384, 53248, 8192), 128256),
 }
-SERIES = {"1.3B": "mpt-1b-H100-", "7B": "mpt-7b-H100-", "8B compiled": "titan-8b-", "70B": "mpt-70b-H100-"}
+NUMBERS = ("layers", "heads", "width", "ff_width", "context")
+SERIES = {
+    "1.3B": "mpt-1b-H100-",
+    "7B": "mpt-7b-H100-",
+    "8B compiled": "titan-8b-",
+    "70B": "mpt-70b-H100-",
+}
 
 
 def layouts(model: ModelSettings, world: int) -> Iterator[Layout]:
@@ -65,7 +71,9 @@ def best(model: ModelSettings, vocab: int, world: int) -> tuple[Layout, float] |
     """The fastest layout that fits, and the seconds of its step."""
     links = Links(DEVICE.link, NETWORK, HOST if world > HOST else 0)
     speeds = published_speeds(DEVICE, PEAK, links)
-    timed = [(slowest(model, vocab, x, speeds).total, n, x) for n, x in enumerate(layouts(model, world))]
+    timed = [
+        (slowest(model, vocab, x, speeds).total, n, x) for n, x in enumerate(layouts(model, world))
+    ]
     for seconds, _, layout in sorted(timed):
         if memory(model, vocab, layout).total <= (DEVICE.usable_bytes or 0):
             return layout, seconds
@@ -76,8 +84,8 @@ def curves() -> dict[str, list[tuple[int, float]]]:
     """MFU of each shape by GPUs; prints the table."""
     result: dict[str, list[tuple[int, float]]] = {}
     print("| model | GPUs | layout | MFU % | tokens/s per GPU |\n|---|---:|---|---:|---:|")
-    for (name, (shape, vocab)), world in product(SHAPES.items(), WORLDS):
-        model = ModelSettings(**shape)
+    for (name, (kind, shape, vocab)), world in product(SHAPES.items(), WORLDS):
+        model = ModelSettings(**kind, **dict(zip(NUMBERS, shape, strict=True)))
         if (found := best(model, vocab, world)) is None:
             continue
         layout, seconds = found

@@ -119,7 +119,9 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     own = [f"model.name={tmp_path / 'model'}", "model.context=64", "train.steps=compute-optimal"]
     result = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
     n = result.size.parameters
-    assert n == result.size.trained and result.size.parts == {} and result.speed.basis == "predicted"
+    assert (
+        n == result.size.trained and result.size.parts == {} and result.speed.basis == "predicted"
+    )
     assert result.optimal_tokens == 20 * n
     assert result.steps == result.optimal_steps == 20 * n // (4 * 64)
     assert (result.size.flops_per_token, result.size.checkpoint_bytes) == (6 * n, 12 * n)

@@ -93,9 +93,7 @@ def test_communication_that_computation_hides():
     assert step(ddp).communication == pytest.approx(ring)  # nothing is hidden
     half = replace(IDEAL, exposed=0.25)
     room = 2 / 3 * step(ddp).compute / 3  # the last backward pass
-    assert step(ddp, half).communication == pytest.approx(
-        0.25 * ring + max(0, 0.75 * ring - room)
-    )
+    assert step(ddp, half).communication == pytest.approx(0.25 * ring + max(0, 0.75 * ring - room))
     slow = replace(IDEAL, latency=1.0)
     assert step(ddp, slow).communication == pytest.approx(ring + 4)
     tensor = step(Layout("ddp", 2, micro_batch=2, accumulation=3, tensor=2), half)

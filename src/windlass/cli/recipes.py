@@ -166,9 +166,12 @@ def plan(
     from windlass.telemetry.terminal import rich_console
 
     if validate:
-        return print_validation(rich_console(sys.stdout))
+        print_validation(rich_console(sys.stdout))
+        return
     if not recipe:
-        raise UserError("RECIPE is missing: write one, as `windlass plan quickstart`, or --validate")
+        raise UserError(
+            "RECIPE is missing: write one, as `windlass plan quickstart`, or --validate"
+        )
     past = list[Run]()
     for path in from_:
         past += Study.open(path).runs() if Study.is_study(path) else [Run.open(path)]

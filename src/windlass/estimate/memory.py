@@ -125,7 +125,9 @@ class Step:
         self.model, self.layout, self.layers = rank.model, rank.layout, rank.layers
         model, layout, parts = rank.model, rank.layout, rank.layout.tensor
         self.compute = COMPUTE_BYTES[layout.precision]  # bytes of a number in matrix products
-        self.master = layout.program.weight or max(4, self.compute)  # bytes of a number of the weights
+        self.master = layout.program.weight or max(
+            4, self.compute
+        )  # bytes of a number of the weights
         self.cuda = layout.device == "cuda"
         self.vocab = -(-rank.vocab // parts)  # V
         self.n, self.s = rank.tokens, rank.stream_tokens
@@ -333,9 +335,7 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
 
     A gathered block is in memory twice for a moment, as received bytes and as parameters; the
     arrival of the next block frees the received bytes. A gradient also exists twice during its
-    reduction. An untied head and the embedding are units of their own. A tied matrix belongs to the
-    root, which stays gathered.
-    """
+    reduction. An untied head and the embedding are units of their own; a tied matrix stays."""
     layout, tied, low = step.layout, step.rank.tied, step.compute / step.master
     layers, shard, end = step.layers, layout.shard, step.root if tied else step.head
     stays = layout.policy.keeps_gathered
@@ -345,8 +345,9 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     on_device = not layout.offload  # with offload reduced gradients go to the host
     several, each = layout.accumulation > 1, layout.reduces_each
     whole = several and not each  # gradients wait unreduced for the step's last micro-batch
-    # Reduced gradients of earlier micro-batches.
-    shards = on_device * step.weights // shard if several and each else 0
+    shards = (
+        on_device * step.weights // shard if several and each else 0
+    )  # of earlier micro-batches
     before = step.weights if whole else shards
     # `shard_grad_op` gathers in the first micro-batch alone, before any gradient.
     first = Memory(gradients=0 if stays else before)
@@ -359,8 +360,8 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     for event in step.loss():
         received = event.at == "loss" and not several
         gathers = root + (0 if tied else wide) + (layers + received if stays else 1) * gathered
-        # Nothing is gathered after the head, so its received bytes stay during the loss.
-        gathers += wide if event.at == "loss" and not (tied or stays) else 0
+        # Nothing is gathered after the head, so its received bytes stay.
+        gathers += wide * (event.at == "loss" and not tied and not stays)
         yield replace(event, gradients=before, buffers=gathers)
     if not tied and step.rank.last:
         buffers = root + wide + end + (layers + 1 if stays else min(layers, 2)) * gathered

@@ -35,7 +35,6 @@ from windlass.model.convert import export_note
 from windlass.optim.schedule import schedule_horizon
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe
 from windlass.run import Run, last_start
-from windlass.telemetry.timing import peak_flops
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
         advice = "name a past run of this model (--from RUN), or a listed device (--device NAME)"
         return None, f"{peak}: {advice}"
     model, layout = recipe.model, layout_of(recipe, subject.world, device.kind, subject.precision)
-    how = {"context": model.context, "bucket_mb": recipe.parallel.bucket_mb}
+    how: dict[str, Any] = {"context": model.context, "bucket_mb": recipe.parallel.bucket_mb}
     network, speeds = subject.counted or model, machine.speeds(recipe)
     try:
         step = slowest(network, size.vocab or 0, layout, speeds, recipe.optim.kind, **how)
@@ -188,14 +187,18 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
         detail += f"; a pipeline's stages wait {100 * layout.bubble:.3g} % of the step"
     if layout.offload:
         detail += "; without the copies of parallel.offload"
-    speed = Speed(samples * tokens / step.total, subject.world, "predicted", detail, {}, device.name)
+    speed = Speed(
+        samples * tokens / step.total, subject.world, "predicted", detail, {}, device.name
+    )
     if device.family not in constants().ranges:
         detail += f"; no published run on {device.name}, so its error is unknown"
         return replace(speed, detail=detail), ""
     rows, low, high = constants().ranges[device.family]
     slow, fast = 1 / (1 + high), 1 / (1 + low)
     if rows == 1:
-        detail += f"; the only published run on {device.family} reached {fast:.2f} times its prediction"
+        detail += (
+            f"; the only published run on {device.family} reached {fast:.2f} times its prediction"
+        )
         return replace(speed, detail=detail), ""
     which = "8 of 10" if rows >= MANY else "all"
     detail += f"; {which} of {rows} published runs on {device.family} reached "

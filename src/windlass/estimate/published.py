@@ -101,7 +101,6 @@ def _run(row: dict[str, str], device: Device) -> PublishedRun:
         ff_bias=bias,
         norm_bias=bias,
     )
-    habits = (n[name] for name in ("weight", "stream", "reduced", "logits"))
     world, per_host = n["gpus"], int(row["per_host"])
     layout = Layout(
         row["strategy"],
@@ -115,7 +114,14 @@ def _run(row: dict[str, str], device: Device) -> PublishedRun:
         reduce_each=row["reduce_each"] == "1",
         workspace=device.workspace_bytes,
         compile=row["fused"] == "1",
-        program=Program(*habits, float(row["repeated"]), n["logit_traffic"]),
+        program=Program(
+            n["weight"],
+            n["stream"],
+            n["reduced"],
+            n["logits"],
+            float(row["repeated"]),
+            n["logit_traffic"],
+        ),
     )
     [rank] = ranks_of(model, n["vocab"], layout)
     work = work_of(rank)

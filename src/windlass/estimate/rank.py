@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from windlass.model.size import Parameters, block_matrices, block_parameters, count, stage_layers
 from windlass.recipe.network import ModelSettings
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
-class Program(NamedTuple):
+@dataclass(frozen=True)
+class Program:
     """Habits of the program that trains, in bytes of a number; 0 is Windlass's.
 
     Published measurements come from other programs (`published.py`).
@@ -31,6 +32,9 @@ class Program(NamedTuple):
     logits: int = 0  # held for each logit of a micro-batch; 0: a chunk of logits exists at a time
     repeated: float = 0.0  # the part of the products that `selective` repeats
     logit_traffic: int = 28  # bytes that head and loss read and write for a logit
+
+
+OURS = Program()
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Layout:
     chunks: int = 1  # stages on each rank
     share: int = 0  # the micro-batch divides it (`BatchPlan.share`); 0: a step's samples of a rank
     compile: bool = False
-    program: Program = Program()
+    program: Program = OURS
 
     @property
     def policy(self) -> Strategy:

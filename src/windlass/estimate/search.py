@@ -18,8 +18,8 @@ from windlass.estimate.devices import Device
 from windlass.estimate.layouts import CHECKPOINTING, kinds_of, shard_of
 from windlass.estimate.memory import Memory, memory
 from windlass.estimate.rank import Layout, layout_of
-from windlass.estimate.subject import Subject
 from windlass.estimate.step import Links, Speeds, StepTime, published_speeds, slowest
+from windlass.estimate.subject import Subject
 from windlass.estimate.work import LINKS, works
 from windlass.recipe import Recipe, typed
 from windlass.recipe.strategies import STRATEGIES

@@ -21,15 +21,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from windlass.estimate.devices import Device
+from windlass.estimate.devices import Device, find_device
 from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
 from windlass.estimate.work import Collective, Work, work_of
 from windlass.model.size import CountedSizes
 from windlass.recipe.network import ModelSettings
+
+if TYPE_CHECKING:
+    from windlass.recipe import Recipe
+    from windlass.run import Line
 
 ATTENTION = (2, 5)
 """FLOPs for each query, key and number of a head's width, in a causal forward and backward pass of
@@ -63,8 +67,10 @@ def constants() -> Constants:
     values = tomllib.loads(Path(__file__).with_name("speeds.toml").read_text(encoding="utf-8"))
     ranges = {name: tuple(row) for name, row in values.pop("ranges").items()}
     families = [values.pop(name) for name in ("A100", "H100")]
-    of_both = {name: tuple(one[name] for one in families) for name in families[0]}
-    return Constants(**values, **of_both, ranges=ranges)
+    products, attention = (
+        tuple(one[name] for one in families) for name in ("products", "attention")
+    )
+    return Constants(**values, products=products, attention=attention, ranges=ranges)
 
 
 @dataclass(frozen=True)
@@ -215,9 +221,9 @@ def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") 
     # Two norms, two sums of the stream, the activation, and rotations, each in its own pass.
     rotated = (model.position == "rope") + model.qk_norm
     once = 2 * s * d * (3 * wide + c) + n * f * c * (ups + 1) + 2 * n * (q + k) * c * rotated
-    once *= 1 if layout.compile else speeds.eager
+    fused = 1.0 if layout.compile else 1 / speeds.eager
     passes = 3 if layout.checkpointing == "none" else 4
-    moved = rank.layers * passes * once + WEIGHT_BYTES * work.total
+    moved = rank.layers * passes * once / fused + WEIGHT_BYTES * work.total
     moved += rank.last * n * v * layout.program.logit_traffic
     traffic = moved / speeds.traffic
 
@@ -233,8 +239,8 @@ def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") 
         update += rank.layers * flops / layout.tensor / layout.shard / speeds.products
     inner, outer = exposed(work, speeds, alone)
     bubble = (alone + inner) * layout.bubble / (1 - layout.bubble)
-    parts = (micro * part for part in (products, attention, traffic, launch))
-    return StepTime(*parts, update, inner + outer, bubble)
+    busy = micro * products, micro * attention, micro * traffic, micro * launch
+    return StepTime(*busy, update, inner + outer, bubble)
 
 
 def exposed(work: Work, speeds: Speeds, alone: float) -> tuple[float, float]:
@@ -289,3 +295,15 @@ def as_gpt(counted: CountedSizes, context: int) -> ModelSettings:
     ff_width = max(1, (block // width - 4 * width) // 2)
     shape = {"layers": layers, "heads": heads, "width": width, "ff_width": ff_width}
     return ModelSettings(**shape, context=context, position="none")
+
+
+def step_of_run(recipe: Recipe, start: Line, work: Work, machine: Mapping[str, Any]) -> StepTime:
+    """The step of a run's last start by the rates of its machine; NotMeasured if one is missing."""
+    model: ModelSettings | CountedSizes = recipe.model
+    if network := start.get("network"):
+        vocab = int(network.get("vocab", 0))
+        model = CountedSizes(start["parameters"], start["trained"], vocab, network)
+    speeds = measured_speeds(machine, find_device(start["device"]), work.layout)
+    how: dict[str, Any] = {"context": recipe.model.context, "bucket_mb": work.bucket_mb}
+    vocab = start["data"].get("vocab", 0)
+    return slowest(model, vocab, work.layout, speeds, recipe.optim.kind, **how)

@@ -275,7 +275,9 @@ def print_validation(console: Console) -> None:
         cells.append((source, family, str(speed.rows), f"{100 * speed.median:.1f}", *shown, *peak))
     head = ("source", "family", "rows", "median", "signed", "low", "high", "mem rows", "mem")
     notes = ["Errors of predicted tokens/s in %: positive is too fast. median: of absolute values."]
-    notes.append(f"low, high: 8 of 10 rows are between them; below {MANY} rows all. mem: of memory.")
+    notes.append(
+        f"low, high: 8 of 10 rows are between them; below {MANY} rows all. mem: of memory."
+    )
     notes += [f"left out, {name}: {reason}." for name, reason in FAILURES.items()]
     title = "The plan against published runs (estimate/published.csv)"
     _section(console, title, [], head, cells, text_columns=2, notes=notes)

@@ -1,5 +1,4 @@
-"""The speed of a training, measured in ledgers or predicted, and the time of a whole run. No torch.
-"""
+"""The speed of a training, measured or predicted, and the time of a whole run. No torch."""
 
 from __future__ import annotations
 

@@ -97,8 +97,9 @@ class Work:
         blocks, parts = int(sizes.network.get("layers") or 0), layout.tensor
         table = sizes.vocab * int(sizes.network.get("width", 0))
         block = (sizes.total - table) // blocks if blocks else 0
-        flops, numbers = sizes.flops_per_token(), (sizes.total, sizes.trained, block)
-        return Work(layout, *(n // parts for n in numbers), blocks, flops, bucket_mb)
+        total, trained, block = (n // parts for n in (sizes.total, sizes.trained, block))
+        flops = sizes.flops_per_token()
+        return Work(layout, total, trained, block, blocks, flops, bucket_mb)
 
     @property
     def updated(self) -> float:

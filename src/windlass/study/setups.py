@@ -14,19 +14,11 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from windlass.errors import plural
-from windlass.estimate.devices import find_device
-from windlass.estimate.step import (
-    NotMeasured,
-    Speeds,
-    bus_bandwidth_at,
-    exposed,
-    measured_speeds,
-    slowest,
-)
+from windlass.estimate.step import NotMeasured, Speeds, bus_bandwidth_at, exposed, step_of_run
 from windlass.estimate.time import NO_PEAK, UNCALIBRATED
 from windlass.estimate.work import Work, on_cpu, works
 from windlass.fileio import read_json
-from windlass.model.size import CountedSizes, count, flops_per_token
+from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import NO_LAYOUT, Sizes
 from windlass.run import Line, Run, last_start, timestamp
@@ -256,15 +248,8 @@ def _predict(setup: Setup, machines: Mapping[str, Any]) -> None:
     elif not machine:
         why = "the rates of these hosts and ranks were not measured"
     else:
-        recipe, start, layout = setup.recipe, setup.start, setup.work.layout
-        model, network, vocab = recipe.model, start.get("network"), start["data"].get("vocab", 0)
-        how = {"context": model.context, "bucket_mb": recipe.parallel.bucket_mb}
         try:
-            speeds = measured_speeds(machine, find_device(start["device"]), layout)
-            counted = CountedSizes(start["parameters"], start["trained"], vocab, network or {})
-            step = slowest(
-                counted if network else model, vocab, layout, speeds, recipe.optim.kind, **how
-            )
+            step = step_of_run(setup.recipe, setup.start, setup.work, machine)
             values["predicted_ms"] = 1e3 * step.total
             values["predicted_error"] = values["predicted_ms"] / values["step_ms"] - 1
             return
