@@ -32,9 +32,13 @@ from windlass.estimate.subject import Size, Subject, subject_of, with_activation
 from windlass.estimate.text import print_plan
 from windlass.estimate.time import NO_PEAK, Speed, measured_speed, speed_on
 from windlass.model.convert import export_note
+from windlass.model.size import CountedSizes
 from windlass.optim.schedule import schedule_horizon
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe
 from windlass.run import Run, last_start
+
+NARROWEST = 768
+"""The smallest width of a published run; the errors of narrower models are unknown."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,10 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
         return None, f"{peak}: {advice}"
     model, layout = recipe.model, layout_of(recipe, subject.world, device.kind, subject.precision)
     how: dict[str, Any] = {"context": model.context, "bucket_mb": recipe.parallel.bucket_mb}
-    network, speeds = subject.counted or model, machine.speeds(recipe)
+    own, speeds = subject.counted, machine.speeds(recipe)
+    network = own if own and model.kind == "hf" else model
+    if own and own.total:
+        how["trained"] = own.trained / own.total
     try:
         step = slowest(network, size.vocab or 0, layout, speeds, recipe.optim.kind, **how)
     except NotMeasured as error:
@@ -193,6 +200,10 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
     if device.family not in constants().ranges:
         detail += f"; no published run on {device.name}, so its error is unknown"
         return replace(speed, detail=detail), ""
+    width = network.network["width"] if isinstance(network, CountedSizes) else network.width
+    if width < NARROWEST or subject.precision not in ("bf16", "fp16"):
+        beyond = f"published runs have bf16 and a width of {NARROWEST} or more"
+        return replace(speed, detail=f"{detail}; {beyond}, so its error is unknown"), ""
     rows, low, high = constants().ranges[device.family]
     slow, fast = 1 / (1 + high), 1 / (1 + low)
     if rows == 1:

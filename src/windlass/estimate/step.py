@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -272,13 +272,20 @@ def slowest(
     *,
     context: int = 0,
     bucket_mb: float = 25.0,
+    trained: float = 1.0,
 ) -> StepTime:
-    """The step of the slowest rank of our GPT, or of a model of `transformers` (with `context`)."""
+    """The step of the slowest rank of our GPT, or of a model of `transformers` (with `context`).
+
+    `trained`: the part of our GPT's parameters that `model.freeze` leaves trainable.
+    """
     if isinstance(model, CountedSizes):
         rank = Rank(as_gpt(model, context), model.vocab, layout, 0, model.network["layers"])
         return step_time(rank, Work.of_counted(model, layout, bucket_mb), speeds)
-    ranks = ranks_of(model, vocab, layout)
-    steps = [step_time(rank, work_of(rank, bucket_mb), speeds, optimizer) for rank in ranks]
+    steps = []
+    for rank in ranks_of(model, vocab, layout):
+        work = work_of(rank, bucket_mb)
+        work = replace(work, trained=int(trained * work.total)) if trained < 1 else work
+        steps.append(step_time(rank, work, speeds, optimizer))
     return max(steps, key=lambda step: step.total)
 
 
@@ -305,5 +312,6 @@ def step_of_run(recipe: Recipe, start: Line, work: Work, machine: Mapping[str, A
         model = CountedSizes(start["parameters"], start["trained"], vocab, network)
     speeds = measured_speeds(machine, find_device(start["device"]), work.layout)
     how: dict[str, Any] = {"context": recipe.model.context, "bucket_mb": work.bucket_mb}
+    how["trained"] = start["trained"] / start["parameters"]
     vocab = start["data"].get("vocab", 0)
     return slowest(model, vocab, work.layout, speeds, recipe.optim.kind, **how)
