@@ -276,6 +276,14 @@ def test_an_unknown_device_and_runs_by_their_paths(call, tmp_path):
     assert "Milestones" not in call("plan", "done")[0]
 
 
+def test_the_errors_on_published_runs_are_printed(call):
+    shown = call("plan", "--validate")[0]
+    [last] = [
+        line for line in shown.splitlines() if line.startswith("all sources") and " all " in line
+    ]
+    assert " 232 " in last and "nanogpt-124m-1xA100-eager" in shown
+
+
 def test_bad_input_is_one_message(call):
     for arguments, word in (
         ("c4-30m --device A100", "A100-80GB"),

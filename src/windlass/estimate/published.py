@@ -31,7 +31,7 @@ from windlass.telemetry.timing import peak_flops
 FAILURES = {
     "nanogpt-124m-1xA100-eager": "attention by hand and a nightly of PyTorch 2.0, of 2022",
     "nanogpt-124m-1xA100-compile": "attention by hand and a nightly of PyTorch 2.0, of 2022",
-    "pythia-1b-64xA100": "hours of a whole run, with saves and restarts",
+    "pythia-1b-64xA100": "only the GPU hours of a whole run are published",
 }
 """Rows that the model does not describe, and the fit leaves out."""
 
