@@ -1,7 +1,7 @@
 """The layouts of our GPT on a number of ranks: which fit, how long a step takes, what is sent.
 
-Every combination of `parallel.tensor`, `context` and `pipeline` is tried that the recipe's checks
-accept, with each strategy, activation checkpointing and micro-batch. `step.slowest` predicts the
+Every combination of `parallel.tensor` (inside a host), `context` and `pipeline` is tried that the
+recipe's checks accept, with each strategy, activation checkpointing and micro-batch. `step.slowest` predicts the
 step, `memory.memory` the peak.
 """
 

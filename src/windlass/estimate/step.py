@@ -144,7 +144,7 @@ def measured_speeds(machine: Mapping[str, Any], device: Device, layout: Layout) 
     if not machine.get("memory_gb_s"):
         raise NotMeasured("the bandwidth of the memory was not measured")
     products, c = 1e12 * tflops, constants()
-    at = nearness(device, products / c.products[1])
+    at = nearness(device, products / c.products[1])  # by about the peak
     ratio = between(c.attention, at) / between(c.products, at)
     bandwidth = partial(bus_bandwidth_at, machine.get("collectives", ()))
     rates = (products, ratio * products, 1e9 * machine["memory_gb_s"])
