@@ -94,6 +94,9 @@ def test_communication_that_computation_hides():
     half = replace(IDEAL, exposed=0.25)
     room = 2 / 3 * step(ddp).compute / 3  # the last backward pass
     assert step(ddp, half).communication == pytest.approx(0.25 * ring + max(0, 0.75 * ring - room))
+    gathered = replace(ddp, strategy="shard_optim", shard=4)  # after the update
+    more = 3 / 4 * total / 1e6
+    assert step(gathered, half).communication == pytest.approx(step(ddp, half).communication + more)
     slow = replace(IDEAL, latency=1.0)
     assert step(ddp, slow).communication == pytest.approx(ring + 4)
     tensor = step(Layout("ddp", 2, micro_batch=2, accumulation=3, tensor=2), half)

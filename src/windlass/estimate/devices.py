@@ -24,7 +24,7 @@ WORKSPACE = 8 * 4096 * 1024
 
 
 PCIE = 32e9  # PCIe 4 x16, for devices that are not in the table
-LOOPBACK, HOST_MEMORY = 1e9, 1e10  # bytes a second, assumed for CPU ranks of a host
+LOOPBACK, HOST_MEMORY = 1e9, 4e10  # bytes a second, assumed for CPU ranks of a host
 
 
 @dataclass(frozen=True)

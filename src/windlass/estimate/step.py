@@ -247,20 +247,24 @@ def exposed(work: Work, speeds: Speeds, alone: float) -> tuple[float, float]:
     """Seconds of communication inside a copy of the model and between copies that nothing hides.
 
     FSDP2 gathers and reduces beside all passes, which take `alone` seconds; DDP reduces beside the
-    backward pass of the last micro-batch. Nothing hides tensor, context and pipeline exchanges.
+    backward pass of the last micro-batch. Nothing hides tensor, context and pipeline exchanges, and
+    the gathering of `shard_optim` after the update.
     """
-    layout, inner, outer = work.layout, 0.0, 0.0
+    layout, inner, outer, last = work.layout, 0.0, 0.0, 0.0
+    sharded = layout.policy.shards_parameters
     for one in work.collectives:
         bandwidth = speeds.bandwidth(one)
         if bandwidth is None:
             raise NotMeasured(f"the bandwidth of {one.name} was not measured")
         seconds = one.bus_bytes / bandwidth + one.calls * one.ranks * speeds.latency
-        if one.link == "dp":
+        if one.link == "dp" and one.name == "all_gather" and not sharded:
+            last += seconds
+        elif one.link == "dp":
             outer += seconds
         else:
             inner += seconds
-    room = alone if layout.policy.shards_parameters else 2 / 3 * alone / layout.accumulation
-    return inner, speeds.exposed * outer + max(0.0, (1 - speeds.exposed) * outer - room)
+    room = alone if sharded else 2 / 3 * alone / layout.accumulation
+    return inner, last + speeds.exposed * outer + max(0.0, (1 - speeds.exposed) * outer - room)
 
 
 def slowest(
