@@ -37,6 +37,7 @@ SHAPES = {  # layers, heads, width, hidden width, context, vocabulary
     "70B": (LLAMA, (80, 64, 8192, 28672, 8192), 128256),
     "405B": (LLAMA, (126, 128, 16384, 53248, 8192), 128256),
 }
+COLORS = {n: f"C{i}" for i, n in enumerate(("124M", "1.3B", "7B", "8B", "70B", "405B"))}
 NUMBERS = ("layers", "heads", "width", "ff_width", "context")
 SERIES = {
     "1.3B": "mpt-1b-H100-",
@@ -116,21 +117,23 @@ def draw(path: str, planned: dict[str, list[tuple[int, float]]]) -> None:
 
     _, low, high = constants().ranges["H100"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
-    for color, (name, prefix) in enumerate(SERIES.items()):
+    for name, prefix in SERIES.items():
+        color = COLORS[name.split()[0]]
         runs = measured(prefix)
         x = [run.rank.layout.world for run in runs]
         scale = [flops_per_token(run.rank.model, run.rank.vocab) / PEAK * 100 for run in runs]
         y = [run.predicted() * s for run, s in zip(runs, scale, strict=True)]
         seen = [run.tokens_per_s * s for run, s in zip(runs, scale, strict=True)]
-        left.plot(x, y, color=f"C{color}", label=name)
+        left.plot(x, y, color=color, label=name)
         band = [[v / (1 + e) for v in y] for e in (high, low)]
-        left.fill_between(x, *band, color=f"C{color}", alpha=0.15, lw=0)
-        left.plot(x, seen, "o", color=f"C{color}", ms=5)
-    for color, (name, points) in enumerate(planned.items()):
+        left.fill_between(x, *band, color=color, alpha=0.15, lw=0)
+        left.plot(x, seen, "o", color=color, ms=5)
+    for name, points in planned.items():
+        color = COLORS[name]
         x, y = zip(*((world, 100 * mfu) for world, mfu in points), strict=True)
-        right.plot(x, y, color=f"C{color}", marker=".", label=name)
+        right.plot(x, y, color=color, marker=".", label=name)
         band = [[v / (1 + e) for v in y] for e in (high, low)]
-        right.fill_between(x, *band, color=f"C{color}", alpha=0.15, lw=0)
+        right.fill_between(x, *band, color=color, alpha=0.15, lw=0)
     left.set_title("Published runs: measured (dots), predicted (lines)", fontsize=10)
     right.set_title("Windlass, compiled: the fastest layout that fits", fontsize=10)
     for axes in (left, right):
