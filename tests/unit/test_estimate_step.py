@@ -1,5 +1,6 @@
 """The time of a step: each part by hand, and the whole against published runs."""
 
+import csv
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
@@ -160,3 +161,18 @@ def test_published_runs_that_the_fit_did_not_see(benchmark):
     for family, (_, low, high) in constants().ranges.items():
         own = errors(r.error() for r in runs if r.family == family and r.id not in FAILURES)
         assert (own.low, own.high) == pytest.approx((low, high), abs=6e-4)
+
+
+def test_the_rows_of_the_package_are_those_of_their_source(data_files):
+    with (data_files / "published-runs.csv").open(encoding="utf-8", newline="") as file:
+        rows = {row["id"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {run.id for run in published_runs()}
+    for run in published_runs():
+        row, layout, model = rows[run.id], run.rank.layout, run.rank.model
+        assert run.tokens_per_s == float(row["tokens_per_s_per_gpu"])
+        assert (run.memory_gb or 0) == pytest.approx(float(row["mem_gb"] or 0), abs=0.06)
+        assert run.tokens * layout.world == int(row["global_batch_tokens"])
+        assert run.tokens / run.tokens_per_s == pytest.approx(float(row["step_ms"]) / 1e3, rel=0.03)
+        assert (layout.strategy, layout.checkpointing) == (row["strategy"], row["checkpointing"])
+        # biases and learned positions are within a thousandth
+        assert count(model, run.rank.vocab).total == pytest.approx(int(row["params"]), rel=2e-3)
