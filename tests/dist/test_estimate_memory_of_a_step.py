@@ -21,12 +21,13 @@ SHAPES = {  # what takes most of the memory: settings, vocabulary, micro-batch
     "activations": (WIDE | {"layers": 10, "tie_head": False, "activation": "relu2"}, 50, 4),
     "modern": (WIDE | MODERN, 300, 2),
 }
-# a large embedding and head
-TABLES = (WIDE | {"layers": 3, "context": 32, "tie_head": False}, 3000, 1)
+# a large embedding and head; in the second one the loss is computed in chunks
+SMALL = WIDE | {"layers": 3, "context": 32, "tie_head": False}
+TABLES = {"tables": (SMALL, 3000, 1), "chunks": (SMALL, 60_000, 8)}
 
 
 def compare(shape, world=1, accumulation=1, **overrides):
-    settings, vocab, micro = SHAPES.get(shape, TABLES)
+    settings, vocab, micro = (SHAPES | TABLES)[shape]
     model = {f"model__{key}": value for key, value in settings.items()}
     batch = {"train__micro_batch": micro, "train__global_batch": micro * world * accumulation}
     r = recipe(**model, **batch, **overrides)
@@ -91,6 +92,13 @@ def test_two_ranks(shape, case):
 )
 def test_embedding_and_head_are_gathered_one_after_the_other(settings):
     predicted, _, peak = compare("tables", world=2, parallel__strategy="full_shard", **settings)
+    assert predicted.total == pytest.approx(peak, rel=0.04), predicted
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", ["full_shard", slow("shard_grad_op")])
+def test_the_gathered_head_stays_during_a_loss_in_chunks(strategy):
+    predicted, _, peak = compare("chunks", world=2, accumulation=2, parallel__strategy=strategy)
     assert predicted.total == pytest.approx(peak, rel=0.04), predicted
 
 

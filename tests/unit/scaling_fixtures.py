@@ -149,4 +149,5 @@ def rates(*keys, tflops=0.1, busbw=(0.1, 1.0)):
         for name in ("all_reduce", "all_gather", "reduce_scatter")
     ]
     machine = {"cores": 8, "matrix_tflops": {"float32": tflops}, "collectives": sent}
+    machine["memory_gb_s"] = 10.0
     return dict.fromkeys(keys, machine)

@@ -11,7 +11,7 @@ from windlass.estimate.memory import memory
 from windlass.estimate.plan import plan
 from windlass.estimate.rank import Layout, layout_of, ranks_of
 from windlass.estimate.search import Machine, fit, layout_rows, layouts
-from windlass.estimate.time import Links, Rates, step_time
+from windlass.estimate.step import Links
 from windlass.estimate.work import Collective, works
 from windlass.model.size import count, stage_layers
 from windlass.recipe import ModelSettings, Recipe
@@ -137,19 +137,14 @@ def test_bytes_of_a_pipeline():
     assert with_tensor["pp"] == 6 * message // 2
 
 
-def test_the_bubble_and_the_links_of_a_step():
-    rates = Rates(1e12, links=Links(100e9, 10e9, per_host=8))
+def test_the_links_of_a_collective():
+    links = Links(100e9, 10e9, per_host=8)
     inner = Collective("all_gather", 8e9, 1, 8, "tp")
-    outer = Collective("all_reduce", 8e9, 1, 2, "dp", stride=8)
     message = Collective("send_recv", 1e9, 2, 4, "pp", stride=4)
-    step = step_time(rates, 2e12, [inner, outer, message], bubble=0.2)
-    inside, across, sends = 7e9 / 100e9, 8e9 / 10e9, 2e9 / 10e9
-    assert (step.compute, step.communication) == (2.0, pytest.approx(inside + across + sends))
-    assert step.bubble == pytest.approx((2 + inside + sends) * 0.2 / 0.8)
-    assert step.total == pytest.approx(step.compute + step.communication + step.bubble)
+    assert (links.bandwidth(inner), links.bandwidth(message)) == (100e9, 10e9)
     # the 2 ranks of a host send together
     four = Collective("all_gather", 8e9, 1, 4, "dp", stride=4)
-    assert Links(100e9, 10e9, 8).bandwidth(four) == 20e9
+    assert links.bandwidth(four) == 20e9
     assert Links(100e9, 10e9).bandwidth(four) == 100e9  # one host
 
 
@@ -219,6 +214,5 @@ def test_the_plan_lists_layouts():
     assert "host of 8 ranks" in repr(two_hosts)
     staged = plan("gpt2-124m", ["parallel.pipeline=2"], world=2, device="A100-40GB")
     whole = plan("gpt2-124m", world=2, device="A100-40GB")
-    micro_batches = staged.memory[0].layout.accumulation
-    waits = (micro_batches + 1) / micro_batches
-    assert staged.seconds_per_step == pytest.approx(whole.seconds_per_step * waits)
+    assert "stages wait" in staged.speed.detail
+    assert whole.seconds_per_step < staged.seconds_per_step < 1.2 * whole.seconds_per_step

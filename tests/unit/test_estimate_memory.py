@@ -190,7 +190,9 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
         first = next(row for row in rows if row.largest_micro_batch)
         assert settings["parallel.strategy"] == first.layout.strategy
         assert settings.get("parallel.offload", False) == first.layout.offload
-        strategies.add((first.layout.strategy, first.layout.checkpointing, first.layout.offload))
+        each = settings.get("parallel.reduce_each_micro_batch", "auto")
+        assert each == first.layout.reduce_each
+        strategies.add((first.layout.strategy, first.layout.checkpointing, each))
     assert len(strategies) > 2
     whole = replace(BASE_LAYOUT, micro_batch=64, accumulation=1)
     rows = memory_rows(GPT2.model, ROWS, "adamw", whole, int(20e9))
@@ -201,6 +203,40 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
     settings, advice = recommend(memory_rows(huge, ROWS, "adamw", BASE_LAYOUT, int(8e9)), 0)
     words = ("GB", "more ranks", "train.micro_batch", "model.context")
     assert settings == {} and all(word in advice for word in words)
+
+
+def test_a_tight_row_may_run_and_is_not_recommended():
+    whole = memory(GPT2.model, ROWS, BASE_LAYOUT).total
+    for part, fits, tight in ((1.001, True, False), (0.95, False, True), (0.92, False, False)):
+        rows = memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(part * whole))
+        own = next(row for row in rows if row.chosen)
+        assert (own.fits, own.tight) == (fits, tight)
+        assert recommend(rows, 16)[0]["parallel.activation_checkpointing"] == "none"
+        assert (recommend(rows, 16)[0]["parallel.strategy"] == "ddp") == fits
+
+
+def test_reducing_each_micro_batch_is_a_row_of_its_own():
+    rows = memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(70e9))
+    own = [row for row in rows if row.layout.strategy == "shard_grad_op"]
+    each, whole = (
+        next(r.memory.gradients for r in own if (r.layout.reduce_each is True) == value)
+        for value in (True, False)
+    )
+    assert whole == pytest.approx(8 * each)
+    one = replace(BASE_LAYOUT, accumulation=1, micro_batch=64)
+    rows = memory_rows(GPT2.model, ROWS, "adamw", one, int(70e9))
+    assert not [row for row in rows if row.layout.reduce_each is True]
+
+
+def test_tensor_ranks_divide_a_model_of_transformers():
+    network = {"layers": 4, "width": 100, "vocab": 1000}
+    sizes = CountedSizes(10**6, 10**6, 1000, network)
+    for strategy, parts in (("ddp", 1), ("full_shard", 2)):
+        one, two = (
+            memory(sizes, 1000, Layout(strategy, 2 * t, parts, tensor=t, device="cuda"))
+            for t in (1, 2)
+        )
+        assert two.parameters == one.parameters / 2 and two.optimizer == one.optimizer / 2
 
 
 def test_a_sharding_group_divides_the_ranks_as_in_training():

@@ -119,17 +119,19 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     own = [f"model.name={tmp_path / 'model'}", "model.context=64", "train.steps=compute-optimal"]
     result = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
     n = result.size.parameters
-    assert n == result.size.trained and result.size.parts == {} and result.speed.basis == "assumed"
+    assert (
+        n == result.size.trained and result.size.parts == {} and result.speed.basis == "predicted"
+    )
     assert result.optimal_tokens == 20 * n
     assert result.steps == result.optimal_steps == 20 * n // (4 * 64)
     assert (result.size.flops_per_token, result.size.checkpoint_bytes) == (6 * n, 12 * n)
     memory = [row.memory for row in result.memory]
     states = [m.parameters + m.gradients + m.optimizer for m in memory]
-    assert states == [20 * n, 12 * n, 16 * n, 8 * n]
+    assert states == [20 * n, 12 * n, 8 * n, 16 * n, 8 * n]  # the third reduces each micro-batch
     assert all(row.memory.activations > 0 and row.fits for row in result.memory)
     assert result.recommended["parallel.strategy"] == "ddp"
     assert result.recommended["train.micro_batch"] == 1
-    assert result.speed.tokens_per_s == pytest.approx(2 * 0.4 * 312e12 / (6 * n))
+    assert 0 < result.speed.tokens_per_s < 2 * 312e12 / (6 * n)
     assert "?" not in repr(result)
     # the number that bounds the micro-batch, and why gradients are large
     assert "at most 2, the sequences of a rank" in repr(result) and "grad exceeds" in repr(result)
@@ -272,6 +274,14 @@ def test_an_unknown_device_and_runs_by_their_paths(call, tmp_path):
     assert speed["basis"] == "at best" and speed["tokens_per_s"] == pytest.approx(20_480 * 1.6 * 2)
     assert "step 40 of 100" in call("plan", "live")[0]
     assert "Milestones" not in call("plan", "done")[0]
+
+
+def test_the_errors_on_published_runs_are_printed(call):
+    shown = call("plan", "--validate")[0]
+    [last] = [
+        line for line in shown.splitlines() if line.startswith("all sources") and " all " in line
+    ]
+    assert " 232 " in last and "nanogpt-124m-1xA100-eager" in shown
 
 
 def test_bad_input_is_one_message(call):

@@ -1,4 +1,4 @@
-"""How long a run takes: milestones, measured and assumed speeds, and the prediction after 5 %
+"""How long a run takes: milestones, measured and predicted speeds, and the prediction after 5 %
 beside the real time.
 """
 
@@ -16,7 +16,8 @@ from windlass.estimate.milestones import (
     occurrences,
     seconds_until,
 )
-from windlass.estimate.plan import assumed_speed, past_speed, plan
+from windlass.estimate.plan import past_speed, plan, predicted_speed
+from windlass.estimate.search import Machine
 from windlass.estimate.subject import Subject
 from windlass.estimate.time import measured_speed, predicted_and_actual
 from windlass.recipe import Horizon, Recipe
@@ -142,26 +143,39 @@ def test_a_speed_is_of_its_own_device_and_model(tmp_path, monkeypatch):
     assert past_speed(subject, [cpu]) is past_speed(subject, [Run(tmp_path / "none")]) is None
     assert past_speed(replace(subject, recipe=r.replace("model.layers=8")), [gpu]) is None
     assert plan(cpu).speed.basis == "measured"
-    assert plan(cpu, device="A100-80GB").speed.basis == "assumed"
+    assert plan(cpu, device="A100-80GB").speed.basis == "predicted"
     # the first run's
     assert plan("quickstart", past=[gpu, cpu]).device.name == "NVIDIA A100-SXM4-80GB"
     with refused("past=RUN", "device=NAME"):
         plan("quickstart", ["model.layers=8"], past=[gpu])
 
 
-def test_assumed_speed():
-    """GPT-2 124M, 855 MFLOP a token, on 8 A100 at 40 % of 312 TFLOP/s; padding is computed too."""
+def test_predicted_speed():
     r, device = Recipe.load("gpt2-124m"), find_device("A100-80GB")
     full = Subject(r, 8, device, "bf16", 50257, 1000, 1024.0)
-    one = assumed_speed(full, 0.4)
-    assert one.tokens_per_s == pytest.approx(8 * 0.4 * 312e12 / 855.4e6, rel=1e-3)
-    assert one.basis == "assumed"
-    other = assumed_speed(replace(full, tokens_per_sample=256.0), 0.4)
-    assert other.tokens_per_s == pytest.approx(one.tokens_per_s / 4)
-    assert assumed_speed(replace(full, device=find_device("cpu")), 0.4) is None
-    on, off = (replace(full, recipe=r.replace({"train.tf32": tf32})) for tf32 in (True, False))
-    on, off = (assumed_speed(replace(one, precision="fp32"), 0.4) for one in (on, off))
-    assert on.tokens_per_s == pytest.approx(8 * off.tokens_per_s)  # 156 and 19.5 TFLOP/s
+
+    def speed(**changes):
+        subject = replace(full, **changes)
+        return predicted_speed(subject, Machine.of(subject, 0))
+
+    one, _ = speed()
+    assert one.basis == "predicted" and "149 published runs on A100" in one.detail
+    assert 0.8 < one.range[0] < 1 < one.range[1] < 1.2
+    # padding is computed, too
+    assert speed(tokens_per_sample=256.0)[0].tokens_per_s == pytest.approx(one.tokens_per_s / 4)
+    assert speed(recipe=r.replace("train.compile=true"))[0].tokens_per_s > 1.1 * one.tokens_per_s
+    full_shard, _ = speed(recipe=r.replace("parallel.strategy=full_shard"))
+    assert full_shard.tokens_per_s < one.tokens_per_s
+    cpu, why = speed(device=find_device("cpu"))
+    assert cpu is None and "CPU" in why and "--from" in why
+    on, off = (
+        speed(recipe=r.replace({"train.tf32": tf32}), precision="fp32")[0] for tf32 in (True, False)
+    )
+    assert 3 < on.tokens_per_s / off.tokens_per_s < 8  # peaks of 156 and 19.5 TFLOP/s
+    h200, _ = speed(device=find_device("H200"))
+    assert "all of 2 published runs" in h200.detail
+    l4, _ = speed(device=find_device("L4"))
+    assert l4.range is None and "no published run on NVIDIA L4" in l4.detail
 
 
 @pytest.mark.parametrize("first_eval", [{}, {"tokens": 20_480 * 6}])

@@ -229,8 +229,8 @@ def test_a_probe_has_one_ranks_shapes_and_nothing_to_say(tmp_path):
 
 
 def test_rates_of_several_checks_are_one_file(tmp_path):
-    rank = {"host": "a", "node": 0, "tflops": {"float32": 2.0}}
-    other = {"host": "b", "node": 1, "tflops": {"float32": 1.0}}
+    rank = {"host": "a", "node": 0, "tflops": {"float32": 2.0}, "memory_gb_s": 9.0}
+    other = {"host": "b", "node": 1, "tflops": {"float32": 1.0}, "memory_gb_s": 8.0}
     rate = {"collective": "all_reduce", "size": 4, "seconds": 1.0, "algbw": 1.0, "busbw": 1.5}
     groups = [{"group": name, "ranks": {0: 1.5}} for name in ("all ranks", "one host")]
     store_rates(tmp_path, [rank], [])

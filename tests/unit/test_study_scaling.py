@@ -6,8 +6,9 @@ import pytest
 from report_fixtures import edit
 from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, rates, worlds
 
+from windlass.estimate.devices import find_device
 from windlass.estimate.rank import Layout
-from windlass.estimate.time import Rates, bus_bandwidth_at, measured_rates, step_time
+from windlass.estimate.step import NotMeasured, bus_bandwidth_at, measured_speeds, slowest
 from windlass.estimate.work import Collective, Work
 from windlass.model.size import block_parameters, count, flops_per_token
 from windlass.recipe import Recipe
@@ -242,31 +243,34 @@ def test_ring_formulas_of_the_collectives():
     assert sent("hybrid_shard", shard=2, accumulation=2)[2] == reduced
 
 
+def busbw_of(measured, size):
+    rows = measured["collectives"]
+    return bus_bandwidth_at(rows, Collective("all_reduce", size, 1, 2))
+
+
 def test_predicted_time_by_measured_rates(build):
     measured = rates("1x4", tflops=2.0)["1x4"]
     # linear in the logarithm of the size
     sizes, expected = (1, 2**16, 2**18, 2**20, 2**30), [0.1e9, 0.1e9, 0.55e9, 1e9, 1e9]
-    at = [bus_bandwidth_at(measured["collectives"], "all_reduce", size) for size in sizes]
-    assert at == pytest.approx(expected)
-    assert bus_bandwidth_at([], "all_reduce", 1) is None
-    rate = measured_rates(measured, Layout("ddp", 4, checkpointing="full"))
-    step = step_time(rate, 4e9, [Collective("all_reduce", 2**20, 3, 4)])
-    assert step.compute == pytest.approx(4 / 3 * 4e9 / 2e12)
-    assert step.communication == pytest.approx(3 * 1.5 * 2**20 / 1e9)
-    calibrated = step_time(Rates(2e12, per_parameter_s=1e-9, fixed_s=0.5), 4e9, updated=1000)
-    assert calibrated.compute == pytest.approx(2e-3 + 1e-6 + 0.5)
-    unmeasured = step_time(measured_rates(measured, Layout("ddp", 4, precision="bf16")), 1.0)
-    assert unmeasured.compute is None and "in bf16" in unmeasured.reason
+    assert [busbw_of(measured, size) for size in sizes] == pytest.approx(expected)
+    assert busbw_of({"collectives": []}, 1) is None
+    device, layout = find_device(GPU), Layout("ddp", 4)
+    speeds = measured_speeds(measured, device, layout)
+    assert (speeds.products, speeds.traffic) == (2e12, 1e10)
+    assert speeds.attention < speeds.products and speeds.latency == 0
+    with pytest.raises(NotMeasured, match="in bf16"):
+        measured_speeds(measured, device, Layout("ddp", 4, precision="bf16"))
+    with pytest.raises(NotMeasured, match="memory"):
+        measured_speeds(measured | {"memory_gb_s": 0}, device, layout)
 
     study = build(Scaling("strong"), worlds(1, 2, 4), 50.0, rates=rates("1x2", "1x1"), device=GPU)
     one, two, four = read_setups(study)
     why = "the rates of these hosts and ranks were not measured"
     assert four.missing["predicted_ms"] == four.missing["predicted_error"] == why
-    flops = flops_per_token(MODEL, VOCAB) * 8 * 32
-    assert one.values["predicted_ms"] == pytest.approx(1e3 * flops / 1e11)
-    busbw = bus_bandwidth_at(rates("1x2")["1x2"]["collectives"], "all_reduce", 4 * PARAMETERS)
-    predicted = 1e3 * (flops / 2 / 1e11 + 4 * PARAMETERS / busbw)
-    assert two.values["predicted_ms"] == pytest.approx(predicted)
+    assert one.values["predicted_ms"] > 1e3 * flops_per_token(MODEL, VOCAB) * 8 * 32 / 1e11 / 2
+    layout = two.work.layout
+    step = slowest(MODEL, VOCAB, layout, measured_speeds(rates("1x2")["1x2"], device, layout))
+    assert two.values["predicted_ms"] == pytest.approx(1e3 * step.total)
     assert two.values["predicted_error"] == pytest.approx(two.values["predicted_ms"] / 50 - 1)
 
 
@@ -283,7 +287,7 @@ def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(bu
     assert "Projected, not measured" in basis and "one host" in basis
     passes, update = 0.8 * 41 * (2 / 8 if mode == "strong" else 1), 0.1 * 41
     assert eight.compute_ms == pytest.approx(passes + update + rest_of(table[1]))
-    busbw = bus_bandwidth_at(ranks["1x2"]["collectives"], "all_reduce", 4 * PARAMETERS)
+    busbw = busbw_of(ranks["1x2"], 4 * PARAMETERS)
     assert eight.communication_ms == pytest.approx(1e3 * 2 * 7 / 8 * 4 * PARAMETERS / busbw)
     batch = 8 if mode == "strong" else 64
     assert eight.samples_per_s == pytest.approx(1e3 * batch / eight.step_ms)

@@ -146,36 +146,44 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
 
 
 def plan(
-    recipe: RecipeName,
+    recipe: RecipeName = "",
+    *,
     overrides: Overrides,
     world: int = Option(0, min=0, help="Ranks; default: 1, or the ranks of the run."),
     device: str = Option("", metavar="NAME", help="Kind of device, as A100-80GB; default: here."),
     memory: float = Option(0.0, min=0, metavar="GB", help="Memory of an unlisted device."),
-    mfu: float = Option(0.4, min=0.001, max=1, help="Share of the peak, if none was measured."),
     per_host: int = Option(0, min=0, help="Ranks of each host; default: 8 GPUs."),
     from_: list[str] = Option([], "--from", metavar="RUN|STUDY", help="Past runs for the speed."),
+    validate: bool = Option(False, help="Print the model's error on published runs."),
     json_: Json = False,
 ) -> None:
     """Plan a run: parameters, steps, FLOPs, memory for each strategy, time, disk, and a calendar.
 
     It is arithmetic from the recipe, without torch; only the parameters of a Hugging Face model are
     counted on torch's meta device. Time comes from a measured speed (--from, or the recipe's own
-    run directory), or from the device's published peak and an assumed MFU; the output says which. A
-    run directory gives the plan for its remaining steps. Numbers that depend on data that are not
-    prepared yet are marked.
+    run directory), or from a model of a step; the output says which. --validate prints the model's
+    error on published runs. A run directory gives the plan for its remaining steps. Numbers that
+    depend on data that are not prepared yet are marked.
     """
     from windlass.estimate.plan import plan as make_plan
-    from windlass.estimate.text import print_plan
+    from windlass.estimate.text import print_plan, print_validation
     from windlass.run import Run
     from windlass.study.study import Study
     from windlass.telemetry.terminal import rich_console
 
+    if validate:
+        print_validation(rich_console(sys.stdout))
+        return
+    if not recipe:
+        raise UserError(
+            "RECIPE is missing: write one, as `windlass plan quickstart`, or --validate"
+        )
     past = list[Run]()
     for path in from_:
         past += Study.open(path).runs() if Study.is_study(path) else [Run.open(path)]
     memory_bytes = int(memory * 1e9) or None
     target: dict[str, Any] = {"world": world, "device": device, "memory_bytes": memory_bytes}
-    result = make_plan(recipe, overrides, **target, past=past, mfu=mfu, per_host=per_host)
+    result = make_plan(recipe, overrides, **target, past=past, per_host=per_host)
     if json_:
         print_json(result.as_dict())
     else:

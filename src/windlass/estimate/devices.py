@@ -6,21 +6,25 @@ import contextlib
 import re
 import tomllib
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from windlass.errors import UserError, argument
 from windlass.processes import nvml_handle, visible_gpus
 
 GIB = 2**30
-USABLE = 0.9
-"""The part of a device's memory that a plan fills; driver and fragmentation take the rest."""
+USABLE, TIGHT = 0.9, 0.97
+"""The parts of a device's memory that a plan fills, and fills with a warning.
+
+The driver, NCCL's buffers and the allocator's fragmentation take the rest. Of 209 published runs
+with the largest micro-batch that ran, none takes more than 0.88 (docs/evidence/plan.md)."""
 HANDLES = 2  # of cuBLAS: one for the forward pass's thread, one for the backward pass's
 WORKSPACE = 8 * 4096 * 1024
 """Bytes per cuBLAS handle by CUBLAS_WORKSPACE_CONFIG=:4096:8, which `import windlass` sets."""
 
 
 PCIE = 32e9  # PCIe 4 x16, for devices that are not in the table
-LOOPBACK = 1e9  # assumed for CPU ranks of a host
+LOOPBACK, HOST_MEMORY = 1e9, 4e10  # bytes a second, assumed for CPU ranks of a host
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,13 @@ class Device:
     kind: str  # `cuda` or `cpu`
     memory_bytes: int | None  # None: unknown
     link: float = PCIE  # bytes a second to the other devices of a host, in one direction
+    bandwidth: float | None = None  # bytes a second of its own memory; None: unknown
+
+    @property
+    def family(self) -> str:
+        """The family of a listed device with NVLink, as published runs have it; else its name."""
+        short = next((short for short, one in table().items() if one.name == self.name), self.name)
+        return short if "PCIe" in short else re.sub(r"-\d+GB$", "", short)
 
     @property
     def usable_bytes(self) -> int | None:
@@ -43,11 +54,14 @@ class Device:
         return HANDLES * WORKSPACE if self.kind == "cuda" else 0
 
 
+@cache
 def table() -> dict[str, Device]:
     """The devices of `devices.toml` by their short names."""
     rows = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
     return {
-        short: Device(row["name"], "cuda", row["gib"] * GIB, row["link"] * 1e9)
+        short: Device(
+            row["name"], "cuda", row["gib"] * GIB, row["link"] * 1e9, row["bandwidth"] * 1e9
+        )
         for short, row in rows.items()
     }
 
@@ -59,7 +73,7 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
     Raises UserError for an ambiguous one, as `A100`.
     """
     if name.lower() == "cpu":
-        return Device("CPU", "cpu", memory_bytes, LOOPBACK)
+        return Device("CPU", "cpu", memory_bytes, LOOPBACK, HOST_MEMORY)
     wanted = _plain(name)
     for short, device in table().items():
         if wanted in map(_plain, (short, device.name, device.name.split(" ", 1)[1])):
@@ -85,7 +99,7 @@ def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = Fal
     import psutil
 
     memory_bytes = memory_bytes or psutil.virtual_memory().total // ranks
-    return Device("CPU", "cpu", memory_bytes, LOOPBACK)
+    return Device("CPU", "cpu", memory_bytes, LOOPBACK, HOST_MEMORY)
 
 
 def _plain(name: str) -> str:

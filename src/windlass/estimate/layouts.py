@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from windlass.errors import UserError
-from windlass.estimate.devices import USABLE
+from windlass.estimate.devices import TIGHT, USABLE
 from windlass.estimate.memory import Memory, Network, memory
 from windlass.estimate.optimum import recipe_vocab
 from windlass.estimate.rank import Layout, layout_of
@@ -27,6 +27,7 @@ class MemoryRow:
     layout: Layout
     memory: Memory
     fits: bool | None  # None: unknown
+    tight: bool  # whether it may run although it does not fit: below TIGHT of the device's memory
     largest_micro_batch: int | None  # that fits; 0: none does; None: unknown
     chosen: bool  # whether it is the recipe's own layout
 
@@ -37,6 +38,19 @@ def distinct_strategies(base: Layout) -> list[str]:
         return ["ddp" if base.world > 1 else "single"]
     hybrid = ["hybrid_shard"] * (base.data_world > 3)
     return ["ddp", "shard_grad_op", "shard_optim", *hybrid, "full_shard"]
+
+
+def kinds_of(base: Layout) -> list[tuple[str, bool | str]]:
+    """The distinct strategies with a value of `parallel.reduce_each_micro_batch`.
+
+    `full_shard` and `hybrid_shard` reduce in each micro-batch by themselves, `shard_grad_op` may.
+    """
+    kinds = list[tuple[str, bool | str]]()
+    for name in distinct_strategies(base):
+        kinds.append((name, "auto"))
+        if name == "shard_grad_op" and base.accumulation > 1:
+            kinds.append((name, True))
+    return kinds
 
 
 def shard_of(strategy: str, base: Layout, groups_of_host: int = 0) -> int:
@@ -56,25 +70,29 @@ def memory_rows(
     Recomputation adds up to a third of the arithmetic. Sharding moves parameters over the network,
     `shard_grad_op` less than `full_shard`. `hybrid_shard` gathers among half of the ranks.
     `shard_optim` moves half as much again as `ddp`, while nothing is computed. Offload moves
-    everything over the host's bus.
+    everything over the host's bus. `shard_grad_op` also has rows that reduce the gradients of each
+    micro-batch.
     """
     ours = not isinstance(model, CountedSizes)
     known = not isinstance(model, CountedSizes) or bool(model.peaks)  # its activations
     base = base if known else replace(base, checkpointing="none")
     checkpointings = CHECKPOINTING if ours else [base.checkpointing]
-    kinds = [(*k, False) for k in product(checkpointings, distinct_strategies(base))]
+    kinds = [(*k, False) for k in product(checkpointings, kinds_of(base))]
     if base.device == "cuda" and ours:
-        kinds += [(c, "full_shard", True) for c in ("none", "full")]
+        kinds += [(c, ("full_shard", "auto"), True) for c in ("none", "full")]
     layouts = []
-    for checkpointing, strategy, offload in kinds:
+    for checkpointing, (strategy, reduce_each), offload in kinds:
         same = strategy == base.strategy
         shard = base.shard if same else shard_of(strategy, base)
-        layout = replace(base, strategy=strategy, shard=shard)
+        layout = replace(base, strategy=strategy, shard=shard, reduce_each=reduce_each)
+        if same and layout.reduces_each == base.reduces_each:
+            layout = replace(layout, reduce_each=base.reduce_each)
         layouts.append(replace(layout, checkpointing=checkpointing, offload=offload))
     rows, samples = [], base.micro_batch * base.accumulation  # of the largest step
     for layout in layouts + [base] * (base not in layouts):
         needed = memory(model, vocab, layout, optimizer)
         fits = None if usable is None else needed.total <= usable
+        tight = usable is not None and usable < needed.total <= usable * TIGHT / USABLE
         if not known and fits:
             fits = None  # the unknown activations may be too large
         largest = None
@@ -85,7 +103,7 @@ def memory_rows(
             tried = (replace(layout, micro_batch=n, accumulation=samples // n) for n in sizes)
             fitting = (t for t in tried if memory(model, vocab, t, optimizer).total <= usable)
             largest = next((t.micro_batch for t in fitting), 0)
-        rows.append(MemoryRow(layout, needed, fits, largest, layout == base))
+        rows.append(MemoryRow(layout, needed, fits, tight, largest, layout == base))
     return rows
 
 
@@ -103,6 +121,7 @@ def recommend(rows: list[MemoryRow], micro_batch: int) -> tuple[dict[str, str | 
         least = f"with micro-batch {rows[0].layout.micro_batch} the least is {size:.3g} GB"
         device = f"Use a device with more than {size / USABLE:.3g} GB"
         advice = "a lower train.precision, or a smaller train.micro_batch or model.context"
+        advice += "; a tight row may run" if any(row.tight for row in rows) else ""
         return {}, f"nothing fits: {least}. {device}, more ranks, {advice}"
     row = fitting[0]
     layout = row.layout
@@ -111,6 +130,8 @@ def recommend(rows: list[MemoryRow], micro_batch: int) -> tuple[dict[str, str | 
     settings["train.micro_batch"] = micro_batch or row.largest_micro_batch or 0
     settings |= {"parallel.shard_size": layout.shard} if layout.policy.grouped else {}
     settings |= {"parallel.offload": True} if layout.offload else {}
+    if layout.reduce_each != "auto":
+        settings["parallel.reduce_each_micro_batch"] = layout.reduce_each
     host = f"; {row.memory.host / 1e9:.3g} GB of the host's memory" if layout.offload else ""
     return settings, f"the cheapest that fits{host}"
 

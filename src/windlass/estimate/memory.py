@@ -79,10 +79,15 @@ def _of_stage(step: Step, layout: Layout) -> Memory:
 
 
 def _counted(model: CountedSizes, layout: Layout) -> Memory:
-    """The memory with AdamW; a sharded model's blocks count as if they had equal sizes."""
+    """The memory with AdamW; a sharded model's blocks count as if they had equal sizes.
+
+    The ranks of `tensor` divide weights, gradients and state. The activations are those of one rank,
+    an upper bound.
+    """
     compute, several = COMPUTE_BYTES[layout.precision], layout.accumulation > 1
     master, sharded = max(4, compute), layout.policy.shards_parameters
-    weights, gradients = model.weight_bytes(master), master * model.trained
+    trained = -(-model.trained // layout.tensor)
+    weights, gradients = -(-model.weight_bytes(master) // layout.tensor), master * trained
     state = -(-2 * gradients // layout.shard)
     if sharded:
         weights, gradients = -(-weights // layout.shard), -(-gradients // layout.shard)
@@ -93,10 +98,11 @@ def _counted(model: CountedSizes, layout: Layout) -> Memory:
         if sharded:
             layers = int(model.network.get("layers") or 1)
             root = model.network.get("vocab", 0) * model.network.get("width", 0)
-            block = (model.total - root) // layers
+            block = (model.total - root) // layers // layout.tensor
+            root //= layout.tensor
             # Gathered parameters, and gradients before their reduction.
             buffers += master * (2 * root + block) + 3 * compute * block
-            gradients += master * model.trained if several and not layout.reduces_each else 0
+            gradients += master * trained if several and not layout.reduces_each else 0
         elif layout.world == 1 and not several:  # gradients come while activations are freed
             gradients = min(gradients, together)
             activations = together - gradients
@@ -123,13 +129,16 @@ class Step:
         self.model, self.layout, self.layers = rank.model, rank.layout, rank.layers
         model, layout, parts = rank.model, rank.layout, rank.layout.tensor
         self.compute = COMPUTE_BYTES[layout.precision]  # bytes of a number in matrix products
-        self.master = max(4, self.compute)  # bytes of a number of the weights
+        self.master = layout.program.weight or max(
+            4, self.compute
+        )  # bytes of a number of the weights
         self.cuda = layout.device == "cuda"
         self.vocab = -(-rank.vocab // parts)  # V
         self.n, self.s = rank.tokens, rank.stream_tokens
         self.queries = rank.heads * rank.head_width  # D, or the rank's part of it
         self.kv = rank.kv_heads * rank.head_width  # K
-        self.stream = self.s * model.width * self.master  # one copy of the residual stream [S, D]
+        # One copy of the residual stream [S, D].
+        self.stream = self.s * model.width * (layout.program.stream or self.master)
         self.wide = self.n * model.width * self.compute  # one copy of a product's input [N, D]
         self.hidden = self.n * (model.ff_width_ // parts) * self.compute  # one hidden copy [N, F]
         # All weights. The root is outside the blocks: embedding, positions, final norm, head.
@@ -204,7 +213,8 @@ class Step:
         if self.layout.checkpointing == "selective":  # results of products, attention and sums
             model, n, c, d = self.model, self.n, self.compute, self.queries
             ups = 2 if model.activation == "swiglu" else 1
-            saved += 2 * self.wide + n * (d + 2 * self.kv) * c + ups * self.hidden
+            products = 2 * self.wide + n * (d + 2 * self.kv) * c + ups * self.hidden
+            saved += int((1 - self.layout.program.repeated) * products)
             saved += 2 * self.s * model.width * c * (self.layout.tensor > 1)  # sums over ranks
             saved += 0 if model.dropout else n * d * c + n * self.rank.heads * max(4, c)
         return blocks * saved
@@ -253,6 +263,8 @@ class Step:
         wide, capped = max(4, c), bool(self.model.logit_cap)
         limit = max(1, CHUNK_BYTES[self.layout.device] // (4 * V))  # tokens
         head_copy = V * d * c if c < m else 0  # the head's matrix in the precision of autocast
+        if each := self.layout.program.logits:
+            return (n * V * each + head_copy,) * 3
         if n <= limit and self.layout.tensor == 1:
             one, rest = n * V * wide, capped * n * V * c + head_copy
             return 2 * one + rest, one + rest, 3 * one + rest
@@ -327,9 +339,7 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
 
     A gathered block is in memory twice for a moment, as received bytes and as parameters; the
     arrival of the next block frees the received bytes. A gradient also exists twice during its
-    reduction. An untied head and the embedding are units of their own. A tied matrix belongs to the
-    root, which stays gathered.
-    """
+    reduction. An untied head and the embedding are units of their own; a tied matrix stays."""
     layout, tied, low = step.layout, step.rank.tied, step.compute / step.master
     layers, shard, end = step.layers, layout.shard, step.root if tied else step.head
     stays = layout.policy.keeps_gathered
@@ -339,8 +349,9 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     on_device = not layout.offload  # with offload reduced gradients go to the host
     several, each = layout.accumulation > 1, layout.reduces_each
     whole = several and not each  # gradients wait unreduced for the step's last micro-batch
-    # Reduced gradients of earlier micro-batches.
-    shards = on_device * step.weights // shard if several and each else 0
+    shards = (
+        on_device * step.weights // shard if several and each else 0
+    )  # of earlier micro-batches
     before = step.weights if whole else shards
     # `shard_grad_op` gathers in the first micro-batch alone, before any gradient.
     first = Memory(gradients=0 if stays else before)
@@ -353,6 +364,8 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     for event in step.loss():
         received = event.at == "loss" and not several
         gathers = root + (0 if tied else wide) + (layers + received if stays else 1) * gathered
+        # Nothing is gathered after the head, so its received bytes stay.
+        gathers += wide * (event.at == "loss" and not tied and not stays)
         yield replace(event, gradients=before, buffers=gathers)
     if not tied and step.rank.last:
         buffers = root + wide + end + (layers + 1 if stays else min(layers, 2)) * gathered

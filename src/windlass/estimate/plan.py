@@ -27,25 +27,18 @@ from windlass.estimate.milestones import (
 from windlass.estimate.optimum import optimal_steps, optimal_tokens
 from windlass.estimate.rank import layout_of
 from windlass.estimate.search import LayoutRow, Machine, layout_rows
+from windlass.estimate.step import MANY, NotMeasured, constants, slowest
 from windlass.estimate.subject import Size, Subject, subject_of, with_activations
 from windlass.estimate.text import print_plan
-from windlass.estimate.time import (
-    ASSUMED_MFU,
-    NO_PEAK,
-    Rates,
-    Speed,
-    measured_speed,
-    speed_on,
-    step_time,
-)
+from windlass.estimate.time import NO_PEAK, Speed, measured_speed, speed_on
 from windlass.model.convert import export_note
+from windlass.model.size import CountedSizes
 from windlass.optim.schedule import schedule_horizon
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe
 from windlass.run import Run, last_start
-from windlass.telemetry.timing import peak_flops
 
-SMALL_WIDTH = 768
-"""Narrower models spend their time on kernel launches, so the assumed MFU is too high for them."""
+NARROWEST = 768
+"""The smallest width of a published run; the errors of narrower models are unknown."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +113,6 @@ def plan(
     device: str = "",
     memory_bytes: int | None = None,
     past: Sequence[Run] = (),
-    mfu: float = ASSUMED_MFU,
     per_host: int = 0,
 ) -> Plan:
     """The plan of a recipe, or of a run's remaining steps by its own ledger.
@@ -133,7 +125,6 @@ def plan(
             machine's.
         memory_bytes: The memory of a device that is not in the table.
         past: Past runs to take the speed from; UserError if none has this model and device.
-        mfu: Share of the device's peak to assume if nothing was measured.
         per_host: Ranks of each host; 0: 8 GPUs, or all ranks on a CPU.
     """
     if isinstance(source, str | Path):
@@ -147,10 +138,13 @@ def plan(
         names = ", ".join(str(run.path) for run in past)
         problem = f"no steps of this model on {subject.device.name} are logged in {names}"
         like = f"name a run of this model (with {argument('device', 'NAME')} for its device)"
-        without = f"drop {argument('past', 'RUN')} to assume a speed from the device's peak"
+        without = f"drop {argument('past', 'RUN')} to predict a speed from the device's data sheet"
         raise UserError(f"{problem}: {like}, or {without}")
-    whole = assemble(subject, speed or assumed_speed(subject, mfu), run)
-    return add_layouts(whole, subject, Machine.of(subject, per_host, mfu))
+    machine = Machine.of(subject, per_host)
+    if speed is None:
+        speed, why = predicted_speed(subject, machine)
+        subject = replace(subject, speed_reason=why)
+    return add_layouts(assemble(subject, speed, run), subject, machine)
 
 
 def add_layouts(plan: Plan, subject: Subject, machine: Machine) -> Plan:
@@ -172,30 +166,57 @@ def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
     return speed_on(speeds, subject.world) if speeds else None
 
 
-def assumed_speed(subject: Subject, mfu: float) -> Speed | None:
-    """The speed at a part of the device's peak; None without a known peak or the model's FLOPs."""
-    name, recipe = subject.device.name, subject.recipe
-    model, batch = recipe.model, recipe.train.global_batch
-    peak = peak_flops(name, subject.precision, recipe.train.tf32)
-    if subject.size.flops_per_token is None or peak is None:
-        return None
-    assumed = f"an assumed MFU of {100 * mfu:g} %, nothing measured"
-    detail = f"{name}: peak {peak / 1e12:.4g} TFLOP/s x {assumed}"
-    # Padding is computed, too.
+def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, str]:
+    """The speed by the model of a step (step.py), or why there is none."""
+    device, recipe, size = subject.device, subject.recipe, subject.size
+    if size.flops_per_token is None:
+        return None, "the FLOPs of a token are unknown, because the model's size is"
+    if not machine.knows_peak:
+        peak = f"the peak of {device.name} in {subject.precision} is unknown"
+        peak = NO_PEAK if device.kind == "cpu" else peak
+        advice = "name a past run of this model (--from RUN), or a listed device (--device NAME)"
+        return None, f"{peak}: {advice}"
+    model, layout = recipe.model, layout_of(recipe, subject.world, device.kind, subject.precision)
+    how: dict[str, Any] = {"context": model.context, "bucket_mb": recipe.parallel.bucket_mb}
+    own, speeds = subject.counted, machine.speeds(recipe)
+    network = own if own and model.kind == "hf" else model
+    if own and own.total:
+        how["trained"] = own.trained / own.total
+    try:
+        step = slowest(network, size.vocab or 0, layout, speeds, recipe.optim.kind, **how)
+    except NotMeasured as error:
+        return None, str(error)
     tokens = min(model.context, subject.tokens_per_sample or model.context)
-    if tokens < model.context:
+    samples = layout.micro_batch * layout.accumulation * layout.data_world
+    detail = f"predicted for {device.name}, {'compiled' if layout.compile else 'not compiled'}"
+    if tokens < model.context:  # padding is computed, too
         share = 100 * tokens / model.context
         detail += f"; {share:.0f} % of the places are tokens, the rest padding"
-    if model.kind == "gpt" and model.width < SMALL_WIDTH:
-        small = f"matrices of width {model.width} hardly fill such a device"
-        detail += f"; {small}, so take it for a bound"
-    flops = subject.size.flops_per_token * model.context * batch / subject.world
-    bubble = layout_of(recipe, subject.world, subject.device.kind, subject.precision).bubble
-    if bubble:
-        detail += f"; a pipeline's stages wait {100 * bubble:.3g} % of the step"
-    seconds = step_time(Rates(peak * mfu), flops, bubble=bubble).total
-    assert seconds is not None
-    return Speed(batch * tokens / seconds, subject.world, "assumed", detail, device=name)
+    if step.bubble:
+        detail += f"; a pipeline's stages wait {100 * layout.bubble:.3g} % of the step"
+    if layout.offload:
+        detail += "; without the copies of parallel.offload"
+    speed = Speed(
+        samples * tokens / step.total, subject.world, "predicted", detail, {}, device.name
+    )
+    if device.family not in constants().ranges:
+        detail += f"; no published run on {device.name}, so its error is unknown"
+        return replace(speed, detail=detail), ""
+    width = network.network["width"] if isinstance(network, CountedSizes) else network.width
+    if width < NARROWEST or subject.precision not in ("bf16", "fp16"):
+        beyond = f"published runs have bf16 and a width of {NARROWEST} or more"
+        return replace(speed, detail=f"{detail}; {beyond}, so its error is unknown"), ""
+    rows, low, high = constants().ranges[device.family]
+    slow, fast = 1 / (1 + high), 1 / (1 + low)
+    if rows == 1:
+        detail += (
+            f"; the only published run on {device.family} reached {fast:.2f} times its prediction"
+        )
+        return replace(speed, detail=detail), ""
+    which = "8 of 10" if rows >= MANY else "all"
+    detail += f"; {which} of {rows} published runs on {device.family} reached "
+    detail += f"{slow:.2f} to {fast:.2f} times their prediction"
+    return replace(speed, detail=detail, range=(slow, fast)), ""
 
 
 def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> Plan:
@@ -259,13 +280,7 @@ def reasons(subject: Subject, speed: Speed | None) -> dict[str, str]:
     if not subject.samples_per_epoch:
         unknown["epochs"] = subject.reason
     if speed is None:
-        on_cpu = subject.device.kind == "cpu"
-        peak = f"the peak of {subject.device.name} in {subject.precision} is unknown"
-        peak = NO_PEAK if on_cpu else peak
-        advice = "name a past run of this model (--from RUN), or a listed device (--device NAME)"
-        cause = "the FLOPs of a token are unknown, because the model's size is"
-        cause = f"{peak}: {advice}" if size.flops_per_token else cause
-        unknown["time"] = f"no step was measured, and {cause}"
+        unknown["time"] = f"no step was measured, and {subject.speed_reason}"
     return unknown
 
 

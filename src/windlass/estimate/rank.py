@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from windlass.model.size import block_matrices, block_parameters, count, stage_layers
+from windlass.model.size import Parameters, block_matrices, block_parameters, count, stage_layers
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.strategies import STRATEGIES, Strategy
 
@@ -17,6 +17,24 @@ if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Program:
+    """Habits of the program that trains, in bytes of a number; 0 is Windlass's.
+
+    Published measurements come from other programs (`published.py`).
+    """
+
+    weight: int = 0  # of weights and optimizer state; 0: 4, in fp64 8
+    stream: int = 0  # of the residual stream; 0: as a weight
+    reduced: int = 0  # of a gradient in a reduction; 0: as a weight
+    logits: int = 0  # held for each logit of a micro-batch; 0: a chunk of logits exists at a time
+    repeated: float = 0.0  # the part of the products that `selective` repeats
+    logit_traffic: int = 28  # bytes that head and loss read and write for a logit
+
+
+OURS = Program()
 
 
 @dataclass(frozen=True)
@@ -42,6 +60,8 @@ class Layout:
     chunks: int = 1  # stages on each rank
     average: bool = False  # `train.average`
     share: int = 0  # the micro-batch divides it (`BatchPlan.share`); 0: a step's samples of a rank
+    compile: bool = False
+    program: Program = OURS
 
     @property
     def policy(self) -> Strategy:
@@ -101,6 +121,7 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         parallel.chunks if parallel.pipeline > 1 else 1,
         recipe.train.average.enabled,
         share=batch.share,
+        compile=recipe.train.compile,
     )
 
 
@@ -171,17 +192,22 @@ class Rank:
         return block_matrices(self.model) // self.layout.tensor
 
     @cached_property
+    def undivided(self) -> int:
+        """Parameters of a block on all ranks of `tensor` together."""
+        return block_parameters(self.model)
+
+    @cached_property
     def block_replicated(self) -> int:
         """Parameters of a block that the ranks of `tensor` replicate."""
         m, keys = self.model, self.head_width * self.model.kv_heads_
         ups = 2 if m.activation == "swiglu" else 1
         biases = m.attn_bias * (m.width + 2 * keys) + m.ff_bias * ups * m.ff_width_
-        return block_parameters(m) - block_matrices(m) - biases
+        return self.undivided - block_matrices(m) - biases
 
     @cached_property
     def block(self) -> int:
         """Parameters of a block."""
-        cut = block_parameters(self.model) - self.block_replicated
+        cut = self.undivided - self.block_replicated
         return cut // self.layout.tensor + self.block_replicated
 
     @cached_property
@@ -190,9 +216,14 @@ class Rank:
         return -(-self.vocab // self.layout.tensor) * self.model.width
 
     @cached_property
+    def sizes(self) -> Parameters:
+        """All parameters of the model."""
+        return count(self.model, self.vocab)
+
+    @cached_property
     def replicated(self) -> int:
         """Parameters that the ranks of `tensor` replicate."""
-        sizes, layers = count(self.model, self.vocab), self.model.layers
+        sizes, layers = self.sizes, self.model.layers
         norm = sizes.norms // (2 * layers + self.model.final_norm)
         ends = self.first * sizes.positions + self.last * self.model.final_norm * norm
         return ends + self.layers * self.block_replicated
@@ -208,10 +239,10 @@ class Rank:
     @property
     def flops_per_token(self) -> int:
         """FLOPs of the stage for a token, on all ranks, as `model.size.flops_per_token`."""
-        m, sizes = self.model, count(self.model, self.vocab)
-        multiplied = self.layers * block_parameters(m)
+        m, block = self.model, self.undivided
+        multiplied = self.layers * block
         if self.last:
-            multiplied += sizes.multiplied - m.layers * block_parameters(m)
+            multiplied += self.sizes.multiplied - m.layers * block
         return 6 * multiplied + 12 * self.layers * m.width * m.context
 
 

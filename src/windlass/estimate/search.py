@@ -1,7 +1,7 @@
 """The layouts of our GPT on a number of ranks: which fit, how long a step takes, what is sent.
 
-Every combination of `parallel.tensor`, `context` and `pipeline` is tried that the recipe's checks
-accept, with each strategy, activation checkpointing and micro-batch. `time.step_time` predicts the
+Every combination of `parallel.tensor` (inside a host), `context` and `pipeline` is tried that the
+recipe's checks accept, with each strategy, activation checkpointing and micro-batch. `step.slowest` predicts the
 step, `memory.memory` the peak.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 
 from windlass.errors import UserError, plural
 from windlass.estimate.devices import Device
-from windlass.estimate.layouts import CHECKPOINTING, distinct_strategies, shard_of
+from windlass.estimate.layouts import CHECKPOINTING, kinds_of, shard_of
 from windlass.estimate.memory import Memory, memory
 from windlass.estimate.rank import Layout, layout_of
+from windlass.estimate.step import Links, Speeds, StepTime, published_speeds, slowest
 from windlass.estimate.subject import Subject
-from windlass.estimate.time import RECOMPUTED, Links, Rates, StepTime, step_time
 from windlass.estimate.work import LINKS, works
 from windlass.recipe import Recipe, typed
 from windlass.recipe.strategies import STRATEGIES
@@ -66,7 +66,6 @@ class Machine:
     world: int
     precision: str
     per_host: int = 0  # ranks; 0: PER_HOST GPUs, or all ranks on a CPU
-    mfu: float = 0.4
 
     @property
     def ranks_of_host(self) -> int:
@@ -79,15 +78,15 @@ class Machine:
         return peak_flops(self.device.name, self.precision) is not None
 
     @staticmethod
-    def of(subject: Subject, per_host: int, mfu: float) -> Machine:
+    def of(subject: Subject, per_host: int) -> Machine:
         """The ranks of a plan."""
-        return Machine(subject.device, subject.world, subject.precision, per_host, mfu)
+        return Machine(subject.device, subject.world, subject.precision, per_host)
 
-    def rates(self, recipe: Recipe) -> Rates:
-        """The device's peak times an assumed MFU, and the published rates of links."""
+    def speeds(self, recipe: Recipe) -> Speeds:
+        """The speeds of a rank, by the device's data sheet and the published rates of links."""
         peak = peak_flops(self.device.name, self.precision, recipe.train.tf32)
-        flops = self.mfu * (peak or NOMINAL[self.device.kind])
-        return Rates(flops, links=Links(self.device.link, NETWORK, self.ranks_of_host))
+        links = Links(self.device.link, NETWORK, self.ranks_of_host)
+        return published_speeds(self.device, peak or NOMINAL[self.device.kind], links)
 
 
 def layouts(recipe: Recipe, machine: Machine) -> Iterator[tuple[Layout, Settings]]:
@@ -97,7 +96,9 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[tuple[Layout, Settings
     # Some optimizers of libraries need whole matrices.
     whole = "." in recipe.optim.kind
     for t, c, p in product(numbers, numbers, numbers):
-        if world % (t * c * p) or (whole and t > 1):
+        # Links between hosts are too slow for tensor parallelism.
+        apart = bool(machine.ranks_of_host) and t > machine.ranks_of_host
+        if world % (t * c * p) or (whole and t > 1) or apart:
             continue
         division: Settings = {"parallel.tensor": t, "parallel.context": c, "parallel.pipeline": p}
         division |= {"parallel.strategy": "auto", "parallel.offload": False}
@@ -113,28 +114,19 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[tuple[Layout, Settings
             base = replace(base, precision=machine.precision)
             base = replace(base, workspace=machine.device.workspace_bytes)
             groups = 0 if machine.ranks_of_host % (t * c) else machine.ranks_of_host // (t * c)
-            for strategy, checkpointing in product(distinct_strategies(base), CHECKPOINTING):
+            kinds = product(kinds_of(base), CHECKPOINTING)
+            for (strategy, reduce_each), checkpointing in kinds:
                 more: Settings = {"parallel.strategy": strategy}
                 more["parallel.activation_checkpointing"] = checkpointing
+                more["parallel.reduce_each_micro_batch"] = reduce_each
                 shard = shard_of(strategy, base, groups)
                 if STRATEGIES[strategy].grouped:
                     if not 1 < shard // c < base.data_world:
                         continue
                     more["parallel.shard_size"] = shard // c
-                layout = replace(base, strategy=strategy, shard=shard, checkpointing=checkpointing)
-                yield layout, settings | more
-
-
-def slowest(recipe: Recipe, vocab: int, layout: Layout, rates: Rates) -> StepTime:
-    """The step of the slowest stage."""
-    again = RECOMPUTED.get(layout.checkpointing, 1.0)
-    tokens = again * recipe.train.global_batch * recipe.model.context / layout.world
-    every = works(recipe.model, vocab, layout, recipe.parallel.bucket_mb)
-    steps = [
-        step_time(rates, work.flops_per_token * tokens, work.collectives, bubble=layout.bubble)
-        for work in every
-    ]
-    return max(steps, key=lambda step: step.total or 0.0)
+                how: dict[str, Any] = {"strategy": strategy, "shard": shard}
+                how |= {"checkpointing": checkpointing, "reduce_each": reduce_each}
+                yield replace(base, **how), settings | more
 
 
 def layout_rows(
@@ -148,13 +140,14 @@ def layout_rows(
     """
     if (usable := machine.device.usable_bytes) is None:
         return [], "the device's memory is unknown"
-    rates, timed = machine.rates(recipe), list[tuple[Any, ...]]()
+    speeds, timed, kind = machine.speeds(recipe), list[tuple[Any, ...]](), recipe.optim.kind
+    bucket = recipe.parallel.bucket_mb
     for layout, settings in layouts(recipe, machine):
-        step = slowest(recipe, vocab, layout, rates)
-        about = round(math.log(step.total or 1.0) / ALIKE)
+        step = slowest(recipe.model, vocab, layout, speeds, kind, bucket_mb=bucket)
+        about = round(math.log(step.total) / ALIKE)
         parts = layout.model_ranks, layout.pipeline, layout.context
-        kind = CHECKPOINTING.index(layout.checkpointing), [*STRATEGIES].index(layout.strategy)
-        timed.append(((about, parts, kind, -layout.micro_batch), layout, settings, step))
+        cost = CHECKPOINTING.index(layout.checkpointing), [*STRATEGIES].index(layout.strategy)
+        timed.append(((about, parts, cost, -layout.micro_batch), layout, settings, step))
     timed.sort(key=lambda one: one[0])
     fitting, done = list[LayoutRow](), set[tuple[int, ...]]()
     least = list[Any]()
@@ -185,8 +178,8 @@ def _row(
     sent = [work.bytes_sent() for work in every]
     most = {link: max(one[link] for one in sent) for link in LINKS}
     changes, own = _changes(recipe, settings, layout.world), _is_own(recipe, layout)
-    compute, communication = step.compute or 0.0, step.communication or 0.0
-    return LayoutRow(layout, peak, compute, communication, step.bubble, most, changes, own)
+    times = (step.compute, step.communication, step.bubble)
+    return LayoutRow(layout, peak, *times, most, changes, own)
 
 
 def _changes(recipe: Recipe, settings: Settings, world: int) -> Settings:

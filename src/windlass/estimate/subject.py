@@ -58,6 +58,7 @@ class Subject:
     counted: CountedSizes | None = None
     hf_reason: str = ""  # why the count failed
     activations_reason: str = ""  # why the activations could not be measured
+    speed_reason: str = ""  # why no speed is known
 
     @property
     def size(self) -> Size:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.facts import mixture_table, repeated
 from windlass.errors import plural
+from windlass.estimate.devices import TIGHT, USABLE
 from windlass.estimate.memory import PARTS
 from windlass.estimate.search import NETWORK
+from windlass.estimate.step import MANY
 from windlass.estimate.work import LINKS
 from windlass.model.size import describe_network, trainable
 from windlass.recipe import typed
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 Fact = tuple[str, str]
 
+EACH = " each"
 GRADIENTS = """grad exceeds param because a step has several micro-batches: ddp and shard_optim \
 hold their sum beside DDP's buckets, shard_grad_op holds it unsharded."""
 
@@ -119,8 +122,9 @@ def _print_memory(plan: Any, console: Console) -> None:
         if not ours and not measured:
             shown[3:6] = ["?"] * 3
         largest = "?" if row.largest_micro_batch is None else str(row.largest_micro_batch or "-")
-        strategy = ("offload" if row.layout.offload else row.layout.strategy) + " *" * row.chosen
-        fits = {True: "yes", False: "no", None: "?"}[row.fits]
+        strategy = "offload" if row.layout.offload else row.layout.strategy
+        strategy += EACH * (row.layout.reduce_each is True) + " *" * row.chosen
+        fits = "tight" if row.tight else {True: "yes", False: "no", None: "?"}[row.fits]
         cells.append((strategy, row.layout.checkpointing, *shown, fits, largest))
     notes = ["The table is computed, not measured. *: the recipe's own layout."]
     samples = f"{first.share or first.micro_batch * first.accumulation:,}, the sequences of a rank in a step"
@@ -128,6 +132,11 @@ def _print_memory(plan: Any, console: Console) -> None:
     grows = any(row.memory.gradients > 1.5 * row.memory.parameters > 0 for row in rows)
     if grows and first.world > 1 and first.accumulation > 1:
         notes.append(GRADIENTS)
+    if any(row.layout.reduce_each is True for row in rows):
+        notes.append("each: parallel.reduce_each_micro_batch=true.")
+    if any(row.tight for row in rows):
+        most_used = f"{100 * USABLE:.0f} to {100 * TIGHT:.0f} % of the device"
+        notes.append(f"tight: {most_used}; fragmentation of the allocator may end the run.")
     if any(row.memory.at == "update" for row in rows):
         notes.append("act 0: memory peaks in the update, when the activations are freed.")
     if measured:
@@ -168,7 +177,7 @@ def _print_layouts(plan: Any, console: Console) -> None:
         cells.append(
             (
                 " ".join(f"{number:>2}" for number in numbers) + " *" * row.chosen,
-                one.strategy,
+                one.strategy + EACH * (one.reduce_each is True),
                 one.checkpointing,
                 str(one.micro_batch),
                 f"{1e3 * row.seconds:,.0f}" if machine.knows_peak else "",
@@ -181,7 +190,7 @@ def _print_layouts(plan: Any, console: Console) -> None:
     links = f"{machine.device.link / 1e9:g} GB/s inside a host"
     if machine.ranks_of_host:
         links += f" of {machine.ranks_of_host} ranks, {NETWORK / 1e9:g} GB/s per rank between hosts"
-    how = f"ms: predicted with an MFU of {100 * machine.mfu:g} %, {links}, and no overlap."
+    how = f"ms: predicted as under Time, with {links}."
     if not machine.knows_peak:
         how = f"The order is a guess, because {plan.device.name} has no published peak."
     notes = [
@@ -215,6 +224,9 @@ def _time(plan: Any) -> list[Fact]:
     end = plan.unknown.get("steps", "")
     if plan.seconds is not None:
         end = f"{duration(plan.seconds)}, {plan.device_hours:.3g} device-hours ({speed.basis})"
+        if speed.range:
+            low, high = (plan.seconds / factor for factor in speed.range[::-1])
+            end += f"; {duration(low)} to {duration(high)} by the range below"
     milliseconds = 1e3 * (plan.seconds_per_step or 0)
     step = f"{speed.tokens_per_s:,.0f} tokens/s, {milliseconds:,.0f} ms a step"
     missing = ", ".join(f"{what}s" for what in plan.not_counted)
@@ -251,3 +263,22 @@ def _section(
     for note in notes:
         console.print(Text(note, style="italic"))
     console.print()
+
+
+def print_validation(console: Console) -> None:
+    """Print the errors of the plan on the published runs, by source and family of devices."""
+    from windlass.estimate.published import FAILURES, validation
+
+    cells = []
+    for source, family, speed, memory in validation():
+        shown = [f"{100 * value:+.1f}" for value in speed[2:]]
+        peak = [str(memory.rows), f"{100 * memory.median:.1f}"] if memory else ["", ""]
+        cells.append((source, family, str(speed.rows), f"{100 * speed.median:.1f}", *shown, *peak))
+    head = ("source", "family", "rows", "median", "signed", "low", "high", "mem rows", "mem")
+    notes = ["Errors of predicted tokens/s in %: positive is too fast. median: of absolute values."]
+    notes.append(
+        f"low, high: 8 of 10 rows are between them; below {MANY} rows all. mem: of memory."
+    )
+    notes += [f"left out, {name}: {reason}." for name, reason in FAILURES.items()]
+    title = "The plan against published runs (estimate/published.csv)"
+    _section(console, title, [], head, cells, text_columns=2, notes=notes)

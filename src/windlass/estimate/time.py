@@ -1,148 +1,24 @@
-"""The time of a training step, by rates or by past runs, and the time of a whole run.
-
-`step_time` is the one analytic model: a rank's FLOPs, its optimizer update, the layout's collectives
-by ring formulas (docs/guides/scale.md), and the bubble of a pipeline. Nothing overlaps, and latency
-and memory traffic do not count. It is not calibrated for CPUs, where its predictions missed measured
-steps by more than half. Four callers calibrate its `Rates`:
-
-- the time of `windlass plan`: a device's peak times an assumed MFU, which includes communication
-- its table of layouts: the same, and communication at the published rates of links
-- the predicted step of a scaling study: measured matrix products and collectives
-- its projection to more ranks: the measured step of the largest setup, and the same collectives
-
-A `Speed` is measured in ledgers, or assumed by `step_time`, and always has its source.
-"""
+"""The speed of a training, measured or predicted, and the time of a whole run. No torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from windlass.estimate.milestones import CHECKPOINT, EVALUATION, SAMPLE, milestones, seconds_until
-from windlass.estimate.rank import Layout
-from windlass.estimate.work import Collective
 from windlass.run import effective, last_start, read_lines
 from windlass.telemetry.timing import wall_time
 
 if TYPE_CHECKING:
     from windlass.run import Line, Run
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-# Activation checkpointing repeats the forward pass; `selective` repeats no matrix product.
-RECOMPUTED = {"full": 4 / 3}
-ASSUMED_MFU = 0.4
-"""The assumed part of the peak. Published GPU and TPU trainings report 0.3 to 0.55 (0.46 for PaLM,
-arXiv 2204.02311). A small model or a slow network gives less."""
 NO_PEAK = "a CPU has no published peak"
 UNCALIBRATED = "the model of a step's time is not calibrated for CPUs"
 PREDICTED_AT = 0.05
 """The part of a run's steps after which a report predicts its time to finish."""
-
-
-def bus_bandwidth_at(rows: Sequence[Mapping[str, Any]], name: str, size: float) -> float | None:
-    """Bytes a second over the bus for a collective of `size` bytes; None if it was not measured.
-
-    Linear in the logarithm of the size between measured sizes, constant beyond them.
-    """
-    own = [row for row in rows if row["collective"] == name]
-    measured = sorted((math.log(float(row["size"])), float(row["busbw"])) for row in own)
-    if not measured:
-        return None
-    sizes, rates = zip(*measured, strict=True)
-    return 1e9 * float(np.interp(math.log(size), sizes, rates))
-
-
-@dataclass(frozen=True)
-class Links:
-    """Published rates between ranks, in bytes a second and direction."""
-
-    inside: float  # of a host
-    network: float  # between hosts, for each rank
-    per_host: int = 0  # ranks; 0: there is one host
-
-    def bandwidth(self, one: Collective) -> float:
-        """Bytes a second over the bus; the ranks of a host send to other hosts together."""
-        if self.per_host % (one.stride * one.ranks) == 0:
-            return self.inside
-        together = 1 if one.name == "send_recv" else max(1, self.per_host // one.stride)
-        return min(self.inside, together * self.network)
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The speed of a rank in the parts of a step."""
-
-    flops_per_s: float | None  # of forward and backward; None: not measured
-    per_parameter_s: float = 0.0  # the update of one parameter; 0: not counted
-    fixed_s: float = 0.0  # of every step: the host, waiting for data
-    collectives: Sequence[Mapping[str, Any]] = ()  # `collective`, `size` and `busbw` (GB/s)
-    products: str = "matrix products"  # the ones behind `flops_per_s`
-    links: Links | None = None  # replaces `collectives`
-
-    def bandwidth(self, one: Collective) -> float | None:
-        """Bytes a second over the bus; None if it was not measured."""
-        if self.links is not None:
-            return self.links.bandwidth(one)
-        return bus_bandwidth_at(self.collectives, one.name, one.size)
-
-
-def measured_rates(machine: Mapping[str, Any], layout: Layout) -> Rates:
-    """The rates that `windlass check` measured (an entry of `machine.json`)."""
-    tflops = machine.get("matrix_tflops", {}).get(DTYPES[layout.precision])
-    slower = RECOMPUTED.get(layout.checkpointing, 1.0)
-    flops_per_s = float(tflops) * 1e12 / slower if tflops else None
-    products = f"matrix products in {layout.precision}"
-    return Rates(flops_per_s, collectives=machine.get("collectives", ()), products=products)
-
-
-class StepTime(NamedTuple):
-    """Seconds of a step; None if a rate was not measured, with the reason."""
-
-    compute: float | None
-    communication: float | None
-    reason: str = ""
-    bubble: float = 0.0  # in which a pipeline stage waits for others
-
-    @property
-    def total(self) -> float | None:
-        if self.compute is None or self.communication is None:
-            return None
-        return self.compute + self.communication + self.bubble
-
-
-def step_time(
-    rates: Rates,
-    flops: float,
-    sent: Sequence[Collective] = (),
-    updated: float = 0.0,
-    bubble: float = 0.0,
-) -> StepTime:
-    """The step of one rank.
-
-    Args:
-        flops: of forward and backward; `rates` include recomputation.
-        sent: the collectives in which the rank takes part.
-        updated: parameters that the rank updates.
-        bubble: `Layout.bubble`; collectives on parameters wait for no other stage.
-    """
-    compute, passes = None, 0.0
-    if rates.flops_per_s:
-        passes = flops / rates.flops_per_s
-        compute = passes + updated * rates.per_parameter_s + rates.fixed_s
-    seconds = 0.0
-    for one in sent:
-        bandwidth = rates.bandwidth(one)
-        if bandwidth is None:
-            return StepTime(compute, None, f"the bandwidth of {one.name} was not measured")
-        seconds += one.bus_bytes / bandwidth
-        passes += one.bus_bytes / bandwidth if one.link != "dp" else 0.0
-    reason = f"the rate of {rates.products} was not measured" if compute is None else ""
-    return StepTime(compute, seconds, reason, passes * bubble / (1 - bubble))
 
 
 @dataclass(frozen=True)
@@ -151,12 +27,14 @@ class Speed:
 
     tokens_per_s: float  # without padding
     world: int
-    # `measured`; `at best`: scaled to more ranks without loss; or `assumed` from a peak
+    # `measured`; `at best`: scaled to more ranks without loss; or `predicted` (step.py)
     basis: str
-    detail: str  # which run, or which peak
+    detail: str  # which run, or which device and how far off published runs are
     # Measured seconds of an evaluation, a checkpoint and a sample.
     costs: dict[str, float] = field(default_factory=dict)
     device: str = ""  # as the ledger names it
+    # Predicted: 8 of 10 published runs on the device were between these factors of the prediction.
+    range: tuple[float, float] | None = None
 
 
 def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:

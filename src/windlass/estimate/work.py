@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, layout_of, ranks_of
@@ -76,28 +77,36 @@ class Work:
         layout = layout_of(recipe, int(start["world"]), device, start["precision"])
         layout = replace(layout, strategy=start["strategy"], accumulation=start["accumulation"])
         total, trained, network = start["parameters"], start["trained"], start.get("network")
-        if layout.model_ranks > 1:
-            vocab = start["data"]["vocab"]
-            every = works(recipe.model, vocab, layout, recipe.parallel.bucket_mb)
-            return max(every, key=lambda work: work.flops_per_token)
+        bucket_mb = recipe.parallel.bucket_mb
         if network:
-            blocks = int(network.get("layers") or 0)
-            table = int(network.get("vocab", 0)) * int(network.get("width", 0))
-            block = (total - table) // blocks if blocks else 0
-        else:
-            block, blocks = block_parameters(recipe.model), recipe.model.layers
-        if network or recipe.model.freeze:
+            sizes = CountedSizes(total, trained, int(network.get("vocab", 0)), network)
+            return Work.of_counted(sizes, layout, bucket_mb)
+        vocab = start["data"]["vocab"]
+        if layout.model_ranks > 1:
+            every = works(recipe.model, vocab, layout, bucket_mb)
+            return max(every, key=lambda work: work.flops_per_token)
+        flops = flops_per_token(recipe.model, vocab)
+        if recipe.model.freeze:
             flops = CountedSizes(total, trained, 0).flops_per_token()
-        else:
-            flops = flops_per_token(recipe.model, start["data"]["vocab"])
-        return Work(layout, total, trained, block, blocks, flops, recipe.parallel.bucket_mb)
+        block, blocks = block_parameters(recipe.model), recipe.model.layers
+        return Work(layout, total, trained, block, blocks, flops, bucket_mb)
+
+    @staticmethod
+    def of_counted(sizes: CountedSizes, layout: Layout, bucket_mb: float = 25.0) -> Work:
+        """Of a model of `transformers`; everything but one token table counts as blocks."""
+        blocks, parts = int(sizes.network.get("layers") or 0), layout.tensor
+        table = sizes.vocab * int(sizes.network.get("width", 0))
+        block = (sizes.total - table) // blocks if blocks else 0
+        total, trained, block = (n // parts for n in (sizes.total, sizes.trained, block))
+        flops = sizes.flops_per_token()
+        return Work(layout, total, trained, block, blocks, flops, bucket_mb)
 
     @property
     def updated(self) -> float:
         """Parameters that a rank updates."""
         return self.trained / self.layout.shard
 
-    @property
+    @cached_property
     def collectives(self) -> list[Collective]:
         """All collectives of a step; none on one rank."""
         sent = [*self._of_parameters(), *self.exchanges]
@@ -112,7 +121,7 @@ class Work:
         layout, strategy = self.layout, self.layout.policy
         world, shard, stride = layout.replicas, layout.shard, layout.tensor
         low = COMPUTE_BYTES[layout.precision]
-        master = max(4, low)
+        master = layout.program.reduced or max(4, low)
         if not strategy.shards_parameters:
             gradients = master * self.trained
             calls = max(1, math.ceil(gradients / (self.bucket_mb * 2**20)))
@@ -150,24 +159,26 @@ class Work:
 
 
 def works(model: ModelSettings, vocab: int, layout: Layout, bucket_mb: float = 25.0) -> list[Work]:
-    """The work of a rank of our GPT, in each stage that differs from the others.
+    """The work of a rank of our GPT, in each stage that differs from the others."""
+    return [work_of(rank, bucket_mb) for rank in ranks_of(model, vocab, layout)]
+
+
+def work_of(rank: Rank, bucket_mb: float = 25.0) -> Work:
+    """The work of a rank of our GPT.
 
     The FLOPs of a stage count as if all stages were equal to it, because the slowest sets the pace.
     """
-    return [
-        Work(
-            layout,
-            rank.total,
-            rank.total,
-            rank.block,
-            rank.layers,
-            rank.flops_per_token * layout.pipeline,
-            bucket_mb,
-            (*_of_tensor(rank), *_of_context(rank), *_of_pipeline(rank)),
-            0 if model.tie_head or not rank.first else rank.table,
-        )
-        for rank in ranks_of(model, vocab, layout)
-    ]
+    return Work(
+        rank.layout,
+        rank.total,
+        rank.total,
+        rank.block,
+        rank.layers,
+        rank.flops_per_token * rank.layout.pipeline,
+        bucket_mb,
+        (*_of_tensor(rank), *_of_context(rank), *_of_pipeline(rank)),
+        0 if rank.model.tie_head or not rank.first else rank.table,
+    )
 
 
 def _repeats(layout: Layout) -> int:

@@ -58,8 +58,9 @@ def count(settings: ModelSettings, vocab: int) -> Parameters:
 
 def block_matrices(settings: ModelSettings) -> int:
     """Entries of the matrices of one block, without biases; Muon trains these."""
-    bare = count(settings.model_copy(update={"attn_bias": False, "ff_bias": False}), vocab=0)
-    return (bare.attention + bare.feed_forward) // settings.layers
+    m, kv = settings, settings.width // settings.heads * settings.kv_heads_
+    ups = 2 if m.activation == "swiglu" else 1
+    return 2 * m.width * (m.width + kv) + (ups + 1) * m.width * m.ff_width_
 
 
 def block_parameters(settings: ModelSettings) -> int:

@@ -28,6 +28,14 @@ def matrix_products(device: torch.device) -> dict[str, float]:
     return rates
 
 
+def memory_bandwidth(device: torch.device) -> float:
+    """GB/s read and written by a copy that is larger than the caches."""
+    source = torch.ones(2**28 if device.type == "cuda" else 2**25, device=device)
+    target = torch.empty_like(source)
+    seconds = _median_seconds(lambda: target.copy_(source), device)
+    return 2 * source.nbytes / seconds / 1e9
+
+
 def bus_bandwidth(collective: str, size: int, seconds: float, world: int) -> tuple[float, float]:
     """Algorithm and bus bandwidth in GB/s, by the sizes and factors of nccl-tests
     (doc/PERFORMANCE.md).

@@ -26,7 +26,12 @@ from windlass import __version__, hub
 from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
-from windlass.preflight.bandwidth import BUFFERS, collectives, matrix_products
+from windlass.preflight.bandwidth import (
+    BUFFERS,
+    collectives,
+    matrix_products,
+    memory_bandwidth,
+)
 from windlass.preflight.findings import PROBLEM, WARNING, Finding, findings_of
 from windlass.processes import nvml_handle
 from windlass.recipe import Recipe
@@ -82,6 +87,8 @@ def check(recipe: Recipe, max_bytes: int, gate: bool, show: Callable[[str], None
         facts = {"time": now, **facts_of_rank(ranks, recipe), "disks": probe_disks(ranks, recipe)}
         show("matrix products")
         facts["tflops"] = matrix_products(ranks.device)
+        show("memory")
+        facts["memory_gb_s"] = memory_bandwidth(ranks.device)
         rates = list[dict[str, Any]]()
         if env.world > 1:
             rates = measure_groups(ranks, message_sizes(ranks, max_bytes, gate), show)

@@ -185,9 +185,8 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
         )
     if any("predicted_ms" in row.values for row in measured):
         text.append(
-            "Predicted: FLOPs of a rank ÷ the measured rate of matrix products, and the "
-            "collectives' bytes on a ring ÷ the measured bus bandwidth at their size, nothing "
-            "overlapped."
+            "Predicted: the plan's model of a step, with this machine's measured rates of matrix "
+            "products, memory and collectives."
         )
     for row in setups:
         remarks = (remark for remark in row.remarks if not remark.startswith("recommended"))

@@ -173,6 +173,7 @@ def store_rates(
         "hosts": sorted({str(rank["host"]) for rank in ranks}),
         "cores": usable_cores(),
         "matrix_tflops": {name: min(rank["tflops"][name] for rank in ranks) for name in dtypes},
+        "memory_gb_s": min(rank["memory_gb_s"] for rank in ranks),
         "collectives": [
             {name: rate[name] for name in names} for rate in rates if rate["group"] == "all ranks"
         ],

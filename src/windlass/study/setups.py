@@ -10,17 +10,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from windlass.errors import plural
-from windlass.estimate.time import (
-    NO_PEAK,
-    UNCALIBRATED,
-    Rates,
-    measured_rates,
-    step_time,
-)
+from windlass.estimate.step import NotMeasured, Speeds, bus_bandwidth_at, exposed, step_of_run
+from windlass.estimate.time import NO_PEAK, UNCALIBRATED
 from windlass.estimate.work import Work, on_cpu, works
 from windlass.fileio import read_json
 from windlass.model.size import count, flops_per_token
@@ -253,14 +248,13 @@ def _predict(setup: Setup, machines: Mapping[str, Any]) -> None:
     elif not machine:
         why = "the rates of these hosts and ranks were not measured"
     else:
-        rates = measured_rates(machine, setup.work.layout)
-        work, flops = setup.work, values["flops_per_device"]
-        step = step_time(rates, flops, work.collectives, bubble=work.layout.bubble)
-        why = step.reason
-        if step.total is not None:
+        try:
+            step = step_of_run(setup.recipe, setup.start, setup.work, machine)
             values["predicted_ms"] = 1e3 * step.total
             values["predicted_error"] = values["predicted_ms"] / values["step_ms"] - 1
             return
+        except NotMeasured as error:
+            why = str(error)
     setup.missing["predicted_ms"] = why
 
 
@@ -401,8 +395,8 @@ class Projection(NamedTuple):
 def projections(study: Study, table: Sequence[Setup]) -> tuple[list[Projection], str]:
     """The step at each number of `Scaling.project`, and a sentence on the basis.
 
-    Both are empty if the study projects nothing, or ran on CPUs. The rates of `estimate.time` come
-    from the largest measured setup. Host time and waiting for data stay.
+    Both are empty if the study projects nothing, or ran on CPUs. The bandwidths of `estimate.step`
+    come from the largest measured setup. Host time and waiting for data stay.
     """
     scaling, measured = study.scaling, [setup for setup in table if setup.measured]
     if scaling is None or not scaling.project or scaling.mode in AT_ONE_WORLD:
@@ -447,20 +441,20 @@ def _project(study: Study, base: Setup, first: Setup, world: int) -> Projection:
     if not machine:
         return Projection(world, reason="the machine's rates were not measured")
     work = _work(base, world, fraction, ratio if scaling.grow == "model" else 1.0)
-    flops = values["flops_per_device"]
-    rates = Rates(
-        flops / (values["compute_ms"] - values["update_ms"]) * 1e3,
-        values["update_ms"] / 1e3 / base.work.updated,
-        (values["host_ms"] + values["data_ms"]) / 1e3,
-        machine.get("collectives", ()),
-    )
-    flops *= fraction * work.flops_per_token / base.work.flops_per_token
+    passes_ms = values["compute_ms"] - values["update_ms"]
+    passes_ms *= fraction * work.flops_per_token / base.work.flops_per_token
+    update_ms = values["update_ms"] * work.updated / base.work.updated
+    compute_ms = passes_ms + update_ms + values["host_ms"] + values["data_ms"]
+    # Measured bandwidths include the latency; nothing is assumed to overlap.
+    speeds = Speeds(0.0, 0.0, 0.0, partial(bus_bandwidth_at, machine.get("collectives", ())))
+    try:
+        inner, outer = exposed(work, speeds, compute_ms / 1e3)
+    except NotMeasured as error:
+        return Projection(world, reason=str(error))
     bubble = work.layout.bubble
-    step = step_time(rates, flops, work.collectives, work.updated, bubble)
-    if step.communication is None or step.compute is None:
-        return Projection(world, reason="the bandwidth of a collective was not measured")
-    compute_ms, communication_ms = 1e3 * step.compute, 1e3 * step.communication
-    step_ms = compute_ms + communication_ms + 1e3 * step.bubble
+    bubble_ms = (passes_ms + 1e3 * inner) * bubble / (1 - bubble)
+    communication_ms = 1e3 * (inner + outer)
+    step_ms = compute_ms + communication_ms + bubble_ms
     speed, efficiency = batch / step_ms * 1e3, None
     if first.measured and scaling.mode == "weak":
         efficiency = first.values["step_ms"] / step_ms

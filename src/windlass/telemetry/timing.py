@@ -13,7 +13,7 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -271,8 +271,12 @@ def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
     `tf32`: fp32 products may use TF32 (`torch.backends.cuda.matmul.allow_tf32`).
     """
     column = "tf32" if tf32 and precision == "fp32" else precision
-    peaks = tomllib.loads(Path(__file__).with_name("peaks.toml").read_text(encoding="utf-8"))
-    for pattern, row in peaks.items():
+    for pattern, row in _peaks().items():
         if re.search(pattern, name, re.IGNORECASE):
             return row[column] * 1e12 if column in row else None
     return None
+
+
+@cache
+def _peaks() -> dict[str, dict[str, float]]:
+    return tomllib.loads(Path(__file__).with_name("peaks.toml").read_text(encoding="utf-8"))

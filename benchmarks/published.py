@@ -1,0 +1,171 @@
+"""The plan against published runs: the error of each source and family, and of rows left out.
+
+    python benchmarks/published.py            # tables in Markdown
+    python benchmarks/published.py --fit      # the constants for estimate/speeds.toml
+
+The fit minimises the logarithms of predicted over measured tokens a second of all rows but the
+failures. Few constants have many rows, so a row's neighbours weigh as much as it does. Errors above
+5 % count linearly. A constant that hardly any row determines stays near its PRIOR. The second table
+leaves one source out at a time: the fit does not see the rows that it then predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from windlass.estimate.published import (
+    FAILURES,
+    Errors,
+    PublishedRun,
+    errors,
+    published_runs,
+    validation,
+)
+from windlass.estimate.step import MANY, Constants, constants
+from windlass.model.size import flops_per_token
+from windlass.telemetry.timing import peak_flops
+
+PRIOR = {
+    "small": 256,  # a product of this width is bound by memory on these devices
+    "eager": 2.9,  # passes over the stream without fusion, counted
+    "exposed": 0.5,
+    "latency": 5e-6,  # of NCCL, a hop
+    "A100 products": 0.8,  # cuBLAS on large products
+    "H100 products": 0.7,
+    "A100 attention": 0.45,  # flash attention 2 reaches 0.5 to 0.7 at best (arXiv 2307.08691)
+    "H100 attention": 0.35,
+}
+SPREAD, ROUGH, ITERATIONS = 0.05, 0.7, 6  # of a row's logarithm, and of a constant's
+MISSED = 0.15  # rows with a larger error are listed by name
+
+
+def as_constants(logarithms: np.ndarray) -> Constants:
+    """The constants of a vector in the order of PRIOR."""
+    values = dict(zip(PRIOR, map(float, np.exp(logarithms)), strict=True))
+    names = ("small", "eager", "exposed", "latency")
+    both = {
+        kind: tuple(min(1.0, values[f"{family} {kind}"]) for family in ("A100", "H100"))
+        for kind in ("products", "attention")
+    }
+    own = {name: values[name] for name in names}
+    own["exposed"] = min(1.0, own["exposed"])
+    return replace(constants(), **own, **both)  # type: ignore[arg-type]
+
+
+def as_vector(c: Constants) -> np.ndarray:
+    values = {"small": c.small, "eager": c.eager, "exposed": c.exposed, "latency": c.latency}
+    for kind, both in (("products", c.products), ("attention", c.attention)):
+        values |= {f"{f} {kind}": x for f, x in zip(("A100", "H100"), both, strict=True)}
+    return np.log([values[name] for name in PRIOR])
+
+
+def residuals(runs: Sequence[PublishedRun], x: np.ndarray) -> np.ndarray:
+    fitted = as_constants(x)
+    return np.array([np.log1p(run.error(fitted)) for run in runs])
+
+
+def jacobian(runs: Sequence[PublishedRun], x: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """The slopes of the residuals at `x`, where they are `start`."""
+    step = 1e-3
+    columns = (residuals(runs, x + step * one) - start for one in np.eye(len(x)))
+    return np.stack(list(columns), 1) / step
+
+
+def fit(
+    runs: Sequence[PublishedRun], iterations: int = ITERATIONS, slopes: np.ndarray | None = None
+) -> np.ndarray:
+    """Gauss-Newton from PRIOR; with the `slopes` of all rows at the constants, from the constants.
+
+    The second way is faster, and good enough if few rows are left out.
+    """
+    prior = np.log(list(PRIOR.values()))
+    x = prior if slopes is None else as_vector(constants())
+    for _ in range(iterations):
+        r = residuals(runs, x)
+        j = jacobian(runs, x, r) if slopes is None else slopes
+        # Errors beyond SPREAD count linearly (Huber).
+        weights = np.sqrt(np.minimum(1, SPREAD / np.maximum(abs(r), 1e-9))) / SPREAD
+        a = np.concatenate([j * weights[:, None], np.eye(len(x)) / ROUGH])
+        b = np.concatenate([-r * weights, (prior - x) / ROUGH])
+        x = x + np.clip(np.linalg.lstsq(a, b, rcond=None)[0], -0.3, 0.3)
+    return x
+
+
+def left_out(by: Callable[[PublishedRun], str]) -> dict[str, list[tuple[PublishedRun, float]]]:
+    """The errors of each source's rows by a fit to the others; a large source's from PRIOR."""
+    runs = [run for run in published_runs() if run.id not in FAILURES]
+    x = as_vector(constants())
+    slopes = jacobian(runs, x, residuals(runs, x))
+    result = {}
+    for source in dict.fromkeys(map(by, runs)):
+        kept = [n for n, run in enumerate(runs) if by(run) != source]
+        own = [run for run in runs if by(run) == source]
+        near = slopes[kept] if len(own) < MANY else None
+        fitted = as_constants(fit([runs[n] for n in kept], slopes=near))
+        result[source] = [(run, run.error(fitted)) for run in own]
+    return result
+
+
+def one_mfu(by: Callable[[PublishedRun], str]) -> list[float]:
+    """The errors with one MFU for each family, the median of the other sources' rows."""
+    runs = [run for run in published_runs() if run.id not in FAILURES]
+    flops = {r.id: flops_per_token(r.rank.model, r.rank.vocab) * r.tokens_per_s for r in runs}
+    peaks = {r.id: peak_flops(r.device.name, "bf16") or 0.0 for r in runs}
+    result = []
+    for run in runs:
+        others = [r for r in runs if r.family == run.family and by(r) != by(run)]
+        if others:
+            mfu = float(np.median([flops[r.id] / peaks[r.id] for r in others]))
+            result.append(mfu * peaks[run.id] / flops[run.id] - 1)
+    return result
+
+
+def cells(e: Errors | None) -> str:
+    if e is None:
+        return " | | | "
+    return " | ".join([str(e.rows), f"{100 * e.median:.1f}", *(f"{100 * v:+.1f}" for v in e[2:])])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fit", action="store_true", help="print the fitted constants")
+    if parser.parse_args().fit:
+        runs = [run for run in published_runs() if run.id not in FAILURES]
+        for name, value in zip(PRIOR, np.exp(fit(runs, 12)), strict=True):
+            print(f"{name} = {value:.3g}")
+        print("\nwith the constants of speeds.toml:\n[ranges]")
+        for family in dict.fromkeys(run.family for run in runs):
+            own = errors(run.error() for run in runs if run.family == family)
+            print(f"{family} = [{own.rows}, {own.low:.3f}, {own.high:.3f}]")
+        return
+    head = "| source | family | rows | median % | signed % | p10 % | p90 % |"
+    print(f"{head} memory: rows | median % | signed % |\n|---|---" + "|---:" * 8 + "|")
+    for source, family, speed, memory in validation():
+        peak = " | ".join(cells(memory).split(" | ")[:3])
+        print(f"| {source} | {family} | {cells(speed)} | {peak} |")
+    for title, by in (
+        ("source left out", lambda run: run.source),
+        ("project left out", lambda run: run.source.split()[0]),
+    ):
+        print(f"\n{head.replace('source', title)}\n|---|---" + "|---:" * 5 + "|")
+        result = left_out(by)
+        for source, rows in result.items():
+            families = "/".join(dict.fromkeys(run.family for run, _ in rows))
+            print(f"| {source} | {families} | {cells(errors(e for _, e in rows))} |")
+        every = [pair for rows in result.values() for pair in rows]
+        print(f"| all | all | {cells(errors(e for _, e in every))} |")
+        print(f"| one MFU for a family instead | all | {cells(errors(one_mfu(by)))} |")
+    print("\n| row that misses by more than 15 % | error % |\n|---|---:|")
+    for run in published_runs():
+        if abs(error := run.error()) > MISSED:
+            print(
+                f"| {run.id}{': ' * (run.id in FAILURES)}{FAILURES.get(run.id, '')} | {100 * error:+.0f} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

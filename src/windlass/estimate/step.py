@@ -1,0 +1,321 @@
+"""The time of a training step: one model for the plan, its layouts, and scaling studies. No torch.
+
+A step is a sum of parts that a reader can check (docs/evidence/plan.md):
+
+- products: each matrix takes `max(FLOPs / rate, bytes / bandwidth)`, three times a micro-batch
+- attention: FLOPs of the causal half at a rate of its own
+- traffic: what norms, activations, sums, the loss and the weights read and write
+- launch: the host's time to start kernels, as far as the device would wait for it
+- update: the optimizer's traffic, and Muon's products
+- communication: ring bytes over the link, as far as computation cannot hide them
+- bubble: a pipeline stage waits for the others
+
+`Speeds` are constants of a device family (`speeds.toml`), or rates that `windlass check` measured.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from windlass.estimate.devices import Device, find_device
+from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
+from windlass.estimate.work import Collective, Work, work_of
+from windlass.model.size import CountedSizes
+from windlass.recipe.network import ModelSettings
+
+if TYPE_CHECKING:
+    from windlass.recipe import Recipe
+    from windlass.run import Line
+
+ATTENTION = (2, 5)
+"""FLOPs for each query, key and number of a head's width, in a causal forward and backward pass of
+flash attention (arXiv 2307.08691): half of 4, and 2.5 times that."""
+UPDATE_BYTES = 40  # of AdamW for a parameter: 28 of weight, gradient and moments, 12 to clip
+WEIGHT_BYTES = 18  # of a weight in each micro-batch: autocast's copy, and the gradient's sum
+KERNELS = {True: (12, 24), False: (30, 60)}
+"""Kernels of a block's forward and backward pass, compiled and not."""
+MANY = 10  # published rows whose range is that of 8 in 10; of fewer it is the whole range
+NEWTON_SCHULZ = 5  # iterations of Muon
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The values of `speeds.toml`, which documents them."""
+
+    memory: float
+    launch: float
+    small: float
+    eager: float
+    exposed: float
+    latency: float
+    products: tuple[float, float]  # of an A100 and an H100
+    attention: tuple[float, float]
+    ranges: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+
+
+@cache
+def constants() -> Constants:
+    values = tomllib.loads(Path(__file__).with_name("speeds.toml").read_text(encoding="utf-8"))
+    ranges = {name: tuple(row) for name, row in values.pop("ranges").items()}
+    families = [values.pop(name) for name in ("A100", "H100")]
+    products, attention = (
+        tuple(one[name] for one in families) for name in ("products", "attention")
+    )
+    return Constants(**values, products=products, attention=attention, ranges=ranges)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Rates between ranks, in bytes a second and direction."""
+
+    inside: float  # of a host
+    network: float  # between hosts, for each rank
+    per_host: int = 0  # ranks; 0: there is one host
+
+    def bandwidth(self, one: Collective) -> float:
+        """Bytes a second over the bus; the ranks of a host send to other hosts together."""
+        if self.per_host % (one.stride * one.ranks) == 0:
+            return self.inside
+        together = 1 if one.name == "send_recv" else max(1, self.per_host // one.stride)
+        return min(self.inside, together * self.network)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What a rank reaches in each part of a step."""
+
+    products: float  # FLOP/s of large matrix products
+    attention: float  # FLOP/s
+    traffic: float  # bytes a second of memory
+    bandwidth: Callable[[Collective], float | None]  # bytes a second over the bus; None: unknown
+    eager: float = 1.0
+    small: float = 0.0
+    launch: float = 0.0
+    exposed: float = 1.0
+    latency: float = 0.0
+
+
+RATIOS = 312 / 2.039, 989 / 3.35  # peak FLOP for a byte of memory, of A100-80GB and H100
+
+
+def nearness(device: Device, peak: float) -> float:
+    """0 for an A100, 1 for an H100; other devices lie between them by peak and bandwidth."""
+    if "A100" in device.name or not device.bandwidth:
+        return 0.0
+    low, high = map(math.log, RATIOS)
+    return min(1.0, max(0.0, (math.log(peak / device.bandwidth) - low) / (high - low)))
+
+
+def between(parts: tuple[float, float], at: float) -> float:
+    return parts[0] + at * (parts[1] - parts[0])
+
+
+def published_speeds(
+    device: Device, peak: float, links: Links, fitted: Constants | None = None
+) -> Speeds:
+    """The speeds of a device with this peak FLOP/s, by its data sheet and the constants.
+
+    A device without a published bandwidth gets the ratio of an A100.
+    """
+    c, at = fitted or constants(), nearness(device, peak)
+    memory = c.memory * (device.bandwidth or peak / RATIOS[0])
+    rates = (peak * between(c.products, at), peak * between(c.attention, at), memory)
+    return Speeds(*rates, links.bandwidth, c.eager, c.small, c.launch, c.exposed, c.latency)
+
+
+def measured_speeds(machine: Mapping[str, Any], device: Device, layout: Layout) -> Speeds:
+    """The speeds that `windlass check` measured (an entry of `machine.json`); NotMeasured without
+    matrix products or memory.
+
+    It does not measure attention, which keeps its ratio to matrix products.
+    """
+    tflops = machine.get("matrix_tflops", {}).get(DTYPES[layout.precision])
+    if not tflops:
+        raise NotMeasured(f"the rate of matrix products in {layout.precision} was not measured")
+    if not machine.get("memory_gb_s"):
+        raise NotMeasured("the bandwidth of the memory was not measured")
+    products, c = 1e12 * tflops, constants()
+    at = nearness(device, products / c.products[1])  # by about the peak
+    ratio = between(c.attention, at) / between(c.products, at)
+    bandwidth = partial(bus_bandwidth_at, machine.get("collectives", ()))
+    rates = (products, ratio * products, 1e9 * machine["memory_gb_s"])
+    # The measured bandwidth includes the latency.
+    return Speeds(*rates, bandwidth, c.eager, c.small, c.launch, c.exposed)
+
+
+def bus_bandwidth_at(rows: Sequence[Mapping[str, Any]], one: Collective) -> float | None:
+    """Bytes a second over the bus for a collective; None if it was not measured.
+
+    Linear in the logarithm of the size between measured sizes, constant beyond them.
+    """
+    own = [row for row in rows if row["collective"] == one.name]
+    measured = sorted((math.log(float(row["size"])), float(row["busbw"])) for row in own)
+    if not measured:
+        return None
+    sizes, rates = zip(*measured, strict=True)
+    return 1e9 * float(np.interp(math.log(one.size), sizes, rates))
+
+
+class NotMeasured(Exception):
+    """A rate that a step's time needs is unknown; the message says which."""
+
+
+class StepTime(NamedTuple):
+    """Seconds of the parts of a rank's step."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    traffic: float = 0.0
+    launch: float = 0.0
+    update: float = 0.0
+    communication: float = 0.0  # that computation does not hide
+    bubble: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        """Everything but communication and waiting."""
+        return sum(self[:5])
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") -> StepTime:
+    """The step of a rank; NotMeasured without the bandwidth of a collective.
+
+    Legend: N tokens of the micro-batch, S of them in the residual stream, D width, Q width of the
+    rank's heads, K of its keys, F hidden width, V vocabulary.
+    """
+    layout, model, micro = rank.layout, rank.model, rank.layout.accumulation
+    c = COMPUTE_BYTES[layout.precision]
+    wide = layout.program.stream or layout.program.weight or max(4, c)
+    n, s, d = rank.tokens, rank.stream_tokens, model.width
+    q, k = rank.heads * rank.head_width, rank.kv_heads * rank.head_width
+    f, v = model.ff_width_ // layout.tensor, rank.table // d
+    ups = 2 if model.activation == "swiglu" else 1
+    again = {"none": 0.0, "selective": layout.program.repeated, "full": 1.0}[layout.checkpointing]
+
+    def product(rows: int, inner: int, columns: int) -> float:
+        flops, numbers = 2 * rows * inner * columns, rows * inner + inner * columns + rows * columns
+        rate = speeds.products / (1 + speeds.small / min(inner, columns))
+        return max(flops / rate, c * numbers / speeds.traffic)
+
+    # Forward, gradients of the inputs, gradients of the trained weights, forward again.
+    repeats = 2 + work.trained / work.total + again
+    block = product(n, d, q + 2 * k) + product(n, q, d) + product(n, d, ups * f) + product(n, f, d)
+    products = rank.layers * repeats * block + rank.last * 3 * product(n, d, v)
+    forward, backward = ATTENTION
+    calls = backward + forward * (2 if layout.checkpointing == "full" else 1)
+    attention = rank.layers * n * model.context * q * calls / speeds.attention
+
+    # Two norms, two sums of the stream, the activation, and rotations, each in its own pass.
+    rotated = (model.position == "rope") + model.qk_norm
+    once = 2 * s * d * (3 * wide + c) + n * f * c * (ups + 1) + 2 * n * (q + k) * c * rotated
+    fused = 1.0 if layout.compile else 1 / speeds.eager
+    passes = 3 if layout.checkpointing == "none" else 4
+    moved = rank.layers * passes * once / fused + WEIGHT_BYTES * work.total
+    moved += rank.last * n * v * layout.program.logit_traffic
+    traffic = moved / speeds.traffic
+
+    first, second = KERNELS[layout.compile]
+    kernels = rank.layers * (first * (passes - 2) + second)
+    launch = max(0.0, kernels * speeds.launch - products - attention - traffic)
+    alone = micro * (products + attention + traffic + launch)
+
+    update = UPDATE_BYTES * work.updated / speeds.traffic
+    if optimizer == "muon":
+        short, long = sorted((d, f))
+        flops = NEWTON_SCHULZ * (4 * 6 * d**3 + (1 + ups) * (4 * short**2 * long + 2 * short**3))
+        update += rank.layers * flops / layout.tensor / layout.shard / speeds.products
+    inner, outer = exposed(work, speeds, alone)
+    bubble = (alone + inner) * layout.bubble / (1 - layout.bubble)
+    busy = micro * products, micro * attention, micro * traffic, micro * launch
+    return StepTime(*busy, update, inner + outer, bubble)
+
+
+def exposed(work: Work, speeds: Speeds, alone: float) -> tuple[float, float]:
+    """Seconds of communication inside a copy of the model and between copies that nothing hides.
+
+    FSDP2 gathers and reduces beside all passes, which take `alone` seconds; DDP reduces beside the
+    backward pass of the last micro-batch. Nothing hides tensor, context and pipeline exchanges, and
+    the gathering of `shard_optim` after the update.
+    """
+    layout, inner, outer, last = work.layout, 0.0, 0.0, 0.0
+    sharded = layout.policy.shards_parameters
+    for one in work.collectives:
+        bandwidth = speeds.bandwidth(one)
+        if bandwidth is None:
+            raise NotMeasured(f"the bandwidth of {one.name} was not measured")
+        seconds = one.bus_bytes / bandwidth + one.calls * one.ranks * speeds.latency
+        if one.link == "dp" and one.name == "all_gather" and not sharded:
+            last += seconds
+        elif one.link == "dp":
+            outer += seconds
+        else:
+            inner += seconds
+    room = alone if sharded else 2 / 3 * alone / layout.accumulation
+    return inner, last + speeds.exposed * outer + max(0.0, (1 - speeds.exposed) * outer - room)
+
+
+def slowest(
+    model: ModelSettings | CountedSizes,
+    vocab: int,
+    layout: Layout,
+    speeds: Speeds,
+    optimizer: str = "adamw",
+    *,
+    context: int = 0,
+    bucket_mb: float = 25.0,
+    trained: float = 1.0,
+) -> StepTime:
+    """The step of the slowest rank of our GPT, or of a model of `transformers` (with `context`).
+
+    `trained`: the part of our GPT's parameters that `model.freeze` leaves trainable.
+    """
+    if isinstance(model, CountedSizes):
+        rank = Rank(as_gpt(model, context), model.vocab, layout, 0, model.network["layers"])
+        return step_time(rank, Work.of_counted(model, layout, bucket_mb), speeds)
+    steps = []
+    for rank in ranks_of(model, vocab, layout):
+        work = work_of(rank, bucket_mb)
+        work = replace(work, trained=int(trained * work.total)) if trained < 1 else work
+        steps.append(step_time(rank, work, speeds, optimizer))
+    return max(steps, key=lambda step: step.total)
+
+
+def as_gpt(counted: CountedSizes, context: int) -> ModelSettings:
+    """A GPT that multiplies all parameters of a model of `transformers` by each token.
+
+    It has the layers, heads and width of the configuration. NotMeasured if one is missing.
+    """
+    network = counted.network
+    if missing := [name for name in ("layers", "heads", "width") if not network.get(name)]:
+        raise NotMeasured(f"the model's configuration has no {' and '.join(missing)}")
+    layers, heads, width = (int(network[name]) for name in ("layers", "heads", "width"))
+    block = (counted.total - counted.positions - counted.vocab * width) // layers
+    ff_width = max(1, (block // width - 4 * width) // 2)
+    shape = {"layers": layers, "heads": heads, "width": width, "ff_width": ff_width}
+    return ModelSettings(**shape, context=context, position="none")
+
+
+def step_of_run(recipe: Recipe, start: Line, work: Work, machine: Mapping[str, Any]) -> StepTime:
+    """The step of a run's last start by the rates of its machine; NotMeasured if one is missing."""
+    model: ModelSettings | CountedSizes = recipe.model
+    if network := start.get("network"):
+        vocab = int(network.get("vocab", 0))
+        model = CountedSizes(start["parameters"], start["trained"], vocab, network)
+    speeds = measured_speeds(machine, find_device(start["device"]), work.layout)
+    how: dict[str, Any] = {"context": recipe.model.context, "bucket_mb": work.bucket_mb}
+    how["trained"] = start["trained"] / start["parameters"]
+    vocab = start["data"].get("vocab", 0)
+    return slowest(model, vocab, work.layout, speeds, recipe.optim.kind, **how)
