@@ -8,11 +8,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import bias
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from bare_trainer import bare_trainer, full_rows
-from windlass.model import share
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks
@@ -66,13 +66,13 @@ def counting(ranks: Ranks, trainer: Trainer) -> Iterator[Counter[str]]:
     ends = getattr(getattr(trainer.model, "pipeline", None), "ends", None)
     if ends is not None:  # the gradient of a tied head
         names[ends.group_name] = "pp"
-    sent, mask = Counter[str](), share.causal_lower_right
+    sent, mask = Counter[str](), bias.causal_lower_right
 
     def causal_lower_right(*sizes: int) -> Any:
         with _disable_current_modes():  # no mode can see this kind of tensor
             return mask(*sizes)
 
-    replaced = mock.patch.object(share, "causal_lower_right", causal_lower_right)
+    replaced = mock.patch.object(bias, "causal_lower_right", causal_lower_right)
     with replaced, ByteCounter() as counter:
         yield sent
     for group, size in counter.sent.items():
