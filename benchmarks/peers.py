@@ -4,7 +4,7 @@
 
 Each round runs every side once, one after the other, in a process of its own; the order turns round
 from round to round. A row has the median of each side, and median, lowest and highest of the
-rounds' ratios. Both sides have the same data, shape, batch, precision (fp32), number of threads and,
+rounds' ratios, and how many cores other programs used meanwhile. Both sides have the same data, shape, batch, precision (fp32), number of threads and,
 where the peer allows it, optimizer. The speed of a training is the median over windows of steps
 after the warm-up. Peak memory is the process's.
 
@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 from strategies import step_ms
 
 from windlass.processes import WINDLASS, usable_cores
@@ -50,6 +51,7 @@ NANOGPT_LOSS = re.compile(r"^step \d+: train loss [\d.]+, val loss ([\d.]+)", re
 PACKAGES = ("torch", "transformers", "trl", "peft", "litgpt", "tiktoken")
 SPEED, MEMORY, SECONDS = "tokens/s", "peak GB", "seconds"
 QUIET = ("eval.every=0", "eval.sample_every=0", "checkpoint.every=0", "checkpoint.keep_every=0")
+HEAD = "| comparison | measure | goal | ratio | first | second | met | others (cores) |"
 
 Measures = dict[str, float]
 Side = Callable[[], Measures]
@@ -663,8 +665,10 @@ def interleave(sides: dict[str, Side], rounds: int) -> dict[str, list[Measures]]
     return results
 
 
-def rows(name: str, goals: Sequence[Goal], results: dict[str, list[Measures]]) -> list[str]:
-    """A row of the table for each goal."""
+def rows(
+    name: str, goals: Sequence[Goal], results: dict[str, list[Measures]], others: float = 0.0
+) -> list[str]:
+    """A row of the table for each goal; `others`: cores that other programs used meanwhile."""
     lines = []
     for goal in goals:
         own, peer = ([m[goal.measure] for m in results[side]] for side in (goal.side, goal.peer))
@@ -678,9 +682,16 @@ def rows(name: str, goals: Sequence[Goal], results: dict[str, list[Measures]]) -
             f"{ratio:.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
             *(f"{statistics.median(values):,.4g}" for values in (own, peer)),
             "yes" if met else "no",
+            f"{others:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def foreign_seconds() -> float:
+    """CPU seconds of all programs but this one and its ended children, from some start."""
+    times = psutil.cpu_times()
+    return sum(times[:3]) - sum(os.times()[:4])  # user, nice, system
 
 
 def machine(bench: Bench) -> str:
@@ -729,10 +740,12 @@ def main() -> None:
         print(machine(bench), file=sys.stderr)
         sides, goals = COMPARISONS[given.comparison](bench)
         sides = {side: run for side, run in sides.items() if side not in given.skip}
+        before, began = foreign_seconds(), time.monotonic()
         results = interleave(sides, given.rounds)
-        print("| comparison | measure | goal | ratio | | | met |\n|---|---|---|---|---:|---:|---|")
+        others = (foreign_seconds() - before) / (time.monotonic() - began)
+        print(f"{HEAD}\n|---|---|---|---|---:|---:|---|---:|")
         left = [goal for goal in goals if {goal.side, goal.peer} <= set(sides)]
-        print("\n".join(rows(given.comparison, left, results)))
+        print("\n".join(rows(given.comparison, left, results, others)))
         print(machine(bench), file=sys.stderr)
 
 
