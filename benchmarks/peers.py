@@ -41,6 +41,7 @@ import numpy as np
 import psutil
 from strategies import step_ms
 
+from windlass.cli import SPIN
 from windlass.processes import WINDLASS, usable_cores
 from windlass.run import Run, timestamp
 
@@ -125,14 +126,17 @@ class Bench:
     folder: Path
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def child(self, words: Sequence[str | Path], cwd: Path | None = None) -> Child:
-        """Run a command; exits with its output if it fails."""
+    def child(
+        self, words: Sequence[str | Path], cwd: Path | None = None, **variables: str
+    ) -> Child:
+        """Run a command, with more environment variables; exits with its output if it fails."""
         out, errors = (self.folder / f"{next(self.numbers)}.txt" for _ in range(2))
         environment = os.environ | {
             "PYTHONPATH": str(TOP / "src"),
             "OMP_NUM_THREADS": str(self.options.threads),
             "HF_HUB_OFFLINE": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
+            **variables,
         }
         words = [str(word) for word in words]
         began = time.time()
@@ -153,7 +157,8 @@ class Bench:
         return self.child([self.options.peers, DRIVERS / driver, *map(str, words)])
 
     def own(self, *words: object) -> Child:
-        return self.child([sys.executable, DRIVERS / "windlass_side.py", *map(str, words)])
+        driver = DRIVERS / "windlass_side.py"
+        return self.child([sys.executable, driver, *map(str, words)], GOMP_SPINCOUNT=SPIN)
 
     def windlass(self, verb: str, recipe: str | Path, settings: Sequence[str]) -> Child:
         return self.child([*WINDLASS, verb, recipe, *settings])
@@ -542,6 +547,7 @@ def start(bench: Bench) -> Comparison:
     """Seconds from the command to the first step of quickstart, and between a study's cells."""
     settings = [f"data.dir={bench.folder / 'stdlib'}", "train.steps=1", *QUIET]
     bench.windlass("prepare", "quickstart", settings)
+    default = ["env", "-u", "OMP_NUM_THREADS", *WINDLASS]  # chooses its threads itself
     code = (
         "import time, torch; from torch import nn; print('{\"now\":', time.time(), '}') "
         "if nn.Sequential(nn.Embedding(257, 128), nn.TransformerEncoder("
@@ -550,7 +556,7 @@ def start(bench: Bench) -> Comparison:
 
     def windlass() -> Measures:
         run = Run(bench.folder / f"run-{next(bench.numbers)}")
-        child = bench.windlass("train", "quickstart", [f"run.dir={run.path}", *settings])
+        child = bench.child([*default, "train", "quickstart", f"run.dir={run.path}", *settings])
         return {SECONDS: timestamp(run.lines("train")[0]) - child.began}
 
     def torch() -> Measures:
@@ -559,8 +565,8 @@ def start(bench: Bench) -> Comparison:
 
     def cell() -> Measures:
         study = bench.folder / f"study-{next(bench.numbers)}"
-        words = ["optim.lr=1e-3,2e-3,3e-3", *settings, "--dir", str(study)]
-        bench.windlass("sweep", "quickstart", words)
+        axis = "optim.lr=1e-3,2e-3,3e-3"
+        bench.child([*default, "sweep", "quickstart", axis, *settings, "--dir", study])
         runs = [Run(path.parent) for path in study.rglob("metrics.jsonl")]
         first = sorted(timestamp(run.lines("train")[0]) for run in runs)
         return {SECONDS: (first[-1] - first[0]) / (len(first) - 1)}
@@ -624,7 +630,7 @@ def save(bench: Bench) -> Comparison:
 
     def background() -> Measures:
         file = bench.folder / f"{next(bench.numbers)}.json"
-        bench.child([sys.executable, *words, "--json", file])
+        bench.child([sys.executable, *words, "--json", file], GOMP_SPINCOUNT=SPIN)
         return {"lost time": json.loads(file.read_text())["share"]}
 
     return Comparison(
