@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from peers import Shape, nanogpt_seconds, nanogpt_words
+
 TOP = Path(__file__).parent.parent
 DEVICE, SMALL = os.environ.get("DEVICE", "cuda"), bool(os.environ.get("SMALL"))
 CUDA = DEVICE == "cuda"
@@ -28,7 +30,6 @@ MICRO_BATCHES = (2, 4) if SMALL else (16, 64)
 LAYERS, HEADS, WIDTH, CONTEXT = (2, 2, 64, 64) if SMALL else (12, 12, 768, 1024)
 STEPS, WARM = (12, 4) if SMALL else (40, 10)
 PRECISION = "bf16" if CUDA else "fp32"
-NANOGPT_TIME = re.compile(r"^iter (\d+): loss [\d.a-z]+, time ([\d.]+)ms", re.MULTILINE)
 
 
 class Table:
@@ -266,34 +267,17 @@ def speed(folder: Path, table: Table) -> None:
             table.add("speed", f"Windlass, {what}", result, shown(command))
             if not NANOGPT:
                 continue
-            command = [
-                sys.executable,
-                "train.py",
-                f"--n_layer={LAYERS}",
-                f"--n_head={HEADS}",
-                f"--n_embd={WIDTH}",
-                f"--block_size={CONTEXT}",
-                f"--batch_size={micro}",
-                "--gradient_accumulation_steps=1",
-                f"--max_iters={STEPS}",
-                "--eval_interval=1000000",
-                "--eval_iters=1",
-                "--log_interval=1",
-                "--warmup_iters=2",
-                "--always_save_checkpoint=False",
-                f"--compile={compiled}",
-                f"--device={DEVICE}",
-                f"--dtype={'bfloat16' if CUDA else 'float32'}",
-                f"--dataset={data.resolve()}",
-                f"--out_dir={folder.resolve() / 'nanogpt'}",
-            ]
+            shape = Shape(LAYERS, HEADS, WIDTH, CONTEXT, micro, STEPS, WARM, window=1)
+            more = [f"--compile={compiled}", f"--device={DEVICE}"]
+            more += [f"--dtype={'bfloat16' if CUDA else 'float32'}"]
+            more += [f"--out_dir={folder.resolve() / 'nanogpt'}"]
+            command = [sys.executable, "train.py", *nanogpt_words(shape, data, *more)]
             text, problem = run(
                 folder, f"nanogpt-{compiled}-{micro}", command, 150, cwd=Path(NANOGPT)
             )
-            times = [float(ms) for step, ms in NANOGPT_TIME.findall(text) if int(step) > WARM]
-            result = problem
-            if times and not problem:
-                theirs = micro * CONTEXT * 1e3 / statistics.median(times)
+            seconds, result = nanogpt_seconds(text), problem
+            if seconds and not problem:
+                theirs = shape.speed_of_steps(seconds)
                 ratio = f"; Windlass / nanoGPT {ours / theirs:.2f}" if ours else ""
                 result = f"{theirs:,.0f} tokens/s{ratio}"
             table.add("speed", f"nanoGPT, {what}", result, shown(command))

@@ -26,12 +26,12 @@ LAYOUTS += [("tensor=2 context=2", 4), ("tensor=2 pipeline=2", 4)]
 SETTINGS = ["telemetry.every=1", "eval.every=0", "checkpoint.every=0", "train.threads=1"]
 
 
-def step_ms(folder: Path, case: str, world: int, steps: int) -> float:
+def step_ms(folder: Path, case: str, world: int, steps: int, *settings: str) -> float:
     """The median time of a step of one training."""
-    run = Run(folder / f"run-{len(list(folder.iterdir()))}")
+    run = Run(Path(tempfile.mkdtemp(prefix="run-", dir=folder)) / "run")
     places = [f"data.dir={folder / 'data'}", f"run.dir={run.path}"]
     command = [sys.executable, "-m", "windlass", "train", "quickstart", f"train.steps={steps}"]
-    command += [*(f"parallel.{setting}" for setting in case.split()), *SETTINGS, *places]
+    command += [*(f"parallel.{setting}" for setting in case.split()), *SETTINGS, *places, *settings]
     command += ["--world", str(world)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return statistics.median(line["step_ms"] for line in run.lines("train")[steps // 4 :])

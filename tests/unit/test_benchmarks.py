@@ -1,0 +1,58 @@
+"""The script that runs Windlass beside its peers, with commands that stand for the two sides."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("peers")
+
+
+def test_both_sides_run_in_turn_and_a_row_has_the_ratios_of_the_rounds(peers, tmp_path):
+    bench = peers.Bench(peers.parse(["small", "--threads", "1"]), tmp_path)
+    order = []
+
+    def side(name, speeds):
+        def run():
+            order.append(name)
+            code = f"print('{{\"tokens/s\": {next(speeds)}}}')"
+            child = bench.child([sys.executable, "-S", "-c", code])
+            assert child.seconds > 0 and 0 < child.peak_gb < 1
+            return child.result
+
+        return run
+
+    sides = {"ours": side("ours", iter((300, 200))), "theirs": side("theirs", iter((100, 200)))}
+    results = peers.interleave(sides, rounds=2)
+    assert order == ["ours", "theirs", "theirs", "ours"]
+    goals = [peers.Goal("tokens/s", "ours", "theirs", bound) for bound in (2.0, 2.5)]
+    met, missed = peers.rows("small", goals, results, others=0.25)
+    assert "| ≥ 2 | 2.000 (1.000 to 3.000) | 250 | 150 | yes | 0.2 |" in met
+    assert "| ≥ 2.5 |" in missed and "| no |" in missed
+
+
+def test_a_failing_side_shows_its_output(peers, tmp_path):
+    bench = peers.Bench(peers.parse(["small"]), tmp_path)
+    with pytest.raises(SystemExit, match=r"(?s)no such peer.*exit code 3"):
+        bench.child([sys.executable, "-S", "-c", "print('no such peer'); raise SystemExit(3)"])
+
+
+def test_the_speed_is_without_the_warm_up(peers):
+    shape = peers.Shape(1, 1, 8, 16, 4, steps=6, warm=2, window=2)
+    assert shape.speed_of_steps([9, 9, 0.5, 1.5, 2, 2]) == 64 / 1.5
+    text = "iter 0: loss 4.2, time 5000.00ms, mfu -100.00%\niter 1: loss nan, time 250.00ms, mfu"
+    assert peers.nanogpt_seconds(text) == [5.0, 0.25]
+
+
+def test_the_command_line_names_every_comparison(peers, capsys):
+    assert peers.parse(["tokenize", "--quick"]).megabytes == 4
+    with pytest.raises(SystemExit):
+        peers.parse(["fast"])
+    assert "hellaswag" in capsys.readouterr().err
