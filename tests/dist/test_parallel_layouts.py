@@ -215,15 +215,16 @@ def read(join, folder, kind):
 
 
 @pytest.mark.dist
+@pytest.mark.timeout(600)  # 72 checkpoints are read
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.full)])
 def test_every_layout_reads_the_checkpoint_of_every_other(tmp_path, kind):
     more = {"optim__kind": kind, "train__micro_batch": 2}
     [wanted] = run_ranks(trained, 1, settings("fp64", "single", **NEW, **more))
     for world in SAVED:
-        run_ranks(write, world, str(tmp_path), kind, timeout=120)
+        run_ranks(write, world, str(tmp_path), kind, timeout=240)
     assert len(list(tmp_path.iterdir())) == sum(map(len, SAVED.values()))
     for world in SAVED:
-        for outcomes in run_ranks(read, world, str(tmp_path), kind, timeout=120):
+        for outcomes in run_ranks(read, world, str(tmp_path), kind, timeout=240):
             for cell, pair in outcomes.items():
                 for found, expected in zip(pair, wanted, strict=False):
                     assert found == pytest.approx(expected[2:], rel=1e-9), cell
