@@ -273,6 +273,9 @@ def test_a_batch_may_span_two_shards(crawl, tmp_path, mask):
             assert (batch.documents is None) == (mask is False)
             for own, other in zip(batch, expected, strict=True):
                 assert np.array_equal(own, other)
+    held_out = open_data(streamed(crawl, tmp_path / "data", document_mask=mask)).val
+    assert held_out is not None
+    assert (held_out.read(np.arange(4)).documents is None) == (mask is False)
 
 
 def test_ranks_divide_the_shuffled_samples_of_each_shard(crawl, tmp_path):

@@ -326,11 +326,8 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
 def keeps_apart(recipe: Recipe, index: Index, split: Split) -> bool:
     """Whether packed rows of a split keep documents apart (`data.document_mask`).
 
-    UserError if the recipe says so, and the index does not know where documents begin. Streamed
-    data (`data.disk_tokens`) do not, so their validation data do not either.
+    UserError if the recipe says so, and the index does not know where documents begin.
     """
-    if recipe.data.disk_tokens:
-        return False
     wanted, names = recipe.data.document_mask, [part.stream for part in split.ranges]
     single_text = any(index.source[name].get("single_text") for name in names)
     tables = all(shard.table for name in names for shard in index.streams[name])

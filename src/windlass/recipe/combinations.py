@@ -145,9 +145,6 @@ def streamed(r: Any) -> Problems:
         if getattr(d, name) != value:
             problem = f"it streams text that is packed end to end, not {getattr(d, name)}"
             yield key, f'{problem}: write data.{name}="{value}", or data.disk_tokens=0'
-    if d.document_mask is True:
-        problem = "shards of a streamed source have no table of documents"
-        yield "data.document_mask", f'{problem}: write "auto", or false'
     if d.order == "shards-shuffled":
         problem = "the number of shards of a streamed source is unknown"
         yield "data.order", f'{problem}: write "shuffled" (inside a shard) or "sequential"'
