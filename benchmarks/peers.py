@@ -521,7 +521,7 @@ def tokenize(bench: Bench) -> Comparison:
     def windlass(path: Path) -> Measures:
         folder = bench.folder / f"encoded-{next(bench.numbers)}"
         settings = [f"data.source={path}", f"data.tokenizer=gpt2:{bench.data('gpt2')}", workers]
-        settings += ["model.vocab=0"]
+        settings += ["model.vocab=0", "data.max_tokens=0"]
         child = bench.windlass("prepare", "quickstart", [*settings, f"data.dir={folder}"])
         shutil.rmtree(folder)
         return {"MB/s": path.stat().st_size / 1e6 / child.seconds, MEMORY: child.peak_gb}
