@@ -24,7 +24,7 @@ def test_both_sides_run_in_turn_and_a_row_has_the_ratios_of_the_rounds(peers, tm
             order.append(name)
             code = f"print('{{\"tokens/s\": {next(speeds)}}}')"
             child = bench.child([sys.executable, "-S", "-c", code])
-            assert child.seconds > 0 and 0 < child.peak_gb < 1
+            assert child.seconds > 0 and child.peak_gb > 0  # at least that of this process
             return child.result
 
         return run
