@@ -51,7 +51,6 @@ def train(
     from windlass.training.stop import StopSignals
 
     exit_with_parent()  # a launcher or a sweep
-    gc.disable()  # what the imports create stays; the loop of the training enables it
     loaded, env = Recipe.load(recipe, overrides), detect_env(os.environ)
     start: dict[str, Any] = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
     if env.launcher == "none" and (world not in ("", "1") or max_restarts):
@@ -59,6 +58,7 @@ def train(
     if env.launcher not in ("none", "windlass") and world not in ("", str(env.world)):
         problem = f"this process is one of {env.world} ({env.launcher})"
         raise UserError(f"--world {world}: {problem}; leave --world out")
+    gc.disable()  # what the imports create stays; the loop of the training enables it
     with StopSignals():  # while torch is imported; the training has its own
         run = api.train(loaded, **start, stop_at=stop_at)
     return show_end(run) if env.rank == 0 and run.state == "finished" else DONE
