@@ -23,6 +23,7 @@ from windlass.model.documents import Documents, Spans
 from windlass.model.loss import PLAIN, Piece, SourceSums, cross_entropy_sum, head_logits
 from windlass.model.rotary import RotaryEmbedding
 from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, drop, whole_shape
+from windlass.model.tied import look_up, one_gradient
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -292,7 +293,12 @@ class GPT(nn.Module):
         else:
             rows = share.rows(start, length, self.kv_heads, tokens.device, within)
             tokens, labels = rows.tokens(tokens), None if labels is None else rows.labels(labels)
-        x = self.embed(tokens) if hidden is None else hidden
+        table = self.embedding.weight if m.tie_head else None
+        whole = hidden is None and layers.stop == m.layers and share.is_whole
+        if table is not None and labels is not None and whole and one_gradient(table):
+            x, table = look_up(table, tokens)
+        else:
+            x = self.embed(tokens) if hidden is None else hidden
         positions = documents.positions if documents else None
         x, rotary = self.locate(x, range(start, start + length), rows, positions, hidden is None)
         if hidden is None:
@@ -309,8 +315,6 @@ class GPT(nn.Module):
         x = share.enter(multiplied(x, m.multipliers.hidden), rows)
         if cache:
             x = x[:, -1:]
-        # FSDP2 adds zeros to the gradient of every parameter that a unit gets as an argument.
-        table = self.embedding.weight if m.tie_head else None
         return self.head(x, labels, table, by_source)
 
     def locate(

@@ -27,6 +27,7 @@ from windlass.model.loss import (
 )
 from windlass.model.quantised import Linear4bit, quantise_linear
 from windlass.model.share import WHOLE, Cut, Share
+from windlass.model.tied import look_up, one_gradient
 from windlass.recipe import Recipe
 from windlass.recipe.network import CONTEXT_KEYS, LoraSettings, ModelSettings
 
@@ -57,6 +58,8 @@ class HfModel(nn.Module):
         self.bos = bos if isinstance(bos, int) and not settings.from_scratch else None
         self.plain = str(self.config._attn_implementation)  # attention without documents
         self._plain_head = has_plain_head(model)
+        body: Any = model.base_model
+        self._takes_rows = "inputs_embeds" in inspect.signature(body.forward).parameters
         self.share, self.cuts, self.partial = WHOLE, dict[str, Cut](), set[str]()
         self.piece: Piece | None = None  # of the vocabulary
         self.objective = PLAIN  # of the training
@@ -165,12 +168,22 @@ class HfModel(nn.Module):
             own = logits.flatten(0, 1), labels.flatten(), objective, by_source
             return cross_entropy_of_logits(*own)
         # Inside the root's forward a sharded head is whole.
-        hidden = self.model.base_model(**given).last_hidden_state
         head = self.model.get_output_embeddings()  # type: ignore[operator]
+        weight = head.weight
+        if not self.piece and self._looks_up(weight) and one_gradient(weight):
+            given["inputs_embeds"], weight = look_up(weight, given.pop("input_ids"))
+        hidden = self.model.base_model(**given).last_hidden_state
         if self.piece:
             hidden = self.share.enter(hidden)
         how: Any = {"piece": self.piece, "objective": objective, "by_source": by_source}
-        return cross_entropy_sum(hidden, head.weight, labels, head.bias, **how)
+        return cross_entropy_sum(hidden, weight, labels, head.bias, **how)
+
+    def _looks_up(self, weight: Tensor) -> bool:
+        """Whether the head's matrix is the embedding's, and the embedding only looks rows up."""
+        table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        plain = type(table) is nn.Embedding and table.padding_idx is None
+        plain = plain and not table._forward_hooks and not table._forward_pre_hooks
+        return plain and table.weight is weight and self._takes_rows
 
 
 def attention_within_documents(model: Any, settings: ModelSettings) -> str:
