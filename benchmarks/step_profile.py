@@ -45,6 +45,7 @@ def kind_of(operator: str) -> str:
 def watch(text: str, out: str) -> None:
     """Train with the windlass of PYTHONPATH, and write the milliseconds of a step by kind."""
     from torch.profiler import ProfilerActivity, profile
+
     from windlass.cli import main
     from windlass.training.trainer import Trainer
 

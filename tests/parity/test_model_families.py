@@ -35,7 +35,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mpt": {"d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 128},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     **dict.fromkeys(MIXTURES.split(), EXPERTS),
-    "deepseek_v3": EXPERTS | LATENT | {"first_k_dense_replace": 1, "n_shared_experts": 1},
+    "deepseek_v3": EXPERTS
+    | LATENT
+    | {"head_dim": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "qwen2_moe": EXPERTS | SHARED,
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "qwen3_next": EXPERTS | LINEAR | SHARED | {"num_hidden_layers": 4},

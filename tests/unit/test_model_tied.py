@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from windlass.model.gpt import GPT, initialise
 from windlass.model.hf import wrap
 from windlass.model.tied import look_up
