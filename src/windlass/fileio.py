@@ -186,26 +186,33 @@ class Files:
             output.write(data)
             output.sync()
 
-    def replace(self, path: Path, data: bytes | memoryview, durable: bool = True) -> None:
-        """Write a file so that a reader sees the old one or the new one, whole.
+    @contextlib.contextmanager
+    def replacing(self, path: Path, durable: bool = True) -> Iterator[NewFile]:
+        """A new file, which takes the place of `path` at the end of the block.
 
-        With `durable` the new file is on the disk when this returns, and one process at a time may
-        write it. Otherwise any number may. An OSError leaves the old file.
+        A reader sees the old file or the new one, whole. With `durable` the new file is on the disk
+        after the block, and one process at a time may write it. Otherwise any number may. An error
+        leaves the old file.
         """
         writer = "" if durable else f".{os.getpid()}"
         fresh = path.with_name(f".{path.name}{writer}.new")
         try:
             with self.create(fresh) as output:
-                output.write(data)
+                yield output
                 if durable:
                     output.sync()
             self.rename(fresh, path)
-        except OSError:
+        except BaseException:
             with contextlib.suppress(OSError):
                 self.unlink(fresh)
             raise
         if durable:
             self.sync_dir(path.parent)
+
+    def replace(self, path: Path, data: bytes | memoryview, durable: bool = True) -> None:
+        """Write a whole file as `replacing` does."""
+        with self.replacing(path, durable) as output:
+            output.write(data)
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:

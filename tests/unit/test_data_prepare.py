@@ -96,7 +96,7 @@ def test_documents_lie_end_to_end(tmp_path):
     tokens, stream = packed(texts, tokenizer), Stream(directory, index.streams["shard"])
     assert stream.read(0, len(stream)).tolist() == tokens
     starts = [i for i, token in enumerate(tokens) if token == tokenizer.eot]
-    assert stream.documents()["start"].tolist() == starts
+    assert stream.starts().tolist() == starts
     assert [s.tokens for s in index.shards[:-1]] == [1024] * (len(index.shards) - 1)
     assert len(index.shards) > 3
     nonempty = [t for t in texts if t]
