@@ -129,7 +129,7 @@ def read_records(
         import pyarrow.parquet as pq
 
         # `pre_buffer` would keep most of the file in memory.
-        table = pq.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
+        table = pq.ParquetFile(raw, pre_buffer=False)
         names = table.schema_arrow.names
         if text_key not in names:
             raise UserError(f"{path} has no column {text_key!r}; {other_keys(names)}")
