@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from windlass.data.files import sha256_of
 from windlass.data.tokenizer import Description
 from windlass.errors import UserError, first_line
-from windlass.fileio import Files, NewFile, read_json, write_atomic
+from windlass.fileio import Files, HashedFile, read_json, write_atomic
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
@@ -41,7 +41,6 @@ OPEN_FILES = 128
 LLMC_HEADER_BYTES = 1024
 LLMC_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by magic number: GPT-2's tokens, Llama 3's
 BLOCK_TOKENS = 1 << 21
-PIECE_BYTES = 1 << 20  # of a new shard in memory, before they are hashed and written
 # A document's start in its shard, its size (`division.text_size`), and a hash of its text.
 DOCUMENT = np.dtype([("start", "<u8"), ("size", "<u8"), ("text", "<u8")])
 
@@ -201,30 +200,6 @@ def bad_shard(path: Path, problem: str) -> UserError:
 def on_disk(dtype: str) -> np.dtype[Any]:
     """The type of tokens in a file, little endian on every machine."""
     return np.dtype(dtype).newbyteorder("<")
-
-
-class HashedFile:
-    """A new file, hashed while it is written, in pieces: its size does not change the memory."""
-
-    def __init__(self, output: NewFile):
-        self.output, self.bytes = output, 0
-        self._digest, self._piece = hashlib.sha256(), bytearray()
-
-    def write(self, data: bytes) -> None:
-        self._piece += data
-        self.bytes += len(data)
-        if len(self._piece) >= PIECE_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._digest.update(self._piece)
-        self.output.write(bytes(self._piece))
-        self._piece = bytearray()
-
-    def finish(self) -> str:
-        """Write the rest; returns the SHA-256."""
-        self._flush()
-        return self._digest.hexdigest()
 
 
 class ShardWriter:
