@@ -66,6 +66,7 @@ class Copy:
         self._left = deque[tuple[np.ndarray, np.ndarray]]()  # pieces: where to, where from
         self._lock = threading.Lock()  # held while a piece is copied
         self._end: Any = None  # on CUDA an event
+        self._boxes: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a contiguous tensor on the host, in `finish`; NumPy frees Python's lock meanwhile."""
@@ -84,6 +85,7 @@ class Copy:
             for target, source in boxes:
                 target.copy_(source, non_blocking=True)
             self._end = stream.record_event()
+        self._boxes = boxes  # else torch may reuse the memory of a temporary tensor
 
     def settle(self) -> None:
         """From the return on the state may change: by this thread, or by its CUDA stream."""
@@ -351,8 +353,9 @@ class Saver(SavingRank):
                 while_waiting()
 
     def _write_behind(self, *job: Any) -> None:
-        if sys.platform == "linux":  # elsewhere it is the priority of the whole process
-            os.nice(NICENESS)
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            if sys.platform == "linux":  # elsewhere it is the priority of the whole process
+                os.nice(NICENESS)
         self._write(*job)
 
     def _write(self, save: Save, scores: Scores) -> None:
