@@ -70,8 +70,7 @@ class Copy:
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a contiguous tensor on the host, in `finish`; NumPy frees Python's lock meanwhile."""
-        pairs = (t.detach().reshape(-1).view(torch.uint8).numpy() for t in (target, source))
-        to, origin = pairs
+        to, origin = (t.detach().view(-1).view(torch.uint8).numpy() for t in (target, source))
         for start in range(0, len(to), PIECE_BYTES):
             piece = slice(start, start + PIECE_BYTES)
             self._left.append((to[piece], origin[piece]))

@@ -343,6 +343,7 @@ class Trainer:
             bad, spike = self.bad_steps.observe(loss, grad_norm)
             if self.bad_steps.deferred:  # the device makes no update if it is 1
                 self.optimizer.found_inf = bad  # type: ignore[attr-defined]
+            self.saver.settle()
             if spike is None and (self.bad_steps.deferred or not bool(bad)):
                 # One pass over the gradients clips them and divides out the loss scale.
                 multiplier = torch.clamp((clip or math.inf) / (grad_norm + 1e-6), max=1.0)
@@ -351,7 +352,6 @@ class Trainer:
                 if ranks.device.type != "cpu" or float(multiplier) != 1.0:
                     collectives.scale_gradients(self.parameters, multiplier)
                 set_lr(self.optimizer, lr_multiplier)
-                self.saver.settle()
                 self.optimizer.step()
                 self.average.update(batch.step, bad)
             if self.scaler is not None:
