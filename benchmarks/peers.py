@@ -624,7 +624,7 @@ def hellaswag(bench: Bench) -> Comparison:
 
 def save(bench: Bench) -> Comparison:
     """What a background save costs, as a share of a synchronous one (`save_overhead.py`)."""
-    turns, steps = ("2", "2") if bench.options.quick else ("5", "6")
+    turns, steps = ("2", "2") if bench.options.quick else ("15", "6")
     words: list[str | Path] = [TOP / "benchmarks" / "save_overhead.py", "shakespeare-char"]
     words += ["model.vocab=65", "model.context=64", "--micro-batch", "4"]
     words += ["--rounds", turns, "--steps", steps, "--dir", bench.folder]

@@ -49,6 +49,7 @@ class Bench:
                 folder / mode / "checkpoints",
                 policy=Policy(last=1, best=False),
                 background=mode == "background",
+                deferred=True,
             )
             for mode in MODES[1:]
         }
@@ -56,6 +57,8 @@ class Bench:
     def step(self) -> None:
         self.optimizer.zero_grad()
         (self.model(self.tokens, self.tokens) / self.tokens.numel()).backward()
+        for saver in self.savers.values():
+            saver.settle()
         self.optimizer.step()
 
     def sync(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -29,6 +30,7 @@ PAGE = 4096
 LOCK_POLL_SECONDS = 0.1
 PIECE_BYTES = 16 * 2**20
 """Read, written or hashed at once; a thread asks for Python's lock after each piece."""
+BUFFER_BYTES = 2**20  # of a `HashedFile`
 
 
 def make_dir(path: Path, instead: str) -> None:
@@ -88,6 +90,30 @@ class NewFile:
         """Return when the file's bytes are on the disk."""
         self.files.about_to("fsync", self.path)
         os.fsync(self.descriptor)
+
+
+class HashedFile:
+    """A new file, hashed while it is written, by way of a small buffer."""
+
+    def __init__(self, output: NewFile):
+        self.output, self.bytes = output, 0
+        self._digest, self._piece = hashlib.sha256(), bytearray()
+
+    def write(self, data: bytes) -> None:
+        self._piece += data
+        self.bytes += len(data)
+        if len(self._piece) >= BUFFER_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._digest.update(self._piece)
+        self.output.write(bytes(self._piece))
+        self._piece = bytearray()
+
+    def finish(self) -> str:
+        """Write the rest; returns the SHA-256."""
+        self._flush()
+        return self._digest.hexdigest()
 
 
 class Files:
@@ -186,26 +212,33 @@ class Files:
             output.write(data)
             output.sync()
 
-    def replace(self, path: Path, data: bytes | memoryview, durable: bool = True) -> None:
-        """Write a file so that a reader sees the old one or the new one, whole.
+    @contextlib.contextmanager
+    def replacing(self, path: Path, durable: bool = True) -> Iterator[NewFile]:
+        """A new file, which takes the place of `path` at the end of the block.
 
-        With `durable` the new file is on the disk when this returns, and one process at a time may
-        write it. Otherwise any number may. An OSError leaves the old file.
+        A reader sees the old file or the new one, whole. With `durable` the new file is on the disk
+        after the block, and one process at a time may write it. Otherwise any number may. An error
+        leaves the old file.
         """
         writer = "" if durable else f".{os.getpid()}"
         fresh = path.with_name(f".{path.name}{writer}.new")
         try:
             with self.create(fresh) as output:
-                output.write(data)
+                yield output
                 if durable:
                     output.sync()
             self.rename(fresh, path)
-        except OSError:
+        except BaseException:
             with contextlib.suppress(OSError):
                 self.unlink(fresh)
             raise
         if durable:
             self.sync_dir(path.parent)
+
+    def replace(self, path: Path, data: bytes | memoryview, durable: bool = True) -> None:
+        """Write a whole file as `replacing` does."""
+        with self.replacing(path, durable) as output:
+            output.write(data)
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:

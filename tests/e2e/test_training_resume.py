@@ -3,6 +3,7 @@ others.
 """
 
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -20,6 +21,9 @@ from small_runs import (
 
 from helpers import command, each_step, refused
 from windlass import train
+from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.save import Copy
+from windlass.checkpoint.state_dict import named_state
 from windlass.data.prepare import prepare
 from windlass.errors import RunFailed, UserError
 from windlass.launch.local import launch
@@ -98,6 +102,33 @@ def test_the_memory_of_saves_is_reserved_after_the_first_step(corpus, tmp_path, 
     run = train(recipe, callbacks=[each_step(measure)])
     files = [file.stat().st_size for file in run.checkpoints_dir.rglob("*.safetensors")]
     assert files and all(sizes[0] - 4096 < size <= sizes[0] for size in files)
+
+
+def test_a_checkpoint_holds_its_step_if_the_writer_copies_nothing_before_the_next_update(
+    corpus, tmp_path, trainers, monkeypatch
+):
+    """The writer of step 4 waits until step 6 is done, so the training copies before its update."""
+    finish, later, states = Copy.finish, threading.Event(), {}
+
+    def finish_late(copy):
+        assert later.wait(60)
+        finish(copy)
+
+    def remember(now):
+        tensors, _ = named_state(now.model, now.optimizer)
+        states[now.step] = {name: tensor.clone() for name, tensor in tensors.items()}
+        if now.step == 6:
+            later.set()
+
+    monkeypatch.setattr(Copy, "finish", finish_late)
+    recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.every": 4, "eval.every": 0})
+    run = train(recipe, callbacks=[each_step(remember)])
+    for step in (4, 8, 12):
+        checkpoint = open_checkpoint(run.checkpoints_dir / f"step-{step:08d}")
+        assert set(checkpoint.names()) == set(states[step])
+        for name, tensor in states[step].items():
+            assert checkpoint.tensor(name).equal(tensor), (step, name)
+    assert not all(tensor.equal(states[5][name]) for name, tensor in states[4].items())
 
 
 @pytest.mark.dist

@@ -30,19 +30,26 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
     strategy: str,
 ) -> None:
     """The writer of step 4 waits until step 6 is done; weights and optimizer state have changed
-    twice by then.
+    twice by then. On CUDA the copy begins late, too: when the next backward pass has been launched.
     """
+    import torch
+
     from windlass import Callback, train
-    from windlass.checkpoint.commit import Save
     from windlass.checkpoint.load import open_checkpoint
+    from windlass.checkpoint.save import Copy
     from windlass.checkpoint.state_dict import named_state
 
-    trainers, commit = record_trainers(monkeypatch), Save.run
+    trainers, begin, finish = record_trainers(monkeypatch), Copy.begin, Copy.finish
     snapshots, two_steps_later = dict[int, dict[str, Any]](), threading.Event()
 
-    def late_commit(self: Save, *arguments: Any) -> Any:
-        assert self.step != 4 or two_steps_later.wait(60)
-        return commit(self, *arguments)
+    def begin_late(self: Copy, stream: Any, boxes: Any) -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # about 0.1 s
+        begin(self, stream, boxes)
+
+    def finish_late(self: Copy) -> None:
+        assert two_steps_later.wait(60)
+        finish(self)
 
     class AtStep(Callback):
         def on_step(self, now: Any) -> None:
@@ -55,7 +62,8 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
             if now.step == 6:
                 two_steps_later.set()
 
-    monkeypatch.setattr(Save, "run", late_commit)
+    monkeypatch.setattr(Copy, "begin", begin_late)
+    monkeypatch.setattr(Copy, "finish", finish_late)
     settings = (
         f"train.precision={precision}",
         f"parallel.strategy={strategy}",

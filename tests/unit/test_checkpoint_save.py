@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import nn
 
 from helpers import refused
@@ -159,6 +159,40 @@ def test_step_does_not_wait_for_disk_and_may_change_state_but_next_save_waits(tm
     first, second = saver.wait()
     assert waited and second.waited_s > 0 and not (first.error or second.error or saver.busy)
     assert torch.equal(open_checkpoint(first.path).tensor("model/embedding.weight"), before)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_deferred_copy_ends_before_the_state_changes(tmp_path: Path, background: bool) -> None:
+    """Whichever thread copies how much; a forward pass changes BatchNorm's statistics before."""
+    saver = Saver(tmp_path / "checkpoints", deferred=True, background=background)
+    model, optimizer = trained(width=3000)
+    for step in range(3, 9):
+        state = gather_state(model, optimizer)
+        before = {box.name: box.tensor.clone() for box in state.slices}
+        saver.save(step, state, {})
+        saver.settle()
+        train(model, optimizer, 1)
+        [outcome] = saver.wait(30)
+        checkpoint = open_checkpoint(outcome.path)
+        assert len(before) > 10
+        assert all(checkpoint.tensor(name).equal(tensor) for name, tensor in before.items())
+
+
+def test_the_copy_takes_what_is_there_when_it_settles_except_what_a_forward_pass_changes() -> None:
+    tensors = {"model/weight": torch.arange(5.0), "model/buffer": torch.arange(4)}
+    tensors |= {"model/across": torch.arange(6.0).view(2, 3).t()}  # not contiguous: copied at once
+    save, state = Mock(rank=0), state_of(tensors)
+    HostBuffer().fill(save, state.slices, {"model/buffer"})
+    for tensor in tensors.values():
+        tensor += 100
+    save.copy.settle()
+    for tensor in tensors.values():
+        tensor += 100
+    save.copy.finish()
+    found = load(bytes(save.image))
+    assert found["model/weight"].tolist() == [100, 101, 102, 103, 104]
+    assert found["model/buffer"].tolist() == [0, 1, 2, 3]
+    assert found["model/across"].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 class Cudart:

@@ -5,10 +5,15 @@ was interrupted.
 import contextlib
 import errno
 import json
+import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from data_fixtures import documents, jsonl, recipe_for
 from hypothesis import given, settings
@@ -96,7 +101,7 @@ def test_documents_lie_end_to_end(tmp_path):
     tokens, stream = packed(texts, tokenizer), Stream(directory, index.streams["shard"])
     assert stream.read(0, len(stream)).tolist() == tokens
     starts = [i for i, token in enumerate(tokens) if token == tokenizer.eot]
-    assert stream.documents()["start"].tolist() == starts
+    assert stream.starts().tolist() == starts
     assert [s.tokens for s in index.shards[:-1]] == [1024] * (len(index.shards) - 1)
     assert len(index.shards) > 3
     nonempty = [t for t in texts if t]
@@ -390,3 +395,31 @@ def test_several_sources_are_resumed_where_they_were_killed(tmp_path, monkeypatc
     assert deaths > 3
     assert files_of(tmp_path / "broken") == files_of(directory)
     assert index.fingerprint == whole.fingerprint
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from windlass.data.prepare import prepare
+from windlass.recipe import Recipe
+source, folder = sys.argv[1:]
+prepare(Recipe.model_validate({"data": {"source": source, "dir": folder, "workers": 2}}))
+print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_the_peak_memory_does_not_grow_with_the_text(tmp_path, ending):
+    """In children, by VmHWM: `ru_maxrss` would be at least the peak of this process before exec."""
+    peaks = {}
+    for megabytes in (8, 32):
+        source, draw = tmp_path / f"{megabytes}.{ending}", random.Random(megabytes)
+        texts = [draw.randbytes(2000).hex() for _ in range(250 * megabytes)]
+        if ending == "jsonl":
+            jsonl(source, texts)
+        else:
+            pq.write_table(pa.table({"text": texts}), source, row_group_size=500)
+        words = [sys.executable, "-c", PEAK, str(source), str(tmp_path / f"{megabytes}")]
+        child = subprocess.run(words, capture_output=True, text=True, check=True, timeout=100)
+        peaks[megabytes] = int(child.stdout) / 1024
+    assert peaks[32] < peaks[8] + 10 < 300, peaks

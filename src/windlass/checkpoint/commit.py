@@ -76,7 +76,7 @@ class Save:
     image: memoryview | bytes = b""  # this rank's file: header length, header, numbers
     tensors: Mapping[str, Any] = field(default_factory=dict)
     """By name `dtype`, `shape` of the whole tensor, `chunks`: place in the file, offsets, sizes."""
-    copied: Any = None  # on CUDA the event that marks the end of the copy
+    copy: Any = None  # of the state into `image`, until it is complete
     error: str = ""  # why it failed; before `run` why there is no image, so that all ranks give up
     warning: str = ""  # a problem that did not fail the save
     waited_s: float = 0.0  # the step waited for the save before this one

@@ -1,9 +1,10 @@
-"""Saving: the step waits for a copy of the state to the host; a thread writes the copy.
+"""Saving: the state is copied to the host while the next step computes; a thread writes the copy.
 
-`Saver.save` copies this rank's boxes into a buffer with the layout of the file (`HostBuffer`) and
-returns. A thread hashes and writes the buffer, and agrees with the other ranks through the file
-system (`Save.run`). Rank 0 then deletes the checkpoints that retention does not keep. `poll` and
-`wait` return the saves that have ended, and `Saver` knows the step from which a restart resumes.
+`Saver.save` begins to copy this rank's boxes into a buffer with the layout of the file
+(`HostBuffer`) and returns; before the state changes, `Saver.settle` is called. A thread hashes and
+writes the buffer, and agrees with the other ranks through the file system (`Save.run`). Rank 0 then
+deletes the checkpoints that retention does not keep. `poll` and `wait` return the saves that have
+ended, and `Saver` knows the step from which a restart resumes.
 
 The thread uses no process group: its calls would cross the training's collectives, and it could not
 give them up if a rank is dead.
@@ -15,16 +16,19 @@ import contextlib
 import json
 import math
 import mmap
+import os
 import re
+import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from windlass.checkpoint.commit import Save, SavingRank, explain
@@ -41,23 +45,78 @@ from windlass.checkpoint.retention import (
 )
 from windlass.checkpoint.state_dict import Slice, State
 from windlass.errors import UserError
-from windlass.fileio import PAGE, to_json
+from windlass.fileio import PAGE, PIECE_BYTES, to_json
 
 POLL_SECONDS = 0.1
+# Of the writer, so that it takes the time that computing threads leave. More would let a program
+# that uses every core hold it up for a second while it holds Python's lock.
+NICENESS = 10
 TEMPORARY = re.compile(r"^\.(?:saving|failed)-\d+-(\w+)-(\d+)$")
 TYPE_NAMES = {getattr(torch, name): key for key, (name, _) in DTYPES.items()}
+
+
+class Copy:
+    """A copy of a state to the host, which may not change before `settle` has returned.
+
+    On CUDA it runs on a stream of its own, beside the next forward and backward pass. On the host
+    the writer copies, and `settle` copies what is left.
+    """
+
+    def __init__(self) -> None:
+        self._left = deque[tuple[np.ndarray, np.ndarray]]()  # pieces: where to, where from
+        self._lock = threading.Lock()  # held while a piece is copied
+        self._end: Any = None  # on CUDA an event
+        self._boxes: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a contiguous tensor on the host, in `finish`; NumPy frees Python's lock meanwhile."""
+        to, origin = (t.detach().view(-1).view(torch.uint8).numpy() for t in (target, source))
+        for start in range(0, len(to), PIECE_BYTES):
+            piece = slice(start, start + PIECE_BYTES)
+            self._left.append((to[piece], origin[piece]))
+
+    def begin(
+        self, stream: torch.cuda.Stream, boxes: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Begin to copy tensors from CUDA, as they are after all that was launched so far."""
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for target, source in boxes:
+                target.copy_(source, non_blocking=True)
+            self._end = stream.record_event()
+        self._boxes = boxes  # else torch may reuse the memory of a temporary tensor
+
+    def settle(self) -> None:
+        """From the return on the state may change: by this thread, or by its CUDA stream."""
+        if self._end is not None:
+            torch.cuda.current_stream().wait_event(self._end)
+        self._copy_left()
+
+    def finish(self) -> None:
+        """Return when the host has every byte."""
+        self._copy_left()
+        if self._end is not None:
+            self._end.synchronize()
+
+    def _copy_left(self) -> None:
+        while True:
+            with self._lock:
+                if not self._left:
+                    return
+                to, origin = self._left.popleft()
+                to[:] = origin
 
 
 class HostBuffer:
     """Host memory for a copy of a rank's boxes, which every save reuses.
 
     For a state on CUDA it is page-locked: mapped here and registered, because `pin_memory=True`
-    rounds a size up to a power of two. The copies run on the current stream, so they see this
-    step's weights. An event marks their end, and only the writer waits for it.
+    rounds a size up to a power of two.
     """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
         self._can_pin = True
         self._unpin: Callable[[], object] = lambda: None  # unregisters the present memory
         self.warning = ""  # why memory for CUDA is not page-locked, until it was reported
@@ -88,23 +147,34 @@ class HostBuffer:
         unregister.atexit = False  # the end of the process frees it
         self._unpin = unregister
 
-    def fill(self, save: Save, slices: Sequence[Slice]) -> None:
-        """Begin to copy the boxes into the buffer, as the file of a save."""
+    def fill(self, save: Save, slices: Sequence[Slice], passing: Set[str] = frozenset()) -> None:
+        """Begin to copy the boxes into the buffer, as the file of a save.
+
+        The tensors named in `passing`, which a forward pass may change, are copied first.
+        """
         header, places, size = layout(slices, save.rank)
         device = cuda_device(slices)
         self.reserve(size, device)
         image = memoryview(self._bytes.numpy())[:size]
         image[: len(header)] = header
         tensors: dict[str, dict[str, Any]] = {}
+        copy, on_device = Copy(), list[tuple[torch.Tensor, torch.Tensor]]()
         for box, at in places:
-            target = self._bytes[at : at + box.tensor.nbytes].view(box.tensor.dtype)
-            target.view(box.tensor.shape).copy_(box.tensor, non_blocking=True)
-            about = {"dtype": TYPE_NAMES[box.tensor.dtype], "shape": list(box.global_shape)}
+            source = box.tensor
+            target = self._bytes[at : at + source.nbytes].view(source.dtype).view(source.shape)
+            if box.name in passing or not (source.is_cuda or source.is_contiguous()):
+                target.copy_(source, non_blocking=True)
+            elif source.is_cuda:
+                on_device.append((target, source))
+            else:
+                copy.add(target, source)
+            about = {"dtype": TYPE_NAMES[source.dtype], "shape": list(box.global_shape)}
             chunks = tensors.setdefault(box.name, about | {"chunks": []})["chunks"]
-            chunks.append([at, list(box.offsets), list(box.tensor.shape)])
-        save.image, save.tensors = image, tensors
+            chunks.append([at, list(box.offsets), list(source.shape)])
         if device is not None:
-            save.copied = torch.cuda.current_stream().record_event()
+            self._stream = self._stream or torch.cuda.Stream(device)
+            copy.begin(self._stream, on_device)
+        save.image, save.tensors, save.copy = image, tensors, copy
 
 
 def layout(slices: Sequence[Slice], rank: int) -> tuple[bytes, list[tuple[Slice, int]], int]:
@@ -150,6 +220,7 @@ class Saver(SavingRank):
     policy: Policy = field(default_factory=Policy)
     device: torch.device | None = None  # of the state
     background: bool = True  # False: `save` returns after the commit
+    deferred: bool = False  # the state changes only after a call of `settle`
 
     def __post_init__(self) -> None:
         self.newest = -1  # the step of the newest save, also in progress; -1: none, or it failed
@@ -159,6 +230,7 @@ class Saver(SavingRank):
         self._began = 0.0
         self._started = self._reported = 0  # saves
         self._buffer = HostBuffer()
+        self._unsettled: Save | None = None
         self._known: dict[Path, Committed] = {}  # rank 0's writer reads each manifest once
         self._ended: deque[Save] = deque()
         self._reserving = threading.Thread()  # makes room for the first save
@@ -201,7 +273,9 @@ class Saver(SavingRank):
         scores: Scores | None = None,
         while_waiting: Callable[[], None] | None = None,
     ) -> None:
-        """Copy the state, which may then change; `poll` returns the save when it has ended.
+        """Begin to save the state; `poll` returns the save when it has ended.
+
+        The state may then change, if the saver is `deferred` only after `settle`.
 
         Args:
             step: Names the checkpoint; replaces a committed one of the same step.
@@ -221,7 +295,7 @@ class Saver(SavingRank):
         save = Save(self, step, name, state.aliases, state.total_bytes, facts)
         try:
             save.counters = to_json(dict(counters))
-            self._buffer.fill(save, state.slices)
+            self._buffer.fill(save, state.slices, state.passing)
         except (MemoryError, OSError, RuntimeError, ValueError) as error:
             # The save fails on all ranks, but not the run.
             save.error = f"the state could not be copied to the host: {explain(error)}"
@@ -229,13 +303,24 @@ class Saver(SavingRank):
         save.waited_s, save.staged_s = begin - called, time.perf_counter() - begin
         job = save, scores or Scores()
         self._started, self._began, self.newest = self._started + 1, time.monotonic(), step
+        self._unsettled = save
+        if not self.deferred:
+            self.settle()
         if not self.background:
             self._write(*job)
             return
         self._thread = threading.Thread(
-            target=self._write, args=job, name="checkpoint-writer", daemon=True
+            target=self._write_behind, args=job, name="checkpoint-writer", daemon=True
         )
         self._thread.start()
+
+    def settle(self) -> None:
+        """Called before the state changes: see `Copy.settle`."""
+        save, self._unsettled = self._unsettled, None
+        if save is not None and (copy := save.copy) is not None:
+            begin = time.perf_counter()
+            copy.settle()
+            save.staged_s += time.perf_counter() - begin
 
     def poll(self) -> list[Save]:
         """The saves that have ended since the last call, without waiting."""
@@ -266,14 +351,20 @@ class Saver(SavingRank):
             if while_waiting is not None:
                 while_waiting()
 
+    def _write_behind(self, *job: Any) -> None:
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            if sys.platform == "linux":  # elsewhere it is the priority of the whole process
+                os.nice(NICENESS)
+        self._write(*job)
+
     def _write(self, save: Save, scores: Scores) -> None:
         """Write, commit and clean up; any error becomes the save's."""
         began = time.perf_counter()
         try:
             if self.device is not None and self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # a new thread would make a context on device 0
-            if save.copied is not None:
-                save.copied.synchronize()
+            if save.copy is not None:
+                save.copy.finish()
             save.run(serial := self._next_serial())
             if self.rank == 0:
                 self._known[save.path] = Committed(serial, save.step, str(save.meta["reason"]))
@@ -283,7 +374,7 @@ class Saver(SavingRank):
                     save.warning = f"old checkpoints could not be removed: {explain(problem)}"
         except Exception as problem:
             save.error = explain(problem)
-        save.image, save.copied = b"", None  # the next save reuses the memory
+        save.image, save.copy = b"", None  # the next save reuses the memory
         save.write_s = time.perf_counter() - began
         if not save.error:
             self.last_seconds = save.write_s + save.staged_s

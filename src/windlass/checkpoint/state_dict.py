@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -57,6 +57,7 @@ class State:
     slices: list[Slice]
     aliases: dict[str, str]  # of tied weights: a name, and the name under which it is saved
     total_bytes: int  # of the whole state, each tensor once
+    passing: frozenset[str] = frozenset()  # the tensors that a forward pass may change: buffers
 
 
 def gather_state(
@@ -77,7 +78,8 @@ def gather_state(
     for name in getattr(unwrap(model), "copies", ()):
         inside = (f"{MODEL}{name}", f"{AVERAGE}{name}", f"{OPTIM}{name}/")
         tensors = {name: t for name, t in tensors.items() if not name.startswith(inside)}
-    return state_of(tensors, aliases, rank, world, stages)
+    passing = frozenset(MODEL + name for name, _ in unwrap(model).named_buffers())
+    return replace(state_of(tensors, aliases, rank, world, stages), passing=passing)
 
 
 def state_of(

@@ -136,9 +136,11 @@ def _part_of_text(corpus: Corpus, fraction: Fraction, first: bool) -> Corpus:
     """The first `fraction` of a single text, by characters, or the rest of it."""
 
     def read(start: int) -> Iterator[tuple[str, float]]:
-        text = next(corpus.documents())
-        cut = int(len(text) * fraction)
-        yield from [(text[:cut] if first else text[cut:], 0.0)][start:]
+        if start == 0:
+            text = next(corpus.documents())
+            cut = int(len(text) * fraction)
+            text = text[:cut] if first else text[cut:]  # frees the whole text
+            yield text, 0.0
 
     return Corpus(corpus.name, read, corpus.description, single_text=True)
 
@@ -210,11 +212,11 @@ def divide(
     for name, shards in streams.items():
         number = source_number(name) if settings.mix else 0
         data, stream = settings.part(number), Stream(directory, shards)
-        table, end = stream.documents(), len(stream)
-        documents += len(table)
+        count, end = sum(shard.documents for shard in shards), len(stream)
+        documents += count
         first = last = 0  # held-out documents
         if name.startswith(EVAL):
-            start, stop, last = 0, end, len(table)
+            start, stop, last = 0, end, count
         elif data.val_shards:
             if data.val_shards >= len(shards):
                 problem = f"data.val_shards = {data.val_shards} of {len(shards)}"
@@ -223,10 +225,10 @@ def divide(
             last = sum(shard.documents for shard in shards[: data.val_shards])
         elif stream_name(EVAL, number) in streams or not data.val_fraction or not end:
             start = stop = end
-        elif len(table):
-            first, last = _last_documents(data, sources[name], table, notify)
-            starts = [*table["start"].tolist(), end]
-            start, stop = starts[first], starts[last]
+        elif count:
+            sizes = stream.column("size").view(np.int64)
+            first, last = _last_documents(data, sources[name], sizes, notify)
+            start, stop = np.append(stream.starts(), end)[[first, last]].tolist()
         else:  # shards of another tool
             start, stop = end - max(1, int(end * Fraction(str(data.val_fraction)))), end
         if not name.startswith(EVAL):
@@ -234,7 +236,7 @@ def divide(
             train += [Range(stream=name, start=a, stop=b) for a, b in parts if a < b]
         val += [Range(stream=name, start=start, stop=stop)] if start < stop else []
         held_documents += last - first
-        texts += [table["text"][first:last]]
+        texts += [stream.column("text")[first:last]]
     splits = {"train": Split(ranges=train, documents=documents - held_documents)}
     tokens, data = splits["train"].tokens, settings
     if data.max_tokens and not data.mix and tokens > 1.5 * data.max_tokens:
@@ -251,10 +253,10 @@ def divide(
 
 
 def _last_documents(
-    data: DataSettings, source: TextSource, table: np.ndarray, notify: Notify
+    data: DataSettings, source: TextSource, sizes: np.ndarray, notify: Notify
 ) -> tuple[int, int]:
     """The held-out documents of a source: the first, and the one after the last."""
-    ends, last, limit = np.cumsum(table["size"].astype(np.int64)), len(table), source.limit
+    ends, last, limit = np.cumsum(sizes), len(sizes), source.limit
     if limit.text:
         last = min(last, int(np.searchsorted(ends, math.ceil(limit.text))) + 1)
     held = source.held_documents

@@ -25,7 +25,7 @@ from windlass.data.division import Limit, TextSource, divide, stream_name, text_
 from windlass.data.files import find_files
 from windlass.data.progress import Progress
 from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, file_states, remember, scan
-from windlass.data.tokenizer import Tokenizer
+from windlass.data.tokenizer import STRETCH, Tokenizer
 from windlass.errors import UserError, plural
 from windlass.fileio import Files, read_json, to_json
 from windlass.processes import usable_cores
@@ -34,6 +34,7 @@ from windlass.recipe import DataSettings, Recipe
 PROGRESS = "progress.json"  # what an interrupted preparation has committed
 BPE_CHARACTERS = 200_000_000  # of the corpus at most, from which byte pairs are learned
 BATCH_CHARACTERS = 1 << 18  # for a worker at once: enough that the hand-over costs nothing
+NO_TOKENS = np.zeros(0, np.int64)
 # Another tool's validation shard, for example `val.bin` or `edufineweb_val_000000.npy`.
 VALIDATION_NAME = r"(^|[^a-z])val(idation)?([^a-z]|$)"
 
@@ -161,17 +162,17 @@ def write_shards(
     resume = before.get("resume", (0, 0))
     commit = partial(written.save, limit=limit)
     shape = tokenizer.dtype, data.shard_tokens
-    writer = ShardWriter(directory, name, *shape, shards, resume, commit)
+    new = ShardWriter(directory, name, *shape, shards, resume, commit)
     if shards:
         progress.note(
-            f"resuming after {plural(len(shards), 'committed shard')}, {writer.tokens:,} tokens"
+            f"resuming after {plural(len(shards), 'committed shard')}, {new.tokens:,} tokens"
         )
     stage = "validation data" if name.startswith(EVAL) else "training data"
     # A single text is cut at its limit, and documents are kept whole.
     cut, tokens_read = int(limit.tokens) if corpus.single_text else 0, 0
     enough = float(limit.tokens)
     batches = encode_documents(source, resume[0], tokenizer, data.workers or usable_cores())
-    with contextlib.closing(batches):
+    with contextlib.closing(batches), new as writer:
         for batch in batches:
             for piece in batch:
                 tokens_kept = piece.tokens[: max(0, cut - tokens_read)] if cut else piece.tokens
@@ -243,18 +244,24 @@ def encode_documents(
     def batches() -> Iterator[list[tuple[str, bool, Encoded]]]:
         batch, size = [], 0
         for number, text in enumerate(source.corpus.documents(first), first):
-            stretches = list(tokenizer.stretches(text)) or [""]
-            raw = text.encode("utf-8", "replace")
-            head = text != "" and number != source.rest
-            digest = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
-            for place, stretch in enumerate(stretches, 1):
-                last, empty = place == len(stretches), np.zeros(0, np.int64)
-                piece = Encoded(number, empty, last, len(raw) + head, digest)
-                batch.append((stretch, head and place == 1, piece))
+            head, hashed = text != "" and number != source.rest, hashlib.blake2b(digest_size=8)
+            length = int(head)
+            for start in range(0, len(text), STRETCH):  # a long text is not copied whole
+                raw = text[start : start + STRETCH].encode("utf-8", "replace")
+                hashed.update(raw)
+                length += len(raw)
+            digest = int.from_bytes(hashed.digest(), "little")
+            stretches = iter(tokenizer.stretches(text))
+            stretch: str | None = next(stretches, "")
+            while stretch is not None:
+                following = next(stretches, None)
+                piece = Encoded(number, NO_TOKENS, following is None, length, digest)
+                batch.append((stretch, head, piece))
                 size += len(stretch) + 64
                 if size >= BATCH_CHARACTERS:
                     yield batch
                     batch, size = [], 0
+                stretch, head = following, False
         yield batch
 
     def encode(batch: list[tuple[str, bool, Encoded]]) -> list[Encoded]:

@@ -128,11 +128,12 @@ def read_records(
     if ending == ".parquet":
         import pyarrow.parquet as pq
 
-        table = pq.ParquetFile(raw)
+        # `pre_buffer` would keep most of the file in memory.
+        table = pq.ParquetFile(raw, pre_buffer=False)
         names = table.schema_arrow.names
         if text_key not in names:
             raise UserError(f"{path} has no column {text_key!r}; {other_keys(names)}")
-        for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
+        for batch in table.iter_batches(1024, columns=[text_key], use_threads=False):
             for value in batch.column(0).to_pylist():
                 yield f"{path}", value
     elif ending == ".json" and not lines:

@@ -12,9 +12,11 @@ A data directory contains
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from windlass.data.files import sha256_of
 from windlass.data.tokenizer import Description
 from windlass.errors import UserError, first_line
-from windlass.fileio import Files, read_json, write_atomic
+from windlass.fileio import Files, HashedFile, read_json, write_atomic
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
@@ -58,12 +60,17 @@ class Shard(BaseModel):
 
     @property
     def table_file(self) -> str:
-        return str(Path(self.file).with_suffix(".documents"))
+        return table_name(self.file)
 
     @property
     def end(self) -> int:
         """Bytes from the start of the file to the end of the last token."""
         return self.offset + self.tokens * on_disk(self.dtype).itemsize
+
+
+def table_name(file: str) -> str:
+    """The file with the table of a shard's documents."""
+    return str(Path(file).with_suffix(".documents"))
 
 
 class Range(BaseModel):
@@ -196,10 +203,11 @@ def on_disk(dtype: str) -> np.dtype[Any]:
 
 
 class ShardWriter:
-    """Writes a stream of documents as shards of equal size.
+    """Writes a stream of documents as shards of equal size; an error in its `with` block removes
+    the shard that is not complete.
 
-    The shard being filled is in memory. `resume` is where the next shard starts: the number of the
-    document in which the last committed shard ends, and how many of its tokens are committed.
+    `resume` is where the next shard starts: the number of the document in which the last committed
+    shard ends, and how many of its tokens are committed.
     """
 
     def __init__(
@@ -217,7 +225,15 @@ class ShardWriter:
         self.shards, self.resume, self.finished = list(shards), resume, False
         self.tokens = sum(s.tokens for s in self.shards)  # including the shard being filled
         self._number, self._done, self._skip = resume[0], 0, resume[1]
-        self._raw, self._documents = bytearray(), list[tuple[int, int, int]]()
+        self._files = contextlib.ExitStack()  # of the shard being filled
+        self._raw: HashedFile | None = None
+        self._table: HashedFile | None = None
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._files.__exit__(*error)
 
     def add(self, tokens: np.ndarray, number: int, size: int = 0, text: int = 0) -> None:
         """Append tokens (int64 [n]) of document `number`; `size` and `text` are for DOCUMENT.
@@ -231,32 +247,44 @@ class ShardWriter:
         self._skip -= passed
         self._done += passed
         tokens = tokens[passed:]
-        if len(tokens) and not self._done:
-            self._documents.append((self.tokens % self.shard_tokens, size, text))
         while len(tokens):
-            room = self.shard_tokens - self.tokens % self.shard_tokens
+            place = self.tokens % self.shard_tokens
+            if self._raw is None or self._table is None:
+                self._raw, self._table = self._create()
+            if not self._done:
+                self._table.write(struct.pack("<3Q", place, size, text))  # a DOCUMENT
+            room = self.shard_tokens - place
             part, tokens = tokens[:room], tokens[room:]
-            self._raw += part.astype(on_disk(self.dtype)).tobytes()
+            self._raw.write(part.astype(on_disk(self.dtype)).tobytes())
             self.tokens += len(part)
             self._done += len(part)
             if len(part) == room:
                 self._commit((number, self._done))
 
+    @property
+    def _name(self) -> str:
+        return f"{self.stream}-{len(self.shards):05d}.bin"
+
+    def _create(self) -> tuple[HashedFile, HashedFile]:
+        """The files of the next shard: tokens, and the table of documents, which appears first."""
+        paths = self.directory / self._name, self.directory / table_name(self._name)
+        raw, table = (self._files.enter_context(Files().replacing(path)) for path in paths)
+        return HashedFile(raw), HashedFile(table)
+
     def _commit(self, resume: tuple[int, int]) -> None:
-        name = f"{self.stream}-{len(self.shards):05d}.bin"
-        raw, table = bytes(self._raw), np.array(self._documents, DOCUMENT).tobytes()
+        assert self._raw is not None and self._table is not None
         shard = Shard(
-            file=name,
-            tokens=len(raw) // np.dtype(self.dtype).itemsize,
-            documents=len(self._documents),
-            sha256=hashlib.sha256(raw).hexdigest(),
+            file=self._name,
+            tokens=self._raw.bytes // np.dtype(self.dtype).itemsize,
+            documents=self._table.bytes // DOCUMENT.itemsize,
+            sha256=self._raw.finish(),
             dtype=self.dtype,
-            table=hashlib.sha256(table).hexdigest(),
+            table=self._table.finish(),
         )
-        Files().replace(self.directory / shard.table_file, table)
-        Files().replace(self.directory / name, raw)
+        self._raw = self._table = None
+        self._files.close()
         self.shards.append(shard)
-        self._raw, self._documents, self.resume = bytearray(), [], resume
+        self.resume = resume
         self._on_commit(self)
 
     def finish(self) -> list[Shard]:
@@ -311,24 +339,21 @@ class Stream:
         self.read_into(start, out)
         return out
 
-    def documents(self) -> np.ndarray:
-        """The documents that start in these shards, DOCUMENT [documents], `start` in the row."""
-        tables = [np.zeros(0, dtype=DOCUMENT)]
+    def column(self, name: str) -> np.ndarray:
+        """A field of DOCUMENT of the documents that start in these shards, uint64 [documents].
+
+        `start` is in the row.
+        """
+        fields = [np.zeros(0, dtype=np.uint64)]
         for shard, edge in zip(self.shards, self.edges, strict=False):
-            if shard.table:
-                table = np.fromfile(self._directory / shard.table_file, DOCUMENT)
-                table["start"] += np.uint64(edge)
-                tables.append(table)
-        return np.concatenate(tables)
+            if shard.table:  # one table at a time: a field is a third of it
+                field = np.fromfile(self._directory / shard.table_file, DOCUMENT)[name]
+                fields.append(field + np.uint64(edge if name == "start" else 0))
+        return np.concatenate(fields)
 
     def starts(self) -> np.ndarray:
         """Where the documents begin in the row, int64 [documents]."""
-        starts = [np.zeros(0, dtype=np.int64)]
-        for shard, edge in zip(self.shards, self.edges, strict=False):
-            if shard.table:  # one table at a time: the starts are a third of it
-                table = np.fromfile(self._directory / shard.table_file, DOCUMENT)
-                starts.append(table["start"].astype(np.int64) + edge)
-        return np.concatenate(starts)
+        return self.column("start").view(np.int64)
 
     # bound here, because modules are removed before objects when the interpreter ends
     def __del__(self, close: Callable[[int], None] = os.close) -> None:

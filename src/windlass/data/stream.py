@@ -372,9 +372,9 @@ def _first_shards(
     """Hold out the first `data.val_shards` shards; returns them, and the place after them."""
     assert source.tokenizer is not None
     enough = data.val_shards * data.shard_tokens
-    writer = ShardWriter(directory, MAIN, source.tokenizer.dtype, data.shard_tokens)
+    new = ShardWriter(directory, MAIN, source.tokenizer.dtype, data.shard_tokens)
     update = partial(progress.update, "validation data")
-    with contextlib.closing(source.tokens(source.start)) as pieces:
+    with contextlib.closing(source.tokens(source.start)) as pieces, new as writer:
         for place, piece in pieces:
             if place.epoch:
                 break
@@ -383,19 +383,19 @@ def _first_shards(
             update(writer.tokens / enough, writer.tokens)
             if rest < len(piece.tokens):
                 return writer.finish(), place._replace(token=place.token + rest)
-    problem = f"the source has only {writer.tokens:,} tokens, and {enough:,} are held out"
-    raise UserError(f"data.val_shards: {problem}: lower it or data.shard_tokens")
+        problem = f"the source has only {writer.tokens:,} tokens, and {enough:,} are held out"
+        raise UserError(f"data.val_shards: {problem}: lower it or data.shard_tokens")
 
 
 def _validation(directory: Path, streams: dict[str, list[Shard]]) -> dict[str, Split]:
     """The split `val` of all prepared shards; none without any."""
-    ranges, tables = list[Range](), list[np.ndarray]()
+    ranges, texts = list[Range](), list[np.ndarray]()
     for name, shards in streams.items():
         stream = Stream(directory, shards)
         ranges.append(Range(stream=name, start=0, stop=len(stream)))
-        tables.append(stream.documents())
+        texts.append(stream.column("text"))
     if not ranges:
         return {}
-    table = np.concatenate(tables)
-    text = hashlib.sha256(table["text"].tobytes()).hexdigest()[:16]
-    return {"val": Split(ranges=ranges, documents=len(table), text=text)}
+    hashes = np.concatenate(texts)
+    text = hashlib.sha256(hashes.tobytes()).hexdigest()[:16]
+    return {"val": Split(ranges=ranges, documents=len(hashes), text=text)}

@@ -99,6 +99,7 @@ class Checkpoints:
         for save in saves:
             self.recorder.saved(save)
             if not save.error and self.ranks.main:
+                self.saver.settle()  # a callback may change what it gets
                 self.callbacks.saved(save.step, save.path)
         return not any(save.error for save in saves)
 

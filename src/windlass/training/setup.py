@@ -311,8 +311,13 @@ def load_checkpoint(
     return state, meta, source
 
 
-def open_saver(plan: StartPlan, ranks: Ranks, horizon: Horizon, attempt: str) -> Saver:
-    """The saver of this rank's file; every rank writes one, whatever it computes."""
+def open_saver(
+    plan: StartPlan, ranks: Ranks, horizon: Horizon, attempt: str, custom: bool
+) -> Saver:
+    """The saver of this rank's file; every rank writes one, whatever it computes.
+
+    A user's own module (`custom`) may change weights in its forward pass.
+    """
     settings, lengths = plan.recipe.checkpoint, {horizon.steps, plan.extends_from or horizon.steps}
     # `keep_every` as a fraction of the run meant other steps before the run was extended.
     horizons = [replace(horizon, steps=steps) for steps in lengths]
@@ -324,6 +329,7 @@ def open_saver(plan: StartPlan, ranks: Ranks, horizon: Horizon, attempt: str) ->
         policy=policy_of(settings, horizons, read_lineage(plan.run.path)),
         device=ranks.device,
         background=settings.background,
+        deferred=not custom,
     )
 
 

@@ -122,7 +122,7 @@ class Trainer:
         self.scaler = LossScaler(ranks.device, self.state) if fp16 else None
         self.losses = setup.open_losses(plan, data, self.horizon, self.state, ranks, self.model)
 
-        self.saver = setup.open_saver(plan, ranks, self.horizon, place.name)
+        self.saver = setup.open_saver(plan, ranks, self.horizon, place.name, custom)
         origin = setup.describe_origin(self.model, self.facts, ranks)
         facts, horizon, attempt = self.facts, self.horizon, place.attempt
         self.recorder = recorder = Recorder(
@@ -335,7 +335,6 @@ class Trainer:
             for micro in batch.micro:
                 with sync(micro is batch.micro[-1]):
                     backward(forward(micro))
-
         ranks.mark(batch.step, "optimizer")
         with timer.phase("optimizer"):
             collectives.sum_over_tensor_ranks(self.parameters, ranks)
@@ -344,6 +343,7 @@ class Trainer:
             bad, spike = self.bad_steps.observe(loss, grad_norm)
             if self.bad_steps.deferred:  # the device makes no update if it is 1
                 self.optimizer.found_inf = bad  # type: ignore[attr-defined]
+            self.saver.settle()
             if spike is None and (self.bad_steps.deferred or not bool(bad)):
                 # One pass over the gradients clips them and divides out the loss scale.
                 multiplier = torch.clamp((clip or math.inf) / (grad_norm + 1e-6), max=1.0)
@@ -398,12 +398,14 @@ class Trainer:
         """
         state, recorder, checkpoint = self.state, self.recorder, self.recipe.checkpoint
         last = state.step == self.horizon.steps or self.ends_early
+        self.saver.settle()  # an evaluation of averaged weights exchanges them
         scores = self.evaluator.measure(suites, last)
         if scores is None:
             return False
         unsaved = state.step and checkpoint.keep_best and self.saver.newest != state.step
         if unsaved and recorder.scores.best == state.step:
             self.checkpoints.save(BEST)
+            self.saver.settle()  # a callback may change what it gets
         self.callbacks.evaluated(scores)
         if last or not recorder.stops_improving():
             return True
