@@ -87,6 +87,29 @@ def test_the_files_are_safetensors_and_tied_weights_are_written_once(tmp_path: P
     assert untied.head.weight is not untied.embedding.weight
 
 
+def test_a_state_that_stays_still_is_written_from_where_it_is(tmp_path, monkeypatch) -> None:
+    """The file is the one of a copied state, for pieces that end inside and between boxes."""
+    model, optimizer = trained(width=512)
+    state, tensor = gather_state(model, optimizer), torch.arange(60.0).view(6, 10)
+    state.slices.extend(state_of({"transposed": tensor.t(), "scalar": tensor[0, 1]}).slices)
+    copied = commit(Saver(tmp_path / "copied", piece_bytes=PAGE), 3, state)
+
+    def no_room(*_: Any) -> None:
+        raise AssertionError("a buffer for the state")
+
+    monkeypatch.setattr(HostBuffer, "reserve", no_room)
+    for piece_bytes in (PAGE, 5000, 1 << 20):
+        saver = Saver(tmp_path / f"{piece_bytes}", piece_bytes=piece_bytes)
+        saver.save(3, state, {"step": 3}, still=True)
+        [outcome] = saver.wait(30)
+        assert not outcome.error
+        name = "rank-00000.safetensors"
+        assert (outcome.path / name).read_bytes() == (copied / name).read_bytes()
+        manifests = [read_manifest(path) for path in (outcome.path, copied)]
+        assert manifests[0].files == manifests[1].files
+        assert manifests[0].tensors == manifests[1].tensors
+
+
 @pytest.mark.parametrize("key", DTYPES)
 def test_every_dtype_bit_for_bit(tmp_path: Path, key: str) -> None:
     dtype = getattr(torch, DTYPES[key][0])

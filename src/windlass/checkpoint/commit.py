@@ -73,7 +73,8 @@ class Save:
     total_bytes: int  # of the state, over all ranks
     meta: Mapping[str, Any]
     counters: bytes = b"{}"
-    image: memoryview | bytes = b""  # this rank's file: header length, header, numbers
+    # This rank's file, as bytes or a `StateFile`: header length, header, numbers.
+    image: Any = b""
     tensors: Mapping[str, Any] = field(default_factory=dict)
     """By name `dtype`, `shape` of the whole tensor, `chunks`: place in the file, offsets, sizes."""
     copy: Any = None  # of the state into `image`, until it is complete

@@ -157,7 +157,6 @@ class HostBuffer:
         self.reserve(size, device)
         image = memoryview(self._bytes.numpy())[:size]
         image[: len(header)] = header
-        tensors: dict[str, dict[str, Any]] = {}
         copy, on_device = Copy(), list[tuple[torch.Tensor, torch.Tensor]]()
         for box, at in places:
             source = box.tensor
@@ -168,13 +167,48 @@ class HostBuffer:
                 on_device.append((target, source))
             else:
                 copy.add(target, source)
-            about = {"dtype": TYPE_NAMES[source.dtype], "shape": list(box.global_shape)}
-            chunks = tensors.setdefault(box.name, about | {"chunks": []})["chunks"]
-            chunks.append([at, list(box.offsets), list(source.shape)])
         if device is not None:
             self._stream = self._stream or torch.cuda.Stream(device)
             copy.begin(self._stream, on_device)
-        save.image, save.tensors, save.copy = image, tensors, copy
+        save.image, save.tensors, save.copy = image, describe(places), copy
+
+
+class StateFile:
+    """A rank's file, read from a state on the host that does not change meanwhile.
+
+    A slice lies in memory that the next one overwrites.
+    """
+
+    def __init__(self, header: bytes, places: list[tuple[Slice, int]], size: int):
+        self._parts = [(0, np.frombuffer(header, np.uint8))]
+        for box, at in places:
+            flat = box.tensor.detach().contiguous().view(-1).view(torch.uint8)
+            self._parts.append((at, flat.numpy()))
+        self._size, self._piece = size, np.empty(0, np.uint8)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> memoryview:
+        start, stop = part.start, min(part.stop, self._size)
+        if len(self._piece) < stop - start:
+            pages = mmap.mmap(-1, -(-(stop - start) // PAGE) * PAGE)  # as O_DIRECT needs them
+            self._piece = np.frombuffer(pages, np.uint8)
+        for at, data in self._parts:
+            first, last = max(start, at), min(stop, at + len(data))
+            if first < last:
+                self._piece[first - start : last - start] = data[first - at : last - at]
+        return memoryview(self._piece[: stop - start])
+
+
+def describe(places: list[tuple[Slice, int]]) -> dict[str, dict[str, Any]]:
+    """The boxes of a file, as in `Save.tensors`."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for box, at in places:
+        about = {"dtype": TYPE_NAMES[box.tensor.dtype], "shape": list(box.global_shape)}
+        chunks = tensors.setdefault(box.name, about | {"chunks": []})["chunks"]
+        chunks.append([at, list(box.offsets), list(box.tensor.shape)])
+    return tensors
 
 
 def layout(slices: Sequence[Slice], rank: int) -> tuple[bytes, list[tuple[Slice, int]], int]:
@@ -272,6 +306,7 @@ class Saver(SavingRank):
         meta: Mapping[str, Any] | None = None,
         scores: Scores | None = None,
         while_waiting: Callable[[], None] | None = None,
+        still: bool = False,
     ) -> None:
         """Begin to save the state; `poll` returns the save when it has ended.
 
@@ -284,6 +319,8 @@ class Saver(SavingRank):
             meta: `reason` (see retention) and other facts (JSON); a non-finite float becomes null.
             scores: Values of `policy.measure` by step, from the run's ledger.
             while_waiting: Called every POLL_SECONDS until the save before this one has ended.
+            still: The state does not change before this save has ended. Then the writer reads it,
+                and a state on the host needs no second one in memory.
         """
         called = time.perf_counter()
         self._until_idle(None, while_waiting)
@@ -295,7 +332,11 @@ class Saver(SavingRank):
         save = Save(self, step, name, state.aliases, state.total_bytes, facts)
         try:
             save.counters = to_json(dict(counters))
-            self._buffer.fill(save, state.slices, state.passing)
+            if still and cuda_device(state.slices) is None:
+                header, places, size = layout(state.slices, self.rank)
+                save.image, save.tensors = StateFile(header, places, size), describe(places)
+            else:
+                self._buffer.fill(save, state.slices, state.passing)
         except (MemoryError, OSError, RuntimeError, ValueError) as error:
             # The save fails on all ranks, but not the run.
             save.error = f"the state could not be copied to the host: {explain(error)}"

@@ -62,8 +62,8 @@ class Checkpoints:
         state = gather_state(self.model, self.optimizer, ranks.rank, ranks.world, stages, averages)
         return state if stages == 1 else setup.add_stages(state, ranks)
 
-    def save(self, reason: str = PERIODIC) -> None:
-        """Copy the state to the host, for a checkpoint that is written in the background."""
+    def save(self, reason: str = PERIODIC, still: bool = False) -> None:
+        """Save in the background; `still`: the state does not change before the save has ended."""
         state, recorder = self.state, self.recorder
         reason = FINAL if state.step == self.recorder.horizon.steps else reason  # is never deleted
         with recorder.outside("save"):
@@ -77,7 +77,7 @@ class Checkpoints:
             meta = self.meta | {"reason": reason, "micro_batch": self.micro_batch}
             counters, scores = state.to_json(), recorder.scores
             tensors = self.tensors(average=state.averaged > 0)
-            self.saver.save(state.step, tensors, counters, meta, scores, recorder.beat)
+            self.saver.save(state.step, tensors, counters, meta, scores, recorder.beat, still)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait, at most `timeout` seconds, for the saves; whether every one was committed."""
@@ -91,7 +91,7 @@ class Checkpoints:
         if self.saver.newest == step:
             self.wait()
         if any(self.ranks.all_gather_object("unsaved", self.saver.newest != step)):
-            self.save(reason)
+            self.save(reason, still=True)
         return self.wait() and self.saver.newest == step
 
     def report(self, saves: list[Save]) -> bool:
