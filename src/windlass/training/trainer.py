@@ -37,7 +37,7 @@ from windlass.model.build import build_model, own_module
 from windlass.model.convert import export_note
 from windlass.model.documents import documents_of
 from windlass.optim.average import Average
-from windlass.optim.build import build_optimizer, set_lr
+from windlass.optim.build import build_optimizer, set_divisor, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
 from windlass.parallel.dist import init_process_group, init_store
@@ -339,18 +339,19 @@ class Trainer:
         ranks.mark(batch.step, "optimizer")
         with timer.phase("optimizer"):
             collectives.sum_over_tensor_ranks(self.parameters, ranks)
-            grad_norm = collectives.global_grad_norm(self.counted, ranks)
+            grad_norm, zero = collectives.norm_and_sum(self.counted, loss * 0, ranks)
             grad_norm = grad_norm if scale is None else grad_norm / scale
-            bad, spike = self.bad_steps.observe(loss, grad_norm)
+            bad, spike = self.bad_steps.observe(loss, grad_norm, zero)
             if self.bad_steps.deferred:  # the device makes no update if it is 1
                 self.optimizer.found_inf = bad  # type: ignore[attr-defined]
             if spike is None and (self.bad_steps.deferred or not bool(bad)):
-                # One pass over the gradients clips them and divides out the loss scale.
-                multiplier = torch.clamp((clip or math.inf) / (grad_norm + 1e-6), max=1.0)
-                multiplier = multiplier if scale is None else multiplier / scale
+                # The update itself divides the gradients, to clip them and by the loss scale.
+                divisor = torch.clamp((grad_norm + 1e-6) / (clip or math.inf), min=1.0)
+                divisor = divisor if scale is None else divisor * scale
                 # On CUDA the host does not wait for the value.
-                if ranks.device.type != "cpu" or float(multiplier) != 1.0:
-                    collectives.scale_gradients(self.parameters, multiplier)
+                needed = ranks.device.type != "cpu" or float(divisor) != 1.0
+                if not set_divisor(self.optimizer, divisor if needed else None):
+                    collectives.scale_gradients(self.parameters, 1 / divisor)
                 set_lr(self.optimizer, lr_multiplier)
                 self.optimizer.step()
                 self.average.update(batch.step, bad)
