@@ -301,7 +301,10 @@ class Stream:
                         raise bad_shard(path, f"cannot be read: {error}") from None
                 raw = os.pread(self._open[place], size, shard.offset + begin * dtype.itemsize)
             if len(raw) != size:
-                path, problem = self._directory / shard.file, "it was truncated after it was checked"
+                path, problem = (
+                    self._directory / shard.file,
+                    "it was truncated after it was checked",
+                )
                 raise UserError(f"{path} ends too early: {problem}")
             out[done : done + count] = np.frombuffer(raw, dtype=dtype)
             done += count

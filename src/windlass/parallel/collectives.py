@@ -157,17 +157,17 @@ def _square_sum(grads: Iterable[Tensor], device: torch.device) -> Tensor:
     tensor would take longer than its sum. On CUDA torch uses small chunks itself.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (where, dtype), pieces in _by_kind(grads).items():
+    for (where, dtype), local in _by_kind(grads).items():
         wide, norms = torch.promote_types(dtype, torch.float32), list[Tensor]()
-        if where.type == "cpu":
-            for g in (g.reshape(-1) for g in pieces if g.numel() > AT_ONCE):
-                chunked = g.numel() // CHUNK * CHUNK
-                chunks = g[:chunked].view(-1, CHUNK)
-                norms.append(torch.linalg.vector_norm(chunks, dim=1, dtype=wide))
-                pieces.append(g[chunked:])
-            pieces = [g for g in pieces if g.numel() <= AT_ONCE]
-        if pieces := [g for g in pieces if g.numel()]:
-            norms.append(torch.stack(torch._foreach_norm(pieces, 2, dtype=wide)))
+        most = AT_ONCE if where.type == "cpu" else math.inf
+        rests = [g for g in local if g.numel() <= most]
+        for g in (g.reshape(-1) for g in local if g.numel() > most):
+            chunked = g.numel() // CHUNK * CHUNK
+            chunks = g[:chunked].view(-1, CHUNK)
+            norms.append(torch.linalg.vector_norm(chunks, dim=1, dtype=wide))
+            rests.append(g[chunked:])
+        if rests := [g for g in rests if g.numel()]:
+            norms.append(torch.stack(torch._foreach_norm(rests, 2, dtype=wide)))
         if norms:
             total += torch.cat(norms).double().square().sum().to(device, non_blocking=True)
     return total
