@@ -101,7 +101,8 @@ class Loader(Iterator[StepBatch]):
             raise self._error
         if self._stop.is_set():
             raise ValueError("the loader is closed")
-        started, batch = time.perf_counter(), cast(StepBatch | BaseException | None, None)
+        started = time.perf_counter()
+        batch: StepBatch | BaseException | None
         if self._prefetch:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._ready, timeout):

@@ -92,7 +92,8 @@ def norm_and_sum(
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for holders, grads in by_holders.items():
         total += _square_sum(grads, ranks.device) / holders
-    total, number = sum_over_all_ranks(torch.stack([total, number.double()]), ranks)
+    if ranks.world > 1:
+        total, number = sum_over_all_ranks(torch.stack([total, number.double()]), ranks)
     double = any(p.dtype == torch.float64 for p in trained)
     return total.sqrt().to(torch.float64 if double else torch.float32), number
 
