@@ -50,6 +50,7 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         "parameters": [p for p in model.parameters() if p.requires_grad],
         "facts": SimpleNamespace(precision=precision, dropout=uses_dropout(model)),
         "losses": LossSum(state, ranks),
+        "halves": None,
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),
     }
     horizon = recipe.horizon(int(recipe.train.steps), 1)

@@ -2,6 +2,7 @@
 group.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,13 @@ import torch
 from harness import Join, recipe, run_ranks
 
 from windlass.errors import RunFailed, UserError
-from windlass.parallel.collectives import global_grad_norm, max_async, sum_async, sum_over_ranks
+from windlass.parallel.collectives import (
+    global_grad_norm,
+    max_async,
+    norm_and_sum,
+    sum_async,
+    sum_over_ranks,
+)
 from windlass.parallel.dist import choose_device, init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import resolve_precision
@@ -17,6 +24,13 @@ from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES
 
 pytestmark = pytest.mark.dist
+
+
+def ones_on(rank: int) -> torch.nn.Parameter:
+    """A parameter that all ranks hold, whose gradient is not finite on rank 2."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.full((4,), math.inf if rank == 2 else 1.0)
+    return parameter
 
 
 def exchange(join: Join) -> dict[str, Any]:
@@ -30,6 +44,7 @@ def exchange(join: Join) -> dict[str, Any]:
             "floats": second.wait(),
             "tensor": sum_over_ranks(torch.full((2,), 1.5, dtype=torch.float64), ranks),
             "flags": flags.wait(),
+            "norm": norm_and_sum([ones_on(ranks.rank)], torch.tensor(ranks.rank), ranks),
             "gathered": [ranks.all_gather_object("x", n * ranks.rank) for n in (1, 10)],
             "broadcast": [ranks.broadcast_object("y", {"from": [n, ranks.rank]}) for n in (1, 2)],
         }
@@ -42,6 +57,7 @@ def test_what_ranks_tell_each_other(world: int):
         assert seen["ints"] == seen["again"] == ints
         assert seen["floats"] == pytest.approx([0.1 * sum(range(1, world + 1))])
         assert seen["tensor"].tolist() == [1.5 * world] * 2
+        assert [float(x) for x in seen["norm"]] == ([math.inf, 3.0] if world == 3 else [2.0, 0.0])
         assert seen["flags"] == [world > 1, world - 1]  # the largest, on every rank
         assert seen["gathered"] == [[n * rank for rank in range(world)] for n in (1, 10)]
         assert seen["broadcast"] == [{"from": [n, 0]} for n in (1, 2)]
@@ -49,14 +65,16 @@ def test_what_ranks_tell_each_other(world: int):
 
 def test_the_norm_is_as_exact_as_float64_sums_of_float32_gradients():
     draw = torch.Generator().manual_seed(0)
-    big, small = torch.randn(3000, 512, generator=draw), 1e-3 * torch.randn(70, generator=draw)
-    parameters = [torch.nn.Parameter(torch.zeros_like(t)) for t in (big, small)]
-    for parameter, grad in zip(parameters, (big, small), strict=True):
+    sizes = (3000 * 512, 2**16 + 1, 2**16, 2**12, 70, 1, 0)
+    grads = [torch.randn(n, generator=draw) / (i + 1) for i, n in enumerate(sizes)]
+    grads[0] = grads[0].view(3000, 512).T  # not contiguous
+    parameters = [torch.nn.Parameter(torch.zeros_like(t)) for t in grads]
+    for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad
     others = [torch.nn.Parameter(torch.zeros(3)), parameters[0]]  # no gradient; tied
     with init_ranks(DistEnv(), recipe()) as ranks:
         norm = global_grad_norm([*parameters, *others], ranks)
-    exact = (big.double().square().sum() + small.double().square().sum()).sqrt()
+    exact = torch.nn.utils.get_total_norm([grad.double() for grad in grads])
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(exact.item(), rel=2e-7)
 

@@ -1,5 +1,6 @@
 """One step: a non-finite gradient in each precision and policy, seen at once and seen later."""
 
+import copy
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -8,14 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from bare_trainer import bare_trainer
+from bare_trainer import bare_trainer, full_rows
 from helpers import refused
 from windlass.data.loader import MicroBatch
 from windlass.data.samples import Batch
 from windlass.errors import RunFailed
-from windlass.optim.build import build_optimizer
+from windlass.model.gpt import GPT, initialise
+from windlass.optim.build import build_optimizer, set_divisor
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
+from windlass.parallel.parallelize import autocast
 from windlass.recipe import Recipe
 from windlass.training.nonfinite import Counts, check_is_deferred, decide_nonfinite, is_spike
 from windlass.training.state import LossScaler, TrainState
@@ -74,6 +77,54 @@ def test_clipping_takes_the_global_norm():
     result = trainer.step(batch(), 1.0)
     assert float(result.grad_norm) > 1
     assert abs(model.weight - before) == pytest.approx(0.01, rel=1e-4)
+
+
+KINDS = {
+    "adamw": {"kind": "adamw"},
+    "muon": {"kind": "muon"},
+    "a fused one of torch": {"kind": "torch.optim.SGD", "options": {"fused": True}},
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(("precision", "clip"), [("fp32", 0.5), ("fp16", 0.5), ("fp16", 0.0)])
+def test_the_update_divides_as_if_the_gradients_were_clipped_before(kind, precision, clip):
+    """By torch's `clip_grad_norm_`, after the division by the loss scale; Adam's moments too."""
+    size = {"layers": 1, "heads": 2, "width": 16, "context": 8}
+    tree = {"model": size, "optim": {"lr": 0.01, "eps": 1e-2, **KINDS[kind]}}
+    recipe = Recipe.model_validate(
+        tree | {"train": {"grad_clip": clip, "precision": precision, "steps": 10}}
+    )
+    cpu, rows = torch.device("cpu"), full_rows(recipe, 11, 2, 1)
+    model = GPT(recipe.model, 11)
+    initialise(model, 0)
+    other = copy.deepcopy(model)
+    trainer = bare_trainer(model, recipe, Ranks(DistEnv(), cpu))
+    scale = 1.0 if trainer.scaler is None else float(trainer.scaler.scale)
+    optimizer = build_optimizer(other, recipe.optim, "cpu")
+    for _ in range(3):
+        result = trainer.step(rows, 1.0)
+        assert trainer.optimizer.grad_scale is not None
+        with autocast(recipe, cpu):
+            loss = other(rows.micro[0].batch.tokens, rows.micro[0].batch.labels)
+        (loss / rows.valid_tokens * scale).backward()
+        for p in other.parameters():
+            p.grad /= scale
+        norm = torch.nn.utils.clip_grad_norm_(other.parameters(), clip or math.inf)
+        assert float(norm) > 0.5 and float(result.grad_norm) == pytest.approx(float(norm), rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_a_float64_model_is_clipped_in_float64():
+    """torch's fused optimizers divide by a float32 number."""
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    optimizer = build_optimizer(model, Recipe.model_validate({}).optim, "cpu")
+    assert not set_divisor(optimizer, torch.tensor(3.0, dtype=torch.float64))
+    assert set_divisor(optimizer, torch.tensor(3.0)) and float(optimizer.grad_scale) == 3
+    assert set_divisor(optimizer, None) and optimizer.grad_scale is None
 
 
 @pytest.mark.parametrize("deferred", [False, True])

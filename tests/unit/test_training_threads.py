@@ -177,7 +177,7 @@ def test_the_pass_that_is_timed_has_at_most_a_thousand_tokens(tmp_path, context,
 
     recipe = tiny_recipe(tmp_path / "text.txt", tmp_path / "run", model__context=context)
     ranks = SimpleNamespace(device=torch.device("cpu"))
-    threads.training_pass(recipe, Model(2, 2), 8, 50, ranks)()
+    threads.training_pass(recipe, Model(2, 2), 8, 50, ranks, None)()
     assert shapes == [shape]
 
 

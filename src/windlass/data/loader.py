@@ -6,13 +6,11 @@ the thread here only reads them early.
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -27,6 +25,8 @@ from windlass.recipe import BatchPlan
 from windlass.recipe.settings import IGNORE_INDEX
 
 CLOSE_SECONDS = 0.2  # for the thread, which may be in a slow source; then it is abandoned
+BURST_SECONDS = 1e-3  # the thread reads on for so long, because a wake-up costs more than a read
+ORDER_SAMPLES = 512  # their places in the order are computed at once
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,14 @@ class Loader(Iterator[StepBatch]):
         self.skipped = tuple(skipped)
         self.length_buckets = length_buckets and hasattr(samples, "length")
         self._next, self._stop = first_step + 1, threading.Event()
+        self._order: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._error: BaseException | None = None
-        self._queue: queue.Queue[StepBatch | BaseException] | None = None
+        self._ready, self._prefetch = deque[StepBatch | BaseException](), prefetch
+        self._changed = threading.Condition()  # of `_ready`, or closed
         if prefetch:
-            self._queue = queue.Queue(prefetch)
-            work = partial(self._read_ahead, self._queue, self._next)
-            self._thread = threading.Thread(target=work, name="windlass-loader", daemon=True)
+            self._thread = threading.Thread(
+                target=self._read_ahead, args=(self._next,), name="windlass-loader", daemon=True
+            )
             self._thread.start()
 
     def __next__(self) -> StepBatch:
@@ -100,16 +102,23 @@ class Loader(Iterator[StepBatch]):
         if self._stop.is_set():
             raise ValueError("the loader is closed")
         started = time.perf_counter()
-        try:
-            ahead = self._queue
-            batch = ahead.get(timeout != 0, timeout or None) if ahead else self._read(self._next)
-        except queue.Empty:
-            return None
+        batch: StepBatch | BaseException | None
+        if self._prefetch:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._ready, timeout):
+                    return None
+                batch = self._ready.popleft()
+                if len(self._ready) < self._prefetch:
+                    self._changed.notify()
+        else:
+            batch = self._read(self._next)
         if not isinstance(batch, StepBatch):
             self._error = batch
             raise batch or ValueError("the loader is closed")
         self._next += 1
-        micro = [MicroBatch(m.k, m.batch.to(self.device)) for m in batch.micro]
+        micro = batch.micro
+        if self.device.type != "cpu":
+            micro = [MicroBatch(m.k, m.batch.to(self.device)) for m in micro]
         return replace(batch, micro=micro, wait_ms=1e3 * (time.perf_counter() - started))
 
     def close(self, patience: float | None = CLOSE_SECONDS) -> None:
@@ -119,7 +128,9 @@ class Loader(Iterator[StepBatch]):
         because a source may not support two readers.
         """
         self._stop.set()
-        if self._queue is not None:
+        if self._prefetch:
+            with self._changed:
+                self._changed.notify()
             self._thread.join(patience)
 
     def __enter__(self) -> Loader:
@@ -130,15 +141,7 @@ class Loader(Iterator[StepBatch]):
 
     def _read(self, step: int) -> StepBatch | None:
         """This rank's micro-batches of a step (from 1), in host memory; None if it is closed."""
-        numbers = step_samples(step - 1, self.batch.batches, self.skipped)
-        if self.mixture:
-            indices = self.mixture.indices(numbers)
-        elif window := getattr(self.samples, "window", 0):  # each window has an order of its own
-            inside = sample_indices(numbers, window, self.kind, self.seed)
-            indices = numbers // window * window + inside
-        else:
-            shards, n = getattr(self.samples, "shard_samples", None), len(self.samples)
-            indices = sample_indices(numbers, n, self.kind, self.seed, shards)
+        numbers, indices = self._samples_of(step)
         length: Any = getattr(self.samples, "length", None)
         if self.length_buckets:
             lengths = list(map(length, indices.tolist()))
@@ -159,24 +162,56 @@ class Loader(Iterator[StepBatch]):
         place = self.samples.place(after) if isinstance(self.samples, StreamSamples) else []
         return StepBatch(step, first, micro, valid, real, place)
 
-    def _read_ahead(self, batches: queue.Queue[StepBatch | BaseException], step: int) -> None:
-        """Fill the queue until the loader is closed; an error is the last item in the queue."""
+    def _samples_of(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of a step's samples, and the samples that have them."""
+        if step not in self._order:
+            # Several small steps take as long as one. A mixture may end after this one.
+            more = 0 if self.mixture else ORDER_SAMPLES // self.batch.global_batch
+            steps = range(step, step + max(1, more))
+            numbers = [step_samples(s - 1, self.batch.batches, self.skipped) for s in steps]
+            indices = self._indices(np.concatenate(numbers))
+            parts = np.split(indices, np.cumsum([len(part) for part in numbers[:-1]]))
+            self._order = dict(zip(steps, zip(numbers, parts, strict=True), strict=True))
+        return self._order.pop(step)
 
-        def put(item: StepBatch | BaseException) -> None:
-            while not self._stop.is_set():
-                with contextlib.suppress(queue.Full):
-                    batches.put(item, timeout=0.1)
-                    return
+    def _indices(self, numbers: np.ndarray) -> np.ndarray:
+        if self.mixture:
+            return self.mixture.indices(numbers)
+        if window := getattr(self.samples, "window", 0):  # each window has an order of its own
+            inside = sample_indices(numbers, window, self.kind, self.seed)
+            return np.asarray(numbers // window * window + inside)
+        shards, n = getattr(self.samples, "shard_samples", None), len(self.samples)
+        return sample_indices(numbers, n, self.kind, self.seed, shards)
 
+    def _read_ahead(self, step: int) -> None:
+        """Read until the loader is closed; an error is the last item.
+
+        When fewer than `prefetch` steps are ready, the thread reads that many, and on while
+        BURST_SECONDS have not passed.
+        """
         try:
             if self.device.type == "cuda":
                 # A thread starts on device 0, and pinning would open a context there.
                 torch.cuda.set_device(self.device)
+            until = 0.0
             while (batch := self._read(step)) is not None:
-                put(batch)
+                self._put(batch)
                 step += 1
+                if time.perf_counter() < until:
+                    continue
+                with self._changed:
+                    self._changed.wait_for(self._has_room)
+                until = time.perf_counter() + BURST_SECONDS
         except BaseException as error:
-            put(error)
+            self._put(error)
+
+    def _has_room(self) -> bool:
+        return self._stop.is_set() or len(self._ready) < self._prefetch
+
+    def _put(self, item: StepBatch | BaseException) -> None:
+        with self._changed:
+            self._ready.append(item)
+            self._changed.notify()
 
 
 def to_tensor(field: np.ndarray) -> Tensor:

@@ -317,18 +317,23 @@ class Stream:
         while done < len(out):
             shard, begin = self.shards[place], start + done - int(self.edges[place])
             count, dtype = min(len(out) - done, shard.tokens - begin), on_disk(shard.dtype)
-            path, size = self._directory / shard.file, count * dtype.itemsize
+            size = count * dtype.itemsize
             with self._lock:
                 if place not in self._open:
                     if len(self._open) >= OPEN_FILES:
                         os.close(self._open.pop(next(iter(self._open))))
+                    path = self._directory / shard.file
                     try:
                         self._open[place] = os.open(path, os.O_RDONLY)
                     except OSError as error:
                         raise bad_shard(path, f"cannot be read: {error}") from None
                 raw = os.pread(self._open[place], size, shard.offset + begin * dtype.itemsize)
             if len(raw) != size:
-                raise UserError(f"{path} ends too early: it was truncated after it was checked")
+                path, problem = (
+                    self._directory / shard.file,
+                    "it was truncated after it was checked",
+                )
+                raise UserError(f"{path} ends too early: {problem}")
             out[done : done + count] = np.frombuffer(raw, dtype=dtype)
             done += count
             place += 1

@@ -230,6 +230,24 @@ def set_lr(optimizer: torch.optim.Optimizer, multiplier: float) -> None:
         group["lr"] = group["base_lr"] * multiplier
 
 
+def set_divisor(optimizer: torch.optim.Optimizer, divisor: Tensor | None) -> bool:
+    """Have the next update divide the gradients by a scalar; False if the caller must do it.
+
+    `grad_scale` is torch's name for it. The kernel takes float32, and torch copies it to offloaded
+    parameters without waiting.
+    """
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    if divisor is None:
+        return True
+    able = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if not able or divisor.dtype != torch.float32:
+        return False
+    if optimizer.param_groups[0]["params"][0].device != divisor.device:
+        return False
+    optimizer.grad_scale = divisor.detach()  # type: ignore[attr-defined]
+    return True
+
+
 def width_multiple(model: Any) -> float:
     """Width / base width of a model with muP, else 1."""
     return float(getattr(model, "width_multiple", 1.0))

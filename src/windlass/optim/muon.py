@@ -93,9 +93,11 @@ class MuonAdamW(torch.optim.Optimizer):
         group: dist.ProcessGroup | None = None,
     ):
         self.device_type, self.group = device_type, group
-        # torch's name for whether `found_inf` makes the update conditional, on the device.
+        # torch's names: whether `found_inf` makes the update conditional, on the device, and whether
+        # the update divides the gradients by `grad_scale`.
         self._step_supports_amp_scaling = fused
         self.found_inf: Tensor | None = None
+        self.grad_scale: Tensor | None = None
         # For the Newton-Schulz steps; None: the matrix's.
         self.dtype = torch.bfloat16 if device_type == "cuda" else None
         super().__init__(list(groups), {"lr": 0.0, "weight_decay": 0.0, "muon": False})
@@ -119,6 +121,9 @@ class MuonAdamW(torch.optim.Optimizer):
         """One update of every parameter that has a gradient."""
         for g in self.param_groups:
             if g["muon"]:
+                if self.grad_scale is not None:
+                    grads = [local_part(p.grad) for p in g["params"] if p.grad is not None]
+                    torch._foreach_mul_(grads, 1 / self.grad_scale)
                 pairs = zip(g["params"], g["parts"], strict=True)
                 self._muon(g, [(p, tuple(parts)) for p, parts in pairs if p.grad is not None])
             elif parameters := [p for p in g["params"] if p.grad is not None]:
@@ -143,7 +148,8 @@ class MuonAdamW(torch.optim.Optimizer):
                 continue
             bad = self.found_inf if self.found_inf is None else self.found_inf.to(device)
             torch._foreach_add_(steps, 1)
-            torch._fused_adamw_(some, grads, *moments, [], steps, **how, found_inf=bad)
+            how["grad_scale"], how["found_inf"] = self.grad_scale, bad
+            torch._fused_adamw_(some, grads, *moments, [], steps, **how)
             if bad is not None:  # the kernel left the rest as it was
                 torch._foreach_sub_(steps, [bad] * len(steps))
 

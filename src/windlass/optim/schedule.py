@@ -32,7 +32,8 @@ TIMESCALE = 10_000  # of `inverse-sqrt` without a warm-up, as in transformers
 
 def schedule_horizon(schedule: ScheduleSettings, horizon: Horizon) -> Horizon:
     """The run's horizon with the length of the schedule, from which its durations are measured."""
-    return replace(horizon, steps=horizon.steps_in(schedule.steps) or horizon.steps)
+    steps = horizon.steps_in(schedule.steps) or horizon.steps
+    return horizon if steps == horizon.steps else replace(horizon, steps=steps)
 
 
 def phases(schedule: ScheduleSettings, horizon: Horizon) -> tuple[int, int]:

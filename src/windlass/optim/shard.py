@@ -61,9 +61,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.rows, self.mesh, self.inner = rows, mesh, optimizer
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self.defaults = optimizer.defaults
-        # torch's names for whether the device may skip an update, and for the flag that says so.
+        # torch's names, as in MuonAdamW
         self._step_supports_amp_scaling = getattr(optimizer, "_step_supports_amp_scaling", False)
         self.found_inf: Tensor | None = None
+        self.grad_scale: Tensor | None = None
         self.buckets: list[list[nn.Parameter]] = []
         bucket_bytes, dtype = 0, None
         for p in (p for p, own in rows.items() if own.placements[0].is_shard()):
@@ -77,8 +78,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         for p, rows in self.rows.items():
             rows.grad = None if p.grad is None else own_rows(p.grad, self.mesh, rows.placements[0])
-        if self.found_inf is not None:
+        if self._step_supports_amp_scaling:
             self.inner.found_inf = self.found_inf  # type: ignore[attr-defined]
+            self.inner.grad_scale = self.grad_scale  # type: ignore[attr-defined]
         self.inner.step()
         for bucket in self.buckets if self.mesh.size() > 1 else ():
             self._gather(bucket)

@@ -115,7 +115,8 @@ class DataSettings(Section):
     workers: int = Field(0, ge=0)
     """Threads that tokenize in parallel; 0: one per core."""
     prefetch: int = Field(2, ge=0)
-    """Steps whose batches are read ahead, in the background."""
+    """Steps whose batches are read ahead, in the background; more if they are read in a
+    millisecond."""
     format: Literal["text", "squad", "chat"] = "text"
     """`text`: documents; `squad`: question, context and answer; `chat`: conversations. With the
     last two only answers have a loss."""

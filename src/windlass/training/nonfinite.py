@@ -119,22 +119,26 @@ class BadSteps:
         self._bad = self._count = self._loss_bad = self._zero
         self._in_a_row = self._longest = self._zero + self.state.skips_in_a_row
 
-    def observe(self, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, float | None]:
+    def observe(self, loss: Tensor, grad_norm: Tensor, zero: Tensor) -> tuple[Tensor, float | None]:
         """Look at a step before its update.
 
         Returns, on the device, 1.0 if the update must be skipped; and the global loss if it is a
         spike, which makes the host wait unless `train.on_spike` is `ignore`.
+
+        Args:
+            loss: This rank's. It may be infinite with a finite gradient.
+            grad_norm, zero: Equal on all ranks, which must act alike. NaN in place of zero: the
+                loss of some rank is not finite.
         """
-        loss_bad = (~torch.isfinite(loss)).float()
-        self._loss_bad = torch.maximum(self._loss_bad, loss_bad)
-        # Each rank has its own loss, and an infinite loss may have a finite gradient. A fault on
-        # one rank of `tp` may reach no other rank, but all ranks must act alike.
-        bad = torch.maximum((~torch.isfinite(grad_norm)).float(), loss_bad)
-        bad = collectives.max_over_all_ranks(bad, self.ranks)
-        self._bad = torch.maximum(self._bad, bad) if self._hold_updates else bad
-        self._count = self._count + self._bad
-        self._in_a_row = (self._in_a_row + 1) * self._bad
-        self._longest = torch.maximum(self._longest, self._in_a_row)
+        bad = (grad_norm * 0 + zero != 0).float()
+        if self.deferred or bool(bad):
+            self._loss_bad = torch.maximum(self._loss_bad, (loss * 0 != 0).float())
+            self._bad = torch.maximum(self._bad, bad) if self._hold_updates else bad
+            self._count = self._count + self._bad
+            self._in_a_row = (self._in_a_row + 1) * self._bad
+            self._longest = torch.maximum(self._longest, self._in_a_row)
+        else:
+            self._bad, self._in_a_row = bad, self._zero
         if self.settings.on_spike == "ignore":
             return self._bad, None
         value = float(collectives.sum_over_ranks(loss.clone(), self.ranks))
@@ -149,6 +153,8 @@ class BadSteps:
 
     def read(self) -> Counts:
         """The counts since the last call. Waits for the device."""
+        if not self.deferred and not bool(self._bad):
+            return Counts()
         tensors = [self._count, self._in_a_row, self._longest, self._loss_bad]
         bad, in_a_row, longest, loss_bad = torch.stack(tensors).tolist()
         self._count, self._loss_bad, self._longest = self._zero, self._zero, self._in_a_row

@@ -83,6 +83,7 @@ class Recorder:
         self.facts, self.state, self.horizon, self.console = facts, state, horizon, console
         self.goodput = Goodput()
         self.timer = StepTimer(ranks.device, self.goodput)
+        self.process = psutil.Process()
         self.started_up = False  # whether this start has done a step
         # The ends of epochs shorter than the period of `train` lines have no lines of their own.
         # The sources of a mixture have epochs of their own.
@@ -423,7 +424,7 @@ class Recorder:
         if self.ranks.device.type == "cuda":
             memory = {"gpu_mem_mb": torch.cuda.memory_allocated(self.ranks.device) / 1e6}
         else:
-            memory = {"rss_mb": psutil.Process().memory_info().rss / 1e6}
+            memory = {"rss_mb": self.process.memory_info().rss / 1e6}
         self.console.step(line | memory)
 
     @contextlib.contextmanager

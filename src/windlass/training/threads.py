@@ -14,12 +14,15 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from windlass.data.loader import MicroBatch
+from windlass.data.samples import Batch
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast
 from windlass.processes import usable_cores
 from windlass.recipe import Recipe
+from windlass.training.halves import Halves
 
 PROBE_TOKENS = 1024  # in a timed forward and backward pass
 PROBE_PASSES = 2  # for each number of threads; the faster one counts
@@ -35,6 +38,7 @@ def set_threads(
     batch: int,
     vocab: int,
     ranks: Ranks,
+    halves: Halves | None,
     recorded: Mapping[str, Any],
     custom: bool,
 ) -> str:
@@ -57,7 +61,7 @@ def set_threads(
         return f"{recorded['threads']} of {cores} cores, as in the run so far"
     if threads == 1 or custom or recipe.train.compile:  # code is compiled for a number of threads
         return f"{threads} of {cores} cores"
-    seconds = probe(training_pass(recipe, model, batch, vocab, ranks), threads)
+    seconds = probe(training_pass(recipe, model, batch, vocab, ranks, halves), threads)
     threads = fewest(seconds)
     torch.set_num_threads(threads)
     times = ", ".join(f"{n}: {1e3 * s:.0f} ms" for n, s in sorted(seconds.items()))
@@ -65,17 +69,24 @@ def set_threads(
 
 
 def training_pass(
-    recipe: Recipe, model: nn.Module, batch: int, vocab: int, ranks: Ranks
+    recipe: Recipe, model: nn.Module, batch: int, vocab: int, ranks: Ranks, halves: Halves | None
 ) -> Callable[[], None]:
     """A forward and backward pass of at most PROBE_TOKENS tokens that leaves no gradient."""
     context = min(recipe.model.context, PROBE_TOKENS)
     rows = max(1, min(batch, PROBE_TOKENS // context))
     tokens = (torch.arange(rows * context).reshape(rows, context) * 31) % vocab
 
-    def run() -> None:
+    def compute_loss(micro: MicroBatch) -> Tensor:
         with autocast(recipe, ranks.device):
-            loss = model(tokens, tokens)
-        loss.backward()
+            loss: Tensor = model(micro.batch.tokens, micro.batch.labels)
+        return loss
+
+    def run() -> None:
+        micro = MicroBatch(0, Batch(tokens, tokens))
+        if halves is None:
+            compute_loss(micro).backward()
+        else:
+            halves.train([micro], compute_loss, Tensor.backward, compute_loss, torch.zeros(()))
         model.zero_grad(set_to_none=True)
 
     return run

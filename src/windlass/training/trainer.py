@@ -37,7 +37,7 @@ from windlass.model.build import build_model, own_module
 from windlass.model.convert import export_note
 from windlass.model.documents import documents_of
 from windlass.optim.average import Average
-from windlass.optim.build import build_optimizer, set_lr
+from windlass.optim.build import build_optimizer, set_divisor, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
 from windlass.parallel.dist import init_process_group, init_store
@@ -50,6 +50,7 @@ from windlass.training import memory, setup, start
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import startup_checks
 from windlass.training.evaluator import Evaluator
+from windlass.training.halves import open_halves
 from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
 from windlass.training.record import Recorder
 from windlass.training.saving import Checkpoints
@@ -115,22 +116,25 @@ class Trainer:
             *(self.model, self.optimizer, self.average),
         )
         console.begin("measuring how many CPU threads are fastest")
-        micro_batch = self.batch.micro_batch
-        threads = set_threads(recipe, self.model, micro_batch, data.vocab, ranks, recorded, custom)
+        self.halves = open_halves(recipe, self.model, ranks, self.facts.dropout, stack)
+        micro_batch, halves = self.batch.micro_batch, self.halves
+        threads = set_threads(
+            recipe, self.model, micro_batch, data.vocab, ranks, halves, recorded, custom
+        )
         ranks.mark(self.state.step, "start")
-        fp16 = self.facts.precision == "fp16"
-        self.scaler = LossScaler(ranks.device, self.state) if fp16 else None
+        self.scaler = (
+            LossScaler(ranks.device, self.state) if self.facts.precision == "fp16" else None
+        )
         self.losses = setup.open_losses(plan, data, self.horizon, self.state, ranks, self.model)
 
         self.saver = setup.open_saver(plan, ranks, self.horizon, place.name, custom)
-        origin = setup.describe_origin(self.model, self.facts, ranks)
-        facts, horizon, attempt = self.facts, self.horizon, place.attempt
+        facts, origin = self.facts, setup.describe_origin(self.model, self.facts, ranks)
         self.recorder = recorder = Recorder(
-            plan, ranks, facts, horizon, self.state, attempt, origin, console, stack
+            plan, ranks, facts, self.horizon, self.state, place.attempt, origin, console, stack
         )
         stop.follow(self.state, lambda name: recorder.emit("preempted", reason=name, saved=True))
         self.callbacks = Callbacks(
-            code, recipe, ranks, self.state, horizon, self.model, self.optimizer
+            code, recipe, ranks, self.state, self.horizon, self.model, self.optimizer
         )
         self.checkpoints = Checkpoints(
             self.saver,
@@ -302,7 +306,7 @@ class Trainer:
 
     def step(self, batch: StepBatch, lr_multiplier: float) -> StepResult:
         """One optimizer step on this rank's micro-batches: forward, backward, clip, update."""
-        ranks, timer, clip = self.ranks, self.recorder.timer, self.recipe.train.grad_clip
+        ranks, timer = self.ranks, self.recorder.timer
         scale = self.scaler.scale if self.scaler is not None else None
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
@@ -310,18 +314,23 @@ class Trainer:
         dtype = torch.float64 if self.facts.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
 
+        def compute_loss(micro: MicroBatch, **stage: Any) -> torch.Tensor:
+            with autocast(self.recipe, ranks.device):
+                stage |= self.losses.by_source(micro.batch) | documents_of(micro.batch, self.model)
+                result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
+            # hidden states, for the next stage of a pipeline, or the loss
+            return result if result.dim() else result / max(1, counts.wait()[0])
+
         def forward(micro: MicroBatch, **stage: Any) -> torch.Tensor:
             if self.facts.dropout:
                 torch.manual_seed(step_seed(self.recipe.run.seed, batch.step, micro.k))
             ranks.mark(batch.step, "forward")
-            with timer.phase("forward"), autocast(self.recipe, ranks.device):
-                stage |= self.losses.by_source(micro.batch) | documents_of(micro.batch, self.model)
-                result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
-            if result.dim():  # hidden states, for the next stage of a pipeline
+            with timer.phase("forward"):
+                result = compute_loss(micro, **stage)
+            if result.dim():
                 return result
-            micro_loss = result / max(1, counts.wait()[0])
-            loss.add_(micro_loss.detach())
-            return micro_loss if scale is None else micro_loss * scale
+            loss.add_(result.detach())
+            return result if scale is None else result * scale
 
         def backward(result: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
             ranks.mark(batch.step, "backward")
@@ -331,35 +340,48 @@ class Trainer:
         sync = partial(sync_gradients, self.model, ranks.strategy)
         if isinstance(self.model, StagedGPT):
             self.model.pipeline.train(self.model, batch.micro, forward, backward, sync, loss)
+        elif self.halves is not None:
+            self.halves.train(batch.micro, forward, backward, compute_loss, loss, scale)
         else:
             for micro in batch.micro:
                 with sync(micro is batch.micro[-1]):
                     backward(forward(micro))
+
         ranks.mark(batch.step, "optimizer")
         with timer.phase("optimizer"):
-            collectives.sum_over_tensor_ranks(self.parameters, ranks)
-            grad_norm = collectives.global_grad_norm(self.counted, ranks)
-            grad_norm = grad_norm if scale is None else grad_norm / scale
-            bad, spike = self.bad_steps.observe(loss, grad_norm)
-            if self.bad_steps.deferred:  # the device makes no update if it is 1
-                self.optimizer.found_inf = bad  # type: ignore[attr-defined]
-            self.saver.settle()
-            if spike is None and (self.bad_steps.deferred or not bool(bad)):
-                # One pass over the gradients clips them and divides out the loss scale.
-                multiplier = torch.clamp((clip or math.inf) / (grad_norm + 1e-6), max=1.0)
-                multiplier = multiplier if scale is None else multiplier / scale
-                # On CUDA the host does not wait for the value.
-                if ranks.device.type != "cpu" or float(multiplier) != 1.0:
-                    collectives.scale_gradients(self.parameters, multiplier)
-                set_lr(self.optimizer, lr_multiplier)
-                self.optimizer.step()
-                self.average.update(batch.step, bad)
-            if self.scaler is not None:
-                self.scaler.update(bad)
-            self.optimizer.zero_grad(set_to_none=True)
+            grad_norm, spike = self.update(batch.step, loss, lr_multiplier)
         labels, tokens, padded = map(int, counts.wait())
         ranks.mark(batch.step, "step")
         return StepResult(loss, grad_norm.detach(), tokens, labels, padded, spike)
+
+    def update(
+        self, step: int, loss: torch.Tensor, lr_multiplier: float
+    ) -> tuple[torch.Tensor, float | None]:
+        """Clip and update, unless the step is bad; returns the gradient norm, and a loss spike."""
+        ranks, clip = self.ranks, self.recipe.train.grad_clip
+        scale = self.scaler.scale if self.scaler is not None else None
+        collectives.sum_over_tensor_ranks(self.parameters, ranks)
+        grad_norm, zero = collectives.norm_and_sum(self.counted, loss * 0, ranks)
+        grad_norm = grad_norm if scale is None else grad_norm / scale
+        bad, spike = self.bad_steps.observe(loss, grad_norm, zero)
+        if self.bad_steps.deferred:  # the device makes no update if it is 1
+            self.optimizer.found_inf = bad  # type: ignore[attr-defined]
+        self.saver.settle()
+        if spike is None and (self.bad_steps.deferred or not bool(bad)):
+            # The update itself divides the gradients, to clip them and by the loss scale.
+            divisor = torch.clamp((grad_norm + 1e-6) / (clip or math.inf), min=1.0)
+            divisor = divisor if scale is None else divisor * scale
+            # On CUDA the host does not wait for the value.
+            needed = ranks.device.type != "cpu" or float(divisor) != 1.0
+            if not set_divisor(self.optimizer, divisor if needed else None):
+                collectives.scale_gradients(self.parameters, 1 / divisor)
+            set_lr(self.optimizer, lr_multiplier)
+            self.optimizer.step()
+            self.average.update(step, bad)
+        if self.scaler is not None:
+            self.scaler.update(bad)
+        self.optimizer.zero_grad(set_to_none=True)
+        return grad_norm, spike
 
     def open_loader(self) -> Loader:
         """The batches from the present step on, read ahead in the background."""

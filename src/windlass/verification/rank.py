@@ -87,7 +87,7 @@ def injected(fault: str) -> Iterator[None]:
         # The labels are those of the first part of the sequence on every rank.
         "labels": lambda: mock.patch.object(Rows, "labels", first_labels),
         # Each stage clips by its own norm.
-        "clipping": lambda: mock.patch.object(collectives, "sum_over_stages", lambda s, _: s),
+        "clipping": lambda: mock.patch.object(collectives, "sum_over_all_ranks", lambda s, _: s),
     }
     with faults[fault]() if fault else contextlib.nullcontext():
         yield
