@@ -334,18 +334,21 @@ def _plain_events(step: Step, several: bool) -> Iterator[Memory]:
 
 
 def _fsdp_events(step: Step) -> Iterator[Memory]:
-    """FSDP2 gathers blocks one by one, or keeps them gathered until their backward pass
+    """FSDP2 gathers units of blocks one by one, or keeps them gathered until their backward pass
     (`shard_grad_op`).
 
-    A gathered block is in memory twice for a moment, as received bytes and as parameters; the
-    arrival of the next block frees the received bytes. A gradient also exists twice during its
-    reduction. An untied head and the embedding are units of their own; a tied matrix stays."""
+    A gathered unit is in memory twice for a moment, as received bytes and as parameters; the
+    arrival of the next unit frees the received bytes. The last unit stays gathered. A gradient also
+    exists twice during its reduction. An untied head and the embedding are units of their own; a
+    tied matrix stays."""
     layout, tied, low = step.layout, step.rank.tied, step.compute / step.master
     layers, shard, end = step.layers, layout.shard, step.root if tied else step.head
+    in_unit = step.rank.unit_blocks
+    units = -(-layers // in_unit)
     stays = layout.policy.keeps_gathered
     wide = int(low * end)  # the gathered embedding or head
     root = wide if tied or stays else 0  # while blocks compute
-    gathered = step.compute * step.rank.block  # a block in autocast's precision
+    gathered = step.compute * in_unit * step.rank.block  # a unit in autocast's precision
     on_device = not layout.offload  # with offload reduced gradients go to the host
     several, each = layout.accumulation > 1, layout.reduces_each
     whole = several and not each  # gradients wait unreduced for the step's last micro-batch
@@ -356,40 +359,50 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     # `shard_grad_op` gathers in the first micro-batch alone, before any gradient.
     first = Memory(gradients=0 if stays else before)
 
-    buffers = root + (layers + 2 if stays else 3) * gathered
+    buffers = root + (units if stays else 1) * gathered
     at = f"gathering of block {layers}"
-    yield replace(first, activations=step.saved(layers - 1), buffers=buffers, at=at)
+    received = min(units, 2) * gathered
+    saved = step.saved(layers - in_unit)
+    yield replace(first, activations=saved, buffers=buffers + received, at=at)
     activations, at = step.saved(layers) + step.stream, f"forward of block {layers}"
-    yield replace(first, activations=activations, buffers=buffers - gathered, at=at)
+    yield replace(first, activations=activations, buffers=buffers + gathered, at=at)
+    keeps = layout.pipeline == 1  # the last unit stays gathered
     for event in step.loss():
         received = event.at == "loss" and not several
-        gathers = root + (0 if tied else wide) + (layers + received if stays else 1) * gathered
+        gathers = root + (0 if tied else wide) + (units + received if stays else 1 + keeps) * gathered
         # Nothing is gathered after the head, so its received bytes stay.
         gathers += wide * (event.at == "loss" and not tied and not stays)
         yield replace(event, gradients=before, buffers=gathers)
     if not tied and step.rank.last:
-        buffers = root + wide + end + (layers + 1 if stays else min(layers, 2)) * gathered
+        buffers = root + wide + end + (units + 1 if stays else min(units, 2)) * gathered
         yield Memory(
             gradients=before + end,
             activations=activations,
             buffers=buffers,
             at="reduction of the head",
         )
-    for left in extremes(layers):
-        done = layers - left
+    for left in extremes(units):
+        blocks = min(left * in_unit, layers)
+        done = layers - blocks
         gradients = shards or on_device * done * step.block // shard
-        gradients += end + left * step.block if whole else 0
+        gradients += end + blocks * step.block if whole else 0
         gradients += int(low * step.head) if tied else 0
-        buffers = root + (left if stays else min(left, 2)) * gathered + (step.block if done else 0)
-        event = Memory(buffers=buffers, at=f"backward of block {left}")
-        inside = step.saved(left) + step.inside()
-        yield replace(event, gradients=gradients + step.largest, activations=inside)
-        gradients += 0 if whole else step.block
-        yield replace(event, gradients=gradients, activations=step.saved(left - 1) + step.stream)
+        buffers = root + (left if stays else min(left, 2)) * gathered
+        buffers += in_unit * step.block if done else 0
+        # The unit's gradients exist together until its first block's is ready.
+        for later in {0, in_unit - 1}:
+            inside = step.saved(blocks - later) + step.inside()
+            new = step.largest + (0 if whole else later * step.block)
+            event = Memory(buffers=buffers, at=f"backward of block {blocks - later}")
+            yield replace(event, gradients=gradients + new, activations=inside)
+        gradients += 0 if whole else in_unit * step.block
+        activations = step.saved(blocks - in_unit) + step.stream
+        yield replace(event, gradients=gradients, activations=activations)
     gradients = end + (shards or on_device * layers * step.block // shard)
     gradients += int(step.head * (1 + low + whole)) if tied else step.head * whole
     at = "backward of the embedding"
-    yield Memory(gradients=gradients, activations=step.stream, buffers=wide, at=at)
+    yield Memory(gradients=gradients, activations=step.stream, buffers=wide * tied, at=at)
     reduced = on_device * step.weights // shard
-    yield Memory(gradients=end + reduced, buffers=end + wide, at="reduction of the embedding")
+    buffers = end + wide * tied
+    yield Memory(gradients=end + reduced, buffers=buffers, at="reduction of the embedding")
     yield Memory(gradients=-(-on_device * step.weights // shard), buffers=step.update, at="update")

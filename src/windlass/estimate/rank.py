@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from windlass.model.size import Parameters, block_matrices, block_parameters, count, stage_layers
+from windlass.model.size import (
+    Parameters,
+    block_matrices,
+    block_parameters,
+    count,
+    stage_layers,
+    unit_blocks,
+)
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.strategies import STRATEGIES, Strategy
 
@@ -209,6 +216,11 @@ class Rank:
         """Parameters of a block."""
         cut = self.undivided - self.block_replicated
         return cut // self.layout.tensor + self.block_replicated
+
+    @cached_property
+    def unit_blocks(self) -> int:
+        """Blocks of one unit of FSDP2."""
+        return unit_blocks(self.layers, self.layers * self.block) if self.layout.pipeline == 1 else 1
 
     @cached_property
     def table(self) -> int:
