@@ -220,7 +220,9 @@ class Rank:
     @cached_property
     def unit_blocks(self) -> int:
         """Blocks of one unit of FSDP2."""
-        return unit_blocks(self.layers, self.layers * self.block) if self.layout.pipeline == 1 else 1
+        return (
+            unit_blocks(self.layers, self.layers * self.block) if self.layout.pipeline == 1 else 1
+        )
 
     @cached_property
     def table(self) -> int:
