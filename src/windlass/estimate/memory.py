@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
-from windlass.model.size import CountedSizes
+from windlass.model.size import CountedSizes, unit_blocks
 from windlass.recipe.network import ModelSettings
 
 Network = ModelSettings | CountedSizes
@@ -99,6 +99,7 @@ def _counted(model: CountedSizes, layout: Layout) -> Memory:
             layers = int(model.network.get("layers") or 1)
             root = model.network.get("vocab", 0) * model.network.get("width", 0)
             block = (model.total - root) // layers // layout.tensor
+            block *= unit_blocks(layers, layers * block)
             root //= layout.tensor
             # Gathered parameters, and gradients before their reduction.
             buffers += master * (2 * root + block) + 3 * compute * block
@@ -365,8 +366,8 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     yield replace(first, activations=saved, buffers=buffers + received, at=at)
     activations, at = step.saved(layers) + step.stream, f"forward of block {layers}"
     yield replace(first, activations=activations, buffers=buffers + gathered, at=at)
-    if not tied and not stays and keeps:
-        buffers, at = 2 * (gathered + wide), "gathering of the head"
+    if keeps and not tied:
+        buffers, at = buffers + gathered + 2 * wide, "gathering of the head"
         yield replace(first, activations=activations, buffers=buffers, at=at)
     for event in step.loss():
         received = event.at == "loss" and not several
