@@ -142,11 +142,12 @@ class Work:
         once = strategy.keeps_gathered
         # All are gathered for each forward pass, blocks also for each backward pass. Without a
         # pipeline their last unit stays gathered.
-        passes, (unit, units) = 1 if once else steps, self.units
-        again = 0 if once else steps * (units - (layout.pipeline == 1))
+        passes, (unit, units), every = 1 if once else steps, self.units, layout.program.gathers_all
+        again = 0 if once else steps * (units - (layout.pipeline == 1 and not every))
+        tables = passes * 2 if every and not once else passes
         sent = [
             Collective("all_gather", low * root, passes, shard, "dp", stride),
-            Collective("all_gather", low * self.embedding, passes, shard, "dp", stride),
+            Collective("all_gather", low * self.embedding, tables, shard, "dp", stride),
             Collective("all_gather", low * unit, units * passes + again, shard, "dp", stride),
         ]
         reductions, groups = steps if layout.reduces_each else 1, world // shard
