@@ -352,9 +352,10 @@ class ParallelSettings(Section):
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass: all, or except matrix products and attention."""
     forward_prefetch: int = Field(0, ge=0)
-    """FSDP2: blocks to gather ahead in the forward pass; 0: PyTorch's choice."""
+    """FSDP2: units to gather ahead in the forward pass; 0: PyTorch's choice. A unit is a block, or
+    several small ones."""
     backward_prefetch: int = Field(0, ge=0)
-    """FSDP2: blocks to gather ahead in the backward pass; 0: PyTorch's choice."""
+    """FSDP2: units to gather ahead in the backward pass; 0: PyTorch's choice, which is one."""
     bucket_mb: float = Field(0.0, ge=0)
     """DDP: size of a gradient bucket in MB; 0: 25 on a GPU, 1 on a CPU."""
     timeout_seconds: float = Field(600.0, gt=0)
