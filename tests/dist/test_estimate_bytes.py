@@ -11,6 +11,7 @@ from windlass.recipe import Recipe, dotted
 
 VOCAB = 64
 MODEL = {"layers": 4, "heads": 4, "width": 32, "context": 16}
+UNITS = {"model__width": 256}  # FSDP2 has two units of two blocks
 FEW_KEYS = {"model__kv_heads": 1, "model__position": "rope", "model__tie_head": False}
 SELECTIVE = {"parallel__activation_checkpointing": "selective"}
 FULL = {"parallel__activation_checkpointing": "full"}
@@ -20,7 +21,7 @@ def recipe(changes) -> Recipe:
     """A step of two micro-batches or more, with sizes that every layout divides."""
     train = {"global_batch": 8, "micro_batch": 2, "precision": "fp32", "steps": 2}
     sections = {"model": MODEL, "train": train, "data": {"source": "none", "tokenizer": "char"}}
-    return make_recipe(**dotted(sections), **changes)
+    return make_recipe(**dotted(sections) | changes)
 
 
 def counted(join, recipes):
@@ -32,7 +33,7 @@ def check(world, cells):
     recipes = [recipe(cell) for cell in cells]
     for per_rank in run_ranks(counted, world, recipes, timeout=120):
         for cell, r, (stage, sent) in zip(cells, recipes, per_rank, strict=True):
-            stages = works(r.model, VOCAB, layout_of(r, world), r.parallel.bucket_mb)
+            stages = works(r.model, VOCAB, layout_of(r, world), r.parallel.bucket_on("cpu"))
             plan = {link: size for link, size in stages[stage].bytes_sent().items() if size}
             assert sent == plan, (cell, stage)
 
@@ -46,6 +47,9 @@ def test_bytes_of_two_ranks():
     cells = [
         on(strategy="ddp"),
         on(strategy="full_shard"),
+        on(strategy="full_shard") | UNITS,
+        on(strategy="full_shard") | UNITS | {"model__tie_head": False},
+        on(strategy="shard_grad_op") | UNITS,
         on(tensor=2),
         on(tensor=2, sequence=False),
         on(context=2),  # exchanges heads

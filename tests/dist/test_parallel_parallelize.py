@@ -170,6 +170,28 @@ def test_gradients_are_exchanged_once_a_step_or_after_each_micro_batch():
             assert gathered[1] == (1 if case == "shard_grad_op" else 4) * gathered[0] > 0, case
 
 
+def same_pass_twice(join: Join) -> list[torch.Tensor]:
+    """The gradients of the first two passes of DDP over the same samples, in float32."""
+    settings = recipe(parallel__strategy="ddp")
+    with join(settings) as ranks:
+        model = parallelize(toy(dtype=torch.float32), ranks, settings)
+        assert all(p.grad is None for p in model.parameters())
+        grads = []
+        for _ in range(2):
+            model(*micro_batch(join.rank)).backward()
+            grads.append(
+                torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+            )
+            model.zero_grad()
+    return grads
+
+
+def test_the_first_step_after_a_start_adds_gradients_as_later_ones_do():
+    """DDP by itself has other buckets in its first pass, and three ranks round by the place."""
+    for first, second in run_ranks(same_pass_twice, 3):
+        assert torch.equal(first, second) and first.any()
+
+
 def gradient_bytes(join: Join) -> dict[str, int]:
     """Bytes of gradients on this rank between micro-batches, in whole tensors and in shards."""
     results = {}

@@ -212,8 +212,9 @@ def test_on_a_cpu_no_step_is_predicted_and_none_projected(build):
 
 
 def test_ring_formulas_of_the_collectives():
-    def collectives(layout, **rest):
-        return Work(layout, total=1000, trained=1000, block=300, blocks=3, **rest).collectives
+    def collectives(layout, unit=1, **rest):
+        sizes = {"total": 1000 * unit, "trained": 1000 * unit, "block": 300 * unit}
+        return Work(layout, **sizes, blocks=3, **rest).collectives
 
     layout = Layout("ddp", 4)
     assert collectives(Layout("single")) == []
@@ -223,23 +224,25 @@ def test_ring_formulas_of_the_collectives():
     assert len(collectives(layout, bucket_mb=1e-3)) == 1
     assert collectives(layout, bucket_mb=1e-3)[0].calls == 4
 
-    def sent(strategy, **rest):
+    def sent(strategy, unit=10**4, **rest):
         """Bytes over the bus: gathered, reduced and scattered, reduced."""
         bytes_of = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
-        for one in collectives(Layout(strategy, 4, **{"shard": 4, "precision": "bf16"} | rest)):
-            bytes_of[one.name] += one.bus_bytes
+        layout = Layout(strategy, 4, **{"shard": 4, "precision": "bf16"} | rest)
+        for one in collectives(layout, unit):
+            bytes_of[one.name] += one.bus_bytes / unit
         return list(bytes_of.values())
 
-    # 900 parameters in blocks, gathered in bf16 forward and backward; 100 beside them, gathered
-    # once
-    gathered = 3 / 4 * (2 * 2 * 900 + 200)
+    # 900 parameters in blocks, gathered in bf16 forward and, except the last block's, backward; 100
+    # beside them, gathered once. Small blocks are one unit.
+    gathered = 3 / 4 * (2 * (900 + 600) + 200)
+    assert sent("full_shard", unit=1) == pytest.approx([3 / 4 * (2 * 900 + 200), 3000, 0])
     assert sent("full_shard") == pytest.approx([gathered, 3000, 0])
     assert sent("full_shard", accumulation=2) == pytest.approx([2 * gathered, 6000, 0])
     assert sent("full_shard", accumulation=2, reduce_each=False)[1] == 3000
     assert sent("shard_grad_op")[0] == pytest.approx(3 / 4 * (2 * 900 + 200))
     assert sent("shard_grad_op", accumulation=2)[1] == 3000
     reduced = 2 * 1 / 2 * 2000
-    assert sent("hybrid_shard", shard=2) == pytest.approx([1 / 2 * 3800, 1 / 2 * 4000, reduced])
+    assert sent("hybrid_shard", shard=2) == pytest.approx([1 / 2 * 3200, 1 / 2 * 4000, reduced])
     assert sent("hybrid_shard", shard=2, accumulation=2)[2] == reduced
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
-from windlass.model.size import CountedSizes
+from windlass.model.size import CountedSizes, unit_blocks
 from windlass.recipe.network import ModelSettings
 
 Network = ModelSettings | CountedSizes
@@ -99,6 +99,7 @@ def _counted(model: CountedSizes, layout: Layout) -> Memory:
             layers = int(model.network.get("layers") or 1)
             root = model.network.get("vocab", 0) * model.network.get("width", 0)
             block = (model.total - root) // layers // layout.tensor
+            block *= unit_blocks(layers, layers * block)
             root //= layout.tensor
             # Gathered parameters, and gradients before their reduction.
             buffers += master * (2 * root + block) + 3 * compute * block
@@ -145,6 +146,9 @@ class Step:
         self.weights = self.master * rank.total
         self.block = self.master * rank.block
         self.root = self.weights - self.layers * self.block
+        # A unit of FSDP2: its gradients, and its gathered parameters in autocast's precision.
+        self.unit = rank.unit_blocks * self.block
+        self.gathered = self.compute * rank.unit_blocks * rank.block
         # The matrix of the head, also of a tied one; before the last stage of the embedding, if any.
         self.head = self.master * rank.table * (rank.first or rank.last)
         # The largest matrix of a block, whose gradient exists twice for a moment.
@@ -334,62 +338,87 @@ def _plain_events(step: Step, several: bool) -> Iterator[Memory]:
 
 
 def _fsdp_events(step: Step) -> Iterator[Memory]:
-    """FSDP2 gathers blocks one by one, or keeps them gathered until their backward pass
+    """FSDP2 gathers units of blocks one by one, or keeps them gathered until their backward pass
     (`shard_grad_op`).
 
-    A gathered block is in memory twice for a moment, as received bytes and as parameters; the
-    arrival of the next block frees the received bytes. A gradient also exists twice during its
-    reduction. An untied head and the embedding are units of their own; a tied matrix stays."""
+    A gathered unit is in memory twice for a moment, as received bytes and as parameters; the
+    arrival of the next unit frees the received bytes. The last unit stays gathered. A gradient also
+    exists twice during its reduction. An untied head and the embedding are units of their own; a
+    tied matrix stays."""
     layout, tied, low = step.layout, step.rank.tied, step.compute / step.master
     layers, shard, end = step.layers, layout.shard, step.root if tied else step.head
-    stays = layout.policy.keeps_gathered
+    in_unit, gathered = step.rank.unit_blocks, step.gathered
+    units = -(-layers // in_unit)
+    stays, keeps = layout.policy.keeps_gathered, layout.pipeline == 1  # the last unit stays
     wide = int(low * end)  # the gathered embedding or head
     root = wide if tied or stays else 0  # while blocks compute
-    gathered = step.compute * step.rank.block  # a block in autocast's precision
     on_device = not layout.offload  # with offload reduced gradients go to the host
     several, each = layout.accumulation > 1, layout.reduces_each
     whole = several and not each  # gradients wait unreduced for the step's last micro-batch
-    shards = (
-        on_device * step.weights // shard if several and each else 0
-    )  # of earlier micro-batches
+    # Gradients of earlier micro-batches.
+    shards = on_device * step.weights // shard if several and each else 0
     before = step.weights if whole else shards
     # `shard_grad_op` gathers in the first micro-batch alone, before any gradient.
     first = Memory(gradients=0 if stays else before)
 
-    buffers = root + (layers + 2 if stays else 3) * gathered
-    at = f"gathering of block {layers}"
-    yield replace(first, activations=step.saved(layers - 1), buffers=buffers, at=at)
+    buffers, at = root + (units if stays else 1) * gathered, f"gathering of block {layers}"
+    received, saved = min(units, 2) * gathered, step.saved(layers - in_unit)
+    yield replace(first, activations=saved, buffers=buffers + received, at=at)
     activations, at = step.saved(layers) + step.stream, f"forward of block {layers}"
-    yield replace(first, activations=activations, buffers=buffers - gathered, at=at)
+    yield replace(first, activations=activations, buffers=buffers + gathered, at=at)
+    if keeps and not tied:
+        buffers, at = buffers + gathered + 2 * wide, "gathering of the head"
+        yield replace(first, activations=activations, buffers=buffers, at=at)
     for event in step.loss():
         received = event.at == "loss" and not several
-        gathers = root + (0 if tied else wide) + (layers + received if stays else 1) * gathered
+        again = event.at == "loss" and tied and keeps  # its received bytes, too
+        gathers = root + (0 if tied else wide)
+        gathers += (units + received if stays else 1 + again) * gathered
         # Nothing is gathered after the head, so its received bytes stay.
         gathers += wide * (event.at == "loss" and not tied and not stays)
         yield replace(event, gradients=before, buffers=gathers)
-    if not tied and step.rank.last:
-        buffers = root + wide + end + (layers + 1 if stays else min(layers, 2)) * gathered
-        yield Memory(
-            gradients=before + end,
-            activations=activations,
-            buffers=buffers,
-            at="reduction of the head",
-        )
-    for left in extremes(layers):
-        done = layers - left
-        gradients = shards or on_device * done * step.block // shard
-        gradients += end + left * step.block if whole else 0
+    ended = end if step.rank.last and not tied else 0  # the head's gradient is reduced
+    if ended:
+        buffers = root + wide + end + (units if stays else 1) * gathered
+        new, at = before + end, "reduction of the head"
+        yield Memory(gradients=new, activations=activations, buffers=buffers, at=at)
+    for left in extremes(units):
+        blocks = min(left * in_unit, layers)
+        gradients = shards or on_device * (ended + (layers - blocks) * step.block) // shard
+        gradients += end + blocks * step.block if whole else 0
         gradients += int(low * step.head) if tied else 0
-        buffers = root + (left if stays else min(left, 2)) * gathered + (step.block if done else 0)
-        event = Memory(buffers=buffers, at=f"backward of block {left}")
-        inside = step.saved(left) + step.inside()
-        yield replace(event, gradients=gradients + step.largest, activations=inside)
-        gradients += 0 if whole else step.block
-        yield replace(event, gradients=gradients, activations=step.saved(left - 1) + step.stream)
+        others = root + (left if stays else min(left, 2)) * gathered - gathered
+        yield from _backward_of_unit(step, blocks, gradients, others, whole)
     gradients = end + (shards or on_device * layers * step.block // shard)
     gradients += int(step.head * (1 + low + whole)) if tied else step.head * whole
     at = "backward of the embedding"
-    yield Memory(gradients=gradients, activations=step.stream, buffers=wide, at=at)
+    yield Memory(gradients=gradients, activations=step.stream, buffers=wide * tied, at=at)
     reduced = on_device * step.weights // shard
-    yield Memory(gradients=end + reduced, buffers=end + wide, at="reduction of the embedding")
+    buffers = end + wide * tied
+    yield Memory(gradients=end + reduced, buffers=buffers, at="reduction of the embedding")
     yield Memory(gradients=-(-on_device * step.weights // shard), buffers=step.update, at="update")
+
+
+def _backward_of_unit(
+    step: Step, blocks: int, gradients: int, others: int, whole: bool
+) -> Iterator[Memory]:
+    """The backward pass of a unit of FSDP2, the last one of `blocks` blocks, and its reduction.
+
+    `gradients` exist before it, with the unit's if they are `whole`; `others`: the bytes of other
+    gathered units. The unit's gradients exist together until its first block's are.
+    """
+    in_unit, unit = step.rank.unit_blocks, step.unit
+    buffers = others + step.gathered + (unit if blocks < step.layers else 0)  # reduced before
+    for later in {0, in_unit - 1}:
+        new = step.largest + (0 if whole else later * step.block)
+        at, inside = (
+            f"backward of block {blocks - later}",
+            step.saved(blocks - later) + step.inside(),
+        )
+        yield Memory(gradients=gradients + new, activations=inside, buffers=buffers, at=at)
+    new, activations = 0 if whole else unit, step.saved(blocks - in_unit) + step.stream
+    yield Memory(gradients=gradients + new, activations=activations, buffers=buffers, at=at)
+    new = unit // step.layout.shard - unit * whole
+    buffers = others + (1 if step.cuda else 2) * unit  # gloo copies what it reduces
+    at = f"reduction of block {blocks}"
+    yield Memory(gradients=gradients + new, activations=activations, buffers=buffers, at=at)

@@ -121,6 +121,7 @@ def _run(row: dict[str, str], device: Device) -> PublishedRun:
             n["logits"],
             float(row["repeated"]),
             n["logit_traffic"],
+            gathers_all=True,
         ),
     )
     [rank] = ranks_of(model, n["vocab"], layout)

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from windlass.model.size import Parameters, block_matrices, block_parameters, count, stage_layers
+from windlass.model.size import (
+    Parameters,
+    block_matrices,
+    block_parameters,
+    count,
+    stage_layers,
+    unit_blocks,
+)
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.strategies import STRATEGIES, Strategy
 
@@ -32,6 +39,7 @@ class Program:
     logits: int = 0  # held for each logit of a micro-batch; 0: a chunk of logits exists at a time
     repeated: float = 0.0  # the part of the products that `selective` repeats
     logit_traffic: int = 28  # bytes that head and loss read and write for a logit
+    gathers_all: bool = False  # the last block and the embedding, too, for the backward pass
 
 
 OURS = Program()
@@ -209,6 +217,13 @@ class Rank:
         """Parameters of a block."""
         cut = self.undivided - self.block_replicated
         return cut // self.layout.tensor + self.block_replicated
+
+    @cached_property
+    def unit_blocks(self) -> int:
+        """Blocks of one unit of FSDP2."""
+        return (
+            unit_blocks(self.layers, self.layers * self.block) if self.layout.pipeline == 1 else 1
+        )
 
     @cached_property
     def table(self) -> int:

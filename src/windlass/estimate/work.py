@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, layout_of, ranks_of
-from windlass.model.size import CountedSizes, block_parameters, flops_per_token
+from windlass.model.size import CountedSizes, block_parameters, flops_per_token, unit_blocks
 from windlass.recipe.network import ModelSettings
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Work:
         layout = layout_of(recipe, int(start["world"]), device, start["precision"])
         layout = replace(layout, strategy=start["strategy"], accumulation=start["accumulation"])
         total, trained, network = start["parameters"], start["trained"], start.get("network")
-        bucket_mb = recipe.parallel.bucket_mb
+        bucket_mb = recipe.parallel.bucket_on(device)
         if network:
             sizes = CountedSizes(total, trained, int(network.get("vocab", 0)), network)
             return Work.of_counted(sizes, layout, bucket_mb)
@@ -106,6 +106,14 @@ class Work:
         """Parameters that a rank updates."""
         return self.trained / self.layout.shard
 
+    @property
+    def units(self) -> tuple[float, int]:
+        """The parameters of a unit of blocks of FSDP2 and the number of such units."""
+        blocks, parameters = self.blocks, self.blocks * self.block
+        each = unit_blocks(blocks, parameters) if self.layout.pipeline == 1 else 1
+        units = -(-blocks // max(1, each))
+        return parameters / max(1, units), units
+
     @cached_property
     def collectives(self) -> list[Collective]:
         """All collectives of a step; none on one rank."""
@@ -132,17 +140,19 @@ class Work:
         gradients_per_parameter = self.trained / self.total
         root, steps = self.total - self.blocks * self.block - self.embedding, layout.accumulation
         once = strategy.keeps_gathered
-        # Embedding and blocks are gathered for each forward and backward pass, the rest for each
-        # forward pass.
-        both = 1 if once else 2 * steps
+        # All are gathered for each forward pass, blocks also for each backward pass. Without a
+        # pipeline their last unit stays gathered.
+        passes, (unit, units), every = 1 if once else steps, self.units, layout.program.gathers_all
+        again = 0 if once else steps * (units - (layout.pipeline == 1 and not every))
+        tables = passes * 2 if every and not once else passes
         sent = [
-            Collective("all_gather", low * root, 1 if once else steps, shard, "dp", stride),
-            Collective("all_gather", low * self.embedding, both, shard, "dp", stride),
-            Collective("all_gather", low * self.block, self.blocks * both, shard, "dp", stride),
+            Collective("all_gather", low * root, passes, shard, "dp", stride),
+            Collective("all_gather", low * self.embedding, tables, shard, "dp", stride),
+            Collective("all_gather", low * unit, units * passes + again, shard, "dp", stride),
         ]
         reductions, groups = steps if layout.reduces_each else 1, world // shard
-        for unit, number in ((root, 1), (self.embedding, 1), (self.block, self.blocks)):
-            size = master * gradients_per_parameter * unit
+        for parameters, number in ((root, 1), (self.embedding, 1), (unit, units)):
+            size = master * gradients_per_parameter * parameters
             calls = number * reductions
             sent.append(Collective("reduce_scatter", size, calls, shard, "dp", stride))
             # Between the groups, each shard with its equals.

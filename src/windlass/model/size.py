@@ -8,6 +8,8 @@ from typing import Any
 from windlass.recipe.network import ModelSettings
 
 BYTES_FP32 = 4
+UNIT_PARAMETERS = 2**20
+"""Small blocks share a unit of FSDP2, with about this many parameters."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,12 @@ def block_parameters(settings: ModelSettings) -> int:
     parts = count(settings, vocab=0)
     final = parts.norms // (2 * settings.layers + 1) if settings.final_norm else 0
     return (parts.non_embedding - final) // settings.layers
+
+
+def unit_blocks(blocks: int, parameters: int) -> int:
+    """The consecutive blocks in a unit of FSDP2, if all blocks have `parameters` together."""
+    units = min(blocks, -(-parameters // UNIT_PARAMETERS))
+    return -(-blocks // max(1, units))
 
 
 def stage_layers(settings: ModelSettings, vocab: int, stages: int) -> list[int]:

@@ -32,6 +32,7 @@ from torch.utils.checkpoint import (
 from windlass.errors import UserError
 from windlass.model.build import materialise
 from windlass.model.share import Peers, Share, is_fsdp, with_cut
+from windlass.model.size import unit_blocks
 from windlass.parallel.dist import Ranks
 from windlass.parallel.pipeline import keep_stages
 from windlass.recipe import Recipe
@@ -102,7 +103,8 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     # A pipeline adds up gradients itself, after the passes of all its stages.
     if replicas is None or replicas.size() == 1 or ranks.mesh.pp is not None:
         return model
-    return _replicate(model, replicas.get_group(), ranks.device, recipe.parallel.bucket_mb)
+    bucket_mb = recipe.parallel.bucket_on(ranks.device.type)
+    return _replicate(model, replicas.get_group(), ranks.device, bucket_mb)
 
 
 def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
@@ -143,7 +145,22 @@ def _replicate(
         return reduced.get_future().then(lambda future: future.value()[0])
 
     wrapped.register_comm_hook(None, add)
+    settle_buckets(wrapped)
     return wrapped
+
+
+def settle_buckets(wrapped: DistributedDataParallel) -> None:
+    """Have DDP cut its buckets now, from the last parameter to the first.
+
+    It cuts them after the first backward pass, in the order of the gradients. The place of a number
+    in a bucket decides in which order three ranks or more add it. So the first step after a resume
+    would round differently.
+    """
+    trained = [p for p in wrapped.parameters() if p.requires_grad]
+    wrapped.reducer.prepare_for_forward()
+    wrapped.reducer.prepare_for_backward([])
+    torch.stack([0.0 * p.sum() for p in trained]).sum().backward()
+    wrapped.zero_grad(set_to_none=True)  # the next forward pass cuts them
 
 
 def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Module]:
@@ -164,7 +181,11 @@ def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Mo
 
 
 def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Recipe) -> None:
-    """FSDP2 over each block, over the model's `ends()`, and over the rest as one unit."""
+    """FSDP2 over blocks, over the model's `ends()`, and over the rest as one unit.
+
+    Small blocks of a model that runs them in order (it has `ends`) share a unit, because a
+    collective and FSDP2's hooks would take longer than they.
+    """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
         MixedPrecisionPolicy,
@@ -192,22 +213,31 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
         if ranks.device.type == "cpu":  # on CUDA autocast raises norms by itself
             wide += [module for module in model.modules() if is_foreign_norm(module)]
         compute_in_float32(wide)
-    for unit in ([first] if first else []) + [[block] for block in blocks]:
-        shard(unit, reshard_after_forward=not ranks.strategy.keeps_gathered)
-    if last:  # the backward pass begins with it
+    in_order, each = hasattr(model, "ends") and ranks.mesh.pp is None, 1
+    if in_order:
+        each = unit_blocks(len(blocks), sum(p.numel() for b in blocks for p in b.parameters()))
+    units = [blocks[i : i + each] for i in range(0, len(blocks), each)]
+    if first:
+        units.insert(0, first)
+    keeps = ranks.strategy.keeps_gathered
+    for unit in units:  # the backward pass begins with the last one, unless a pipeline waits
+        shard(unit, reshard_after_forward=not keeps and (unit is not units[-1] or not in_order))
+    if first and isinstance(first[0], nn.Embedding):
+        first[0].set_unshard_in_backward(False)  # its backward pass reads no weight
+    if last:
         shard(last, reshard_after_forward=False)
     shard(model, reshard_after_forward=False)
     for module in model.modules():
         if is_fsdp(module):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    units: list[Any] = [model, *first[:1], *blocks, *last[:1]]
+    heads: list[Any] = [model, *(unit[0] for unit in units), *last[:1]]
     ahead, back = settings.forward_prefetch, settings.backward_prefetch
-    for i, unit in enumerate(units):
+    for i, unit in enumerate(heads):
         if ahead:
-            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
+            unit.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + ahead])
         if back and i:
-            unit.set_modules_to_backward_prefetch(units[max(1, i - back) : i][::-1])
+            unit.set_modules_to_backward_prefetch(heads[max(1, i - back) : i][::-1])
 
 
 def is_foreign_norm(module: nn.Module) -> bool:

@@ -353,11 +353,12 @@ class ParallelSettings(Section):
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass: all, or except matrix products and attention."""
     forward_prefetch: int = Field(0, ge=0)
-    """FSDP2: blocks to gather ahead in the forward pass; 0: PyTorch's choice."""
+    """FSDP2: units to gather ahead in the forward pass; 0: PyTorch's choice. A unit is a block, or
+    several small ones."""
     backward_prefetch: int = Field(0, ge=0)
-    """FSDP2: blocks to gather ahead in the backward pass; 0: PyTorch's choice."""
-    bucket_mb: float = Field(25.0, gt=0)
-    """DDP: size of a gradient bucket in MB."""
+    """FSDP2: units to gather ahead in the backward pass; 0: PyTorch's choice, which is one."""
+    bucket_mb: float = Field(0.0, ge=0)
+    """DDP: size of a gradient bucket in MB; 0: 25 on a GPU, 1 on a CPU."""
     timeout_seconds: float = Field(600.0, gt=0)
     """Longest time of a collective; after it the run ends and names the rank and phase."""
     startup_timeout_seconds: float = Field(1800.0, gt=0)
@@ -366,6 +367,10 @@ class ParallelSettings(Section):
     """Period of each rank's sign of life; the run ends if a rank is silent for 6 periods."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; `auto`: CUDA if torch finds it."""
+
+    def bucket_on(self, device: str) -> float:
+        """The size of a gradient bucket in MB on the kind of `device`."""
+        return self.bucket_mb or (1.0 if device == "cpu" else 25.0)
 
     @property
     def model_ranks(self) -> int:  # that hold one copy of the model, apart from sharding
