@@ -261,6 +261,7 @@ class GPT(nn.Module):
         layers: range | None = None,
         by_source: SourceSums | None = None,
         documents: Documents | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the loss.
 
@@ -277,6 +278,8 @@ class GPT(nn.Module):
             by_source: Where to add the loss of each row's source, for a mixture.
             documents: Of each row, with [B, T] as in `tokens`; attention stays within them, and
                 positions restart in each.
+            places: Of N tokens of the pass, counted over all rows [N]; the result is then only
+                their logits [N, V].
         """
         m, layers = self.settings, layers or range(self.settings.layers)
         start, length = cache[layers.start].length if cache else 0, tokens.shape[1]
@@ -309,6 +312,8 @@ class GPT(nn.Module):
         x = share.enter(multiplied(x, m.multipliers.hidden), rows)
         if cache:
             x = x[:, -1:]
+        if places is not None:
+            x = x.flatten(0, 1)[places]
         # FSDP2 adds zeros to the gradient of every parameter that a unit gets as an argument.
         table = self.embedding.weight if m.tie_head else None
         return self.head(x, labels, table, by_source)
