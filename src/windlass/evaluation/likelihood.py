@@ -39,7 +39,9 @@ HELLASWAG = "Rowan/hellaswag"  # on the Hub
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
 BATCHES_AHEAD = 2  # read while one is computed
 OnProgress = Callable[[int, int], object]  # between passes, with the amount done and the total
-LOGITS_PER_PASS = {"cpu": 2**26, "cuda": 2**29}  # in fp32 256 MB on a CPU, 2 GB on a GPU
+# In fp32 2 GB on a GPU. The C library reuses blocks of 32 MB; larger ones have new pages each time.
+LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**29}
+LEAST_PER_PASS = 128  # tokens with logits, however many logits each has
 
 
 def evaluate_loss(
@@ -191,7 +193,7 @@ def log_likelihoods(
             if own:
                 logits = logits if chooses else logits.flatten(0, 1)[batch.places]
                 lengths = [len(ending) for text in own for ending in text.endings.values()]
-                results += score(logits, batch.wanted, lengths)
+                results += map(score, logits.split(lengths), batch.wanted.split(lengths))
                 scored += own
             if poll is not None and max_async([poll()], ranks).wait()[0]:
                 return None
@@ -209,13 +211,12 @@ def log_likelihoods(
     return list(map(Likelihood, merged[: len(rows)], in_order, map(bool, merged[len(rows) :])))
 
 
-def score(logits: Tensor, wanted: Tensor, lengths: list[int]) -> list[Tensor]:
-    """For each ending its log-likelihood, and whether it is greedy, from logits [N, V] of all."""
+def score(logits: Tensor, wanted: Tensor) -> Tensor:
+    """The log-likelihood of the tokens of one ending, and whether they are greedy [2]."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
-    greedy = logits.argmax(-1) == wanted
-    parts = zip(scores.double().split(lengths), greedy.split(lengths), strict=True)
-    return [torch.stack([part.sum(), chosen.all().double()]) for part, chosen in parts]
+    greedy = (logits.argmax(-1) == wanted).all().double()
+    return torch.stack([scores.double().sum(), greedy])
 
 
 class Text(NamedTuple):
@@ -285,7 +286,7 @@ def plan_passes(
     lengths: Sequence[int], logits: Sequence[int], vocab: int, device: str
 ) -> list[list[int]]:
     """Texts in passes, longest first, within the limits on tokens (with padding) and on logits."""
-    most = LOGITS_PER_PASS[device] // vocab
+    most = max(LEAST_PER_PASS, LOGITS_PER_PASS[device] // vocab)
     passes, in_pass = list[list[int]](), 0
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         in_pass += logits[i]
