@@ -1,8 +1,13 @@
 """Generation: choosing tokens, the same text in any batch, sliding windows, streaming, stopping."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.evaluation.generate import (
     Sampling,
@@ -92,6 +97,39 @@ def test_tokens_are_streamed_in_order_and_an_end_is_told_once() -> None:
         # whoever reads the events between two passes computes as before
         assert torch.is_grad_enabled()
     assert list(told.values()) == [[*text, None] for text in generate(model, prompts, sampling)]
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of matrices to low precision."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16:
+            self.count += isinstance(args[0], nn.Parameter)
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_are_cast_to_low_precision_once_and_dropped_at_the_end() -> None:
+    class Linear(Toy):
+        def forward(self, tokens: Tensor, cache: Any = None) -> Tensor:
+            return F.linear(self.weight.float()[tokens], self.table)
+
+    model, low = Linear(), partial(torch.autocast, "cpu", torch.bfloat16)
+    model.table = nn.Parameter(torch.randn(13, 8))
+    tokens, sampling = torch.tensor([[1]]), Sampling(max_tokens=9, temperature=0)
+    with Casts() as casts:
+        events = generate_events(model, [[1]], sampling, autocast=low)
+        assert len([next(events) for _ in range(8)]) == 8 and casts.count == 1
+        with low():  # in between
+            model(tokens)
+        assert len(list(events)) == 2 and casts.count == 2
+    with torch.no_grad():
+        model.table.zero_()
+    with low():
+        assert not model(tokens).any(), "no stale weight"
+        model(tokens).sum().backward()
+    assert model.table.grad is not None
 
 
 def test_progress_counts_complete_texts() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.source import alone, evaluating
+from windlass.evaluation.source import alone, casting_once, evaluating
 from windlass.model.few_rows import few_rows
 from windlass.parallel.collectives import max_async
 from windlass.parallel.dist import Ranks
@@ -203,7 +203,7 @@ def generate_events(
                 return not stops
             tokens, cache = group.next_pass() if group else ([[0]], model.new_cache(1, 1))
             ids = torch.tensor(tokens, dtype=torch.int64, device=ranks.device)
-            with torch.no_grad(), autocast(), few_rows(model, len(tokens)):
+            with torch.no_grad(), casting_once(autocast), few_rows(model, len(tokens)):
                 logits = model(ids, cache=cache)[:, -1]
             if group is not None:
                 yield from group.add(logits[:, : vocab or None].float())

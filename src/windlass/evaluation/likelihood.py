@@ -26,7 +26,7 @@ from windlass.data.samples import Batch, Samples
 from windlass.data.sources import load_dataset
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.source import evaluating
+from windlass.evaluation.source import casting_once, evaluating
 from windlass.model.documents import Branches, documents_of
 from windlass.model.gpt import GPT
 from windlass.model.loss import SourceSums, takes_sources
@@ -89,7 +89,7 @@ def evaluate_loss(
                     text_bytes += int(token_bytes[unmasked.numpy()].sum())
                 here = rows.to(ranks.device)
                 sources = {"by_source": SourceSums(here.sources, by_source)} if names else {}
-                with autocast():
+                with casting_once(autocast):
                     total += model(here.tokens, here.labels, **sources, **documents_of(here, model))
                 if poll is not None and max_async([poll()], ranks).wait()[0]:
                     return None
@@ -188,7 +188,7 @@ def log_likelihoods(
             given: dict[str, Any] = {"places": batch.places} if chooses else {}
             if any(len(text.endings) > 1 for text in own):
                 given["documents"] = Branches(batch.branches, batch.positions)
-            with autocast():
+            with casting_once(autocast):
                 logits = model(batch.tokens, **given)
             if own:
                 logits = logits if chooses else logits.flatten(0, 1)[batch.places]
