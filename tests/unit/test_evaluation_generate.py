@@ -184,3 +184,20 @@ def test_tokens_come_with_the_probabilities_of_the_softmax() -> None:
 def test_top_k_and_top_p_leave_the_likeliest(top_k: int, top_p: float, left: list[int]) -> None:
     logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
     assert mask_unlikely(logits, top_k, top_p)[0].isfinite().nonzero().flatten().tolist() == left
+
+
+@pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.9999])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
+def test_the_nucleus_is_that_of_a_sort_of_all_tokens(spread, ties, top_p) -> None:
+    """A flat distribution needs many tokens, and of equally likely ones the first come first."""
+    logits = spread * torch.randn(3, 3000, generator=torch.Generator().manual_seed(3)).double()
+    logits = logits.mul(4 / spread).round().mul(spread / 4) if ties else logits
+    for row, mine in zip(logits, mask_unlikely(logits, 0, top_p), strict=True):
+        probabilities, mass, inside = row.softmax(-1).tolist(), 0.0, set[int]()
+        for token in sorted(range(3000), key=lambda i: (-probabilities[i], i)):
+            if mass < top_p:
+                inside.add(token)
+            mass += probabilities[token]
+        assert set(mine.isfinite().nonzero().flatten().tolist()) == inside
+        assert torch.equal(mine[list(inside)], row[list(inside)])
