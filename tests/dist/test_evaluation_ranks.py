@@ -84,7 +84,8 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     texts, rank, world = prompts(7), ranks.mesh.data_rank, ranks.mesh.data_world
     mine = [] if rank == 3 else list(range(7))[rank::world]
     continued = generate(model, [texts[i] for i in mine], SAMPLING, ranks, indices=mine, batch=2)
-    scored = log_likelihoods(model, [Continuation(texts[i], texts[i + 1]) for i in range(6)], ranks)
+    pairs = [Continuation(texts[i // 2], texts[i + 1]) for i in range(6)]  # contexts twice
+    scored = log_likelihoods(model, pairs, ranks)
     assert continued is not None and scored is not None
     # One text ends at its first token, while the other ranks go on for long. Then only the last
     # rank has a text.

@@ -213,7 +213,7 @@ def measured(join, recipe):
     with join(recipe) as ranks:
         model, trainer = built(ranks, recipe)
         loss = evaluate_loss(model, rows(), ranks, 3, 20)
-        endings = [Continuation([1, 2, 3], [4, 5]), Continuation([6] * 9, [7, 8, 9]), ([3], [2])]
+        endings = [([1, 2, 3], [4, 5]), ([6] * 9, [7, 8, 9]), ([1, 2, 3], [6, 7, 8]), ([3], [2])]
         scores = log_likelihoods(model, [Continuation(*pair) for pair in endings], ranks)
         sampling = Sampling(max_tokens=15, seed=3)
         texts = generate(model, [[1, 2, 3], [5]], sampling, ranks)

@@ -71,6 +71,8 @@ def test_numbers_are_those_of_transformers(kind, chunk_bytes, directories, monke
     assert ours.vocab == hf_fixtures.VOCAB and has_plain_head(ours.model) == (kind != "gemma2")
     logits = reference(input_ids=tokens).logits
     assert (ours(tokens) - logits).abs().max() < 1e-5
+    places = torch.tensor([3, 0, 59])
+    assert (ours(tokens, places=places) - logits.flatten(0, 1)[places]).abs().max() < 1e-5
     loss = F.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="sum")
     mine = ours(tokens, labels)
     assert float(mine.detach()) == pytest.approx(float(loss.detach()), rel=1e-6)

@@ -1,8 +1,13 @@
 """Generation: choosing tokens, the same text in any batch, sliding windows, streaming, stopping."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.evaluation.generate import (
     Sampling,
@@ -94,6 +99,39 @@ def test_tokens_are_streamed_in_order_and_an_end_is_told_once() -> None:
     assert list(told.values()) == [[*text, None] for text in generate(model, prompts, sampling)]
 
 
+class Casts(TorchDispatchMode):
+    """Counts the casts of matrices to low precision."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16:
+            self.count += isinstance(args[0], nn.Parameter)
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_are_cast_to_low_precision_once_and_dropped_at_the_end() -> None:
+    class Linear(Toy):
+        def forward(self, tokens: Tensor, cache: Any = None) -> Tensor:
+            return F.linear(self.weight.float()[tokens], self.table)
+
+    model, low = Linear(), partial(torch.autocast, "cpu", torch.bfloat16)
+    model.table = nn.Parameter(torch.randn(13, 8))
+    tokens, sampling = torch.tensor([[1]]), Sampling(max_tokens=9, temperature=0)
+    with Casts() as casts:
+        events = generate_events(model, [[1]], sampling, autocast=low)
+        assert len([next(events) for _ in range(8)]) == 8 and casts.count == 1
+        with low():  # in between
+            model(tokens)
+        assert len(list(events)) == 2 and casts.count == 2
+    with torch.no_grad():
+        model.table.zero_()
+    with low():
+        assert not model(tokens).any(), "no stale weight"
+        model(tokens).sum().backward()
+    assert model.table.grad is not None
+
+
 def test_progress_counts_complete_texts() -> None:
     seen, sampling = list[tuple[int, int]](), Sampling(max_tokens=3, temperature=0)
     generate(Toy(), prompts(5, 6), sampling, batch=2, progress=lambda *now: seen.append(now))
@@ -146,3 +184,20 @@ def test_tokens_come_with_the_probabilities_of_the_softmax() -> None:
 def test_top_k_and_top_p_leave_the_likeliest(top_k: int, top_p: float, left: list[int]) -> None:
     logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
     assert mask_unlikely(logits, top_k, top_p)[0].isfinite().nonzero().flatten().tolist() == left
+
+
+@pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.9999])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
+def test_the_nucleus_is_that_of_a_sort_of_all_tokens(spread, ties, top_p) -> None:
+    """A flat distribution needs many tokens, and of equally likely ones the first come first."""
+    logits = spread * torch.randn(3, 3000, generator=torch.Generator().manual_seed(3)).double()
+    logits = logits.mul(4 / spread).round().mul(spread / 4) if ties else logits
+    for row, mine in zip(logits, mask_unlikely(logits, 0, top_p), strict=True):
+        probabilities, mass, inside = row.softmax(-1).tolist(), 0.0, set[int]()
+        for token in sorted(range(3000), key=lambda i: (-probabilities[i], i)):
+            if mass < top_p:
+                inside.add(token)
+            mass += probabilities[token]
+        assert set(mine.isfinite().nonzero().flatten().tolist()) == inside
+        assert torch.equal(mine[list(inside)], row[list(inside)])

@@ -76,6 +76,44 @@ def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass, monkeypa
         assert score.sum == pytest.approx(total, abs=1e-4) and [score.tokens, score.greedy] == rest
 
 
+@pytest.mark.parametrize("most", [1, 10**6])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"position": "learned", "context": 24},
+        {"position": "rope", "context": 64, "kv_heads": 1, "qk_norm": True},
+        {"position": "none", "context": 64, "tie_head": False, "head_bias": True},
+    ],
+)
+def test_endings_of_one_context_do_not_see_one_another(settings, most, monkeypatch):
+    """In float64, with texts that are longer than the context and repeated endings."""
+    monkeypatch.setitem(likelihood.LOGITS_PER_PASS, "cpu", most)
+    monkeypatch.setattr(likelihood, "LEAST_PER_PASS", most)
+    model, random_rows = gpt(**settings).double(), rows(12, 30)
+    shared = [
+        Continuation(random_rows[i // 4].context, row.ending[:7])
+        for i, row in enumerate(random_rows)
+    ]
+    given = [*shared, *random_rows[:3], shared[5], Continuation(shared[0].context, [3])]
+    random.Random(1).shuffle(given)
+    scores = likelihood.log_likelihoods(model, given, ALONE)
+    assert scores is not None
+    for row, score in zip(given, scores, strict=True):
+        total, *rest = plain(model, row, settings["context"])
+        assert score.sum == pytest.approx(total, rel=0, abs=1e-10)
+        assert [score.tokens, score.greedy] == rest
+
+
+@pytest.mark.parametrize(("context", "read"), [(64, 9 + 4 * 4), (20, 2 * 9 + 4 * 4)])
+def test_a_context_is_read_once_and_only_endings_have_logits(context: int, read: int) -> None:
+    model, tokens, logits = gpt(context=context), list[int](), list[int]()
+    model.embedding.register_forward_hook(lambda _, __, x: tokens.append(x[..., 0].numel()))
+    model.head.register_forward_hook(lambda _, __, x: logits.append(x[..., 0].numel()))
+    given = [Continuation([5] * 9, [i] * 5) for i in range(4)]
+    likelihood.log_likelihoods(model, given, ALONE)
+    assert (sum(tokens), sum(logits)) == (read, 4 * 5)
+
+
 class Reads(TorchDispatchMode):
     """Counts the numbers that the host reads from tensors; for each it would wait for a GPU."""
 
@@ -91,6 +129,10 @@ def test_the_host_does_not_wait_for_each_row() -> None:
     with Reads() as reads:
         scores = likelihood.log_likelihoods(model, rows(30, 20), ALONE)
     assert scores is not None and len(scores) == 30 and reads.count == 0
+    for batch in (1, 8):
+        with Reads() as reads:
+            assert likelihood.evaluate_loss(model, Eight(lambda _: None), ALONE, batch) is not None
+        assert reads.count == 1, "the sum, at the end"
 
 
 class Eight:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.source import alone, evaluating
+from windlass.evaluation.source import alone, casting_once, evaluating
+from windlass.model.few_rows import few_rows
 from windlass.parallel.collectives import max_async
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap, varying_shapes
@@ -29,6 +30,7 @@ from windlass.seeds import seed_bytes
 Event = tuple[int, int | None]  # the index of a text and its next token; None: the text is complete
 # Prompt tokens decoded with the next ones: some tokenizers drop the space before a text.
 PROMPT_TAIL = 16
+NUCLEUS = 1024  # tokens among which top-p is tried first
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,27 @@ def mask_unlikely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     if 0 < top_k < logits.shape[-1]:
         edge = logits.topk(top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < edge, -torch.inf)
-    if top_p < 1:
-        ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
-        probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # 0 for the likeliest, which always stays
-        excluded = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
-        logits = logits.masked_fill(excluded, -torch.inf)
-    return logits
+    return logits if top_p == 1 else mask_outside_nucleus(logits, top_p)
+
+
+def mask_outside_nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Logits [B, V] with -inf where top-p excludes a token; the first of ties stay.
+
+    A sort of all tokens takes long, so it first tries the likeliest `NUCLEUS` ones.
+    """
+    total, V = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
+    places = logits.topk(min(NUCLEUS, V), -1).indices.sort(-1).values
+    while True:
+        values, order = logits.gather(-1, places).sort(dim=-1, descending=True, stable=True)
+        probabilities = (values - total).exp()
+        # 0 before the likeliest, which always stays
+        stays = probabilities.cumsum(-1) - probabilities < top_p
+        if places.shape[-1] == V or not (stays & (values == values[:, -1:])).any():
+            inside = torch.zeros_like(logits, dtype=torch.bool)
+            inside.scatter_(-1, places.gather(-1, order), stays)
+            return logits.masked_fill(~inside, -torch.inf)
+        # The last of the tried tokens stays, so others, or its ties, may stay too.
+        places = torch.arange(V, device=logits.device).expand_as(logits)
 
 
 def prompt_ids(model: Any, tokenizer: Tokenizer, text: str) -> list[int]:
@@ -202,7 +218,7 @@ def generate_events(
                 return not stops
             tokens, cache = group.next_pass() if group else ([[0]], model.new_cache(1, 1))
             ids = torch.tensor(tokens, dtype=torch.int64, device=ranks.device)
-            with torch.no_grad(), autocast():
+            with torch.no_grad(), casting_once(autocast), few_rows(model, len(tokens)):
                 logits = model(ids, cache=cache)[:, -1]
             if group is not None:
                 yield from group.add(logits[:, : vocab or None].float())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import re
@@ -25,8 +26,9 @@ from windlass.data.samples import Batch, Samples
 from windlass.data.sources import load_dataset
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.source import evaluating
-from windlass.model.documents import documents_of
+from windlass.evaluation.source import casting_once, evaluating
+from windlass.model.documents import Branches, documents_of
+from windlass.model.gpt import GPT
 from windlass.model.loss import SourceSums, takes_sources
 from windlass.parallel.collectives import max_async, sum_async, sum_over_stages
 from windlass.parallel.dist import Ranks
@@ -37,7 +39,9 @@ HELLASWAG = "Rowan/hellaswag"  # on the Hub
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
 BATCHES_AHEAD = 2  # read while one is computed
 OnProgress = Callable[[int, int], object]  # between passes, with the amount done and the total
-LOGITS_PER_PASS = {"cpu": 2**26, "cuda": 2**29}  # in fp32 256 MB on a CPU, 2 GB on a GPU
+# In fp32 2 GB on a GPU. The C library reuses blocks of 32 MB; larger ones have new pages each time.
+LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**29}
+LEAST_PER_PASS = 128  # tokens with logits, however many logits each has
 
 
 def evaluate_loss(
@@ -85,7 +89,7 @@ def evaluate_loss(
                     text_bytes += int(token_bytes[unmasked.numpy()].sum())
                 here = rows.to(ranks.device)
                 sources = {"by_source": SourceSums(here.sources, by_source)} if names else {}
-                with autocast():
+                with casting_once(autocast):
                     total += model(here.tokens, here.labels, **sources, **documents_of(here, model))
                 if poll is not None and max_async([poll()], ranks).wait()[0]:
                     return None
@@ -163,36 +167,34 @@ def log_likelihoods(
 ) -> list[Likelihood] | None:
     """Log-likelihood of each ending after its context, of all rows on every rank.
 
-    One rank scores a row, and a row longer than the model's context loses its beginning. Rows in a
-    pass have similar lengths. Padding is at their end, where a causal model does not see it.
-    `model(tokens)` returns logits [B, T, V].
+    One rank scores a row, and a row longer than the model's context loses its beginning. Windlass's
+    own model reads a context once for all of its endings. Texts in a pass have similar lengths.
+    Padding is at their end, where a causal model does not see it. `model(tokens)` returns logits
+    [B, T, V]; if it takes `places`, only the logits of these tokens.
     """
-    model, mesh = unwrap(model), ranks.mesh
-    texts = [[*row.context, *row.ending][-(model.context + 1) :] for row in rows]
-    counts = [min(len(row.ending), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
-    passes = plan_passes([len(text) - 1 for text in texts], model.vocab, ranks.device.type)
-    scored = list[int]()  # rows of this rank
-    results = list[Tensor]()  # for each of them the sum, and whether greedy
+    model, mesh, device = unwrap(model), ranks.mesh, ranks.device
+    texts = texts_of(rows, model.context, isinstance(model, GPT))
+    chooses = "places" in inspect.signature(type(model).forward).parameters
+    logits_of = [text.scored if chooses else text.length for text in texts]
+    passes = plan_passes([text.length for text in texts], logits_of, model.vocab, device.type)
+    scored = list[Text]()  # on this rank
+    results = list[Tensor]()  # for each ending the sum, and whether greedy
     with evaluating(model), torch.no_grad():
         for first in range(0, len(passes), mesh.data_world):
             at = first + mesh.data_rank
-            own = passes[at] if at < len(passes) else []
+            own = [texts[i] for i in passes[at]] if at < len(passes) else []
             # A rank without work in the last round takes part with one token.
-            token_rows = [torch.tensor(texts[i]) for i in own] or [torch.tensor([0, 0])]
-            padded = pad_sequence(token_rows, batch_first=True)  # [B, T + 1]
-            padded = padded.pin_memory() if ranks.device.type == "cuda" else padded
-            padded = padded.to(ranks.device, non_blocking=True)
-            with autocast():
-                logits = model(padded[:, :-1])
-            for row, i in enumerate(own):
-                stop = len(texts[i]) - 1
-                wanted = padded[row, stop - counts[i] + 1 : stop + 1]
-                chosen = logits[row, stop - counts[i] : stop]  # [tokens of the ending, V]
-                chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
-                scores = chosen.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - chosen.logsumexp(-1)
-                greedy = (chosen.argmax(-1) == wanted).all().double()
-                results.append(torch.stack([scores.double().sum(), greedy]))
-            scored += own
+            batch = tensors_of(own or [Text([0], {0: [0]})], device)
+            given: dict[str, Any] = {"places": batch.places} if chooses else {}
+            if any(len(text.endings) > 1 for text in own):
+                given["documents"] = Branches(batch.branches, batch.positions)
+            with casting_once(autocast):
+                logits = model(batch.tokens, **given)
+            if own:
+                logits = logits if chooses else logits.flatten(0, 1)[batch.places]
+                lengths = [len(ending) for text in own for ending in text.endings.values()]
+                results += map(score, logits.split(lengths), batch.wanted.split(lengths))
+                scored += own
             if poll is not None and max_async([poll()], ranks).wait()[0]:
                 return None
             if progress is not None:
@@ -200,19 +202,98 @@ def log_likelihoods(
     sums, greedy_rows = [0.0] * len(rows), [0.0] * len(rows)
     # the host waits for the device only here
     fetched = torch.stack(results).tolist() if results and mesh.counts_rows else []
-    for i, (total, is_greedy) in zip(scored, fetched, strict=False):
+    numbers = (i for text in scored for i in text.endings)
+    for i, (total, is_greedy) in zip(numbers, fetched, strict=False):
         sums[i], greedy_rows[i] = total, is_greedy
     merged = sum_async([*sums, *greedy_rows], ranks).wait()
-    return list(map(Likelihood, merged[: len(rows)], counts, map(bool, merged[len(rows) :])))
+    counts = {i: len(ending) for text in texts for i, ending in text.endings.items()}
+    in_order = (counts[i] for i in range(len(rows)))
+    return list(map(Likelihood, merged[: len(rows)], in_order, map(bool, merged[len(rows) :])))
 
 
-def plan_passes(lengths: Sequence[int], vocab: int, device: str) -> list[list[int]]:
-    """Rows in passes, longest first, within the limits on tokens and logits, padding included."""
-    limit = max(1, min(TOKENS_PER_PASS[device], LOGITS_PER_PASS[device] // vocab))
-    passes: list[list[int]] = []
+def score(logits: Tensor, wanted: Tensor) -> Tensor:
+    """The log-likelihood of the tokens of one ending, and whether they are greedy [2]."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    greedy = (logits.argmax(-1) == wanted).all().double()
+    return torch.stack([scores.double().sum(), greedy])
+
+
+class Text(NamedTuple):
+    """A context and its endings, by the numbers of their rows."""
+
+    context: Sequence[int]
+    endings: dict[int, Sequence[int]]
+
+    @property
+    def scored(self) -> int:
+        return sum(map(len, self.endings.values()))
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model reads; it does not need the last of an ending."""
+        return len(self.context) + self.scored - len(self.endings)
+
+
+def texts_of(rows: Sequence[Continuation], context: int, share: bool) -> list[Text]:
+    """Texts of at most `context` tokens; if they `share`, rows with equal contexts are one text."""
+    texts, latest = list[Text](), dict[tuple[int, ...], Text]()
+    for i, row in enumerate(rows):
+        ids = [*row.context, *row.ending][-(context + 1) :]
+        cut = max(1, len(ids) - len(row.ending))
+        before, ending = tuple(ids[:cut]), ids[cut:]
+        text = latest.get(before) if share else None
+        if text is None or text.length + len(ending) - 1 > context:
+            text = latest[before] = Text(before, {})
+            texts.append(text)
+        text.endings[i] = ending
+    return texts
+
+
+class TextTensors(NamedTuple):
+    """Texts in the rows of a pass: each has its context, then one ending after another."""
+
+    tokens: Tensor  # [B, T]
+    positions: Tensor  # [B, T]
+    branches: Tensor  # the number of each token's ending, from 1, 0 in the context; on the host
+    places: Tensor  # of the tokens before the wanted ones, counted over all rows [N]
+    wanted: Tensor  # the tokens of all endings [N]
+
+
+def tensors_of(texts: Sequence[Text], device: torch.device) -> TextTensors:
+    longest, columns = max(text.length for text in texts), list[list[Tensor]]()
+    places, wanted = list[int](), list[int]()
+    for row, text in enumerate(texts):
+        before = len(text.context)
+        tokens, positions, branches = list(text.context), list(range(before)), [0] * before
+        for number, ending in enumerate(text.endings.values(), 1):
+            first, count = row * longest + len(tokens), len(ending) - 1
+            places += [row * longest + before - 1, *range(first, first + count)]
+            wanted += ending
+            tokens += ending[:-1]
+            positions += range(before, before + count)
+            branches += [number] * count
+        columns.append(list(map(torch.tensor, (tokens, positions, branches))))
+    fields = [pad_sequence(column, batch_first=True) for column in zip(*columns, strict=True)]
+    fields += map(torch.tensor, (places, wanted))
+    if device.type == "cuda":
+        fields = [field.pin_memory() for field in fields]
+    moved = [field.to(device, non_blocking=True) for field in fields]
+    return TextTensors(*moved)._replace(branches=fields[2])
+
+
+def plan_passes(
+    lengths: Sequence[int], logits: Sequence[int], vocab: int, device: str
+) -> list[list[int]]:
+    """Texts in passes, longest first, within the limits on tokens (with padding) and on logits."""
+    most = max(LEAST_PER_PASS, LOGITS_PER_PASS[device] // vocab)
+    passes, in_pass = list[list[int]](), 0
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if not passes or (len(passes[-1]) + 1) * lengths[passes[-1][0]] > limit:
+        in_pass += logits[i]
+        padded = (len(passes[-1]) + 1) * lengths[passes[-1][0]] if passes else 0
+        if not passes or padded > TOKENS_PER_PASS[device] or in_pass > most:
             passes.append([])
+            in_pass = logits[i]
         passes[-1].append(i)
     return passes
 

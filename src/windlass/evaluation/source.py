@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,8 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
 def evaluating(model: Any) -> Iterator[None]:
     """Dropout off inside; afterwards modes are restored and parameters sharded again.
 
+    It also drops the weights of `casting_once`.
+
     Without a backward pass FSDP2 leaves the root's parameters gathered, and an optimizer made then
     would train the wrong ones.
     """
@@ -167,11 +169,26 @@ def evaluating(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        torch.clear_autocast_cache()
         for module in modules:
             module.training = True
         for module in model.modules():
             if is_fsdp(module):
                 module.reshard()
+
+
+@contextmanager
+def casting_once(autocast: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """One of several passes with unchanged weights: only the first casts them to low precision.
+
+    The end of an outermost `autocast` drops what it cast.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        with autocast():
+            yield
+    finally:
+        torch.autocast_decrement_nesting()
 
 
 def same_tokenizer(source: Source, directory: Path) -> bool:

@@ -44,7 +44,7 @@ class Documents:
     def split(self, sizes: Sequence[int]) -> list[Documents]:
         """The documents of consecutive groups of rows."""
         parts = self.numbers.split(list(sizes)), self.positions.split(list(sizes))
-        return list(itertools.starmap(Documents, zip(*parts, strict=True)))
+        return list(itertools.starmap(type(self), zip(*parts, strict=True)))
 
     @property
     def several(self) -> bool:
@@ -86,6 +86,19 @@ class Documents:
         return Spans(queries, keys, mask, self.positions.device)
 
 
+class Branches(Documents):
+    """The beginning of a row (number 0) and its continuations (1, 2, ...).
+
+    Each continuation sees the beginning and itself, and its positions follow the beginning's.
+    """
+
+    def spans(self, first: int, stop: int, masked: bool = True) -> Spans:
+        numbers = self.numbers.to(self.positions.device, non_blocking=True)
+        queries, keys = numbers[:, first:stop, None], numbers[:, None, :stop]
+        seen = ((keys == 0) | (keys == queries)).tril(first)
+        return Spans([], [], seen.unsqueeze(1), self.positions.device)
+
+
 def documents_of(batch: Any, model: nn.Module) -> dict[str, Documents]:
     """The argument of a model's forward pass for rows of several documents; none for others."""
     if batch.documents is None or not takes_documents(model):
@@ -111,7 +124,7 @@ class Spans:
         self.queries, self.keys = queries, keys
         self.mask = None if mask is None else mask.to(device, non_blocking=True)  # [B, 1, T, S]
         self.edges: tuple[Tensor, Tensor] | None = None
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        if queries and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
             self.edges = edges_of(queries, device), edges_of(keys, device)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:

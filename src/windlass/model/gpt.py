@@ -262,6 +262,7 @@ class GPT(nn.Module):
         layers: range | None = None,
         by_source: SourceSums | None = None,
         documents: Documents | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the loss.
 
@@ -278,6 +279,7 @@ class GPT(nn.Module):
             by_source: Where to add the loss of each row's source, for a mixture.
             documents: Of each row, with [B, T] as in `tokens`; attention stays within them, and
                 positions restart in each.
+            places: Of tokens, counted over all rows [N]; then only their logits [N, V] result.
         """
         m, layers = self.settings, layers or range(self.settings.layers)
         start, length = cache[layers.start].length if cache else 0, tokens.shape[1]
@@ -285,9 +287,8 @@ class GPT(nn.Module):
         # Logits are of whole sequences; the ranks of `context` divide only what has labels.
         share = self.share if labels is not None else replace(self.share, context=None)
         rate, seed = m.dropout if self.training else 0.0, torch.initial_seed()
-        rows = spans = within = None
-        if documents is not None:
-            within = documents.within(self.blocks(), rate, share.is_whole)
+        rows = spans = None
+        within = documents.within(self.blocks(), rate, share.is_whole) if documents else None
         if share.is_whole:
             spans = within(0, length) if within else None
         else:
@@ -310,11 +311,10 @@ class GPT(nn.Module):
             x = block(x, rotary, cache[i] if cache else None, rows, spans)
         if layers.stop < m.layers:
             return x
-        if m.final_norm:
-            x = self.norm(x)
+        x = self.norm(x) if m.final_norm else x
         x = share.enter(multiplied(x, m.multipliers.hidden), rows)
-        if cache:
-            x = x[:, -1:]
+        if cache or places is not None:
+            x = x[:, -1:] if places is None else x.flatten(0, 1)[places]
         return self.head(x, labels, table, by_source)
 
     def locate(

@@ -151,6 +151,7 @@ class HfModel(nn.Module):
         cache: HfCache | None = None,
         by_source: SourceSums | None = None,
         documents: Documents | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the summed loss; the arguments of `GPT.forward`.
 
@@ -161,18 +162,21 @@ class HfModel(nn.Module):
         if cache is not None:
             return cache.read(tokens)
         objective = self.objective if self.training else PLAIN
-        if labels is None or not self._plain_head:
+        if not self._plain_head or (labels is None and places is None):
             logits: Tensor = self.model(**given).logits
             if labels is None:
-                return logits
+                return logits if places is None else logits.flatten(0, 1)[places]
             own = logits.flatten(0, 1), labels.flatten(), objective, by_source
             return cross_entropy_of_logits(*own)
         # Inside the root's forward a sharded head is whole.
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         weight = head.weight
-        if not self.piece and self._looks_up(weight) and one_gradient(weight):
+        tied = labels is not None and not self.piece and self._looks_up(weight)
+        if tied and one_gradient(weight):
             given["inputs_embeds"], weight = look_up(weight, given.pop("input_ids"))
         hidden = self.model.base_model(**given).last_hidden_state
+        if labels is None:
+            return head(hidden.flatten(0, 1)[places])  # type: ignore[no-any-return]
         if self.piece:
             hidden = self.share.enter(hidden)
         how: Any = {"piece": self.piece, "objective": objective, "by_source": by_source}

@@ -298,6 +298,7 @@ class StagedGPT(GPT):
         layers: range | None = None,
         by_source: SourceSums | None = None,
         documents: Documents | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
         if layers is not None:
             return super().forward(tokens, labels, cache, hidden, layers, by_source, documents)
@@ -316,7 +317,7 @@ class StagedGPT(GPT):
 
         def work(task: Task, arrived: Tensor | None) -> Tensor:
             part, layers = task.micro, pipe.layers[task.stage]
-            given = marks[part], cache, arrived, layers, sums[part], apart[part]
+            given = marks[part], cache, arrived, layers, sums[part], apart[part], places
             result = GPT.forward(self, rows[part], *given)
             if pipe.last(task.stage):
                 results.append(result)
@@ -327,8 +328,9 @@ class StagedGPT(GPT):
             whole = results[0] if labels is None else torch.stack(results).sum()
             whole = whole.to(pipe.dtype).contiguous()
         else:
-            logits = (len(tokens), 1 if cache else tokens.shape[1], self.vocab)
-            shape = logits if labels is None else ()
+            logits = [len(tokens), 1 if cache else tokens.shape[1], self.vocab]
+            logits = logits if places is None else [len(places), self.vocab]
+            shape = logits if labels is None else []
             whole = torch.empty(shape, dtype=pipe.dtype, device=pipe.device)
         dist.broadcast(whole, group=pipe.group, group_src=pipe.ranks - 1)
         return whole
