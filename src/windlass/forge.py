@@ -24,6 +24,7 @@ from windlass.processes import PARENT
 
 def serve() -> list[str]:
     """Returns in each fork, with its arguments; ends with the process that reads the output."""
+    os.close(os.pidfd_open(os.getpid()))  # raises here if the kernel or a container forbids it
     commands, ends = open(0, "rb", buffering=0, closefd=False), dict[int, int]()  # noqa: SIM115
     while True:
         ready = select.select([0, *ends], [], [])[0]
