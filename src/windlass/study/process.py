@@ -32,13 +32,13 @@ def cell_environment(threads: int, devices: Sequence[str] = ()) -> dict[str, str
     return env | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
 
 
-class Forge:
-    """A process that has imported torch and forks itself for a command (see `windlass.forge`)."""
+class ForkServer:
+    """A process with torch imported, which forks itself for each command (windlass/forkserver.py)."""
 
     def __init__(self, env: Mapping[str, str]):
         self.env = dict(env)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "windlass.forge"],
+            [sys.executable, "-m", "windlass.forkserver"],
             bufsize=0,
             env=self.env,
             stdin=subprocess.PIPE,
@@ -52,7 +52,7 @@ class Forge:
         self._codes = dict[int, int]()
 
     def start(self, arguments: Sequence[str], log: Path) -> int:
-        """Start a `windlass` command; returns its process, or 0 if the forge has ended."""
+        """Start a `windlass` command; returns its process, or 0 if the server has ended."""
         try:
             self._commands.write(json.dumps([arguments, str(log.absolute())]).encode() + b"\n")
         except BrokenPipeError:
@@ -66,7 +66,7 @@ class Forge:
         """The exit code of a process; None while it lives."""
         while self.alive and select.select([self._messages], [], [], 0)[0]:
             self._read()
-        # Its forks end soon after a forge.
+        # The forks end soon after their server.
         return self._codes.get(pid, None if self.alive else -signal.SIGKILL)
 
     def _read(self) -> int:
@@ -95,19 +95,19 @@ class CellProcess:
         directory: Path,
         threads: int,
         devices: Sequence[str],
-        forge: Forge | None = None,
+        server: ForkServer | None = None,
     ):
         self.cell, self.devices, self.pid = cell, devices, 0
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.log_path = directory.parent / f"{directory.name}.out"
         env = cell_environment(threads, devices)
         words = len(WINDLASS)
-        if forge and forge.env == env and tuple(command[:words]) == WINDLASS:
-            self.pid = forge.start(command[words:], self.log_path)
-        if forge and self.pid:
-            self._forge: Forge | None = forge
+        if server and server.env == env and tuple(command[:words]) == WINDLASS:
+            self.pid = server.start(command[words:], self.log_path)
+        if server and self.pid:
+            self._server: ForkServer | None = server
             return
-        self._forge = None
+        self._server = None
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -121,7 +121,7 @@ class CellProcess:
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it lives."""
-        return self._forge.code(self.pid) if self._forge else self._process.poll()
+        return self._server.code(self.pid) if self._server else self._process.poll()
 
     def terminate(self) -> None:
         if self.poll() is None:

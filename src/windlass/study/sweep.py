@@ -36,7 +36,7 @@ from windlass.study.probe import measure_machine, run_probe
 from windlass.study.process import (
     STOP_SIGNALS,
     CellProcess,
-    Forge,
+    ForkServer,
     cell_environment,
     launch_words,
 )
@@ -164,7 +164,7 @@ class Sweep:
     interruptions: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
     lost: str = ""  # why a cell lost a host
-    forge: Forge | None = None
+    server: ForkServer | None = None  # starts the cells
 
     def __post_init__(self) -> None:
         self.launch = self.launch or self.study.over_hosts
@@ -188,11 +188,11 @@ class Sweep:
         for note in self.study.notes:
             self.progress.notify(note)
         cells = [c for c in self.cells if self.study.result(c).state in self.open_states]
-        with self._forge(cells):
+        with self._fork_server(cells):
             self._train(cells)
 
     @contextlib.contextmanager
-    def _forge(self, cells: list[Cell]) -> Iterator[None]:
+    def _fork_server(self, cells: list[Cell]) -> Iterator[None]:
         """Let cells of one CPU process start from a process that has imported torch.
 
         A scaling study measures its cells as they are, and CUDA does not survive a fork.
@@ -200,12 +200,12 @@ class Sweep:
         alone = max(cell.world or self.world for cell in self.cells) == 1
         cpu = alone and not (self.devices or self.launch or self.study.scaling)
         if cpu and len(cells) > 1 and hasattr(os, "pidfd_open"):
-            self.forge = Forge(cell_environment(self._threads(self.cells)))
+            self.server = ForkServer(cell_environment(self._threads(self.cells)))
         try:
             yield
         finally:
-            if self.forge:
-                self.forge.close()
+            if self.server:
+                self.server.close()
 
     def _train(self, cells: list[Cell]) -> None:
         prepare_data(cells)
@@ -303,7 +303,9 @@ class Sweep:
                 command = [*command, "--world", str(world)]
             devices = free if len(free) == world else []
             directory = self.study.run_of(cell).path
-            self.running.append(CellProcess(cell, command, directory, threads, devices, self.forge))
+            self.running.append(
+                CellProcess(cell, command, directory, threads, devices, self.server)
+            )
 
     def _watch(self, process: CellProcess) -> None:
         """Stop a running cell that diverged or is pruned, unless only its last save is left."""

@@ -1,4 +1,4 @@
-"""Cells that a process forks which has imported torch: they are processes like any other."""
+"""Cells that a process with torch imported forks: they are processes like any other."""
 
 import os
 import signal
@@ -14,17 +14,17 @@ from windlass import Recipe, sweep
 from windlass.errors import BAD_INPUT, DONE, STOPPED
 from windlass.processes import WINDLASS
 from windlass.run import Run
-from windlass.study.process import CellProcess, Forge, cell_environment
+from windlass.study.process import CellProcess, ForkServer, cell_environment
 from windlass.study.study import Study
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux has pidfds")
 
 
 @pytest.fixture
-def forge(monkeypatch):
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # it changes, and a fork has the forge's variables
-    with closing(Forge(cell_environment(1))) as forge:
-        yield forge
+def server(monkeypatch):
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # it changes, and a fork has the server's variables
+    with closing(ForkServer(cell_environment(1))) as server:
+        yield server
 
 
 @pytest.fixture
@@ -32,10 +32,10 @@ def cell(tmp_path, monkeypatch):
     """Start a command of a cell, and give its process."""
     study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
 
-    def start(forge, *words):
+    def start(server, *words):
         monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
         command = [*WINDLASS, *map(str, words)]
-        return CellProcess(study.cells[0], command, tmp_path / "run", 1, (), forge)
+        return CellProcess(study.cells[0], command, tmp_path / "run", 1, (), server)
 
     return start
 
@@ -58,18 +58,18 @@ def ends(process: CellProcess) -> int:
     return process.poll()
 
 
-def test_forks_end_alone_with_their_own_output_and_exit_code(forge, cell, endless) -> None:
+def test_forks_end_alone_with_their_own_output_and_exit_code(server, cell, endless) -> None:
     words, trains = endless
-    training = cell(forge, *words)
+    training = cell(server, *words)
     assert os.getsid(training.pid) == training.pid != parent(training.pid)
     wait_for(trains, 60)
-    bad = cell(forge, "recipe", "quickstart", "optim.lr=fast")
+    bad = cell(server, "recipe", "quickstart", "optim.lr=fast")
     assert parent(bad.pid) == parent(training.pid) != os.getpid()
     assert ends(bad) == BAD_INPUT and "bad input: windlass: recipe" in bad.failure(BAD_INPUT)
     assert training.poll() is None
     training.terminate()
     assert ends(training) == STOPPED
-    resumed = cell(forge, *words)
+    resumed = cell(server, *words)
     wait_for(lambda: "resumed from" in resumed.log_path.read_text(), 60)
     resumed.kill()
     assert resumed.poll() == -signal.SIGKILL and gone(resumed.pid)
@@ -77,42 +77,42 @@ def test_forks_end_alone_with_their_own_output_and_exit_code(forge, cell, endles
 
 
 def test_after_the_end_of_the_forge_its_forks_end_and_cells_are_new_processes(
-    forge, cell, endless
+    server, cell, endless
 ) -> None:
     words, trains = endless
-    training = cell(forge, *words)
+    training = cell(server, *words)
     wait_for(trains, 60)
     os.kill(parent(training.pid), signal.SIGKILL)
     assert ends(training) == -signal.SIGKILL
     wait_for(lambda: gone(training.pid))
-    after = cell(forge, "recipe", "quickstart")
+    after = cell(server, "recipe", "quickstart")
     assert parent(after.pid) == os.getpid() and ends(after) == DONE
 
 
 def test_a_study_that_is_killed_leaves_no_process(endless, tmp_path) -> None:
     code = (
         "import sys; from pathlib import Path; from windlass.study.process import *;"
-        "forge = Forge(cell_environment(1));"
-        "print(forge.start(sys.argv[1:], Path('log')), flush=True); signal.pause()"
+        "server = ForkServer(cell_environment(1));"
+        "print(server.start(sys.argv[1:], Path('log')), flush=True); signal.pause()"
     )
     words, trains = endless
     study = subprocess.Popen(
         [sys.executable, "-c", code, *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
     training = int(study.stdout.readline())
-    forge = parent(training)
+    server = parent(training)
     wait_for(trains, 60)
     study.kill()
     study.communicate()
-    wait_for(lambda: gone(forge) and gone(training))
+    wait_for(lambda: gone(server) and gone(training))
 
 
 def test_a_cell_computes_what_a_new_process_computes(corpus, tmp_path, monkeypatch) -> None:
     settings = {**TINY, "data.source": str(corpus), "data.dir": str(tmp_path / "data")}
     settings |= {"parallel.device": "cpu", "model.width": 64, "model.dropout": 0.1}
     forks = list[int]()
-    start = Forge.start
-    monkeypatch.setattr(Forge, "start", lambda *args: forks.append(start(*args)) or forks[-1])
+    start = ForkServer.start
+    monkeypatch.setattr(ForkServer, "start", lambda *args: forks.append(start(*args)) or forks[-1])
     recipe = Recipe.load("quickstart", overrides(settings))
     study = sweep(recipe, ["train.threads+optim.lr=1+1e-2,2+3e-3"], path=tmp_path / "study")
     assert len(forks) == 2 and all(forks)

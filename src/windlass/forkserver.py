@@ -1,8 +1,8 @@
 """A process that imports torch once, and forks itself for each `windlass` command of a study.
 
-A study starts it as `python -m windlass.forge` (see `study.process.Forge`). Its standard input has
-a line of JSON for each command: its arguments and the file of its output. Its standard output has
-the process id of each fork when that begins, and again with the exit code when it ends.
+A study starts it as `python -m windlass.forkserver` (`study.process.ForkServer`). It reads a line of
+JSON for each command: the arguments, and the file for the output. It writes the process id of each
+fork when the fork begins, and again, with the exit code, when the fork ends.
 
 Forking is safe because nothing has computed here: torch has no threads of autograd, OpenMP or CUDA
 yet. So a fork starts its own, and computes what a new process would.
