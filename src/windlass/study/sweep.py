@@ -250,6 +250,7 @@ class Sweep:
             if self.stopping:
                 self._stop()
                 return
+            before = len(self.running)
             for process in list(self.running):
                 if (code := process.poll()) is None:
                     self._watch(process)
@@ -258,7 +259,8 @@ class Sweep:
                 if self._ended(process, code):
                     queue.append(process.cell)
             self.progress.show(self.study)
-            self._wait()
+            if len(self.running) == before:
+                self._wait()
 
     def _threads(self, cells: list[Cell]) -> int:
         """Threads of a rank; 0: a cell alone measures its best number, a launch shares its cores."""
