@@ -76,7 +76,7 @@ def test_forks_end_alone_with_their_own_output_and_exit_code(server, cell, endle
     assert resumed.failure(resumed.poll()).startswith("killed by signal 9")
 
 
-def test_after_the_end_of_the_forge_its_forks_end_and_cells_are_new_processes(
+def test_after_the_end_of_the_server_its_forks_end_and_cells_are_new_processes(
     server, cell, endless
 ) -> None:
     words, trains = endless
