@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linu
 
 @pytest.fixture
 def server(monkeypatch):
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # numpy's own threads survive a fork
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # it changes, and a fork has the server's variables
     with closing(ForkServer(cell_environment(1))) as server:
         yield server
@@ -67,6 +68,7 @@ def test_forks_end_alone_with_their_own_output_and_exit_code(server, cell, endle
     assert parent(bad.pid) == parent(training.pid) != os.getpid()
     assert ends(bad) == BAD_INPUT and "bad input: windlass: recipe" in bad.failure(BAD_INPUT)
     assert training.poll() is None
+    assert len(list(Path(f"/proc/{parent(training.pid)}/task").iterdir())) == 1  # no thread yet
     training.terminate()
     assert ends(training) == STOPPED
     resumed = cell(server, *words)
