@@ -548,6 +548,8 @@ def start(bench: Bench) -> Comparison:
     """Seconds from the command to the first step of quickstart, and between a study's cells."""
     settings = [f"data.dir={bench.folder / 'stdlib'}", "train.steps=1", *QUIET]
     bench.windlass("prepare", "quickstart", settings)
+    # Windlass with compiled bytecode, as pip installs torch and Windlass
+    bench.child([sys.executable, "-m", "compileall", "-q", TOP / "src"])
     default = ["env", "-u", "OMP_NUM_THREADS", *WINDLASS]  # chooses its threads itself
     code = (
         "import time, torch; from torch import nn; print('{\"now\":', time.time(), '}') "

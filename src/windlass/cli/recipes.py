@@ -52,11 +52,11 @@ def recipe(
     Or list the presets, print the JSON schema, or explain a setting or section, with its value in
     RECIPE.
     """
-    from windlass.recipe import Recipe, explain
+    from windlass.recipe import explain, json_schema
     from windlass.telemetry.terminal import pairs, rich_console
 
     if schema:
-        typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
+        typer.echo(json.dumps(json_schema(), indent=2))
     elif key:
         typer.echo(explain(key, recipe, overrides))
     elif list_:

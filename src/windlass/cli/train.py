@@ -45,6 +45,7 @@ def train(
 
     Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal with everything saved.
     """
+    gc.disable()  # what the imports create stays; the loop of the training enables it
     from windlass.parallel.env import detect_env
     from windlass.recipe import Recipe
     from windlass.training import api
@@ -54,11 +55,11 @@ def train(
     loaded, env = Recipe.load(recipe, overrides), detect_env(os.environ)
     start: dict[str, Any] = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
     if env.launcher == "none" and (world not in ("", "1") or max_restarts):
+        gc.enable()
         return train_local_ranks(loaded, world or "1", max_restarts, start)
     if env.launcher not in ("none", "windlass") and world not in ("", str(env.world)):
         problem = f"this process is one of {env.world} ({env.launcher})"
         raise UserError(f"--world {world}: {problem}; leave --world out")
-    gc.disable()  # what the imports create stays; the loop of the training enables it
     with StopSignals():  # while torch is imported; the training has its own
         run = api.train(loaded, **start, stop_at=stop_at)
     return show_end(run) if env.rank == 0 and run.state == "finished" else DONE

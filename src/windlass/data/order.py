@@ -89,7 +89,7 @@ def sample_indices(
     """The samples (from 0) that the global sample numbers have, int64 of the same shape."""
     epochs, places = np.divmod(numbers, n)
     indices = np.empty_like(places)
-    for epoch in np.unique(epochs).tolist():
+    for epoch in sorted(set(epochs.ravel().tolist())):
         here = epochs == epoch
         indices[here] = Order(kind, seed, epoch, n, shards)[places[here]]
     return indices

@@ -11,7 +11,14 @@ from windlass.recipe.layers import (
     study_presets,
     typed,
 )
-from windlass.recipe.load import NON_SEMANTIC, Recipe, RecipeError, as_recipe, settings
+from windlass.recipe.load import (
+    NON_SEMANTIC,
+    Recipe,
+    RecipeError,
+    as_recipe,
+    json_schema,
+    settings,
+)
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import DataSettings, OptimSettings, ScheduleSettings
 from windlass.recipe.units import BatchPlan, BatchSizes, Duration, Horizon, plan_batch

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from windlass.recipe.layers import flatten
+from windlass.recipe.network import describe
 from windlass.recipe.other_tools import answers_of, in_words
 from windlass.recipe.units import DURATION
 
@@ -75,6 +76,7 @@ def rows_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     for key, field in fields.items():
         members = get_args(field.annotation) if get_origin(field.annotation) is list else ()
         if members and isinstance(members[0], type) and issubclass(members[0], BaseModel):
+            describe(members[0])
             own = members[0].model_fields.items()
             rows |= {f"{key}.{inner.alias or name}": inner for name, inner in own}
     return rows

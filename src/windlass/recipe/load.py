@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 import windlass.recipe.settings as sections
 from windlass.errors import UserError, argument, require
 from windlass.recipe.combinations import CHECKS
-from windlass.recipe.keys import meant, problems_of
+from windlass.recipe.keys import meant, problems_of, rows_of
 from windlass.recipe.layers import (
     Changes,
     check_preset,
@@ -33,7 +33,7 @@ from windlass.recipe.layers import (
     presets,
     typed,
 )
-from windlass.recipe.network import ModelSettings, Section
+from windlass.recipe.network import ModelSettings, Section, describe
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
 from windlass.recipe.units import BatchPlan, Horizon, plan_batch
 
@@ -65,7 +65,7 @@ class RecipeError(UserError):
 class Recipe(BaseModel):
     """Everything that defines a run. Frozen: `replace` makes a changed copy."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     preset: str = Field("custom", pattern=r"^[A-Za-z0-9._+-]+$")
     """The preset or file this recipe came from: the first half of the run's name."""
@@ -294,6 +294,7 @@ def own_tokenizer(model: ModelSettings) -> str:
 def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, Any]:
     """Every dotted key with its pydantic field, in the order of declaration."""
     fields: dict[str, Any] = {}
+    describe(section)
     for name, field in section.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Section):
@@ -301,6 +302,15 @@ def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, A
         else:
             fields[prefix + name] = field
     return fields
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a recipe, with the docstrings of its settings."""
+    rows_of(settings())
+    parts: list[type[BaseModel]] = [*Section.__subclasses__(), Recipe]  # inner ones first
+    for part in parts:
+        part.model_rebuild(force=True)
+    return Recipe.model_json_schema()
 
 
 def validate(tree: Mapping[str, Any], name: str) -> Recipe:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import itertools
 import math
+import sys
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -23,11 +28,27 @@ Names = BeforeValidator(_names)
 
 
 class Section(BaseModel):
-    """A part of a recipe; a field's docstring is its documentation."""
+    """A part of a recipe; a field's docstring is its documentation (see `describe`)."""
 
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True
-    )
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
+
+
+def describe(section: type[BaseModel]) -> None:
+    """Make the docstrings of a section's fields their descriptions.
+
+    pydantic's `use_attribute_docstrings` would parse the source whenever Windlass starts: 40 ms.
+    """
+    for declared in itertools.pairwise(_classes(section.__module__)[section.__name__]):
+        match declared:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                section.model_fields[name].description = inspect.cleandoc(text)
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, list[ast.stmt]]:
+    """The statements of each class of a module."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")

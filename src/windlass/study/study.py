@@ -339,7 +339,7 @@ def with_seeds(before: Sequence[Assignment], given: Sequence[Assignment]) -> lis
 class StudyPreset(BaseModel):
     """A file of `presets/studies`: a recipe with changes, and options of `scale` or `sweep`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     verb: Literal["scale", "sweep"]
     recipe: str

@@ -7,9 +7,11 @@ their state and reason.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,7 +33,13 @@ from windlass.recipe import Changes, Recipe, typed
 from windlass.run import OCCUPIED, Run
 from windlass.study.grid import Cell
 from windlass.study.probe import measure_machine, run_probe
-from windlass.study.process import STOP_SIGNALS, CellProcess, launch_words
+from windlass.study.process import (
+    STOP_SIGNALS,
+    CellProcess,
+    ForkServer,
+    cell_environment,
+    launch_words,
+)
 from windlass.study.progress import Progress
 from windlass.study.results import FAILED_STATES, OPEN_STATES, CellResult, Evaluation
 from windlass.study.study import Axes, Study, load_study
@@ -156,6 +164,7 @@ class Sweep:
     interruptions: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
     lost: str = ""  # why a cell lost a host
+    server: ForkServer | None = None  # starts the cells
 
     def __post_init__(self) -> None:
         self.launch = self.launch or self.study.over_hosts
@@ -178,7 +187,28 @@ class Sweep:
         """Prepare the data, and train every open cell; a scaling study adds its probes."""
         for note in self.study.notes:
             self.progress.notify(note)
-        prepare_data([c for c in self.cells if self.study.result(c).state in self.open_states])
+        cells = [c for c in self.cells if self.study.result(c).state in self.open_states]
+        with self._fork_server(cells):
+            self._train(cells)
+
+    @contextlib.contextmanager
+    def _fork_server(self, cells: list[Cell]) -> Iterator[None]:
+        """Let cells of one CPU process start from a process that has imported torch.
+
+        A scaling study measures its cells as they are, and CUDA does not survive a fork.
+        """
+        alone = max(cell.world or self.world for cell in self.cells) == 1
+        cpu = alone and not (self.devices or self.launch or self.study.scaling)
+        if cpu and len(cells) > 1 and hasattr(os, "pidfd_open"):
+            self.server = ForkServer(cell_environment(self._threads(self.cells)))
+        try:
+            yield
+        finally:
+            if self.server:
+                self.server.close()
+
+    def _train(self, cells: list[Cell]) -> None:
+        prepare_data(cells)
         if not (self.study.scaling and self.probes):
             self.run(self.cells)
             return
@@ -214,14 +244,13 @@ class Sweep:
             if self.study.status(cell) in FAILED_STATES:
                 self.study.set_status(cell, "")
         queue = [cell for cell in cells if self.study.result(cell).state in self.open_states]
-        ranks = self.workers * max(cell.world or self.world for cell in cells)
-        # A cell alone measures its best number of threads; a launch shares its hosts' cores.
-        threads = thread_share(ranks) if ranks > 1 and not self.launch else 0
+        threads = self._threads(cells)
         while queue or self.running:
             self._start_cells(queue, threads)
             if self.stopping:
                 self._stop()
                 return
+            before = len(self.running)
             for process in list(self.running):
                 if (code := process.poll()) is None:
                     self._watch(process)
@@ -230,7 +259,19 @@ class Sweep:
                 if self._ended(process, code):
                     queue.append(process.cell)
             self.progress.show(self.study)
-            time.sleep(self.poll_seconds)
+            if len(self.running) == before:
+                self._wait()
+
+    def _threads(self, cells: list[Cell]) -> int:
+        """Threads of a rank; 0: a cell alone measures its best number, a launch shares its cores."""
+        ranks = self.workers * max(cell.world or self.world for cell in cells)
+        return thread_share(ranks) if ranks > 1 and not self.launch else 0
+
+    def _wait(self) -> None:
+        """Wait for `poll_seconds`, or until a cell ends."""
+        until = time.monotonic() + self.poll_seconds
+        while time.monotonic() < until and all(p.poll() is None for p in self.running):
+            time.sleep(min(0.02, self.poll_seconds))
 
     def _stop(self) -> None:
         for process in self.running:
@@ -264,7 +305,9 @@ class Sweep:
                 command = [*command, "--world", str(world)]
             devices = free if len(free) == world else []
             directory = self.study.run_of(cell).path
-            self.running.append(CellProcess(cell, command, directory, threads, devices))
+            self.running.append(
+                CellProcess(cell, command, directory, threads, devices, self.server)
+            )
 
     def _watch(self, process: CellProcess) -> None:
         """Stop a running cell that diverged or is pruned, unless only its last save is left."""

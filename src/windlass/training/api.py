@@ -109,10 +109,11 @@ def train_rank(
 ) -> None:
     """Train as one rank in this process."""
     from windlass.parallel.parallelize import attention_without_plans
-    from windlass.training.fit import fitted
     from windlass.training.trainer import Trainer
 
     if plan.recipe.train.fit:
+        from windlass.training.fit import fitted
+
         recipe = fitted(plan.recipe, custom=model is not None or data is not None)
         changes = changes_of(plan.run, recipe) if plan.resuming else {}
         plan = replace(plan, recipe=recipe, changes=changes)
