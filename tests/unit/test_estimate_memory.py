@@ -11,7 +11,7 @@ import torch
 
 from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import memory_rows, recommend
-from windlass.estimate.memory import CHUNK_BYTES, GATHER_BYTES, Step, memory
+from windlass.estimate.memory import CHUNK_BYTES, GATHER_BYTES, TAIL_BYTES, Step, memory
 from windlass.estimate.plan import plan
 from windlass.estimate.rank import Layout, ranks_of
 from windlass.model import loss
@@ -117,7 +117,8 @@ def test_the_peak_of_a_chunked_loss(over):
     """All that the allocator gave out while the loss was computed in chunks, on top of weights and
     hidden states.
     """
-    assert CHUNK_BYTES == loss.CHUNK_BYTES and GATHER_BYTES == shard.GATHER_BYTES
+    assert (CHUNK_BYTES, TAIL_BYTES) == (loss.CHUNK_BYTES, loss.TAIL_BYTES)
+    assert GATHER_BYTES == shard.GATHER_BYTES
     settings, vocab = ModelSettings(**{**BASE, "layers": 1, **over}), 120_000
     step = Step(*ranks_of(settings, vocab, Layout("single", micro_batch=4)))
     weight = torch.zeros(vocab, settings.width, requires_grad=True)

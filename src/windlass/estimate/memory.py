@@ -24,8 +24,9 @@ Network = ModelSettings | CountedSizes
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "average")
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
-"""Logits that `windlass.model.loss` holds at a time; that module needs torch, so a test keeps the
-two equal."""
+TAIL_BYTES = {"cpu": 2**25, "cuda": 2**30}
+"""Logits that `windlass.model.loss` holds at a time, uncompiled and compiled; that module needs
+torch, so a test keeps the numbers equal."""
 GATHER_BYTES = 2**25
 """Parameters that `windlass.optim.shard` gathers at a time; a test keeps the two equal."""
 RNG_BYTES = {"cpu": 5056, "cuda": 5056 + 16}
@@ -261,18 +262,22 @@ class Step:
         """
         n, V, d, c, m = self.n, self.vocab, self.model.width, self.compute, self.master
         wide, capped = max(4, c), bool(self.model.logit_cap)
-        limit = max(1, CHUNK_BYTES[self.layout.device] // (4 * V))  # tokens
+        tail, device = self.layout.tail, self.layout.device
+        each = c + capped * wide if tail else 4
+        limit = max(1, (TAIL_BYTES if tail else CHUNK_BYTES)[device] // (each * V))  # tokens
         head_copy = V * d * c if c < m else 0  # the head's matrix in the precision of autocast
-        if each := self.layout.program.logits:
-            return (n * V * each + head_copy,) * 3
-        if n <= limit and self.layout.tensor == 1:
+        if other := self.layout.program.logits:
+            return (n * V * other + head_copy,) * 3
+        if n <= limit and self.layout.tensor == 1 and not tail:
             one, rest = n * V * wide, capped * n * V * c + head_copy
             return 2 * one + rest, one + rest, 3 * one + rest
         chunk = -(-n // -(-n // limit))  # equal chunks
         # The forward pass computes the gradients of head and input.
         gradient = V * d * m + n * d * (c if c == m else c + m)
-        inside = max(2 * chunk * V * wide, chunk * V * (wide + c) + (V * d * c if c < wide else 0))
-        inside += capped * chunk * V * wide  # the cap's slope
+        slope = capped * chunk * V * wide  # of the cap
+        loss = chunk * V * each if tail else 2 * chunk * V * wide + slope
+        # The gradient at the logits, and the head's, which is added in autocast's precision.
+        inside = max(loss, chunk * V * c + (V * d * c if c < wide else 0))
         return gradient + head_copy + inside, V * d * m + n * d * m, V * d * m + n * d * m
 
     def loss(self) -> Iterator[Memory]:

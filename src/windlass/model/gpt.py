@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from windlass.model.cache import LayerCache
 from windlass.model.documents import Documents, Spans
-from windlass.model.loss import PLAIN, Piece, SourceSums, cross_entropy_sum, head_logits
+from windlass.model.loss import PLAIN, Piece, SourceSums, Tail, cross_entropy_sum, head_logits
 from windlass.model.rotary import RotaryEmbedding
 from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, drop, whole_shape
 from windlass.recipe.network import ModelSettings
@@ -192,6 +192,7 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.empty(vocab)) if settings.head_bias else None
         self.cap, self.vocab, self.share = settings.logit_cap, vocab, WHOLE
         self.objective = PLAIN  # of the training
+        self.loss_tail: Tail | None = None  # compiled
 
     def forward(
         self,
@@ -212,7 +213,7 @@ class Head(nn.Module):
             piece = Piece(tensor.group, tensor.piece(self.vocab).start, self.vocab)
         objective = self.objective if self.training else PLAIN
         how: Any = {"cap": self.cap, "piece": piece, "objective": objective}
-        how["by_source"] = by_source
+        how |= {"by_source": by_source, "tail": self.loss_tail}
         return cross_entropy_sum(x, weight, labels, self.bias, **how)
 
 

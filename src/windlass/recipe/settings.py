@@ -186,8 +186,10 @@ class TrainSettings(Section):
     proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16."""
     tf32: bool = False
     """On a GPU: round the inputs of float32 matrix products to TF32 (10 bits): much faster."""
-    compile: bool = False
-    """Compile each block with `torch.compile`."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the blocks, as one graph, and the loss with `torch.compile`. `auto`: on a GPU, for
+    Windlass's own GPT without `deterministic`, if the run saves more time than a minute of compiling
+    (predicted)."""
     grad_clip: float = Field(1.0, ge=0)
     """Largest norm of the whole gradient; 0: no clipping."""
     z_loss: float = Field(0.0, ge=0, allow_inf_nan=False)
