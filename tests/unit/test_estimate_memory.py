@@ -13,7 +13,7 @@ from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import memory_rows, recommend
 from windlass.estimate.memory import CHUNK_BYTES, GATHER_BYTES, TAIL_BYTES, Step, memory
 from windlass.estimate.plan import plan
-from windlass.estimate.rank import Layout, ranks_of
+from windlass.estimate.rank import Layout, Program, ranks_of
 from windlass.model import loss
 from windlass.model.gpt import GPT, initialise
 from windlass.model.size import CountedSizes, count
@@ -93,6 +93,19 @@ def test_what_autograd_saves(over, precision):
     settings = ModelSettings(**{**BASE, **over})
     saved = saved_bytes(settings, precision)
     assert predicted_bytes(settings, precision) == pytest.approx(saved, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "over", [{}, MODERN, {"activation": "swiglu", "final_norm": False}, {"dropout": 0.1}]
+)
+def test_what_autograd_saves_with_a_stream_in_bf16(monkeypatch, over):
+    """But for the means and gains of norms, which are a few thousand bytes."""
+    monkeypatch.setattr(GPT, "low_stream", True)
+    settings = ModelSettings(**{**BASE, **over})
+    low = {"precision": "bf16", "micro_batch": BATCH, "program": Program(stream=2)}
+    step, layers = Step(*ranks_of(settings, VOCAB, Layout("single", **low))), settings.layers
+    predicted = step.saved(layers) + layers * step.copies + step.root_saved() + step.logits()[1]
+    assert predicted == pytest.approx(saved_bytes(settings, "bf16"), rel=2e-3)
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])

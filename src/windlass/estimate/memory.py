@@ -138,8 +138,10 @@ class Step:
         self.n, self.s = rank.tokens, rank.stream_tokens
         self.queries = rank.heads * rank.head_width  # D, or the rank's part of it
         self.kv = rank.kv_heads * rank.head_width  # K
-        # One copy of the residual stream [S, D].
-        self.stream = self.s * model.width * (layout.program.stream or self.master)
+        self.stream_width = layout.program.stream or self.master  # bytes of a number
+        self.stream = (
+            self.s * model.width * self.stream_width
+        )  # a copy of the residual stream [S, D]
         self.wide = self.n * model.width * self.compute  # one copy of a product's input [N, D]
         self.hidden = self.n * (model.ff_width_ // parts) * self.compute  # one hidden copy [N, F]
         # All weights. The root is outside the blocks: embedding, positions, final norm, head.
@@ -164,8 +166,9 @@ class Step:
         """A normalisation saves its input (the stream), and a mean and a scale for each token."""
         if self.model.norm == "layernorm":
             return self.stream + 2 * self.s * self.master
-        copies = 1 if self.cuda else 2  # without a fused kernel it also saves the scaled input
-        return copies * self.stream + self.s * self.master
+        # Without a fused kernel it computes in float32, and also saves the scaled input.
+        plain = 2 * self.s * self.model.width * self.master
+        return (self.stream if self.cuda else plain) + self.s * self.master
 
     def dropout(self, width: int) -> int:
         """The mask of a dropout over [S, D] numbers of `width` bytes."""
@@ -202,7 +205,8 @@ class Step:
         activation = self.model.activation
         copies = {"gelu": 2, "gelu_tanh": 2, "relu": 1, "relu2": 2, "swiglu": 4}[activation]
         # Autocast casts the input of two matrices twice, unless it is gathered after one cast.
-        twice = activation == "swiglu" and self.copies and self.layout.tensor == 1
+        casts = self.copies and self.stream_width > self.compute
+        twice = activation == "swiglu" and casts and self.layout.tensor == 1
         feed_forward = (2 if twice else 1) * self.wide + copies * self.hidden
         return 2 * self.norm() + self.attention() + feed_forward + 2 * self.dropout(self.compute)
 
@@ -231,7 +235,7 @@ class Step:
     def root_saved(self) -> int:
         """The bytes of the embedding's dropout, the final norm and the head's input."""
         model, rank = self.model, self.rank
-        saved = self.dropout(self.master) * rank.first + self.wide * rank.last
+        saved = self.dropout(self.stream_width) * rank.first + self.wide * rank.last
         if model.position == "rope":  # the tables that all blocks share
             tokens = self.n // self.layout.micro_batch
             saved += 2 * tokens * rank.head_width * self.master
@@ -286,7 +290,7 @@ class Step:
             return
         forward, _, backward = self.logits()
         saved = self.saved(self.layers) + self.root_saved()
-        cast = self.stream if self.compute < self.master else 0
+        cast = self.stream if self.compute < self.stream_width else 0
         yield Memory(activations=saved + cast, logits=forward, at="loss")
         yield Memory(activations=saved, logits=backward, at="backward of the loss")
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -144,6 +144,7 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         recipe.train.average.enabled,
         share=batch.share,
         compile=compiles,
+        program=replace(OURS, stream=2) if recipe.train.stream == "bf16" else OURS,
     )
 
 

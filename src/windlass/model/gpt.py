@@ -10,6 +10,7 @@ H heads, K key and value heads, E = D / H width of a head, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -40,9 +41,12 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., D]
         # FSDP2 gathers weights in half precision; no CPU kernel mixes them with a float32 stream.
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        if self.rms:
-            return F.rms_norm(x, weight.shape, weight, self.eps)
-        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        # Autocast would raise a low-precision stream; the kernels add up in float32 by themselves.
+        low = x.dtype in (torch.bfloat16, torch.float16)
+        with torch.autocast(x.device.type, enabled=False) if low else contextlib.nullcontext():
+            if self.rms:
+                return F.rms_norm(x, weight.shape, weight, self.eps)
+            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
 class Attention(nn.Module):
@@ -236,6 +240,7 @@ class GPT(nn.Module):
 
     elsewhere: frozenset[str] = frozenset()
     copies: frozenset[str] = frozenset()
+    low_stream = False  # the residual stream in autocast's precision (`train.stream`)
 
     def __init__(self, settings: ModelSettings, vocab: int):
         super().__init__()
@@ -294,8 +299,9 @@ class GPT(nn.Module):
             rows = share.rows(start, length, self.kv_heads, tokens.device, within)
             tokens, labels = rows.tokens(tokens), None if labels is None else rows.labels(labels)
         x = self.embed(tokens) if hidden is None else hidden
-        positions = documents.positions if documents else None
-        x, rotary = self.locate(x, range(start, start + length), rows, positions, hidden is None)
+        places = range(start, start + length), rows, documents and documents.positions
+        x, rotary = self.locate(x, *places, hidden is None)
+        x = self.lowered(x)
         if hidden is None:
             x = drop(multiplied(x, m.multipliers.embedding), rate, rows)
         for i in layers:
@@ -311,8 +317,7 @@ class GPT(nn.Module):
         if cache:
             x = x[:, -1:]
         # FSDP2 adds zeros to the gradient of every parameter that a unit gets as an argument.
-        table = self.embedding.weight if m.tie_head else None
-        return self.head(x, labels, table, by_source)
+        return self.head(x, labels, self.embedding.weight if m.tie_head else None, by_source)
 
     def locate(
         self, x: Tensor, whole: range, rows: Rows | None, positions: Tensor | None, first: bool
@@ -338,6 +343,12 @@ class GPT(nn.Module):
         elif rows is not None:
             positions = positions[:, rows.place(rows.inner)]
         return x, RotaryEmbedding(m.rope_theta, m.width // m.heads, positions, like=x)
+
+    def lowered(self, x: Tensor) -> Tensor:
+        """The stream, in autocast's precision with `low_stream`."""
+        if self.low_stream and torch.is_autocast_enabled(x.device.type):
+            return x.to(torch.get_autocast_dtype(x.device.type))
+        return x
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding [B, T, D]; each rank looks up those that it holds."""

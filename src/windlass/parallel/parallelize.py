@@ -31,6 +31,7 @@ from torch.utils.checkpoint import (
 
 from windlass.errors import UserError
 from windlass.model.build import materialise
+from windlass.model.gpt import GPT
 from windlass.model.loss import loss_tail
 from windlass.model.share import Peers, Share, is_fsdp, with_cut
 from windlass.parallel.dist import Ranks
@@ -74,6 +75,8 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     if not on_meta and ranks.world > 1:  # a user's model may differ from process to process
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
             dist.broadcast(tensor.data, src=0)
+    if recipe.train.stream == "bf16":
+        lower_stream(model, resolve_precision(recipe.train.precision, ranks.device))
     divide(model, ranks, recipe)
     if ranks.mesh.pp is not None:
         keep_stages(model, ranks, recipe)
@@ -107,6 +110,17 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     if replicas is None or replicas.size() == 1 or ranks.mesh.pp is not None:
         return model
     return _replicate(model, replicas.get_group(), ranks.device, recipe.parallel.bucket_mb)
+
+
+def lower_stream(model: nn.Module, precision: str) -> None:
+    """Have our GPT keep its residual stream in bf16 (`train.stream`); UserError if it cannot."""
+    if precision != "bf16":
+        problem = f'the arithmetic is {precision} here (train.precision), not bf16: write "fp32"'
+        raise UserError(f"train.stream: {problem}")
+    if not isinstance(model, GPT):
+        problem = f"{type(model).__name__} has its own residual stream"
+        raise UserError(f'train.stream: {problem}: cast it there, and write "fp32"')
+    model.low_stream = True
 
 
 def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:

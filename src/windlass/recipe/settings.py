@@ -184,6 +184,9 @@ class TrainSettings(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
     """Arithmetic of forward and backward pass; master weights are fp32 (`fp64`: float64, for
     proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16."""
+    stream: Literal["fp32", "bf16"] = "fp32"
+    """With bf16 arithmetic: precision of the residual stream and the norms of Windlass's own GPT.
+    `bf16` halves their memory and traffic; sums over the layers then have 8 bits."""
     tf32: bool = False
     """On a GPU: round the inputs of float32 matrix products to TF32 (10 bits): much faster."""
     compile: bool | Literal["auto"] = "auto"
