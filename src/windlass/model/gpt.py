@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.model.cache import LayerCache
-from windlass.model.documents import Documents, Spans
+from windlass.model.documents import Documents, Spans, attend
 from windlass.model.loss import PLAIN, Piece, SourceSums, Tail, cross_entropy_sum, head_logits
 from windlass.model.rotary import RotaryEmbedding
 from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, drop, whole_shape
@@ -108,16 +108,9 @@ class Attention(nn.Module):
         elif documents:
             y = documents.attention(q, k, v, rate)
             return self.project(y.transpose(1, 2).flatten(2))
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            # A constant without a cache: a comparison with a varying size would break a graph.
-            is_causal=mask is None and not (cache and q.shape[2] == 1),
-            dropout_p=rate,
-            enable_gqa=H != K,
-        )
+        # A constant without a cache: a comparison with a varying size would break a graph.
+        is_causal = mask is None and not (cache and q.shape[2] == 1)
+        y = attend(q, k, v, mask, is_causal, rate)
         return self.project(y.transpose(1, 2).flatten(2))
 
     def project(self, y: Tensor) -> Tensor:
