@@ -8,6 +8,8 @@ from harness import Join, recipe, run_ranks
 
 from windlass.errors import UserError
 from windlass.model.build import build_model
+from windlass.parallel.dist import init_ranks
+from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize, unwrap
 from windlass.recipe import Recipe
 
@@ -58,20 +60,14 @@ def test_the_stream_is_low_in_every_strategy(parts):
             assert sizes == pytest.approx(norms, rel=3e-2), cell
 
 
-def test_what_has_no_bf16_stream_is_refused():
-    with pytest.raises(UserError, match=r"train\.stream.*fp32 here.*precision"):
-        run_one(recipe(train__stream="bf16"), None)
-    with pytest.raises(UserError, match=r"train\.stream.*Linear has its own"):
-        run_one(recipe(train__stream="bf16", train__precision="bf16"), torch.nn.Linear(2, 2))
+def test_the_stream_has_the_precision_of_the_arithmetic_and_other_models_are_refused():
+    with init_ranks(DistEnv(), low := recipe(train__stream="bf16")) as ranks:
+        assert not parallelize(build_model(low, 64), ranks, low).low_stream  # fp32 on a CPU
+        low = low.replace("train.precision=bf16")
+        assert parallelize(build_model(low, 64), ranks, low).low_stream
+        with pytest.raises(UserError, match=r"train\.stream.*Linear has its own"):
+            parallelize(torch.nn.Linear(2, 2), ranks, low)
     with pytest.raises(UserError, match=r'train\.stream: .*"bf16", not "fp16": write "fp32"'):
         recipe(train__stream="bf16", train__precision="fp16")
     with pytest.raises(UserError, match=r"train\.stream: a model of transformers"):
         recipe(train__stream="bf16", model__kind="hf", model__name="gpt2")
-
-
-def run_one(chosen: Recipe, module: torch.nn.Module | None) -> None:
-    from windlass.parallel.dist import init_ranks
-    from windlass.parallel.env import DistEnv
-
-    with init_ranks(DistEnv(), chosen) as ranks:
-        parallelize(module or build_model(chosen, 64), ranks, chosen)
