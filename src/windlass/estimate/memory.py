@@ -268,7 +268,7 @@ class Step:
         """
         n, V, d, c, m = self.n, self.vocab, self.model.width, self.compute, self.master
         wide, capped = max(4, c), bool(self.model.logit_cap)
-        tail, device = self.layout.tail, self.layout.device
+        tail, device = self.layout.tail and 4 * n * V > CHUNK_BYTES["cpu"], self.layout.device
         each = c + capped * wide if tail else 4
         limit = max(1, (TAIL_BYTES if tail else CHUNK_BYTES)[device] // (each * V))  # tokens
         head_copy = V * d * c if c < m else 0  # the head's matrix in the precision of autocast

@@ -127,11 +127,14 @@ def cross_entropy_sum(
             and get equal sums; no rank holds all logits of a token. The gradient of the hidden
             states is this rank's part of a sum.
         by_source: Where to add the loss of each row's source, for a mixture.
-        tail: Computes the loss and the gradient of a chunk, if there will be a backward pass and
-            the vocabulary is whole.
+        tail: Computes the loss and the gradient of a chunk, if there will be a backward pass, the
+            vocabulary is whole, and the logits are not so few that the call costs more than it
+            saves.
     """
     x, labels = x.flatten(0, -2), labels.flatten()
     tail = None if piece or not torch.is_grad_enabled() else tail
+    if chunk is None and 4 * len(labels) * len(weight) <= CHUNK_BYTES["cpu"]:
+        tail = None
     if chunk is None:  # even chunks of at most CHUNK_BYTES; 0 if one is enough
         each = dtype_of_logits(x, weight).itemsize + 4 * bool(cap) if tail else 4
         limits = TAIL_BYTES if tail else CHUNK_BYTES
