@@ -75,9 +75,8 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     if not on_meta and ranks.world > 1:  # a user's model may differ from process to process
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
             dist.broadcast(tensor.data, src=0)
-    is_bf16 = resolve_precision(recipe.train.precision, ranks.device) == "bf16"
-    if recipe.train.stream == "bf16" and is_bf16:
-        lower_stream(model)
+    if recipe.train.stream == "bf16":
+        lower_stream(model, resolve_precision(recipe.train.precision, ranks.device))
     divide(model, ranks, recipe)
     if ranks.mesh.pp is not None:
         keep_stages(model, ranks, recipe)
@@ -113,8 +112,10 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     return _replicate(model, replicas.get_group(), ranks.device, recipe.parallel.bucket_mb)
 
 
-def lower_stream(model: nn.Module) -> None:
-    """Have our GPT keep its residual stream in bf16; UserError if it is another model."""
+def lower_stream(model: nn.Module, precision: str) -> None:
+    """Keep the residual stream of a GPT in bf16, as the arithmetic; UserError for other models."""
+    if precision != "bf16":
+        return
     if not isinstance(model, GPT):
         problem = f"{type(model).__name__} has its own residual stream"
         raise UserError(f'train.stream: {problem}: cast it there, and write "fp32"')
