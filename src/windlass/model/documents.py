@@ -167,8 +167,8 @@ class Spans:
             if not own:
                 continue
             last = None if own == seen else causal_lower_right(own, seen)
-            heads = (x.transpose(0, 1).unsqueeze(0) for x in document)
-            y = attend(*heads, last, own == seen, dropout)
+            heads = [x.transpose(0, 1).unsqueeze(0) for x in document]
+            y = attend(heads[0], heads[1], heads[2], last, own == seen, dropout)
             outputs.append(y.squeeze(0).transpose(0, 1))
         return torch.cat(outputs).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
 
