@@ -1,4 +1,5 @@
-"""`train.compile` makes one graph for all blocks, without breaks, despite evaluations in between."""
+"""`train.compile` makes one graph for all blocks and one for the loss, without breaks, despite
+evaluations in between."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model
 from windlass.model.documents import Documents, edges_of
 from windlass.model.gpt import initialise
+from windlass.model.loss import CHUNK_BYTES, loss_tail
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import autocast, parallelize, unwrap
@@ -32,10 +34,15 @@ Work = Callable[[Any, Ranks, Callable[..., None]], object]
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
-    """A function that works with a compiled model and returns its graphs, which have no breaks."""
+    """A function that works with a compiled model and returns the graphs of its blocks, which have
+    no breaks. There are as many graphs of the loss.
+    """
     warnings.simplefilter("ignore")
-    graphs = CompileCounterWithBackend("eager")
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
+    graphs, tails = CompileCounterWithBackend("eager"), CompileCounterWithBackend("eager")
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 0)  # of fewer logits the loss is not compiled
+    real = torch.compile
+    backend = {loss_tail: tails}
+    monkeypatch.setattr(torch, "compile", lambda f: real(f, backend=backend.get(f, graphs)))
 
     def run(work: Work, **settings: Any) -> list[torch.fx.GraphModule]:
         small = {} if settings.get("model__kind") == "hf" else SMALL
@@ -53,6 +60,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
             work(model, ranks, train)
         assert not counters["graph_break"]
         assert counters["frames"]["ok"] == counters["frames"]["total"]
+        assert len(tails.graphs) == len(graphs.graphs)
         return graphs.graphs
 
     torch._dynamo.reset()
@@ -71,32 +79,42 @@ def static(graph: torch.fx.GraphModule) -> bool:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, LOW, LOW | {"train__precision": "fp16"}],
-    ids=["one rank", "FSDP2 in bf16", "FSDP2 in fp16"],
+    [
+        {},
+        {"parallel__activation_checkpointing": "full"},
+        {"parallel__activation_checkpointing": "selective"},
+        LOW,
+        LOW | {"train__precision": "fp16", "parallel__activation_checkpointing": "full"},
+    ],
+    ids=["one rank", "full", "selective", "FSDP2 in bf16", "FSDP2 in fp16, full"],
 )
 def test_all_blocks_are_one_graph(compiled, settings):
     (graph,) = compiled(lambda model, ranks, train: [train() for _ in range(2)], **settings)
     assert static(graph)
 
 
-def ddp_step(join: Join) -> tuple[int, int]:
-    """The graphs of a step of DDP with several buckets, and Dynamo's setting afterwards."""
+def two_steps(join: Join, strategy: str) -> tuple[int, dict[str, int], bool]:
+    """The graphs of two steps and their breaks, and Dynamo's setting for DDP afterwards."""
     warnings.simplefilter("ignore")
-    graphs = CompileCounterWithBackend("eager")
+    graphs, CHUNK_BYTES["cpu"] = CompileCounterWithBackend("eager"), 0
     torch.compile = partial(torch.compile, backend=graphs)
-    ddp = {"parallel__strategy": "ddp", "parallel__bucket_mb": 0.005}
-    chosen = recipe(**SMALL, **ddp, train__compile=True)
+    counters.clear()
+    how = {"parallel__strategy": strategy, "parallel__bucket_mb": 0.005}
+    chosen = recipe(**SMALL, **how, train__compile=True)
     with join(chosen) as ranks:
         model = parallelize(build_model(chosen, VOCAB), ranks, chosen)
         initialise(unwrap(model), 1)
         tokens = torch.zeros(2, 32, dtype=torch.int64)
         for _ in range(2):
             model(tokens, tokens).backward()
-    return len(graphs.graphs), torch._dynamo.config.optimize_ddp
+    breaks = dict(counters["graph_break"])
+    return len(graphs.graphs), breaks, torch._dynamo.config.optimize_ddp
 
 
-def test_the_buckets_of_ddp_split_no_block():
-    assert run_ranks(ddp_step, 2) == [(1, True)] * 2
+@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
+def test_two_ranks_have_one_graph_for_all_blocks_and_one_for_the_loss(strategy):
+    """Also if the buckets of DDP end within blocks."""
+    assert run_ranks(two_steps, 2, strategy) == [(2, {}, True)] * 2
 
 
 def test_blocks_of_a_model_of_transformers_are_one_graph(compiled, tmp_path):

@@ -215,6 +215,7 @@ def test_ddp_on_one_rank_takes_a_smaller_micro_batch_after_a_backward_pass_that_
     monkeypatch.setattr(torch.Tensor, "backward", limited)
     run = train(recipe)
     assert run.state == "finished" and [e["event"] for e in run.events].count("out_of_memory") == 1
+    assert run.events[0]["compiles"] is True
     assert resets == [1], (
         "else the blocks are compiled for a batch that varies, and a resume compiles them otherwise"
     )

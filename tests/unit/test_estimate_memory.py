@@ -11,9 +11,9 @@ import torch
 
 from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import memory_rows, recommend
-from windlass.estimate.memory import CHUNK_BYTES, GATHER_BYTES, Step, memory
+from windlass.estimate.memory import CHUNK_BYTES, GATHER_BYTES, TAIL_BYTES, Step, memory
 from windlass.estimate.plan import plan
-from windlass.estimate.rank import Layout, ranks_of
+from windlass.estimate.rank import Layout, Program, ranks_of
 from windlass.model import loss
 from windlass.model.gpt import GPT, initialise
 from windlass.model.size import CountedSizes, count
@@ -95,6 +95,19 @@ def test_what_autograd_saves(over, precision):
     assert predicted_bytes(settings, precision) == pytest.approx(saved, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    "over", [{}, MODERN, {"activation": "swiglu", "final_norm": False}, {"dropout": 0.1}]
+)
+def test_what_autograd_saves_with_a_stream_in_bf16(monkeypatch, over):
+    """But for the means and gains of norms, which are a few thousand bytes."""
+    monkeypatch.setattr(GPT, "low_stream", True)
+    settings = ModelSettings(**{**BASE, **over})
+    low = {"precision": "bf16", "micro_batch": BATCH, "program": Program(stream=2)}
+    step, layers = Step(*ranks_of(settings, VOCAB, Layout("single", **low))), settings.layers
+    predicted = step.saved(layers) + layers * step.copies + step.root_saved() + step.logits()[1]
+    assert predicted == pytest.approx(saved_bytes(settings, "bf16"), rel=2e-3)
+
+
 @pytest.mark.parametrize("how", ["full", "selective"])
 @pytest.mark.parametrize(
     "over", [{}, {"activation": "swiglu", "norm": "rmsnorm", "position": "rope"}]
@@ -117,7 +130,8 @@ def test_the_peak_of_a_chunked_loss(over):
     """All that the allocator gave out while the loss was computed in chunks, on top of weights and
     hidden states.
     """
-    assert CHUNK_BYTES == loss.CHUNK_BYTES and GATHER_BYTES == shard.GATHER_BYTES
+    assert (CHUNK_BYTES, TAIL_BYTES) == (loss.CHUNK_BYTES, loss.TAIL_BYTES)
+    assert GATHER_BYTES == shard.GATHER_BYTES
     settings, vocab = ModelSettings(**{**BASE, "layers": 1, **over}), 120_000
     step = Step(*ranks_of(settings, vocab, Layout("single", micro_batch=4)))
     weight = torch.zeros(vocab, settings.width, requires_grad=True)

@@ -2,6 +2,7 @@
 beside the real time.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -163,7 +164,9 @@ def test_predicted_speed():
     assert 0.8 < one.range[0] < 1 < one.range[1] < 1.2
     # padding is computed, too
     assert speed(tokens_per_sample=256.0)[0].tokens_per_s == pytest.approx(one.tokens_per_s / 4)
-    assert speed(recipe=r.replace("train.compile=true"))[0].tokens_per_s > 1.1 * one.tokens_per_s
+    assert "A100-SXM4-80GB, compiled" in one.detail  # `train.compile = "auto"`
+    eager, _ = speed(recipe=r.replace("train.compile=false"))
+    assert one.tokens_per_s > 1.1 * eager.tokens_per_s
     full_shard, _ = speed(recipe=r.replace("parallel.strategy=full_shard"))
     assert full_shard.tokens_per_s < one.tokens_per_s
     cpu, why = speed(device=find_device("cpu"))
@@ -176,6 +179,26 @@ def test_predicted_speed():
     assert "all of 2 published runs" in h200.detail
     l4, _ = speed(device=find_device("L4"))
     assert l4.range is None and "no published run on NVIDIA L4" in l4.detail
+
+
+def test_auto_compiles_where_a_run_saves_more_than_a_minute():
+    r, device = Recipe.load("gpt2-124m"), find_device("A100-80GB")
+    machine = Machine(device, 8, "bf16")
+
+    def seconds(compiled):
+        own = r.replace({"train.compile": compiled})
+        subject = Subject(own, 8, device, "bf16", 50257, 1000, 1024.0)
+        speed, _ = predicted_speed(subject, Machine.of(subject, 0))
+        return r.train.global_batch * 1024 / speed.tokens_per_s
+
+    enough = math.ceil(60 / (seconds(False) - seconds(True)))
+    assert [machine.compiles(r, 50257, n) for n in (enough - 1, enough + 1)] == [False, True]
+    assert machine.compiles(r.replace("train.compile=true"), 50257, 1)
+    for never in ("train.compile=false", "train.deterministic=true"):
+        assert not machine.compiles(r.replace(never), 50257, 10**6)
+    hf = r.replace({"model.kind": "hf", "model.name": "gpt2"})
+    assert not machine.compiles(hf, 50257, 10**6)
+    assert not Machine(find_device("cpu"), 8, "fp32").compiles(r, 50257, 10**6)
 
 
 @pytest.mark.parametrize("first_eval", [{}, {"tokens": 20_480 * 6}])

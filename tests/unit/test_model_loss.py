@@ -1,12 +1,20 @@
 """The loss in chunks is the loss: values and gradients, in every precision, with every option."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.model import loss as module
-from windlass.model.loss import Objective, SourceSums, cross_entropy_sum, head_logits
+from windlass.model.loss import (
+    Objective,
+    SourceSums,
+    cross_entropy_sum,
+    head_logits,
+    loss_tail,
+)
 
 N, D, V = 37, 12, 101
 
@@ -41,11 +49,13 @@ def compare_gradients(one: Tensor, other: Tensor, inputs: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("cap", [0.0, 5.0])
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tail", [None, loss_tail])
 @pytest.mark.parametrize("chunk", [0, 1, 5, 37, 1000])
-def test_value_and_gradients_in_float64(chunk: int, biased: bool, cap: float) -> None:
+def test_value_and_gradients_in_float64(chunk: int, tail: Any, biased: bool, cap: float) -> None:
     x, weight, bias, labels = problem()
     expected = by_hand(x, weight, bias if biased else None, labels, cap)
-    loss = cross_entropy_sum(x, weight, labels, bias if biased else None, cap=cap, chunk=chunk)
+    how = {"cap": cap, "chunk": chunk, "tail": tail}
+    loss = cross_entropy_sum(x, weight, labels, bias if biased else None, **how)
     assert loss.dtype == torch.float64
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
     compare_gradients(loss / 7, expected / 7, [x, weight, *([bias] if biased else [])])
@@ -53,9 +63,9 @@ def test_value_and_gradients_in_float64(chunk: int, biased: bool, cap: float) ->
 
 @pytest.mark.parametrize("objective", [(1e-2, 0.0), (0.0, 0.1), (1e-2, 0.3)])
 @pytest.mark.parametrize(("biased", "cap"), [(False, 0.0), (True, 5.0)])
-@pytest.mark.parametrize("chunk", [0, 5, 37])
+@pytest.mark.parametrize(("chunk", "tail"), [(0, None), (5, None), (37, None), (5, loss_tail)])
 def test_the_gradient_is_the_objectives_and_the_value_the_cross_entropy(
-    chunk, biased, cap, objective
+    chunk, tail, biased, cap, objective
 ):
     """In float64, against torch's label smoothing and a z-loss by autograd."""
     z, smoothing = objective
@@ -65,7 +75,7 @@ def test_the_gradient_is_the_objectives_and_the_value_the_cross_entropy(
     how = {"label_smoothing": smoothing, "ignore_index": -100, "reduction": "sum"}
     log_z = torch.logsumexp(logits[labels >= 0], 1)
     minimised = F.cross_entropy(logits, labels, **how) + z * (log_z**2).sum()
-    options = {"cap": cap, "chunk": chunk}
+    options = {"cap": cap, "chunk": chunk, "tail": tail}
     loss = cross_entropy_sum(x, weight, labels, bias, **options, objective=Objective(*objective))
     assert loss.item() == cross_entropy_sum(x, weight, labels, bias, **options).item()
     torch.testing.assert_close(loss, by_hand(x, weight, bias, labels, cap), rtol=1e-13, atol=0)
@@ -78,14 +88,14 @@ def test_the_gradient_is_the_objectives_and_the_value_the_cross_entropy(
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * float(b.abs().max()))
 
 
-@pytest.mark.parametrize("chunk", [0, 8])
+@pytest.mark.parametrize(("chunk", "tail"), [(0, None), (8, None), (8, loss_tail)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sums_are_float32_and_gradients_have_their_tensors_dtype(chunk, dtype):
+def test_sums_are_float32_and_gradients_have_their_tensors_dtype(chunk, tail, dtype):
     x, weight, bias, labels = problem(torch.float32)
     expected = by_hand(x, weight, bias, labels)
     with torch.autocast("cpu", dtype):
         assert head_logits(x, weight, bias).dtype == dtype
-        loss = cross_entropy_sum(x, weight, labels, bias, chunk=chunk)
+        loss = cross_entropy_sum(x, weight, labels, bias, chunk=chunk, tail=tail)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=3e-2, atol=0)
     grads = torch.autograd.grad(loss, [x, weight, bias])
@@ -94,7 +104,7 @@ def test_sums_are_float32_and_gradients_have_their_tensors_dtype(chunk, dtype):
         torch.testing.assert_close(a, b, rtol=0, atol=0.05 * float(b.abs().max()))
     # As under FSDP2's mixed precision: the parameters are low, and the stream may still be float32.
     half = weight.detach().to(dtype).requires_grad_()
-    loss = cross_entropy_sum(x, half, labels, chunk=chunk)
+    loss = cross_entropy_sum(x, half, labels, chunk=chunk, tail=tail)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, by_hand(x, weight, None, labels), rtol=3e-2, atol=0)
     assert [g.dtype for g in torch.autograd.grad(loss, [x, half])] == [torch.float32, dtype]
@@ -138,8 +148,12 @@ def test_logits_are_held_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         return out
 
     monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * V * 10)
+    monkeypatch.setitem(module.TAIL_BYTES, "cpu", 8 * V * 20)  # in their own precision, float64
     monkeypatch.setattr(module.F, "linear", watched)
     x, weight, _, labels = problem()
+    cross_entropy_sum(x, weight, labels, tail=loss_tail).backward()
+    assert sizes == [19 * V, 18 * V]
+    sizes.clear()
     cross_entropy_sum(x, weight, labels).backward()
     # even chunks
     assert len(sizes) == 4 and max(sizes) <= 10 * V and max(sizes) - min(sizes) <= 4 * V
@@ -148,15 +162,15 @@ def test_logits_are_held_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert sizes == [9 * V]  # few tokens: all at once
 
 
-@pytest.mark.parametrize("chunk", [0, 5, 36])
-def test_the_loss_by_source_is_that_of_its_rows(chunk):
+@pytest.mark.parametrize(("chunk", "tail"), [(0, None), (5, None), (36, None), (5, loss_tail)])
+def test_the_loss_by_source_is_that_of_its_rows(chunk, tail):
     """Rows [4, 9] of three sources, one of which has no row."""
     x, weight, bias, labels = problem()
     rows, sums = torch.tensor([2, 0, 0, 2]), torch.zeros(3, 2, dtype=torch.float64)
     x, labels = x[:36].detach().requires_grad_().view(4, 9, D), labels[:36].view(4, 9)
     own = {"by_source": SourceSums(rows, sums)}
     for _ in range(2):  # the sums grow
-        total = cross_entropy_sum(x, weight, labels, bias, cap=3.0, chunk=chunk, **own)
+        total = cross_entropy_sum(x, weight, labels, bias, cap=3.0, chunk=chunk, tail=tail, **own)
     expected = [by_hand(x[rows == i], weight, bias, labels[rows == i], 3.0) for i in (0, 2)]
     counts = [float((labels[rows == i] >= 0).sum()) for i in (0, 2)]
     torch.testing.assert_close(sums[1], torch.zeros(2, dtype=torch.float64))

@@ -24,8 +24,9 @@ Network = ModelSettings | CountedSizes
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "average")
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
-"""Logits that `windlass.model.loss` holds at a time; that module needs torch, so a test keeps the
-two equal."""
+TAIL_BYTES = {"cpu": 2**25, "cuda": 2**30}
+"""Logits that `windlass.model.loss` holds at a time, uncompiled and compiled; that module needs
+torch, so a test keeps the numbers equal."""
 GATHER_BYTES = 2**25
 """Parameters that `windlass.optim.shard` gathers at a time; a test keeps the two equal."""
 RNG_BYTES = {"cpu": 5056, "cuda": 5056 + 16}
@@ -138,8 +139,10 @@ class Step:
         self.n, self.s = rank.tokens, rank.stream_tokens
         self.queries = rank.heads * rank.head_width  # D, or the rank's part of it
         self.kv = rank.kv_heads * rank.head_width  # K
-        # One copy of the residual stream [S, D].
-        self.stream = self.s * model.width * (layout.program.stream or self.master)
+        self.stream_width = layout.program.stream or self.master  # bytes of a number
+        self.stream = (
+            self.s * model.width * self.stream_width
+        )  # a copy of the residual stream [S, D]
         self.wide = self.n * model.width * self.compute  # one copy of a product's input [N, D]
         self.hidden = self.n * (model.ff_width_ // parts) * self.compute  # one hidden copy [N, F]
         # All weights. The root is outside the blocks: embedding, positions, final norm, head.
@@ -167,8 +170,9 @@ class Step:
         """A normalisation saves its input (the stream), and a mean and a scale for each token."""
         if self.model.norm == "layernorm":
             return self.stream + 2 * self.s * self.master
-        copies = 1 if self.cuda else 2  # without a fused kernel it also saves the scaled input
-        return copies * self.stream + self.s * self.master
+        # Without a fused kernel it computes in float32, and also saves the scaled input.
+        plain = 2 * self.s * self.model.width * self.master
+        return (self.stream if self.cuda else plain) + self.s * self.master
 
     def dropout(self, width: int) -> int:
         """The mask of a dropout over [S, D] numbers of `width` bytes."""
@@ -186,16 +190,18 @@ class Step:
             saved += n * (d + k) * 4 if upcast else 0
         if not self.rank.by_heads:  # gathered keys and values
             saved += 2 * n * (self.layout.context - 1) * k * c
-        # No kernel takes dropout on a CPU, a part of a dropout's mask, or grouped queries in fp32 on
-        # CUDA. Then attention saves whole T x T matrices.
+        # No kernel takes dropout on a CPU, a part of a dropout's mask, or fp64 on CUDA. Then attention
+        # saves whole T x T matrices.
         divided = self.layout.tensor * self.layout.context > 1
         plain = model.dropout > 0 and (divided or not self.cuda)
-        plain = plain or (self.cuda and c >= 4 and kv_heads != heads)
+        plain = plain or (self.cuda and c == 8)
         if not plain or (model.qk_norm and not upcast):
             saved += n * (d + 2 * k) * c  # queries, keys and values, which are one tensor
         if plain:  # computes in fp32: the scores and, with dropout, its mask and their product
             squares = n * heads * model.context * (3 if model.dropout else 1)
             return saved + (squares + 3 * n * d) * max(4, c) + n * d * c
+        if self.cuda and kv_heads != heads and self.layout.precision != "bf16":
+            saved += 2 * n * d * c  # keys and values for each head (`documents.repeats_heads`)
         if model.qk_norm or model.position == "rope":
             saved += n * (d + k) * c  # transformed queries and keys
         return saved + n * d * c + n * heads * max(4, c)  # the result, and a log-sum-exp
@@ -205,7 +211,8 @@ class Step:
         activation = self.model.activation
         copies = {"gelu": 2, "gelu_tanh": 2, "relu": 1, "relu2": 2, "swiglu": 4}[activation]
         # Autocast casts the input of two matrices twice, unless it is gathered after one cast.
-        twice = activation == "swiglu" and self.copies and self.layout.tensor == 1
+        casts = self.copies and self.stream_width > self.compute
+        twice = activation == "swiglu" and casts and self.layout.tensor == 1
         feed_forward = (2 if twice else 1) * self.wide + copies * self.hidden
         return 2 * self.norm() + self.attention() + feed_forward + 2 * self.dropout(self.compute)
 
@@ -234,7 +241,7 @@ class Step:
     def root_saved(self) -> int:
         """The bytes of the embedding's dropout, the final norm and the head's input."""
         model, rank = self.model, self.rank
-        saved = self.dropout(self.master) * rank.first + self.wide * rank.last
+        saved = self.dropout(self.stream_width) * rank.first + self.wide * rank.last
         if model.position == "rope":  # the tables that all blocks share
             tokens = self.n // self.layout.micro_batch
             saved += 2 * tokens * rank.head_width * self.master
@@ -265,18 +272,22 @@ class Step:
         """
         n, V, d, c, m = self.n, self.vocab, self.model.width, self.compute, self.master
         wide, capped = max(4, c), bool(self.model.logit_cap)
-        limit = max(1, CHUNK_BYTES[self.layout.device] // (4 * V))  # tokens
+        tail, device = self.layout.tail and 4 * n * V > CHUNK_BYTES["cpu"], self.layout.device
+        each = c + capped * wide if tail else 4
+        limit = max(1, (TAIL_BYTES if tail else CHUNK_BYTES)[device] // (each * V))  # tokens
         head_copy = V * d * c if c < m else 0  # the head's matrix in the precision of autocast
-        if each := self.layout.program.logits:
-            return (n * V * each + head_copy,) * 3
-        if n <= limit and self.layout.tensor == 1:
+        if other := self.layout.program.logits:
+            return (n * V * other + head_copy,) * 3
+        if n <= limit and self.layout.tensor == 1 and not tail:
             one, rest = n * V * wide, capped * n * V * c + head_copy
             return 2 * one + rest, one + rest, 3 * one + rest
         chunk = -(-n // -(-n // limit))  # equal chunks
         # The forward pass computes the gradients of head and input.
         gradient = V * d * m + n * d * (c if c == m else c + m)
-        inside = max(2 * chunk * V * wide, chunk * V * (wide + c) + (V * d * c if c < wide else 0))
-        inside += capped * chunk * V * wide  # the cap's slope
+        slope = capped * chunk * V * wide  # of the cap
+        loss = chunk * V * each if tail else 2 * chunk * V * wide + slope
+        # The gradient at the logits, and the head's, which is added in autocast's precision.
+        inside = max(loss, chunk * V * c + (V * d * c if c < wide else 0))
         return gradient + head_copy + inside, V * d * m + n * d * m, V * d * m + n * d * m
 
     def loss(self) -> Iterator[Memory]:
@@ -285,7 +296,7 @@ class Step:
             return
         forward, _, backward = self.logits()
         saved = self.saved(self.layers) + self.root_saved()
-        cast = self.stream if self.compute < self.master else 0
+        cast = self.stream if self.compute < self.stream_width else 0
         yield Memory(activations=saved + cast, logits=forward, at="loss")
         yield Memory(activations=saved, logits=backward, at="backward of the loss")
 

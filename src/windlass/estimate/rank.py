@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ class Program:
     reduced: int = 0  # of a gradient in a reduction; 0: as a weight
     logits: int = 0  # held for each logit of a micro-batch; 0: a chunk of logits exists at a time
     repeated: float = 0.0  # the part of the products that `selective` repeats
-    logit_traffic: int = 28  # bytes that head and loss read and write for a logit
+    logit_traffic: int = 0  # bytes that head and loss read and write for a logit; 0: Windlass's
     gathers_all: bool = False  # the last block and the embedding, too, for the backward pass
 
 
@@ -97,6 +97,23 @@ class Layout:
         return self.data_world * self.context
 
     @property
+    def tail(self) -> bool:
+        """Whether one compiled function computes the loss from logits (`model.loss.loss_tail`)."""
+        return self.compile and self.tensor == 1 and not self.program.logits
+
+    @property
+    def logit_traffic(self) -> int:
+        """Bytes that head and loss read and write for a logit.
+
+        Three products write it, read it and read its gradient. A compiled tail reads it three times
+        (maximum, sum, gradient) and writes the gradient. Uncompiled, log-softmax, exponential and
+        casts each read and write it, in float32.
+        """
+        compute = COMPUTE_BYTES[self.precision]
+        ours = 7 * compute if self.tail else {2: 38, 4: 32, 8: 64}[compute]
+        return self.program.logit_traffic or ours
+
+    @property
     def bubble(self) -> float:
         """The share of a step's computation in which a rank waits (arXiv 2104.04473)."""
         return (self.pipeline - 1) / (self.accumulation * self.chunks + self.pipeline - 1)
@@ -109,6 +126,11 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         precision = recipe.train.precision
         precision = {"cpu": "fp32", "cuda": "bf16"}[device] if precision == "auto" else precision
     parts = parallel.context if strategy.shards_optimizer else 1
+    compiles = recipe.train.compile
+    if compiles == "auto":  # short runs do not (`search.Machine.compiles`)
+        compiles = (
+            device == "cuda" and recipe.model.kind == "gpt" and not recipe.train.deterministic
+        )
     return Layout(
         strategy.name,
         world,
@@ -129,7 +151,8 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         parallel.chunks if parallel.pipeline > 1 else 1,
         recipe.train.average.enabled,
         share=batch.share,
-        compile=recipe.train.compile,
+        compile=compiles,
+        program=replace(OURS, stream=2) if recipe.train.stream == "bf16" else OURS,
     )
 
 

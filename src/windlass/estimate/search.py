@@ -31,7 +31,8 @@ NETWORK = 25e9
 """Assumed bytes a second between hosts for each GPU: one adapter of 200 Gbit/s."""
 NOMINAL = {"cpu": 5e10, "cuda": 1e14}
 """FLOP/s of a rank that order layouts if the device has no published peak; they are not shown."""
-
+COMPILE_SECONDS = 60
+"""Assumed time to compile a block and the loss for a GPU, without a cache."""
 ALIKE = 0.02
 """Predicted steps that differ by less than this part count as equal."""
 
@@ -87,6 +88,21 @@ class Machine:
         peak = peak_flops(self.device.name, self.precision, recipe.train.tf32)
         links = Links(self.device.link, NETWORK, self.ranks_of_host)
         return published_speeds(self.device, peak or NOMINAL[self.device.kind], links)
+
+    def compiles(self, recipe: Recipe, vocab: int, steps: int) -> bool:
+        """`train.compile` with `auto` resolved: true if a whole run saves more than it costs.
+
+        The remaining steps do not count, so that a resume decides as the start did.
+        """
+        layout = layout_of(recipe, self.world, self.device.kind, self.precision)
+        if recipe.train.compile != "auto" or not layout.compile:
+            return layout.compile
+        speeds = self.speeds(recipe)
+        eager, compiled = (
+            slowest(recipe.model, vocab, replace(layout, compile=one), speeds, recipe.optim.kind)
+            for one in (False, True)
+        )
+        return steps * (eager.total - compiled.total) > COMPILE_SECONDS
 
 
 def layouts(recipe: Recipe, machine: Machine) -> Iterator[tuple[Layout, Settings]]:

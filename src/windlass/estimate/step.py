@@ -224,7 +224,7 @@ def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") 
     fused = 1.0 if layout.compile else 1 / speeds.eager
     passes = 3 if layout.checkpointing == "none" else 4
     moved = rank.layers * passes * once / fused + WEIGHT_BYTES * work.total
-    moved += rank.last * n * v * layout.program.logit_traffic
+    moved += rank.last * n * v * layout.logit_traffic
     traffic = moved / speeds.traffic
 
     first, second = KERNELS[layout.compile]

@@ -76,6 +76,7 @@ class Work:
         device = "cpu" if on_cpu(start) else "cuda"
         layout = layout_of(recipe, int(start["world"]), device, start["precision"])
         layout = replace(layout, strategy=start["strategy"], accumulation=start["accumulation"])
+        layout = replace(layout, compile=start.get("compiles", False))
         total, trained, network = start["parameters"], start["trained"], start.get("network")
         bucket_mb = recipe.parallel.bucket_on(device)
         if network:

@@ -30,6 +30,31 @@ HALF = (torch.float16, torch.bfloat16)
 MASKED_TOKENS = 128  # in a row on a CPU; longer rows are faster with products (docs/LOG.md)
 
 
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout: float = 0.0,
+) -> Tensor:
+    """`scaled_dot_product_attention` of [B, H, T, E] to [B, K, S, E], for K heads or fewer."""
+    masked = type(mask) is Tensor  # not torch's `CausalBias`
+    if repeats_heads(q.shape[1], k.shape[1], q.device.type, q.dtype, masked):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    how: Any = {"attn_mask": mask, "is_causal": is_causal, "dropout_p": dropout}
+    return F.scaled_dot_product_attention(q, k, v, **how, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def repeats_heads(heads: int, kv_heads: int, device: str, dtype: torch.dtype, masked: bool) -> bool:
+    """Whether each head of queries needs a copy of its key and value head.
+
+    On a GPU only flash attention and cuDNN share them (sdp_utils.cpp), which a float32 pass, an
+    older GPU (fp16), or a mask rules out. Without copies torch then computes all T x S scores.
+    """
+    return device == "cuda" and heads != kv_heads and (dtype != torch.bfloat16 or masked)
+
+
 class Documents:
     """The documents of a micro-batch, for `forward(..., documents=...)`.
 
@@ -137,10 +162,7 @@ class Spans:
             y = flash(*ends, self.edges, q.shape[2], k.shape[2])
             return y.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
         if self.mask is not None:
-            gqa = q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=self.mask, dropout_p=dropout, enable_gqa=gqa
-            )
+            return attend(q, k, v, self.mask, dropout=dropout)
         return self.one_by_one(q, k, v, dropout)
 
     @torch._disable_dynamo  # imports torch._dynamo when it is called, not now
@@ -148,9 +170,8 @@ class Spans:
         """A product for each document."""
         from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo
 
-        how: Any = {"dropout_p": dropout, "enable_gqa": q.shape[1] != k.shape[1]}
         if self.queries == [k.shape[2]] * q.shape[0]:  # each row is one document
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, **how)
+            return attend(q, k, v, is_causal=True, dropout=dropout)
         lengths, outputs = (self.queries, self.keys, self.keys), list[Tensor]()
         # One `split` has one backward pass; slices would each write a gradient of the whole.
         parts = (end_to_end(x).split(n) for x, n in zip((q, k, v), lengths, strict=True))
@@ -158,10 +179,9 @@ class Spans:
             own, seen = len(document[0]), len(document[1])
             if not own:
                 continue
-            how["is_causal"] = own == seen
-            how["attn_mask"] = None if own == seen else causal_lower_right(own, seen)
-            heads = (x.transpose(0, 1).unsqueeze(0) for x in document)
-            y = F.scaled_dot_product_attention(*heads, **how)
+            last = None if own == seen else causal_lower_right(own, seen)
+            heads = [x.transpose(0, 1).unsqueeze(0) for x in document]
+            y = attend(heads[0], heads[1], heads[2], last, own == seen, dropout)
             outputs.append(y.squeeze(0).transpose(0, 1))
         return torch.cat(outputs).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
 

@@ -10,6 +10,7 @@ H heads, K key and value heads, E = D / H width of a head, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -19,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.model.cache import LayerCache
-from windlass.model.documents import Documents, Spans
-from windlass.model.loss import PLAIN, Piece, SourceSums, cross_entropy_sum, head_logits
+from windlass.model.documents import Documents, Spans, attend
+from windlass.model.loss import PLAIN, Piece, SourceSums, Tail, cross_entropy_sum, head_logits
 from windlass.model.rotary import RotaryEmbedding
 from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, drop, whole_shape
 from windlass.model.tied import look_up, one_gradient
@@ -41,9 +42,12 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., D]
         # FSDP2 gathers weights in half precision; no CPU kernel mixes them with a float32 stream.
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        if self.rms:
-            return F.rms_norm(x, weight.shape, weight, self.eps)
-        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        # Autocast would raise a low-precision stream; the kernels add up in float32 by themselves.
+        low = x.dtype in (torch.bfloat16, torch.float16)
+        with torch.autocast(x.device.type, enabled=False) if low else contextlib.nullcontext():
+            if self.rms:
+                return F.rms_norm(x, weight.shape, weight, self.eps)
+            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
 class Attention(nn.Module):
@@ -105,16 +109,9 @@ class Attention(nn.Module):
         elif documents:
             y = documents.attention(q, k, v, rate)
             return self.project(y.transpose(1, 2).flatten(2))
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            # A constant without a cache: a comparison with a varying size would break a graph.
-            is_causal=mask is None and not (cache and q.shape[2] == 1),
-            dropout_p=rate,
-            enable_gqa=H != K,
-        )
+        # A constant without a cache: a comparison with a varying size would break a graph.
+        is_causal = mask is None and not (cache and q.shape[2] == 1)
+        y = attend(q, k, v, mask, is_causal, rate)
         return self.project(y.transpose(1, 2).flatten(2))
 
     def project(self, y: Tensor) -> Tensor:
@@ -193,6 +190,7 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.empty(vocab)) if settings.head_bias else None
         self.cap, self.vocab, self.share = settings.logit_cap, vocab, WHOLE
         self.objective = PLAIN  # of the training
+        self.loss_tail: Tail | None = None  # compiled
 
     def forward(
         self,
@@ -213,7 +211,7 @@ class Head(nn.Module):
             piece = Piece(tensor.group, tensor.piece(self.vocab).start, self.vocab)
         objective = self.objective if self.training else PLAIN
         how: Any = {"cap": self.cap, "piece": piece, "objective": objective}
-        how["by_source"] = by_source
+        how |= {"by_source": by_source, "tail": self.loss_tail}
         return cross_entropy_sum(x, weight, labels, self.bias, **how)
 
 
@@ -236,6 +234,7 @@ class GPT(nn.Module):
 
     elsewhere: frozenset[str] = frozenset()
     copies: frozenset[str] = frozenset()
+    low_stream = False  # the residual stream in autocast's precision (`train.stream`)
 
     def __init__(self, settings: ModelSettings, vocab: int):
         super().__init__()
@@ -300,8 +299,9 @@ class GPT(nn.Module):
             x, table = look_up(table, tokens)
         else:
             x = self.embed(tokens) if hidden is None else hidden
-        positions = documents.positions if documents else None
-        x, rotary = self.locate(x, range(start, start + length), rows, positions, hidden is None)
+        whereabouts = range(start, start + length), rows, documents and documents.positions
+        x, rotary = self.locate(x, *whereabouts, hidden is None)
+        x = self.lowered(x)
         if hidden is None:
             x = drop(multiplied(x, m.multipliers.embedding), rate, rows)
         for i in layers:
@@ -341,6 +341,12 @@ class GPT(nn.Module):
         elif rows is not None:
             positions = positions[:, rows.place(rows.inner)]
         return x, RotaryEmbedding(m.rope_theta, m.width // m.heads, positions, like=x)
+
+    def lowered(self, x: Tensor) -> Tensor:
+        """The stream, in autocast's precision with `low_stream`."""
+        if self.low_stream and torch.is_autocast_enabled(x.device.type):
+            return x.to(torch.get_autocast_dtype(x.device.type))
+        return x
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding [B, T, D]; each rank looks up those that it holds."""

@@ -22,6 +22,7 @@ from windlass.model.loss import (
     PLAIN,
     Piece,
     SourceSums,
+    Tail,
     cross_entropy_of_logits,
     cross_entropy_sum,
 )
@@ -63,6 +64,7 @@ class HfModel(nn.Module):
         self.share, self.cuts, self.partial = WHOLE, dict[str, Cut](), set[str]()
         self.piece: Piece | None = None  # of the vocabulary
         self.objective = PLAIN  # of the training
+        self.loss_tail: Tail | None = None  # compiled
 
     @torch.no_grad()
     def fill_weights(self, seed: int, directory: Path | None = None) -> None:
@@ -180,6 +182,7 @@ class HfModel(nn.Module):
         if self.piece:
             hidden = self.share.enter(hidden)
         how: Any = {"piece": self.piece, "objective": objective, "by_source": by_source}
+        how["tail"] = self.loss_tail
         return cross_entropy_sum(hidden, weight, labels, head.bias, **how)
 
     def _looks_up(self, weight: Tensor) -> bool:

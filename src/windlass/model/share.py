@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.model.documents import Spans
+from windlass.model.documents import Spans, attend
 from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -324,14 +324,12 @@ def causal(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, mask: An
     """Attention of the last T of S tokens; `mask` as in `Rows.masks`. `keep` [B, H, T, S] is a
     dropout mask, or a part of it without the padding at the end.
     """
-    T, S, gqa = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
+    T, S = q.shape[2], k.shape[2]
     if keep is None and isinstance(mask, Spans):
         return mask.attention(q, k, v)
     if keep is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa
-        )
-    if gqa:
+        return attend(q, k, v, mask, mask is None)
+    if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     if isinstance(mask, Spans):

@@ -31,6 +31,8 @@ from torch.utils.checkpoint import (
 
 from windlass.errors import UserError
 from windlass.model.build import materialise
+from windlass.model.gpt import GPT
+from windlass.model.loss import loss_tail
 from windlass.model.share import Peers, Share, is_fsdp, with_cut
 from windlass.model.size import unit_blocks
 from windlass.parallel.dist import Ranks
@@ -66,23 +68,28 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
 
     Parameters on the meta device get storage on the ranks' device, *uninitialised*; otherwise
     every rank gets rank 0's values. `model.blocks()` lists the units of sharding, checkpointing and
-    compiling; UserError if the recipe needs it and the model lacks it. Returns the model itself
+    compiling; UserError if the recipe needs it and the model lacks it. `train.compile = "auto"`
+    compiles nothing here: the trainer resolves it. Returns the model itself
     (FSDP2 works in place), or a DistributedDataParallel around it; call it for the loss.
     """
     on_meta = any(p.is_meta for p in model.parameters())
     if not on_meta and ranks.world > 1:  # a user's model may differ from process to process
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
             dist.broadcast(tensor.data, src=0)
+    if recipe.train.stream == "bf16":
+        lower_stream(model, resolve_precision(recipe.train.precision, ranks.device))
     divide(model, ranks, recipe)
     if ranks.mesh.pp is not None:
         keep_stages(model, ranks, recipe)
     blocks = repeated_parts(model, recipe, ranks)
     checkpoint_activations(blocks, recipe.parallel.activation_checkpointing)
-    if recipe.train.compile:
+    if recipe.train.compile is True:
         # Dynamo would split a block under DDP at the ends of buckets. `Ranks` restores the setting.
         torch._dynamo.config.optimize_ddp = False
         for block in blocks:
             block.forward = torch.compile(block.forward)
+        for head in (m for m in model.modules() if hasattr(m, "loss_tail")):
+            head.loss_tail = torch.compile(loss_tail)
     sharded = ranks.strategy.shards_parameters
     if sharded:
         _shard(model, blocks, ranks, recipe)
@@ -105,6 +112,16 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         return model
     bucket_mb = recipe.parallel.bucket_on(ranks.device.type)
     return _replicate(model, replicas.get_group(), ranks.device, bucket_mb)
+
+
+def lower_stream(model: nn.Module, precision: str) -> None:
+    """Keep the residual stream of a GPT in bf16, as the arithmetic; UserError for other models."""
+    if precision != "bf16":
+        return
+    if not isinstance(model, GPT):
+        problem = f"{type(model).__name__} has its own residual stream"
+        raise UserError(f'train.stream: {problem}: cast it there, and write "fp32"')
+    model.low_stream = True
 
 
 def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
@@ -171,7 +188,7 @@ def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Mo
     needs = [
         *[f"parallel.strategy = {ranks.strategy.name}"] * ranks.strategy.shards_parameters,
         *["parallel.activation_checkpointing"] * checkpointing,
-        *["train.compile"] * recipe.train.compile,
+        *["train.compile"] * (recipe.train.compile is True),
     ]
     if needs:
         problem = f"{' and '.join(needs)}: {type(model).__name__} does not say which parts repeat"

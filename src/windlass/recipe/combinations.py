@@ -309,6 +309,17 @@ def tensor_problem(m: Any, ranks: int) -> tuple[str, str] | None:
     return None
 
 
+def stream(r: Any) -> Problems:
+    if r.train.stream == "fp32":
+        return
+    if r.model.kind == "hf":
+        problem = "a model of transformers has its own residual stream"
+        yield "train.stream", f'{problem}: write "fp32"'
+    if r.train.precision not in ("auto", "bf16"):
+        problem = f'the stream is bf16 only with train.precision="bf16", not "{r.train.precision}"'
+        yield "train.stream", f'{problem}: write "fp32"'
+
+
 def optimizer(r: Any) -> Problems:
     kind = r.optim.kind
     if r.optim.options and "." not in kind:
@@ -334,5 +345,5 @@ def schedule(r: Any) -> Problems:
 
 CHECKS = (
     *(model, unused_keys, four_bits, adapters, heads, mup, kv_heads, vocab, sources, streamed),
-    *(mixture, best, average, evaluations, sharding, layout, batch, optimizer, schedule),
+    *(mixture, best, average, evaluations, sharding, layout, batch, stream, optimizer, schedule),
 )

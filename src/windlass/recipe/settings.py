@@ -185,10 +185,15 @@ class TrainSettings(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
     """Arithmetic of forward and backward pass; master weights are fp32 (`fp64`: float64, for
     proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16."""
+    stream: Literal["fp32", "bf16"] = "fp32"
+    """With bf16 arithmetic: precision of the residual stream and the norms of Windlass's own GPT.
+    `bf16` halves their memory and traffic; sums over the layers then have 8 bits."""
     tf32: bool = False
     """On a GPU: round the inputs of float32 matrix products to TF32 (10 bits): much faster."""
-    compile: bool = False
-    """Compile each block with `torch.compile`."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the blocks, as one graph, and the loss with `torch.compile`. `auto`: on a GPU, for
+    Windlass's own GPT without `deterministic`, if the run saves more time than a minute of compiling
+    (predicted)."""
     grad_clip: float = Field(1.0, ge=0)
     """Largest norm of the whole gradient; 0: no clipping."""
     z_loss: float = Field(0.0, ge=0, allow_inf_nan=False)

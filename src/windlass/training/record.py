@@ -52,6 +52,7 @@ class ModelFacts:
 
     sizes: CountedSizes
     precision: str  # of the arithmetic, with `auto` resolved
+    compiles: bool  # `train.compile`, with `auto` resolved
     dropout: bool
     ties: list[list[str]]  # names of weights that were tied before the model was parallelized
     hf: bool  # whether the recipe names a model of `transformers`
@@ -165,15 +166,17 @@ class Recorder:
         facts, state, plan, horizon = self.facts, self.state, self.plan, self.horizon
         sizes, strategy = self.ranks.mesh.sizes, self.ranks.strategy.name
         shared: dict[str, Any] = {"world": self.ranks.world, "strategy": strategy}
-        shared |= {"mesh": asdict(sizes), "precision": facts.precision, "device": facts.device_name}
+        shared |= {"mesh": asdict(sizes), "precision": facts.precision, "compiles": facts.compiles}
+        shared["device"] = facts.device_name
         val_samples = facts_of_data.get("val", {}).get("samples", 0)
         measured = evaluations(plan.recipe, horizon, val_samples)
         ranks = f"{self.ranks.world} rank{'s' * (self.ranks.world != 1)} x {facts.device_name}"
         optimizer = f"{plan.recipe.optim.kind}: {describe_groups(groups)}"
+        how = facts.precision, "compiled" * facts.compiles
         header = {
             "run": str(self.run.path),
             "recipe": f"{plan.recipe.preset} ({plan.recipe.config_hash})",
-            "ranks": ", ".join(filter(None, [ranks, strategy, sizes.layout, facts.precision])),
+            "ranks": ", ".join(filter(None, [ranks, strategy, sizes.layout, *how])),
             **self.launch,
             "threads": threads,
             "model": describe_sizes(facts.sizes),

@@ -176,9 +176,10 @@ def prepare_model(
     model: nn.Module,
     custom: bool,
     choice: Choice | None,
+    compiles: bool,
 ) -> tuple[nn.Module, ModelFacts]:
     """Parallelize the model, with its initial weights; a user's module keeps its own weights."""
-    recipe = plan.recipe
+    recipe = plan.recipe.replace({"train.compile": compiles})
     use_deterministic(recipe.train.deterministic)
     # A user's module has its vocabulary in `vocab`, or is given by its only embedding.
     tables = [m.num_embeddings for m in model.modules() if custom and isinstance(m, nn.Embedding)]
@@ -199,9 +200,7 @@ def prepare_model(
     own_class = type(model.model if isinstance(model, HfModel) else model).__name__
     facts = ModelFacts(
         sizes,
-        precision,
-        uses_dropout(model),
-        tie_groups(model),
+        *(precision, compiles, uses_dropout(model), tie_groups(model)),
         hf,
         own_class if custom else "",
         None if custom else flops,
@@ -308,6 +307,9 @@ def load_checkpoint(
         change = f"was {precision} up to step {step} and is {facts.precision} from here on"
         setting = f"train.precision = {recipe.train.precision}"
         notes.append(f"the arithmetic {change} ({setting}): the losses differ")
+    if meta["compiles"] != facts.compiles:
+        change = f"from {meta['compiles']} to {facts.compiles}, which rounds otherwise".lower()
+        notes.append(f"train.compile changes {change}")
     return state, meta, source
 
 
@@ -340,6 +342,7 @@ def describe_checkpoints(recipe: Recipe, data: Data, facts: ModelFacts) -> dict[
         "line": start.hash_without_steps(recipe),
         "data": data.fingerprint,
         "precision": facts.precision,
+        "compiles": facts.compiles,
         "optimizer": recipe.optim.kind,
         "average": recipe.train.average.kind,
         "threads": torch.get_num_threads(),

@@ -59,7 +59,9 @@ def set_threads(
     if recorded.get("threads") and recorded.get("cores") == cores:
         torch.set_num_threads(recorded["threads"])
         return f"{recorded['threads']} of {cores} cores, as in the run so far"
-    if threads == 1 or custom or recipe.train.compile:  # code is compiled for a number of threads
+    if (
+        threads == 1 or custom or recipe.train.compile is True
+    ):  # code is compiled for a number of threads
         return f"{threads} of {cores} cores"
     seconds = probe(training_pass(recipe, model, batch, vocab, ranks, halves), threads)
     threads = fewest(seconds)

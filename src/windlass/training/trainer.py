@@ -49,6 +49,7 @@ from windlass.telemetry.console import Console
 from windlass.training import memory, setup, start
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import startup_checks
+from windlass.training.compiling import resolve_compile
 from windlass.training.evaluator import Evaluator
 from windlass.training.halves import open_halves
 from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
@@ -99,7 +100,10 @@ class Trainer:
         if not custom:  # otherwise the run begins once the module's forward pass has worked
             decide_on_rank_0(ranks, "write", begin)
         console.begin("building the model, with its first weights")
-        self.model, self.facts = setup.prepare_model(plan, ranks, data, built, custom, place.choice)
+        self.model, self.facts = setup.prepare_model(
+            *(plan, ranks, data, built, custom, place.choice),
+            resolve_compile(plan, ranks, data, self.horizon, custom, place.notes),
+        )
         if custom:
             decide_on_rank_0(ranks, "write", begin)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -210,9 +214,9 @@ class Trainer:
             self.evaluator.sample()
         recorder.enter_epoch()
         size = f"{batch.accumulation} x {batch.micro_batch} x {batch.context:,} tokens on each rank"
-        compiling = "compiling, and " if train.compile else ""
+        compiling = "compiling, and " if self.facts.compiles else ""
         recorder.console.begin(f"{compiling}the first step: {size}")
-        recorder.goodput.enter("compile" if train.compile else "train")
+        recorder.goodput.enter("compile" if self.facts.compiles else "train")
         recorder.restart_counts()
 
     def loop_within_memory(self) -> bool:
@@ -226,7 +230,7 @@ class Trainer:
             size = self.batch.micro_batch
             self.optimizer.zero_grad(set_to_none=True)
             self.losses.reset()
-            memory.release_memory(self.recipe.train.compile)
+            memory.release_memory(self.facts.compiles)
             self.evaluator.use_micro_batch(size)
             self.checkpoints.use_micro_batch(size)
             again = f"memory ran out: the step again with micro-batches of {size} sequences"
