@@ -84,9 +84,13 @@ class Machine:
 
     def speeds(self, recipe: Recipe) -> Speeds:
         """The speeds of a rank, by the device's data sheet and the published rates of links."""
-        peak = peak_flops(self.device.name, self.precision, recipe.train.tf32)
+        own = peak_flops(self.device.name, self.precision, recipe.train.tf32)
+        peak = peak_flops(self.device.name, "bf16") if self.precision == "float8" else own
         links = Links(self.device.link, NETWORK, self.ranks_of_host)
-        return published_speeds(self.device, peak or NOMINAL[self.device.kind], links)
+        speeds = published_speeds(self.device, peak or NOMINAL[self.device.kind], links)
+        if self.precision == "float8" and own and peak:  # head and attention are in bf16
+            return replace(speeds, float8=speeds.products * own / peak)
+        return speeds
 
 
 def layouts(recipe: Recipe, machine: Machine) -> Iterator[tuple[Layout, Settings]]:

@@ -181,9 +181,11 @@ class TrainSettings(Section):
     """Choose `train.micro_batch` and the layout (`parallel.strategy`, `tensor`, `context`,
     `pipeline`, `activation_checkpointing`) before the training: the first layout that `windlass plan`
     lists. The run's recipe stores the choice."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "float8"] = "auto"
     """Arithmetic of forward and backward pass; master weights are fp32 (`fp64`: float64, for
-    proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16."""
+    proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16. `float8`: bf16, but the
+    blocks' linear layers multiply in float8, for wide models on Ada, Hopper and later GPUs with
+    `compile`; evaluations are in bf16. Not run on a GPU; a CPU emulates it."""
     tf32: bool = False
     """On a GPU: round the inputs of float32 matrix products to TF32 (10 bits): much faster."""
     compile: bool = False
