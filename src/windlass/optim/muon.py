@@ -176,27 +176,24 @@ class MuonAdamW(torch.optim.Optimizer):
     def _muon(self, g: dict[str, Any], matrices: list[Matrix]) -> None:
         lr, shrink = g["lr"], 1 - g["lr"] * g["weight_decay"]
         matrices.sort(key=lambda one: whole_shape(one[0]))  # stacks, and equal work for the ranks
-        ahead = (self._momentum(p, g) for p, _ in matrices)
+        bad = None
+        if self.found_inf is not None and matrices:
+            bad = self.found_inf.to(local_part(matrices[0][0]).device) > 0
+        ahead = (self._momentum(p, g, bad) for p, _ in matrices)
         for (p, parts), update in zip(matrices, self._orthogonalised(matrices, ahead), strict=True):
             weight, scale = local_part(p), update_scale((max(parts), whole_shape(p)[1]))
             new = (weight * shrink).add_(update.to(weight), alpha=-lr * scale)
-            weight.copy_(self._if_finite(new, weight))
+            weight.copy_(unless(bad, new, weight))
 
-    def _momentum(self, p: Tensor, g: dict[str, Any]) -> Tensor:
+    def _momentum(self, p: Tensor, g: dict[str, Any], bad: Tensor | None) -> Tensor:
         """Move this rank's part of a momentum towards the gradient, and look one step ahead."""
         if not self.state[p]:
             self.state[p] = new_state(p, g)
         rate = g["momentum"]
         gradient, momentum = local_part(p.grad), local_part(self.state[p]["momentum_buffer"])
-        gradient = self._if_finite(gradient, momentum)  # the momentum stays
+        gradient = unless(bad, gradient, momentum)  # the momentum stays
         momentum.lerp_(gradient, 1 - rate)
         return gradient.lerp(momentum, rate)
-
-    def _if_finite(self, new: Tensor, old: Tensor) -> Tensor:
-        """`new`, or `old` if this step's gradients were not finite; the host does not wait."""
-        if self.found_inf is None:
-            return new
-        return torch.where(self.found_inf.to(new.device) > 0, old, new)
 
     def _orthogonalised(self, matrices: list[Matrix], ahead: Iterator[Tensor]) -> Iterator[Tensor]:
         """This rank's part of each orthogonalised update, in order; a few matrices at a time."""
@@ -237,9 +234,7 @@ class MuonAdamW(torch.optim.Optimizer):
         out, pieces = [sum(x.numel() for x in own) for own in owned], list[list[int]]()
         for p, _ in mine:
             height, width = p.shape
-            each = -(
-                -height // world
-            )  # as torch.chunk: the last ranks may have fewer rows, or none
+            each = -(-height // world)  # as torch.chunk; the last ranks may have fewer, or none
             pieces.append([max(0, min(each, height - r * each)) * width for r in range(world)])
         into = [sum(one[r] for one in pieces) for r in range(world)]
         sent = torch.cat([x.reshape(-1) for own in owned for x in own])
@@ -275,6 +270,11 @@ class MuonAdamW(torch.optim.Optimizer):
         for update, work in zip(updates, works, strict=True):
             work.wait()
             yield update
+
+
+def unless(bad: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
+    """`new`, or `old` if this step's gradients were not finite; the host does not wait."""
+    return new if bad is None else torch.where(bad, old, new)
 
 
 def new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
