@@ -1,6 +1,7 @@
 """Products in float8 against the same rounding written out in float64."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -69,10 +70,10 @@ def test_the_three_products_are_those_of_rounded_numbers(rows):
 def test_the_operands_are_those_that_the_kernel_takes():
     """torch's shape function for `_scaled_mm` checks sizes and strides as its kernel does."""
     layer = linear(128, 192).to("meta")
-    x = torch.empty(3, 7, 128, device="meta", requires_grad=True)
-    y = layer(x)
-    y.sum().backward()
-    assert y.shape == (3, 7, 192) and y.dtype == torch.bfloat16
+    x = torch.empty(128, 21, device="meta").T.requires_grad_()  # neither it nor its gradient is
+    y = layer(x)  # in rows
+    y.backward(torch.empty(192, 21, device="meta", dtype=torch.bfloat16).T)
+    assert y.shape == (21, 192) and y.dtype == torch.bfloat16
     assert x.grad.shape == x.shape and layer.weight.grad.shape == layer.weight.shape
 
 
@@ -129,6 +130,7 @@ def test_a_gpu_without_float8_units_is_refused():
     assert not lacks_float8("NVIDIA L4", (8, 9)) and not lacks_float8("NVIDIA H100", (9, 0))
 
 
+@cache
 def losses(precision: str, **settings) -> list[float]:
     """The losses of a short training on one batch."""
     small = {"layers": 2, "heads": 4, "width": 128, "context": 32}

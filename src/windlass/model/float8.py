@@ -34,10 +34,10 @@ Rounded = tuple[Tensor, Tensor]
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Rounded:
-    """A tensor in float8; what is not finite makes every product with it NaN or infinite."""
+    """A tensor in float8, in rows; what is not finite makes every product with it NaN or infinite."""
     largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
     scale = largest.clamp(min=1e-12) / torch.finfo(dtype).max
-    return (x.float() / scale).to(dtype), scale
+    return (x.float() / scale).to(dtype, memory_format=torch.contiguous_format), scale
 
 
 def product(a: Rounded, b: Rounded, fast: bool = False) -> Tensor:

@@ -87,13 +87,13 @@ def open_micro_batch(
     the `free` bytes of every rank; on a CPU, where `free` is None, the one by tokens stays.
     `vocab`: 0 for a user's own model.
     """
-    recipe, events = plan.recipe, (*STARTS, OUT_OF_MEMORY)
+    recipe, events = plan.recipe, {*STARTS, OUT_OF_MEMORY}
     if free is not None:
         free = min(ranks.all_gather_object("free memory", free))
     elif ranks.world > 1:
         return batch
     else:
-        events = (OUT_OF_MEMORY,)
+        events = {OUT_OF_MEMORY}
 
     def choose() -> int:
         size = recorded_micro_batch(plan.run, events, ranks.world) if plan.resuming else 0
