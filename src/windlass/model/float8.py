@@ -57,7 +57,8 @@ def turned(a: Rounded) -> Rounded:
     """The transposed tensor, whose rows have a multiple of MULTIPLE numbers."""
     x, scale = a
     if missing := -x.shape[0] % MULTIPLE:
-        x = F.pad(x, (0, 0, 0, missing))  # zeros add nothing to a product
+        # Zeros add nothing to a product. Not every kernel that pads knows float8.
+        x = F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype)
     return x.T.contiguous(), scale
 
 
