@@ -18,13 +18,14 @@ SIZES = {"layers": 3, "heads": 2, "width": 10, "context": 4, "ff_width": 14}
 MODEL = dotted({"model": SIZES, "optim": {"kind": "muon", "weight_decay": 0.1}})
 
 
-def updated(join, r, shared):
+def updated(join, r, shared, at_once=0):
     """The blocks' matrices after a few updates with the same gradients on every rank."""
     with join(r) as ranks:
         model = parallelize(build_model(r, 7), ranks, r)
         initialise(unwrap(model), 0)
         replicas = ranks.mesh.replicas if shared else None
         optimizer = build_optimizer(unwrap(model), r.optim, "cpu", replicas)
+        optimizer.at_once = at_once
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
             for p in unwrap(model).parameters():
@@ -57,3 +58,17 @@ def test_every_strategy_makes_the_update_of_one_process(strategy, world, shared)
         assert matrices.keys() == alone.keys() and len(matrices) == 12
         for name, value in matrices.items():
             assert (value == alone[name]).all(), name
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("strategy", "world", "shared", "at_once"),
+    [("ddp", 2, True, 2**20), ("full_shard", 3, False, 2**20), ("full_shard", 2, False, 700)],
+)
+def test_stacks_on_several_ranks(strategy, world, shared, at_once):
+    """As a GPU makes them; 700 numbers are two matrices of a rank."""
+    [alone] = run_ranks(updated, 1, recipe(**MODEL), False)
+    sharded = recipe(**MODEL, parallel__strategy=strategy)
+    for matrices in run_ranks(updated, world, sharded, shared, at_once):
+        for name, value in matrices.items():
+            assert value == pytest.approx(alone[name], abs=1e-5), name

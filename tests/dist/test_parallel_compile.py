@@ -29,6 +29,8 @@ from windlass.parallel.parallelize import autocast, parallelize, unwrap
 VOCAB = 64
 SMALL = {"model__layers": 12, "model__heads": 2, "model__width": 16, "model__context": 32}
 LOW = {"parallel__strategy": "full_shard", "train__precision": "bf16"}
+FLOAT8 = {"train__precision": "float8", "model__width": 128}
+SELECTIVE = {"parallel__activation_checkpointing": "selective"}
 Work = Callable[[Any, Ranks, Callable[..., None]], object]
 
 
@@ -46,7 +48,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
 
     def run(work: Work, **settings: Any) -> list[torch.fx.GraphModule]:
         small = {} if settings.get("model__kind") == "hf" else SMALL
-        chosen = recipe(**small, **settings, train__compile=True)
+        chosen = recipe(**(small | settings), train__compile=True)
         with init_ranks(DistEnv(), chosen) as ranks:
             model = parallelize(build_model(chosen, VOCAB), ranks, chosen)
             initialise(unwrap(model), 1)
@@ -85,8 +87,14 @@ def static(graph: torch.fx.GraphModule) -> bool:
         {"parallel__activation_checkpointing": "selective"},
         LOW,
         LOW | {"train__precision": "fp16", "parallel__activation_checkpointing": "full"},
+        FLOAT8,
+        LOW | FLOAT8,
+        FLOAT8 | SELECTIVE,
     ],
-    ids=["one rank", "full", "selective", "FSDP2 in bf16", "FSDP2 in fp16, full"],
+    ids=[
+        *("one rank", "full", "selective", "FSDP2 in bf16", "FSDP2 in fp16, full"),
+        *("float8", "FSDP2 in float8", "float8, selective"),
+    ],
 )
 def test_all_blocks_are_one_graph(compiled, settings):
     (graph,) = compiled(lambda model, ranks, train: [train() for _ in range(2)], **settings)

@@ -11,7 +11,8 @@ from harness import run_ranks
 
 from windlass.errors import RunFailed
 from windlass.parallel.parallelize import unwrap
-from windlass.training.memory import smaller_micro_batch
+from windlass.recipe import Recipe
+from windlass.training.memory import open_micro_batch, smaller_micro_batch
 
 pytestmark = pytest.mark.dist
 
@@ -119,3 +120,18 @@ def test_out_of_memory_advises_what_the_layout_can_use(layout, world, shards):
         smaller_micro_batch(error, recipe.batch(world), recorder)
     assert all(word in str(caught.value) for word in words)
     assert ("full_shard" in str(caught.value)) == shards
+
+
+def micro_batches(join, recipe: Recipe, free: list[int]) -> int:
+    with join(recipe) as ranks:
+        plan: Any = SimpleNamespace(recipe=recipe, run=None, resuming=False)
+        batch = recipe.batch(join.world, "cuda")
+        return open_micro_batch(plan, ranks, batch, 50257, free[join.rank]).micro_batch
+
+
+def test_ranks_with_unequal_free_memory_have_the_micro_batch_of_the_smallest():
+    recipe = Recipe.load("gpt2-124m", ["parallel.device=cpu", "train.precision=bf16"])
+    little, much = (run_ranks(micro_batches, 2, recipe, [n, n]) for n in (10**10, 6 * 10**10))
+    assert little[0] < much[0]
+    for free in ([10**10, 6 * 10**10], [6 * 10**10, 10**10]):
+        assert run_ranks(micro_batches, 2, recipe, free) == little

@@ -94,3 +94,26 @@ def test_the_loss_never_holds_all_logits(autocast: bool) -> None:
     expected = torch.nn.functional.cross_entropy(x[some] @ weight.T, labels[some], reduction="sum")
     part = cross_entropy_sum(x[some], weight, labels[some], chunk=100)
     torch.testing.assert_close(part, expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("rows", [64, 21])
+def test_float8_multiplies_as_the_emulation_of_the_cpu(device, rows):
+    from windlass.model.float8 import lacks_float8, use_float8
+
+    about = torch.cuda.get_device_properties(device)
+    if problem := lacks_float8(about.name, (about.major, about.minor)):
+        pytest.skip(problem)
+    layer = torch.nn.Linear(256, 384)
+    found: dict[str, list[Any]] = {}
+    for where in ("cpu", device):
+        layer.zero_grad()
+        layer.to(where)
+        if where == "cpu":
+            use_float8([layer], torch.device("cpu"))
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(rows, 256, generator=generator).to(where).requires_grad_()
+        y = layer(x)
+        y.backward(torch.randn(rows, 384, generator=generator).to(y))
+        found[where] = [one.detach().cpu().float() for one in (y, x.grad, layer.weight.grad)]
+    for wanted, own in zip(*found.values(), strict=True):
+        assert (own - wanted).norm() < 2**-7 * wanted.norm()

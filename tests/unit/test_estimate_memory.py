@@ -11,13 +11,20 @@ import torch
 
 from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import memory_rows, recommend
-from windlass.estimate.memory import CHUNK_BYTES, GATHER_BYTES, TAIL_BYTES, Step, memory
+from windlass.estimate.memory import (
+    CHUNK_BYTES,
+    GATHER_BYTES,
+    STACK_NUMBERS,
+    TAIL_BYTES,
+    Step,
+    memory,
+)
 from windlass.estimate.plan import plan
 from windlass.estimate.rank import Layout, Program, ranks_of
 from windlass.model import loss
 from windlass.model.gpt import GPT, initialise
 from windlass.model.size import CountedSizes, count
-from windlass.optim import shard
+from windlass.optim import muon, shard
 from windlass.parallel.parallelize import checkpoint_activations
 from windlass.recipe import ModelSettings, Recipe
 from windlass.recipe.strategies import STRATEGIES
@@ -132,6 +139,7 @@ def test_the_peak_of_a_chunked_loss(over):
     """
     assert (CHUNK_BYTES, TAIL_BYTES) == (loss.CHUNK_BYTES, loss.TAIL_BYTES)
     assert GATHER_BYTES == shard.GATHER_BYTES
+    assert muon.AT_ONCE["cuda"] == STACK_NUMBERS
     settings, vocab = ModelSettings(**{**BASE, "layers": 1, **over}), 120_000
     step = Step(*ranks_of(settings, vocab, Layout("single", micro_batch=4)))
     weight = torch.zeros(vocab, settings.width, requires_grad=True)

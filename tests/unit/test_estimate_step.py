@@ -10,6 +10,7 @@ import pytest
 from windlass.estimate.devices import find_device
 from windlass.estimate.published import FAILURES, errors, published_runs
 from windlass.estimate.rank import Layout, Program, ranks_of
+from windlass.estimate.search import Machine
 from windlass.estimate.step import (
     NotMeasured,
     Speeds,
@@ -21,7 +22,7 @@ from windlass.estimate.step import (
 )
 from windlass.estimate.work import work_of
 from windlass.model.size import CountedSizes, count, flops_per_token
-from windlass.recipe import ModelSettings
+from windlass.recipe import ModelSettings, Recipe
 
 L, D, T, VOCAB = 4, 64, 128, 1000
 MODEL = ModelSettings(layers=L, heads=4, width=D, context=T, final_norm=False, attn_bias=False)
@@ -51,6 +52,24 @@ def test_products_are_6_n_and_attention_is_its_causal_part():
     assert step(replace(ONE, checkpointing="full")).attention == pytest.approx(
         step().attention * 9 / 7
     )
+
+
+def test_float8_speeds_up_the_blocks_and_reads_what_it_rounds():
+    tokens, head = 2 * 3 * T, 6 * VOCAB * D / 1e9
+    rounds = replace(IDEAL, float8=2e9)
+    blocks = step().products - head * tokens
+    assert step(speeds=rounds).products == pytest.approx(blocks / 2 + head * tokens)
+    slow, fused = replace(IDEAL, traffic=1e9), replace(ONE, compile=True)
+    more = step(fused, replace(slow, float8=1e9)).traffic - step(fused, slow).traffic
+    shapes = (D, 3 * D), (D, D), (D, 4 * D), (4 * D, D)
+    numbers = sum(2 * T * (a + b) + 2 * a * b for a, b in shapes)
+    assert more == pytest.approx(3 * L * 7 * numbers / 1e9)
+    h100 = find_device("H100")
+    recipe, rates = Recipe(), Machine(h100, 1, "bf16").speeds(Recipe())
+    own = Machine(h100, 1, "float8").speeds(recipe)
+    assert own.float8 == pytest.approx(rates.products * 1979 / 989)
+    assert replace(own, float8=0.0, bandwidth=rates.bandwidth) == rates
+    assert not Machine(find_device("A100-80GB"), 1, "float8").knows_peak
 
 
 def test_a_product_is_bound_by_memory_or_narrow():

@@ -152,7 +152,7 @@ def test_a_speed_is_of_its_own_device_and_model(tmp_path, monkeypatch):
 
 
 def test_predicted_speed():
-    r, device = Recipe.load("gpt2-124m"), find_device("A100-80GB")
+    r, device = Recipe.load("gpt2-124m", ["train.micro_batch=16"]), find_device("A100-80GB")
     full = Subject(r, 8, device, "bf16", 50257, 1000, 1024.0)
 
     def speed(**changes):

@@ -167,7 +167,7 @@ def test_a_wrong_key_is_answered_with_the_setting_that_was_meant(key, ours):
         ("packing", ["data.packing", "best-fit", "data.length_buckets"]),
         ("sample_packing", ["data.packing", "best-fit", "train.global_batch"]),
         ("parallelism.expert_parallel_degree", ["Windlass does not have it", "expert parallelism"]),
-        ("model.converters", ["no float8"]),
+        ("model.converters", ["train.precision", "no MXFP8"]),
         ("checkpoint.last_save_in_hf", ["windlass export RUN DIR"]),
     ],
 )

@@ -18,6 +18,9 @@ USABLE, TIGHT = 0.9, 0.97
 
 The driver, NCCL's buffers and the allocator's fragmentation take the rest. Of 209 published runs
 with the largest micro-batch that ran, none takes more than 0.88 (docs/evidence/plan.md)."""
+CAREFUL = 0.8
+"""The part of the memory that an automatic micro-batch fills on ranks that cannot repeat a step in
+which memory ran out."""
 HANDLES = 2  # of cuBLAS: one for the forward pass's thread, one for the backward pass's
 WORKSPACE = 8 * 4096 * 1024
 """Bytes per cuBLAS handle by CUBLAS_WORKSPACE_CONFIG=:4096:8, which `import windlass` sets."""

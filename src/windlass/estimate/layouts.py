@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from windlass.errors import UserError
-from windlass.estimate.devices import TIGHT, USABLE
+from windlass.estimate.devices import CAREFUL, TIGHT, USABLE, Device
 from windlass.estimate.memory import Memory, Network, memory
 from windlass.estimate.optimum import recipe_vocab
 from windlass.estimate.rank import Layout, layout_of
@@ -88,7 +88,7 @@ def memory_rows(
         if same and layout.reduces_each == base.reduces_each:
             layout = replace(layout, reduce_each=base.reduce_each)
         layouts.append(replace(layout, checkpointing=checkpointing, offload=offload))
-    rows, samples = [], base.micro_batch * base.accumulation  # of the largest step
+    rows = []
     for layout in layouts + [base] * (base not in layouts):
         needed = memory(model, vocab, layout, optimizer)
         fits = None if usable is None else needed.total <= usable
@@ -97,14 +97,46 @@ def memory_rows(
             fits = None  # the unknown activations may be too large
         largest = None
         if known and usable is not None:
-            share = base.share or samples
-            most = share // base.pipeline  # each stage needs a micro-batch
-            sizes = (n for n in range(most, 0, -1) if share % n == 0)
-            tried = (replace(layout, micro_batch=n, accumulation=samples // n) for n in sizes)
-            fitting = (t for t in tried if memory(model, vocab, t, optimizer).total <= usable)
-            largest = next((t.micro_batch for t in fitting), 0)
+            fitting = with_micro_batch(model, vocab, layout, optimizer, usable)
+            largest = fitting.micro_batch if fitting else 0
         rows.append(MemoryRow(layout, needed, fits, tight, largest, layout == base))
     return rows
+
+
+def with_micro_batch(
+    model: Network, vocab: int, layout: Layout, optimizer: str, usable: int
+) -> Layout | None:
+    """The layout with the largest micro-batch that fits; None if none does."""
+    samples = layout.micro_batch * layout.accumulation  # of the largest step
+    share = layout.share or samples
+    most = share // layout.pipeline  # each stage needs a micro-batch
+    sizes = (n for n in range(most, 0, -1) if share % n == 0)
+    tried = (replace(layout, micro_batch=n, accumulation=samples // n) for n in sizes)
+    return next((t for t in tried if memory(model, vocab, t, optimizer).total <= usable), None)
+
+
+def layout_on(
+    recipe: Recipe,
+    vocab: int,
+    world: int,
+    device: Device,
+    precision: str,
+    usable: int | None = None,
+) -> Layout:
+    """The layout of a recipe on ranks of a device with `usable` bytes each (default: the plan's).
+
+    On CUDA a micro-batch that the recipe leaves open is the largest of our GPT that fits. It is the
+    one by tokens if the memory is unknown or nothing fits.
+    """
+    layout = layout_of(recipe, world, device.kind, precision)
+    layout = replace(layout, workspace=device.workspace_bytes)
+    usable = device.usable_bytes if usable is None else usable
+    is_open = device.kind == "cuda" and not recipe.train.micro_batch
+    if not is_open or usable is None or recipe.model.kind != "gpt" or not vocab:
+        return layout
+    if world > 1 or layout.policy.shards_parameters:
+        usable = int(usable * CAREFUL / USABLE)
+    return with_micro_batch(recipe.model, vocab, layout, recipe.optim.kind, usable) or layout
 
 
 def recommend(rows: list[MemoryRow], micro_batch: int) -> tuple[dict[str, str | int | bool], str]:

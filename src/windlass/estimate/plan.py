@@ -25,7 +25,6 @@ from windlass.estimate.milestones import (
     milestones,
 )
 from windlass.estimate.optimum import optimal_steps, optimal_tokens
-from windlass.estimate.rank import layout_of
 from windlass.estimate.search import LayoutRow, Machine, layout_rows
 from windlass.estimate.step import MANY, NotMeasured, constants, slowest
 from windlass.estimate.subject import Size, Subject, subject_of, with_activations
@@ -176,7 +175,7 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
         peak = NO_PEAK if device.kind == "cpu" else peak
         advice = "name a past run of this model (--from RUN), or a listed device (--device NAME)"
         return None, f"{peak}: {advice}"
-    model, layout = recipe.model, layout_of(recipe, subject.world, device.kind, subject.precision)
+    model, layout = recipe.model, subject.layout
     how: dict[str, Any] = {
         "context": model.context,
         "bucket_mb": recipe.parallel.bucket_on(device.kind),
@@ -292,10 +291,8 @@ def memory_parts(plan: Plan, subject: Subject) -> dict[str, Any]:
     recipe, size, device = subject.recipe, subject.size, subject.device
     if not size.parameters or not size.flops_per_token:
         return {}
-    layout = layout_of(recipe, subject.world, device.kind, subject.precision)
-    layout = replace(layout, workspace=device.workspace_bytes)
     model, vocab = subject.counted or recipe.model, size.vocab or 0
-    rows = memory_rows(model, vocab, recipe.optim.kind, layout, device.usable_bytes)
+    rows = memory_rows(model, vocab, recipe.optim.kind, subject.layout, device.usable_bytes)
     settings, advice = recommend(rows, recipe.train.micro_batch)
     per_step = size.flops_per_token * plan.tokens_per_step
     optimal: dict[str, int] = {}

@@ -23,7 +23,7 @@ from windlass.recipe.strategies import STRATEGIES, Strategy
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
-COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
 
 
 @dataclass(frozen=True)

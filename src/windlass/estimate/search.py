@@ -15,7 +15,7 @@ from typing import Any
 
 from windlass.errors import UserError, plural
 from windlass.estimate.devices import Device
-from windlass.estimate.layouts import CHECKPOINTING, kinds_of, shard_of
+from windlass.estimate.layouts import CHECKPOINTING, kinds_of, layout_on, shard_of
 from windlass.estimate.memory import Memory, memory
 from windlass.estimate.rank import Layout, layout_of
 from windlass.estimate.step import Links, Speeds, StepTime, published_speeds, slowest
@@ -85,9 +85,13 @@ class Machine:
 
     def speeds(self, recipe: Recipe) -> Speeds:
         """The speeds of a rank, by the device's data sheet and the published rates of links."""
-        peak = peak_flops(self.device.name, self.precision, recipe.train.tf32)
+        own = peak_flops(self.device.name, self.precision, recipe.train.tf32)
+        peak = peak_flops(self.device.name, "bf16") if self.precision == "float8" else own
         links = Links(self.device.link, NETWORK, self.ranks_of_host)
-        return published_speeds(self.device, peak or NOMINAL[self.device.kind], links)
+        speeds = published_speeds(self.device, peak or NOMINAL[self.device.kind], links)
+        if self.precision == "float8" and own and peak:  # head and attention are in bf16
+            return replace(speeds, float8=speeds.products * own / peak)
+        return speeds
 
     def compiles(self, recipe: Recipe, vocab: int, steps: int) -> bool:
         """`train.compile` with `auto` resolved: true if a whole run saves more than it costs.
@@ -173,7 +177,7 @@ def layout_rows(
             continue
         peak = memory(recipe.model, vocab, layout, recipe.optim.kind)
         if peak.total <= usable:
-            fitting.append(_row(recipe, vocab, layout, settings, peak, step))
+            fitting.append(_row(recipe, vocab, machine, layout, settings, peak, step))
             done.add(division)
         elif not least or peak.total < least[0]:
             least = [peak.total, settings]
@@ -185,6 +189,7 @@ def layout_rows(
 def _row(
     recipe: Recipe,
     vocab: int,
+    machine: Machine,
     layout: Layout,
     settings: Settings,
     peak: Memory,
@@ -193,7 +198,8 @@ def _row(
     every = works(recipe.model, vocab, layout, recipe.parallel.bucket_on(layout.device))
     sent = [work.bytes_sent() for work in every]
     most = {link: max(one[link] for one in sent) for link in LINKS}
-    changes, own = _changes(recipe, settings, layout.world), _is_own(recipe, layout)
+    changes = _changes(recipe, settings, layout.world)
+    own = _is_own(recipe, vocab, layout, machine)
     times = (step.compute, step.communication, step.bubble)
     return LayoutRow(layout, peak, *times, most, changes, own)
 
@@ -206,13 +212,13 @@ def _changes(recipe: Recipe, settings: Settings, world: int) -> Settings:
     return {key: value for key, value in settings.items() if before[key] != value}
 
 
-def _is_own(recipe: Recipe, layout: Layout) -> bool:
+def _is_own(recipe: Recipe, vocab: int, layout: Layout, machine: Machine) -> bool:
     """Whether a recipe has this layout already."""
     try:
-        own = layout_of(recipe, layout.world, layout.device, layout.precision)
+        own = layout_on(recipe, vocab, layout.world, machine.device, layout.precision)
     except UserError:
         return False
-    return own == replace(layout, workspace=0)
+    return own == layout
 
 
 def _nothing_fits(recipe: Recipe, machine: Machine, usable: int, least: list[Any]) -> str:

@@ -45,6 +45,10 @@ KERNELS = {True: (12, 24), False: (30, 60)}
 MANY = 10  # published rows whose range is that of 8 in 10; of fewer it is the whole range
 NEWTON_SCHULZ = 5  # iterations of Muon
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+DTYPES["float8"] = "float8"  # `windlass check` does not measure it
+ROUNDING_BYTES = 7
+"""Of a number of a product's input, output or (twice) weight in a forward and backward pass in
+float8: it is read for the scale and for rounding, written, and transposed. By counting, not fitted."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Speeds:
     launch: float = 0.0
     exposed: float = 1.0
     latency: float = 0.0
+    float8: float = 0.0  # FLOP/s of the blocks' products; 0: they are not in float8
 
 
 RATIOS = 312 / 2.039, 989 / 3.35  # peak FLOP for a byte of memory, of A100-80GB and H100
@@ -205,15 +210,16 @@ def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") 
     ups = 2 if model.activation == "swiglu" else 1
     again = {"none": 0.0, "selective": layout.program.repeated, "full": 1.0}[layout.checkpointing]
 
-    def product(rows: int, inner: int, columns: int) -> float:
+    def product(rows: int, inner: int, columns: int, peak: float) -> float:
         flops, numbers = 2 * rows * inner * columns, rows * inner + inner * columns + rows * columns
-        rate = speeds.products / (1 + speeds.small / min(inner, columns))
+        rate = peak / (1 + speeds.small / min(inner, columns))
         return max(flops / rate, c * numbers / speeds.traffic)
 
     # Forward, gradients of the inputs, gradients of the trained weights, forward again.
     repeats = 2 + work.trained / work.total + again
-    block = product(n, d, q + 2 * k) + product(n, q, d) + product(n, d, ups * f) + product(n, f, d)
-    products = rank.layers * repeats * block + rank.last * 3 * product(n, d, v)
+    shapes = (n, d, q + 2 * k), (n, q, d), (n, d, ups * f), (n, f, d)
+    block = sum(product(*shape, speeds.float8 or speeds.products) for shape in shapes)
+    products = rank.layers * repeats * block + rank.last * 3 * product(n, d, v, speeds.products)
     forward, backward = ATTENTION
     calls = backward + forward * (2 if layout.checkpointing == "full" else 1)
     attention = rank.layers * n * model.context * q * calls / speeds.attention
@@ -225,6 +231,9 @@ def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") 
     passes = 3 if layout.checkpointing == "none" else 4
     moved = rank.layers * passes * once / fused + WEIGHT_BYTES * work.total
     moved += rank.last * n * v * layout.logit_traffic
+    if speeds.float8:
+        numbers = sum(rows * (a + b) + 2 * a * b for rows, a, b in shapes)
+        moved += rank.layers * ROUNDING_BYTES * numbers / fused
     traffic = moved / speeds.traffic
 
     first, second = KERNELS[layout.compile]

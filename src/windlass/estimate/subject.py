@@ -13,7 +13,9 @@ from typing import Any, cast
 
 from windlass.errors import UserError, argument, first_line
 from windlass.estimate.devices import Device, find_device, table, this_device
+from windlass.estimate.layouts import layout_on
 from windlass.estimate.optimum import recipe_vocab, resolve_steps
+from windlass.estimate.rank import Layout
 from windlass.hub import missing_package
 from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
 from windlass.recipe import Recipe
@@ -54,6 +56,7 @@ class Subject:
     reason: str = "the data is not prepared (windlass prepare RECIPE)"  # why they are unknown
     done: int = 0  # steps
     steps: int | None = None  # of a run that has begun
+    micro_batch: int = 0  # of a run's last start
     # Counted sizes of a Hugging Face model, or of a GPT with `freeze`.
     counted: CountedSizes | None = None
     hf_reason: str = ""  # why the count failed
@@ -79,6 +82,14 @@ class Subject:
             return Size(non_embedding=sizes.non_embedding, parts=parts)
         on_disk = checkpoint_bytes(model, vocab, recipe.optim.kind) + average * sizes.total
         return Size(vocab, sizes.total, sizes.total, sizes.non_embedding, parts, flops, on_disk)
+
+    @property
+    def layout(self) -> Layout:
+        """The recipe's layout; a run's micro-batch stays."""
+        recipe, vocab = self.recipe, self.size.vocab or 0
+        if self.micro_batch and not recipe.train.micro_batch:
+            recipe = recipe.replace({"train.micro_batch": self.micro_batch})
+        return layout_on(recipe, vocab, self.world, self.device, self.precision)
 
     def mixture_rows(self, steps: int) -> list[dict[str, Any]]:
         """The sources of a mixture over the run, as `shares_of_run`; none if they are unknown.
@@ -150,6 +161,7 @@ def subject_of(
         tokens_per_sample=last["tokens"] / last["samples"] if counted else None,
         done=int(last.get("step", started["step"])),
         steps=int(started["steps"]),
+        micro_batch=0 if device or world else int(started.get("micro_batch", 0)),
         val_samples=started.get("data", {}).get("val", {}).get("samples", 0),
         mixture=started.get("data", {}).get("mixture"),
         reason=STREAMED if recipe.data.disk_tokens else subject.reason,

@@ -75,7 +75,8 @@ class Work:
         """
         device = "cpu" if on_cpu(start) else "cuda"
         layout = layout_of(recipe, int(start["world"]), device, start["precision"])
-        layout = replace(layout, strategy=start["strategy"], accumulation=start["accumulation"])
+        divided = {key: start[key] for key in ("micro_batch", "accumulation") if key in start}
+        layout = replace(layout, strategy=start["strategy"], **divided)
         layout = replace(layout, compile=start.get("compiles", False))
         total, trained, network = start["parameters"], start["trained"], start.get("network")
         bucket_mb = recipe.parallel.bucket_on(device)

@@ -6,8 +6,11 @@ five steps of an odd quintic polynomial, x -> a x + b x^3 + c x^5 on every singu
 coefficients that trade exactness for a fast rise at zero.
 
 That needs the whole matrix. If matrices are cut, the ranks divide them: each rank receives the
-pieces of its own matrices, orthogonalises them and sends the pieces back. The ranks share the work,
-and with FSDP2 the result equals one process's bit for bit.
+pieces of its own matrices, orthogonalises them and sends the pieces back. The ranks share the work.
+
+A GPU orthogonalises stacks of equal shapes, because the kernels of a small matrix take less time
+than their start (not run on a GPU). A CPU takes one matrix at a time, which is as fast, and with
+FSDP2 its result equals one process's bit for bit.
 """
 
 from __future__ import annotations
@@ -22,43 +25,66 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from windlass.model.share import Cut, cut_of, is_sharded, local_part, whole_shape
+from windlass.model.share import cut_of, is_sharded, local_part, whole_shape
 
 # From Jordan's post: steepest at 0, and [0, 1] goes to about [0.7, 1.2].
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
+AT_ONCE = {"cpu": 0, "cuda": 2**25}
+"""The numbers of the matrices that a rank orthogonalises at once, at least one matrix; a large matrix
+gains nothing from a stack."""
 Matrix = tuple[Any, tuple[int, ...]]
-"""A parameter, and the rows of each of the matrices stacked in it."""
+"""A parameter, and the rows of each of the matrices that lie in it."""
 
 
-def orthogonalise(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int] = ()) -> Tensor:
-    """About U V^T of U S V^T, by Newton-Schulz steps in `dtype`; `parts`: rows of stacked ones."""
-    if len(parts) > 1:
-        return torch.cat([orthogonalise(part, dtype) for part in matrix.split(list(parts))])
+def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """About U V^T of U S V^T, of a matrix or of each in a stack, by Newton-Schulz steps in `dtype`."""
     a, b, c = COEFFICIENTS
     x = matrix.to(dtype)
-    tall = x.size(0) > x.size(1)
+    tall = x.size(-2) > x.size(-1)
     if tall:
-        x = x.T  # so that the gram matrix is taken on the shorter side
+        x = x.mT  # so that the gram matrix is taken on the shorter side
     # The Frobenius norm is an upper bound of the largest singular value.
-    x = x / x.norm().clamp(min=1e-7)
+    norm = x.norm() if x.dim() == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=1e-7)
+    add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
-def orthogonalise_cut(
-    x: Tensor, dtype: torch.dtype, parts: Sequence[int], cut: Cut | None
-) -> Tensor:
-    """The same for the part of a matrix that this rank of `tp` holds.
+def orthogonalise_all(
+    matrices: Sequence[Matrix], values: Sequence[Tensor], dtype: torch.dtype, stacked: bool
+) -> list[Tensor]:
+    """The values of matrices, orthogonalised in `dtype`; equal shapes in one stack, or one by one.
 
-    Its ranks gather the matrix, and each orthogonalises it and keeps its part.
+    The ranks of `tp` gather each matrix that they cut, and each keeps its part of the result.
     """
-    if cut is None:
-        return orthogonalise(x, dtype, parts)
-    whole = cut.gather(x.to(dtype))
-    return cut.take(orthogonalise(whole, dtype, parts))
+    pieces, by_shape = list[Tensor](), dict[tuple[int, ...], list[int]]()
+    for (p, parts), x in zip(matrices, values, strict=True):
+        cut, low = cut_of(p), x.to(dtype)
+        pieces += (cut.gather(low) if cut else low).split(list(parts))
+    for i, x in enumerate(pieces):
+        by_shape.setdefault((*sorted(x.shape), *[i] * (not stacked)), []).append(i)
+    for same in by_shape.values():
+        if len(same) == 1:
+            pieces[same[0]] = orthogonalise(pieces[same[0]], dtype)
+            continue
+        stack = torch.stack([wide(pieces[i]) for i in same])  # [matrices, short side, long side]
+        for i, x in zip(same, orthogonalise(stack, dtype), strict=True):
+            pieces[i] = x if pieces[i].shape == x.shape else x.T
+    left, results = iter(pieces), list[Tensor]()
+    for p, parts in matrices:
+        own, cut = list(islice(left, len(parts))), cut_of(p)
+        x = torch.cat(own) if len(own) > 1 else own[0]
+        results.append(cut.take(x) if cut else x)
+    return results
+
+
+def wide(x: Tensor) -> Tensor:
+    """A matrix, or its transpose, with at least as many columns as rows."""
+    return x.T if x.size(0) > x.size(1) else x
 
 
 def update_scale(shape: Sequence[int]) -> float:
@@ -92,7 +118,7 @@ class MuonAdamW(torch.optim.Optimizer):
         device_type: str = "cpu",
         group: dist.ProcessGroup | None = None,
     ):
-        self.device_type, self.group = device_type, group
+        self.device_type, self.group, self.at_once = device_type, group, AT_ONCE[device_type]
         # torch's names: whether `found_inf` makes the update conditional, on the device, and whether
         # the update divides the gradients by `grad_scale`.
         self._step_supports_amp_scaling = fused
@@ -155,73 +181,106 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _muon(self, g: dict[str, Any], matrices: list[Matrix]) -> None:
         lr, shrink = g["lr"], 1 - g["lr"] * g["weight_decay"]
-        ahead = (self._momentum(p, g) for p, _ in matrices)
+        matrices.sort(key=lambda one: whole_shape(one[0]))  # stacks, and equal work for the ranks
+        bad = None
+        if self.found_inf is not None and matrices:
+            bad = self.found_inf.to(local_part(matrices[0][0]).device) > 0
+        ahead = (self._momentum(p, g, bad) for p, _ in matrices)
         for (p, parts), update in zip(matrices, self._orthogonalised(matrices, ahead), strict=True):
             weight, scale = local_part(p), update_scale((max(parts), whole_shape(p)[1]))
             new = (weight * shrink).add_(update.to(weight), alpha=-lr * scale)
-            weight.copy_(self._if_finite(new, weight))
+            weight.copy_(unless(bad, new, weight))
 
-    def _momentum(self, p: Tensor, g: dict[str, Any]) -> Tensor:
+    def _momentum(self, p: Tensor, g: dict[str, Any], bad: Tensor | None) -> Tensor:
         """Move this rank's part of a momentum towards the gradient, and look one step ahead."""
         if not self.state[p]:
             self.state[p] = new_state(p, g)
         rate = g["momentum"]
         gradient, momentum = local_part(p.grad), local_part(self.state[p]["momentum_buffer"])
-        gradient = self._if_finite(gradient, momentum)  # the momentum stays
+        gradient = unless(bad, gradient, momentum)  # the momentum stays
         momentum.lerp_(gradient, 1 - rate)
         return gradient.lerp(momentum, rate)
-
-    def _if_finite(self, new: Tensor, old: Tensor) -> Tensor:
-        """`new`, or `old` if this step's gradients were not finite; the host does not wait."""
-        if self.found_inf is None:
-            return new
-        return torch.where(self.found_inf.to(new.device) > 0, old, new)
 
     def _orthogonalised(self, matrices: list[Matrix], ahead: Iterator[Tensor]) -> Iterator[Tensor]:
         """This rank's part of each orthogonalised update, in order; a few matrices at a time."""
         if not matrices:
             return
-        dtype = self.dtype or matrices[0][0].dtype
-        if is_sharded(matrices[0][0]):
-            yield from self._sharded(matrices, ahead, dtype)
-        elif self.group is not None and dist.get_world_size(self.group) > 1:
-            yield from _replicated(matrices, ahead, dtype, self.group)
-        else:
-            for (p, parts), x in zip(matrices, ahead, strict=True):
-                yield orthogonalise_cut(x, dtype, parts, cut_of(p))
+        dtype, first = self.dtype or matrices[0][0].dtype, matrices[0][0]
+        sharded, world = is_sharded(first), 1
+        if sharded:
+            from torch.distributed.tensor import Shard
+
+            dim = first.placements.index(Shard(0))
+            place = first.device_mesh.get_group(dim), first.device_mesh.get_local_rank(dim)
+            world = first.device_mesh.size(dim)
+        elif self.group is not None:
+            world, place = dist.get_world_size(self.group), (self.group, dist.get_rank(self.group))
+        largest = max(math.prod(whole_shape(p)) for p, _ in matrices)
+        size = world * max(1, self.at_once // largest)
+        for start in range(0, len(matrices), size):
+            batch = matrices[start : start + size]
+            values = [x.to(self.device_type, dtype) for x in islice(ahead, len(batch))]
+            if sharded:
+                yield from self._sharded(batch, values, *place)
+            elif world > 1:
+                yield from self._replicated(batch, values, *place)
+            else:
+                yield from orthogonalise_all(batch, values, dtype, bool(self.at_once))
 
     def _sharded(
-        self, matrices: list[Matrix], ahead: Iterator[Tensor], dtype: torch.dtype
-    ) -> Iterator[Tensor]:
+        self, batch: list[Matrix], local: list[Tensor], group: dist.ProcessGroup, rank: int
+    ) -> list[Tensor]:
         """Each rank collects its own matrices, orthogonalises them and sends the rows back.
 
-        One dimension of the mesh cuts every matrix, by rows; its ranks share the work.
+        One dimension of the mesh cuts every matrix, by rows; its ranks share the work: matrix i is
+        rank i's, modulo the ranks.
         """
-        from torch.distributed.tensor import Shard
+        world = dist.get_world_size(group)
+        mine, owned = batch[rank::world], [local[r::world] for r in range(world)]
+        out, pieces = [sum(x.numel() for x in own) for own in owned], list[list[int]]()
+        for p, _ in mine:
+            height, width = p.shape
+            each = -(-height // world)  # as torch.chunk; the last ranks may have fewer, or none
+            pieces.append([max(0, min(each, height - r * each)) * width for r in range(world)])
+        into = [sum(one[r] for one in pieces) for r in range(world)]
+        sent = torch.cat([x.reshape(-1) for own in owned for x in own])
+        flat, back = sent.new_empty(sum(into)), sent.new_empty(sum(out))
+        dist.all_to_all_single(flat, sent, into, out, group=group)
+        # Every rank's piece of the first matrix, of the second, ...
+        received = flat.split([one[r] for r in range(world) for one in pieces]) if mine else ()
+        wholes = [
+            torch.cat(received[i :: len(mine)]).view(p.shape) for i, (p, _) in enumerate(mine)
+        ]
+        new = orthogonalise_all(mine, wholes, sent.dtype, bool(self.at_once))
+        split = [x.reshape(-1).split(sizes) for x, sizes in zip(new, pieces, strict=True)]
+        returned = [one[r] for r in range(world) for one in split]
+        dist.all_to_all_single(back, torch.cat([flat[:0], *returned]), out, into, group=group)
+        updates = list(local)
+        for r, part in enumerate(back.split(out)):
+            sizes = [x.numel() for x in owned[r]]
+            own = zip(part.split(sizes), owned[r], strict=True) if sizes else ()
+            updates[r::world] = [x.view(like.shape) for x, like in own]
+        return updates
 
-        like: Any = matrices[0][0]
-        dim = like.placements.index(Shard(0))
-        mesh = like.device_mesh
-        group, world, rank = mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim)
-        for start in range(0, len(matrices), world):
-            batch = matrices[start : start + world]
-            local = [x.to(self.device_type, dtype) for x in islice(ahead, world)]
-            out, into = [x.numel() for x in local] + [0] * (world - len(batch)), [0] * world
-            if rank < len(batch):
-                mine, parts = batch[rank]
-                height, width = mine.shape
-                # As torch.chunk divides: the last ranks may have fewer rows, or none.
-                each = -(-height // world)
-                into = [max(0, min(each, height - r * each)) * width for r in range(world)]
-            flat, sent = local[0].new_empty(sum(into)), torch.cat([x.reshape(-1) for x in local])
-            dist.all_to_all_single(flat, sent, into, out, group=group)
-            if rank < len(batch):
-                whole = flat.view(mine.shape)
-                flat = orthogonalise_cut(whole, dtype, parts, cut_of(mine)).reshape(-1)
-            back = flat.new_empty(sum(out))
-            dist.all_to_all_single(back, flat, out, into, group=group)
-            for x, own in zip(back.split(out[: len(batch)]), local, strict=True):
-                yield x.view(own.shape)
+    def _replicated(
+        self, batch: list[Matrix], values: list[Tensor], group: dist.ProcessGroup, rank: int
+    ) -> Iterator[Tensor]:
+        """Equal plain tensors on all ranks: each orthogonalises its own and broadcasts them."""
+        world, works = dist.get_world_size(group), list[Any]()
+        updates = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
+        own, stacked = values[rank::world], bool(self.at_once)
+        new = orthogonalise_all(batch[rank::world], own, values[0].dtype, stacked)
+        updates[rank::world] = [x.contiguous() for x in new]
+        for i, x in enumerate(updates):
+            works.append(dist.broadcast(x, group=group, group_src=i % world, async_op=True))
+        for update, work in zip(updates, works, strict=True):
+            work.wait()
+            yield update
+
+
+def unless(bad: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
+    """`new`, or `old` if this step's gradients were not finite; the host does not wait."""
+    return new if bad is None else torch.where(bad, old, new)
 
 
 def new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -230,24 +289,3 @@ def new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(p)}
     step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
     return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-
-
-def _replicated(
-    matrices: list[Matrix], ahead: Iterator[Tensor], dtype: torch.dtype, group: dist.ProcessGroup
-) -> Iterator[Tensor]:
-    """Equal plain tensors on all ranks: each orthogonalises its own and broadcasts them."""
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    for start in range(0, len(matrices), world):
-        batch = zip(matrices[start : start + world], islice(ahead, world), strict=True)
-        updates, works = list[Tensor](), list[Any]()
-        for owner, ((p, parts), x) in enumerate(batch):
-            if owner == rank:
-                new = orthogonalise_cut(x, dtype, parts, cut_of(p))
-            else:
-                new = torch.empty_like(x, dtype=dtype)
-            updates.append(new.contiguous())
-        for owner, x in enumerate(updates):
-            works.append(dist.broadcast(x, group=group, group_src=owner, async_op=True))
-        for update, work in zip(updates, works, strict=True):
-            work.wait()
-            yield update

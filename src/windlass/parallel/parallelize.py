@@ -31,6 +31,7 @@ from torch.utils.checkpoint import (
 
 from windlass.errors import UserError
 from windlass.model.build import materialise
+from windlass.model.float8 import use_float8
 from windlass.model.gpt import GPT
 from windlass.model.loss import loss_tail
 from windlass.model.share import Peers, Share, is_fsdp, with_cut
@@ -41,8 +42,10 @@ from windlass.recipe import Recipe
 from windlass.recipe.strategies import Strategy
 
 aten, collective = torch.ops.aten, torch.ops._c10d_functional
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-SAVED = {getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "linear")}
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16}
+"""The precision of autocast and of gathered parameters."""
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm")
+SAVED = {getattr(aten, name).default for name in PRODUCTS}
 # Sums over the ranks of `tp`; the gathered inputs would be larger.
 SAVED |= {getattr(collective, name).default for name in ("reduce_scatter_tensor", "all_reduce")}
 ATTENTION = ("_scaled_dot_product_", "_varlen_attn.")  # in the names of operations
@@ -82,6 +85,8 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     if ranks.mesh.pp is not None:
         keep_stages(model, ranks, recipe)
     blocks = repeated_parts(model, recipe, ranks)
+    if recipe.train.precision == "float8":
+        use_float8(blocks, ranks.device)
     checkpoint_activations(blocks, recipe.parallel.activation_checkpointing)
     if recipe.train.compile is True:
         # Dynamo would split a block under DDP at the ends of buckets. `Ranks` restores the setting.
@@ -189,6 +194,7 @@ def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Mo
         *[f"parallel.strategy = {ranks.strategy.name}"] * ranks.strategy.shards_parameters,
         *["parallel.activation_checkpointing"] * checkpointing,
         *["train.compile"] * (recipe.train.compile is True),
+        *['train.precision = "float8"'] * (recipe.train.precision == "float8"),
     ]
     if needs:
         problem = f"{' and '.join(needs)}: {type(model).__name__} does not say which parts repeat"

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from windlass import __version__, hub
 from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW
+from windlass.model.float8 import CAPABILITY
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.preflight.bandwidth import (
@@ -125,12 +126,13 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
     if ranks.device.type == "cuda":
         properties = torch.cuda.get_device_properties(ranks.device)
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        has_float8 = (properties.major, properties.minor) >= CAPABILITY
         facts |= {
             "capability": [properties.major, properties.minor],
             "built_for": torch.cuda.get_arch_list(),
             "free_gb": torch.cuda.mem_get_info(ranks.device)[0] / 1e9,
             "total_gb": properties.total_memory / 1e9,
-            "precisions": ["fp32", "fp16", *(["bf16"] if has_bf16 else [])],
+            "precisions": ["fp32", "fp16", *["bf16"] * has_bf16, *["float8"] * has_float8],
             **_nvml(str(properties.uuid)),
         }
     return facts

@@ -38,6 +38,12 @@ def unused_keys(r: Any) -> Problems:
     yield ", ".join(f"model.{key}" for key in given), problem
 
 
+def float8(r: Any) -> Problems:
+    if r.train.precision == "float8" and r.parallel.tensor > 1:
+        problem = "the parts of a matrix would have scales of their own"
+        yield "parallel.tensor", f'{problem}: write 1, or train.precision="bf16"'
+
+
 def four_bits(r: Any) -> Problems:
     if r.model.lora.base == "4bit" and (not r.model.lora.rank or r.model.from_scratch):
         problem = "4-bit weights cannot be trained: set model.lora.rank, on a model with weights"
@@ -344,6 +350,7 @@ def schedule(r: Any) -> Problems:
 
 
 CHECKS = (
-    *(model, unused_keys, four_bits, adapters, heads, mup, kv_heads, vocab, sources, streamed),
-    *(mixture, best, average, evaluations, sharding, layout, batch, stream, optimizer, schedule),
+    *(model, unused_keys, float8, four_bits, adapters, heads, mup, kv_heads, vocab, sources),
+    *(streamed, mixture, best, average, evaluations, sharding, layout, batch, stream, optimizer),
+    *(schedule,),
 )

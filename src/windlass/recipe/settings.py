@@ -176,15 +176,19 @@ class TrainSettings(Section):
     """Other batch sizes later: `[[500, 128], [2000, 256]]` has 128 sequences in a step after 500
     steps, and 256 after 2,000. The learning rate does not follow. Evaluations keep `global_batch`."""
     micro_batch: int = Field(0, ge=0)
-    """Sequences in one forward pass of one rank; 0: about 4,096 tokens on a CPU and 16,384 on a
-    GPU, and less if memory runs out in the first step of a run of one rank."""
+    """Sequences in one forward pass of one rank; 0: about 4,096 tokens on a CPU; on a GPU the
+    largest that `windlass plan` fits into the free memory (about 16,384 tokens of a model of
+    `transformers` or your own; not run on a GPU). It is less if memory runs out in the first step
+    of a run of one rank. A resumed run keeps it."""
     fit: bool = False
     """Choose `train.micro_batch` and the layout (`parallel.strategy`, `tensor`, `context`,
     `pipeline`, `activation_checkpointing`) before the training: the first layout that `windlass plan`
     lists. The run's recipe stores the choice."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "float8"] = "auto"
     """Arithmetic of forward and backward pass; master weights are fp32 (`fp64`: float64, for
-    proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16."""
+    proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16. `float8`: bf16, but the
+    blocks' linear layers multiply in float8, for wide models on Ada, Hopper and later GPUs with
+    `compile`; evaluations are in bf16. Not run on a GPU; a CPU emulates it."""
     stream: Literal["fp32", "bf16"] = "fp32"
     """With bf16 arithmetic: precision of the residual stream and the norms of Windlass's own GPT.
     `bf16` halves their memory and traffic; sums over the layers then have 8 bits."""

@@ -1,17 +1,25 @@
-"""A smaller micro-batch if memory runs out in the first step of a start."""
+"""The micro-batch that fits into memory: by prediction on CUDA, and smaller if memory runs out in
+the first step of a start. Nothing here was run on a GPU.
+"""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
 
 from windlass.errors import RunFailed
-from windlass.recipe import BatchPlan
-from windlass.run import Run
+from windlass.estimate.devices import USABLE, Device
+from windlass.estimate.layouts import layout_on
+from windlass.parallel.dist import Ranks
+from windlass.parallel.parallelize import resolve_precision
+from windlass.recipe import BatchPlan, Recipe
+from windlass.run import STARTS, Run
 from windlass.training.checks import ran_out_of_memory
 from windlass.training.record import Recorder
+from windlass.training.start import StartPlan, decide_on_rank_0
 
 OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
 
@@ -47,13 +55,64 @@ def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorde
     )
 
 
-def recorded_micro_batch(run: Run, batch: BatchPlan) -> BatchPlan:
-    """The plan with the smaller micro-batch of an earlier start, so that a resume has equal bits."""
-    sizes = [event["micro_batch"] for event in run.events if event["event"] == OUT_OF_MEMORY]
-    samples = batch.share
-    if sizes and sizes[-1] < batch.micro_batch and samples % sizes[-1] == 0:
-        return replace(batch, micro_batch=sizes[-1])
-    return batch
+def allocator_settings(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables for torch's allocator on CUDA, which reads them at the first allocation.
+
+    Rows of varying length leave gaps between blocks of fixed sizes; segments that grow leave none.
+    The user's own settings stay.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    d = recipe.data
+    ragged = (d.format != "text" or d.packing == "documents") and d.packing != "best-fit"
+    if not ragged or any(name in environment for name in names):
+        return {}
+    return {names[0]: "expandable_segments:True"}
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """The bytes of a GPU that this process may fill, with a plan's margin; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free - (1 - USABLE) * total)
+
+
+def open_micro_batch(
+    plan: StartPlan, ranks: Ranks, batch: BatchPlan, vocab: int, free: int | None
+) -> BatchPlan:
+    """The plan with the micro-batch that the recipe leaves open; all ranks call it.
+
+    A resumed run keeps its own, so that it has equal bits. On CUDA it is the largest that fits into
+    the `free` bytes of every rank; on a CPU, where `free` is None, the one by tokens stays.
+    `vocab`: 0 for a user's own model.
+    """
+    recipe, events = plan.recipe, {*STARTS, OUT_OF_MEMORY}
+    if free is not None:
+        free = min(ranks.all_gather_object("free memory", free))
+    elif ranks.world > 1:
+        return batch
+    else:
+        events = {OUT_OF_MEMORY}
+
+    def choose() -> int:
+        size = recorded_micro_batch(plan.run, events, ranks.world) if plan.resuming else 0
+        if size and batch.share % size == 0:
+            return size
+        if free is None:
+            return batch.micro_batch
+        precision = resolve_precision(recipe.train.precision, ranks.device)
+        rows, gpu = vocab and (recipe.model.vocab or vocab), Device("", "cuda", None)
+        return layout_on(recipe, rows, ranks.world, gpu, precision, free).micro_batch
+
+    return replace(batch, micro_batch=decide_on_rank_0(ranks, "micro-batch", choose))
+
+
+def recorded_micro_batch(run: Run, events: Collection[str], world: int) -> int:
+    """The micro-batch of the last of these events; 0 if there is none, or on other ranks."""
+    recorded = [event for event in run.events if event["event"] in events]
+    last = recorded[-1] if recorded else {}
+    return int(last.get("micro_batch", 0)) if last.get("world", world) == world else 0
 
 
 def release_memory(compiled: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 from contextlib import ExitStack
 from dataclasses import replace
@@ -57,9 +58,8 @@ from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.run import read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.timing import peak_flops
-from windlass.training import start
+from windlass.training import memory, start
 from windlass.training.checks import check_documents, check_loss_is_a_sum, tie_groups, uses_dropout
-from windlass.training.memory import recorded_micro_batch
 from windlass.training.record import ModelFacts
 from windlass.training.start import (
     StartPlan,
@@ -83,6 +83,8 @@ def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None, stack: ExitSta
     """The user's or the recipe's data, once all hosts have seen the run and data directories."""
     if ranks.env.nodes > 1:
         start.check_shared(ranks, plan.run.path, data_dir(plan.recipe) if data is None else None)
+    if ranks.device.type == "cuda":
+        os.environ.update(memory.allocator_settings(plan.recipe, os.environ))
     if data is not None:
         return data
     data = open_data(plan.recipe, ranks, plan.pinned)
@@ -98,8 +100,9 @@ def batch_and_horizon(
     recipe, endless = plan.recipe, isinstance(data.train, StreamSamples)
     samples = epoch_samples(data.train)
     batch = recipe.batch(ranks.world, ranks.device.type)
-    if plan.resuming and ranks.world == 1 and not recipe.train.micro_batch:
-        batch = recorded_micro_batch(plan.run, batch)
+    if not recipe.train.micro_batch:
+        free = memory.free_bytes(ranks.device)
+        batch = memory.open_micro_batch(plan, ranks, batch, 0 if custom else data.vocab, free)
     if samples < 1 and not endless:
         context = recipe.model.context
         raise UserError(f"the training data has no sample of model.context = {context} tokens")

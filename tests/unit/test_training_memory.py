@@ -1,0 +1,94 @@
+"""The micro-batch that fits into free memory, with numbers of GPUs that are not here."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from estimate_fixtures import rewrite
+
+from windlass.estimate.devices import Device, find_device
+from windlass.estimate.layouts import layout_on, memory_rows
+from windlass.estimate.memory import memory
+from windlass.estimate.rank import layout_of
+from windlass.parallel.dist import init_ranks
+from windlass.parallel.env import DistEnv
+from windlass.recipe import Recipe
+from windlass.run import Run
+from windlass.training.memory import allocator_settings, open_micro_batch
+
+VOCAB = 50257
+GPT2 = Recipe.load("gpt2-124m", ["parallel.device=cpu"])
+GPU = Device("", "cuda", None)
+BY_TOKENS = 16  # x 1,024
+
+
+def peak(layout):
+    return memory(GPT2.model, VOCAB, layout, GPT2.optim.kind).total
+
+
+@pytest.mark.parametrize("gigabytes", [12, 24, 40, 80, 141])
+@pytest.mark.parametrize("world", [1, 4])
+def test_the_largest_of_the_plan_is_chosen(gigabytes, world):
+    usable = int(gigabytes * 0.9e9)
+    layout = layout_on(GPT2, VOCAB, world, GPU, "bf16", usable)
+    # Several ranks cannot repeat the first step, so they leave more room.
+    room = usable if world == 1 else int(gigabytes * 0.8e9)
+    rows = memory_rows(GPT2.model, VOCAB, "adamw", layout, room)
+    [own] = [row for row in rows if row.chosen]
+    assert own.fits and layout.micro_batch == own.largest_micro_batch
+    samples = max(GPT2.train.batches.sizes) // world
+    assert layout.micro_batch * layout.accumulation == samples
+    larger = [n for n in range(layout.micro_batch + 1, samples + 1) if samples % n == 0][:1]
+    for n in larger:
+        assert peak(replace(layout, micro_batch=n, accumulation=samples // n)) > room
+    assert layout.micro_batch > BY_TOKENS or gigabytes < 24
+
+
+def test_when_the_rule_by_tokens_stays():
+    by_tokens = layout_of(GPT2, 1, "cuda", "bf16").micro_batch
+    assert by_tokens == BY_TOKENS
+    for usable in (None, 10**8):  # unknown; nothing fits
+        assert layout_on(GPT2, VOCAB, 1, GPU, "bf16", usable).micro_batch == by_tokens
+    own = GPT2.replace({"train.micro_batch": 4})
+    assert layout_on(own, VOCAB, 1, GPU, "bf16", int(70e9)).micro_batch == 4
+    on_cpu = layout_on(GPT2, VOCAB, 1, find_device("cpu"), "fp32", int(70e9))
+    assert on_cpu.micro_batch == layout_of(GPT2, 1).micro_batch
+
+
+def chosen(ranks, free, run=None, vocab=VOCAB, recipe=GPT2):
+    plan = SimpleNamespace(recipe=recipe, run=run, resuming=run is not None)
+    batch = recipe.batch(ranks.world, "cpu" if free is None else "cuda")
+    return open_micro_batch(plan, ranks, batch, vocab, free).micro_batch
+
+
+def test_a_resumed_run_keeps_its_micro_batch(tmp_path):
+    def run(*events):
+        lines = [{"kind": "event", "step": 0, **event} for event in events]
+        return rewrite(Run(tmp_path), lines)
+
+    start = {"event": "started", "world": 1, "micro_batch": 32}
+    smaller = {"event": "out_of_memory", "micro_batch": 8}
+    with init_ranks(DistEnv(), GPT2) as ranks:
+        largest = chosen(ranks, int(60e9))
+        assert largest > 32
+        assert chosen(ranks, int(60e9), run(start)) == 32
+        assert chosen(ranks, int(60e9), run(start, smaller)) == 8
+        # Samples of another batch, or of other ranks, are divided anew.
+        assert chosen(ranks, int(60e9), run(start | {"micro_batch": 7})) == largest
+        assert chosen(ranks, int(60e9), run(start | {"world": 2})) == largest
+        assert chosen(ranks, int(60e9), vocab=0) == BY_TOKENS  # a user's own model
+        # A CPU has the rule by tokens, and what an earlier start found too large.
+        by_tokens = GPT2.batch(1, "cpu").micro_batch
+        assert chosen(ranks, None) == chosen(ranks, None, run(start)) == by_tokens
+        assert chosen(ranks, None, run(start, smaller | {"micro_batch": 2})) == 2
+
+
+def test_segments_grow_if_rows_are_ragged_and_the_user_set_nothing():
+    squad, packed = Recipe.load("gpt-squad"), Recipe.load("gpt2-124m")
+    grows = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    documents = packed.replace({"data.packing": "documents"})
+    assert allocator_settings(squad, {}) == allocator_settings(documents, {}) == grows
+    assert allocator_settings(packed, {}) == {}
+    assert allocator_settings(squad.replace({"data.packing": "best-fit"}), {}) == {}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert allocator_settings(squad, {name: "backend:native"}) == {}
