@@ -293,12 +293,7 @@ class GPT(nn.Module):
         else:
             rows = share.rows(start, length, self.kv_heads, tokens.device, within)
             tokens, labels = rows.tokens(tokens), None if labels is None else rows.labels(labels)
-        table = self.embedding.weight if m.tie_head else None
-        whole = hidden is None and layers.stop == m.layers and share.is_whole
-        if table is not None and labels is not None and whole and one_gradient(table):
-            x, table = look_up(table, tokens)
-        else:
-            x = self.embed(tokens) if hidden is None else hidden
+        x, table = self.begin(tokens, hidden, labels is not None and layers.stop == m.layers)
         whereabouts = range(start, start + length), rows, documents and documents.positions
         x, rotary = self.locate(x, *whereabouts, hidden is None)
         x = self.lowered(x)
@@ -307,8 +302,8 @@ class GPT(nn.Module):
         for i in layers:
             if rate:  # a block's masks do not depend on the blocks before it
                 torch.manual_seed(seed_of(f"windlass/dropout/{seed}/block/{i}"))
-            block = getattr(self.blocks, str(i))
-            x = block(x, rotary, cache[i] if cache else None, rows, spans)
+            own = cache[i] if cache else None
+            x = getattr(self.blocks, str(i))(x, rotary, own, rows, spans)
         if layers.stop < m.layers:
             return x
         x = self.norm(x) if m.final_norm else x
@@ -316,6 +311,20 @@ class GPT(nn.Module):
         if cache or places is not None:
             x = x[:, -1:] if places is None else x.flatten(0, 1)[places]
         return self.head(x, labels, table, by_source)
+
+    def begin(
+        self, tokens: Tensor, hidden: Tensor | None, loss: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows of the embedding, unless there are `hidden` states, and the table of a tied head.
+
+        `loss`: this pass also has the head's loss, so that both uses can share a gradient.
+        """
+        table = self.embedding.weight if self.settings.tie_head else None
+        if hidden is not None:
+            return hidden, table
+        if loss and table is not None and self.share.is_whole and one_gradient(table):
+            return look_up(table, tokens)
+        return self.embed(tokens), table
 
     def locate(
         self, x: Tensor, whole: range, rows: Rows | None, positions: Tensor | None, first: bool

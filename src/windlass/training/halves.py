@@ -32,7 +32,7 @@ def open_halves(
     if ranks.device.type != "cpu" or ranks.world > 1 or type(model) is not GPT:
         return None
     recomputes = recipe.parallel.activation_checkpointing != "none"
-    if dropout or recipe.data.mix or recipe.train.compile or recomputes:
+    if dropout or recipe.data.mix or recipe.train.compile is True or recomputes:
         return None
     if sum(p.numel() for p in model.parameters()) > MOST_PARAMETERS:
         return None

@@ -310,8 +310,9 @@ def load_checkpoint(
         change = f"was {precision} up to step {step} and is {facts.precision} from here on"
         setting = f"train.precision = {recipe.train.precision}"
         notes.append(f"the arithmetic {change} ({setting}): the losses differ")
-    if meta["compiles"] != facts.compiles:
-        change = f"from {meta['compiles']} to {facts.compiles}, which rounds otherwise".lower()
+    compiled = meta.get("compiles", facts.compiles)
+    if compiled != facts.compiles:
+        change = f"from {compiled} to {facts.compiles}, which rounds otherwise".lower()
         notes.append(f"train.compile changes {change}")
     return state, meta, source
 

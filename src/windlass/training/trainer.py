@@ -121,14 +121,11 @@ class Trainer:
         )
         console.begin("measuring how many CPU threads are fastest")
         self.halves = open_halves(recipe, self.model, ranks, self.facts.dropout, stack)
-        micro_batch, halves = self.batch.micro_batch, self.halves
-        threads = set_threads(
-            recipe, self.model, micro_batch, data.vocab, ranks, halves, recorded, custom
-        )
+        how = self.batch.micro_batch, data.vocab, ranks, self.halves
+        threads = set_threads(recipe, self.model, *how, recorded, custom)
         ranks.mark(self.state.step, "start")
-        self.scaler = (
-            LossScaler(ranks.device, self.state) if self.facts.precision == "fp16" else None
-        )
+        fp16 = self.facts.precision == "fp16"
+        self.scaler = LossScaler(ranks.device, self.state) if fp16 else None
         self.losses = setup.open_losses(plan, data, self.horizon, self.state, ranks, self.model)
 
         self.saver = setup.open_saver(plan, ranks, self.horizon, place.name, custom)
@@ -150,9 +147,9 @@ class Trainer:
             self.scaler,
             self.average,
             setup.describe_checkpoints(recipe, data, self.facts),
-            micro_batch,
+            self.batch.micro_batch,
         )
-        suites = self.callbacks.suites()
+        suites, micro_batch = self.callbacks.suites(), self.batch.micro_batch
         self.evaluator = Evaluator(
             recorder, self.model, data, micro_batch, suites, self.poll_stop, self.average
         )
