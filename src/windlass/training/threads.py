@@ -59,9 +59,8 @@ def set_threads(
     if recorded.get("threads") and recorded.get("cores") == cores:
         torch.set_num_threads(recorded["threads"])
         return f"{recorded['threads']} of {cores} cores, as in the run so far"
-    if (
-        threads == 1 or custom or recipe.train.compile is True
-    ):  # code is compiled for a number of threads
+    compiled = recipe.train.compile is True  # for a number of threads
+    if threads == 1 or custom or compiled:
         return f"{threads} of {cores} cores"
     seconds = probe(training_pass(recipe, model, batch, vocab, ranks, halves), threads)
     threads = fewest(seconds)
@@ -95,23 +94,33 @@ def training_pass(
 
 
 def probe(run: Callable[[], None], most: int) -> dict[int, float]:
-    """The seconds of a pass with `most` threads, then with half while that is not clearly slower."""
+    """The seconds of a pass with `most` threads, then with half while that is not clearly slower.
+
+    A start waits for it: if half the threads are slower than the first pass, which has cold caches,
+    no further pass is made.
+    """
+    first = timed(run, most)
+    if first < LONG_SECONDS and (half := timed(run, most // 2)) > EQUAL * first:
+        return {most: first, most // 2: half}
     seconds, threads = dict[int, float](), most
-    torch.set_num_threads(most)
-    run()  # the first pass fills caches
     while threads:
-        torch.set_num_threads(threads)
         times, cpu_seconds = list[float](), time.process_time()
         while len(times) < PROBE_PASSES and sum(times) < ENOUGH_SECONDS:
-            started = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - started)
+            times.append(timed(run, threads))
         seconds[threads] = min(times)
         long = time.process_time() - cpu_seconds > LONG_SECONDS * threads * len(times)
         if long or min(times) > 1.5 * min(seconds.values()):
             break
         threads //= 2
     return seconds
+
+
+def timed(run: Callable[[], None], threads: int) -> float:
+    """The seconds of a pass with a number of threads."""
+    torch.set_num_threads(threads)
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
 
 
 def fewest(seconds: Mapping[int, float]) -> int:
