@@ -198,7 +198,7 @@ class StateFile:
             first, last = max(start, at), min(stop, at + len(data))
             if first < last:
                 self._piece[first - start : last - start] = data[first - at : last - at]
-        return memoryview(self._piece[: stop - start])
+        return self._piece[: stop - start].data
 
 
 def describe(places: list[tuple[Slice, int]]) -> dict[str, dict[str, Any]]:
