@@ -296,7 +296,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.float64 if dtype == torch.float64 else torch.float32
         wants = [grad and need for need in ctx.needs_input_grad[:3]]
         dx = torch.empty_like(x, dtype=dtype) if wants[0] else None
-        dw = torch.zeros_like(weight, dtype=total) if wants[1] else None
+        dw = torch.empty_like(weight, dtype=total) if wants[1] else None
         db = torch.zeros_like(bias, dtype=total) if wants[2] and bias is not None else None
         loss = torch.zeros((), dtype=total, device=x.device)
         with torch.autocast(x.device.type, enabled=False):
@@ -321,7 +321,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if dx is not None:
                     dx[part] = (d @ head).masked_fill_(~unmasked, 0.0)
                 if dw is not None:
-                    dw.addmm_(d.t(), rows) if dtype == total else dw.add_(d.t() @ rows)
+                    # The first chunk writes it: zeros would take a pass over a large matrix.
+                    if dtype == total:
+                        dw.addmm_(d.t(), rows, beta=1 if start else 0)
+                    elif start:
+                        dw.add_(d.t() @ rows)
+                    else:
+                        dw.copy_(d.t() @ rows)
                 if db is not None:
                     db += unmasked.squeeze(1).to(dtype) @ d
                 del d  # before the next chunk
