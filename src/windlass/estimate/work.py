@@ -77,7 +77,7 @@ class Work:
         layout = layout_of(recipe, int(start["world"]), device, start["precision"])
         layout = replace(layout, strategy=start["strategy"], accumulation=start["accumulation"])
         total, trained, network = start["parameters"], start["trained"], start.get("network")
-        bucket_mb = recipe.parallel.bucket_on(device)
+        bucket_mb = recipe.parallel.bucket_mb
         if network:
             sizes = CountedSizes(total, trained, int(network.get("vocab", 0)), network)
             return Work.of_counted(sizes, layout, bucket_mb)
