@@ -59,7 +59,7 @@ def memory_row(r: Recipe, world: int) -> list[str]:
 def bytes_rows(r: Recipe, world: int) -> list[list[str]]:
     """For each dimension in use: its name, and predicted and counted bytes of the fullest rank."""
     ranks = [sent for _, sent in run_ranks(sent_in_a_step, world, r, VOCAB, timeout=600)]
-    every = works(r.model, VOCAB, layout_of(r, world), r.parallel.bucket_on("cpu"))
+    every = works(r.model, VOCAB, layout_of(r, world), r.parallel.bucket_mb)
     plans = [work.bytes_sent() for work in every]
     rows = []
     for link in LINKS:

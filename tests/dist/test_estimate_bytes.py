@@ -33,7 +33,7 @@ def check(world, cells):
     recipes = [recipe(cell) for cell in cells]
     for per_rank in run_ranks(counted, world, recipes, timeout=120):
         for cell, r, (stage, sent) in zip(cells, recipes, per_rank, strict=True):
-            stages = works(r.model, VOCAB, layout_of(r, world), r.parallel.bucket_on("cpu"))
+            stages = works(r.model, VOCAB, layout_of(r, world), r.parallel.bucket_mb)
             plan = {link: size for link, size in stages[stage].bytes_sent().items() if size}
             assert sent == plan, (cell, stage)
 

@@ -176,10 +176,7 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
         advice = "name a past run of this model (--from RUN), or a listed device (--device NAME)"
         return None, f"{peak}: {advice}"
     model, layout = recipe.model, subject.layout
-    how: dict[str, Any] = {
-        "context": model.context,
-        "bucket_mb": recipe.parallel.bucket_on(device.kind),
-    }
+    how: dict[str, Any] = {"context": model.context, "bucket_mb": recipe.parallel.bucket_mb}
     own, speeds = subject.counted, machine.speeds(recipe)
     network = own if own and model.kind == "hf" else model
     if own and own.total:

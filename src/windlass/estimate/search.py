@@ -161,7 +161,7 @@ def layout_rows(
     if (usable := machine.device.usable_bytes) is None:
         return [], "the device's memory is unknown"
     speeds, timed, kind = machine.speeds(recipe), list[tuple[Any, ...]](), recipe.optim.kind
-    bucket = recipe.parallel.bucket_on(machine.device.kind)
+    bucket = recipe.parallel.bucket_mb
     for layout, settings in layouts(recipe, machine):
         step = slowest(recipe.model, vocab, layout, speeds, kind, bucket_mb=bucket)
         about = round(math.log(step.total) / ALIKE)
@@ -195,7 +195,7 @@ def _row(
     peak: Memory,
     step: StepTime,
 ) -> LayoutRow:
-    every = works(recipe.model, vocab, layout, recipe.parallel.bucket_on(layout.device))
+    every = works(recipe.model, vocab, layout, recipe.parallel.bucket_mb)
     sent = [work.bytes_sent() for work in every]
     most = {link: max(one[link] for one in sent) for link in LINKS}
     changes = _changes(recipe, settings, layout.world)

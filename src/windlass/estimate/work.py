@@ -79,7 +79,7 @@ class Work:
         layout = replace(layout, strategy=start["strategy"], **divided)
         layout = replace(layout, compile=start.get("compiles", False))
         total, trained, network = start["parameters"], start["trained"], start.get("network")
-        bucket_mb = recipe.parallel.bucket_on(device)
+        bucket_mb = recipe.parallel.bucket_mb
         if network:
             sizes = CountedSizes(total, trained, int(network.get("vocab", 0)), network)
             return Work.of_counted(sizes, layout, bucket_mb)

@@ -115,8 +115,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     # A pipeline adds up gradients itself, after the passes of all its stages.
     if replicas is None or replicas.size() == 1 or ranks.mesh.pp is not None:
         return model
-    bucket_mb = recipe.parallel.bucket_on(ranks.device.type)
-    return _replicate(model, replicas.get_group(), ranks.device, bucket_mb)
+    return _replicate(model, replicas.get_group(), ranks.device, recipe.parallel.bucket_mb)
 
 
 def lower_stream(model: nn.Module, precision: str) -> None:

@@ -151,8 +151,7 @@ class Pipeline:
         self.layers = split_blocks(recipe.model, model.vocab, self.stages)
         self.own = range(self.rank, self.stages, self.ranks)
         self.device, self.dtype = ranks.device, next(model.parameters()).dtype
-        self.width = recipe.model.width
-        self.bucket_bytes = settings.bucket_on(ranks.device.type) * 2**20
+        self.width, self.bucket_bytes = recipe.model.width, settings.bucket_mb * 2**20
         replicas = mesh.replicas
         self.replicas = replicas.get_group() if replicas is not None else None
         self.ends: dist.ProcessGroup | None = None

@@ -366,8 +366,8 @@ class ParallelSettings(Section):
     several small ones."""
     backward_prefetch: int = Field(0, ge=0)
     """FSDP2: units to gather ahead in the backward pass; 0: PyTorch's choice, which is one."""
-    bucket_mb: float = Field(0.0, ge=0)
-    """DDP: size of a gradient bucket in MB; 0: 25 on a GPU, 1 on a CPU."""
+    bucket_mb: float = Field(25.0, gt=0)
+    """DDP: size of a gradient bucket in MB."""
     timeout_seconds: float = Field(600.0, gt=0)
     """Longest time of a collective; after it the run ends and names the rank and phase."""
     startup_timeout_seconds: float = Field(1800.0, gt=0)
@@ -376,10 +376,6 @@ class ParallelSettings(Section):
     """Period of each rank's sign of life; the run ends if a rank is silent for 6 periods."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; `auto`: CUDA if torch finds it."""
-
-    def bucket_on(self, device: str) -> float:
-        """The size of a gradient bucket in MB on the kind of `device`."""
-        return self.bucket_mb or (1.0 if device == "cpu" else 25.0)
 
     @property
     def model_ranks(self) -> int:  # that hold one copy of the model, apart from sharding

@@ -479,7 +479,7 @@ def _work(base: Setup, world: int, fraction: float, more_layers: float) -> Work:
     model, vocab = recipe.model, base.start["data"]["vocab"]
     grown = model.model_copy(update={"layers": round(model.layers * more_layers)})
     if old.model_ranks > 1:
-        every = works(grown, vocab, layout, parallel.bucket_on(layout.device))
+        every = works(grown, vocab, layout, parallel.bucket_mb)
         return max(every, key=lambda one: one.flops_per_token)
     more = count(grown, vocab).total - count(model, vocab).total
     growth = flops_per_token(grown, vocab) / flops_per_token(model, vocab)
