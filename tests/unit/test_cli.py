@@ -210,6 +210,44 @@ def test_one_process_trains_without_torchs_compiler(tmp_path, corpus):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_windlass_train_collects_garbage_at_set_steps(tmp_path, corpus):
+    """Else the ranks collect at different steps, and the others wait each time."""
+    code = """
+    import gc, sys
+    from windlass.cli import main
+    collected, step = [], None
+
+    def note(phase, about):
+        if phase == "start" and step:
+            collected.append(step)
+
+    def counted(self, *arguments):
+        global step
+        step = arguments[0].step
+        junk = []
+        for _ in range(5_000):  # thresholds would collect
+            junk.append([junk])
+        return own(self, *arguments)
+
+    gc.callbacks.append(note)
+    gc.disable()
+    from windlass.training.trainer import Trainer
+    own, Trainer.step = Trainer.step, counted
+    sys.argv[0] = "windlass"
+    try:
+        main()
+    except SystemExit as stop:
+        assert not stop.code
+    print([n for n in collected if n < 250])
+    """
+    small = TINY | {"run.dir": str(tmp_path / "run"), "data.source": str(corpus)}
+    small |= {"train.steps": 250, "telemetry.every": 50, "eval.every": 0, "checkpoint.every": 0}
+    words = [sys.executable, "-c", textwrap.dedent(code), "train", "quickstart", *overrides(small)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[100, 200]"
+
+
 def test_a_shell_completes_verbs_recipes_settings_and_runs(tmp_path: Path) -> None:
     for name in ("runs/one", "runs/two", "elsewhere/three"):
         (tmp_path / name).mkdir(parents=True)

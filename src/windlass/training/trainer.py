@@ -61,6 +61,7 @@ from windlass.training.stop import StopSignals
 from windlass.training.threads import set_threads
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
+GC_STEPS = 100  # between two collections of garbage, at the same steps on every rank
 FAILING_SAVE_SECONDS = 5.0  # the longest wait of a failing run for a save in progress
 
 
@@ -240,9 +241,8 @@ class Trainer:
         state, horizon, recipe = self.state, self.horizon, self.recipe
         ranks, recorder, evaluator = self.ranks, self.recorder, self.evaluator
         first_step, loader = state.step + 1, self.open_loader()
-        if not gc.isenabled():  # `windlass train` leaves this to its loop
-            gc.freeze()  # else a rank may collect all that was imported, and the others wait
-            gc.enable()
+        if owns_collector := not gc.isenabled():  # `windlass train` leaves it to its loop
+            gc.freeze()  # what was imported stays
         try:
             while state.step < horizon.steps and not self.ends_early:
                 recorder.log(self.callbacks.take_logged())
@@ -259,6 +259,8 @@ class Trainer:
                 samples = horizon.batches.at(state.step)
                 state.advance(samples, result.tokens, result.label_tokens, batch.place)
                 self.losses.add(result.loss)
+                if owns_collector and state.step % GC_STEPS == 0:
+                    gc.collect()  # else one rank collects in a step, and the others wait
                 recorder.stepped(batch, result)
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
@@ -303,6 +305,8 @@ class Trainer:
                     return self.checkpoints.stop_run(self.stop)
         finally:
             loader.close()
+            if owns_collector:
+                gc.enable()
         return True
 
     def step(self, batch: StepBatch, lr_multiplier: float) -> StepResult:
