@@ -392,10 +392,9 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     gradients = end + (shards or on_device * layers * step.block // shard)
     gradients += int(step.head * (1 + low + whole)) if tied else step.head * whole
     at = "backward of the embedding"
-    yield Memory(gradients=gradients, activations=step.stream, buffers=wide * tied, at=at)
+    yield Memory(gradients=gradients, activations=step.stream, buffers=wide, at=at)
     reduced = on_device * step.weights // shard
-    buffers = end + wide * tied
-    yield Memory(gradients=end + reduced, buffers=buffers, at="reduction of the embedding")
+    yield Memory(gradients=end + reduced, buffers=end + wide, at="reduction of the embedding")
     yield Memory(gradients=-(-on_device * step.weights // shard), buffers=step.update, at="update")
 
 
