@@ -388,6 +388,7 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
         gradients += end + blocks * step.block if whole else 0
         gradients += int(low * step.head) if tied else 0
         others = root + (left if stays else min(left, 2)) * gathered - gathered
+        others += wide * (left == 1 and keeps and not tied and not stays)  # embedding, ahead
         yield from _backward_of_unit(step, blocks, gradients, others, whole)
     gradients = end + (shards or on_device * layers * step.block // shard)
     gradients += int(step.head * (1 + low + whole)) if tied else step.head * whole
