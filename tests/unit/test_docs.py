@@ -30,7 +30,7 @@ from windlass.recipe.explain import write_first_recipe
 from windlass.study.grid import AXES_ONLY, expand, read_axes
 from windlass.study.study import load_study
 
-README_WORDS, DOCS_WORDS = 900, 31_000
+README_WORDS, DOCS_WORDS = 900, 30_500
 GENERATED = ("recipe.md", "commands.md", "measures.md", "job-scripts.md")
 LINK = re.compile(r"(!?)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]*)(?:\s+\"[^\"]*\")?\)")
 TAG = re.compile(r"<(?:img|a|source)\b[^>]*?\b(?:src|href|srcset)=\"([^\"]+)\"")
@@ -170,7 +170,7 @@ def test_documentation_is_short():
     counts = {
         name_of(page): words_in(page)
         for page in sorted(DOCS.rglob("*.md"))
-        if page.name not in GENERATED
+        if page.name not in (*GENERATED, "LOG.md")  # the log grows
     }
     shown = "\n".join(f"{words:6,} {page}" for page, words in counts.items())
     total = sum(counts.values())

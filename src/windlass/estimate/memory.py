@@ -403,14 +403,14 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
         gradients += end + blocks * step.block if whole else 0
         gradients += int(low * step.head) if tied else 0
         others = root + (left if stays else min(left, 2)) * gathered - gathered
+        others += wide * (left == 1 and keeps and not tied and not stays)  # embedding, ahead
         yield from _backward_of_unit(step, blocks, gradients, others, whole)
     gradients = end + (shards or on_device * layers * step.block // shard)
     gradients += int(step.head * (1 + low + whole)) if tied else step.head * whole
     at = "backward of the embedding"
-    yield Memory(gradients=gradients, activations=step.stream, buffers=wide * tied, at=at)
+    yield Memory(gradients=gradients, activations=step.stream, buffers=wide, at=at)
     reduced = on_device * step.weights // shard
-    buffers = end + wide * tied
-    yield Memory(gradients=end + reduced, buffers=buffers, at="reduction of the embedding")
+    yield Memory(gradients=end + reduced, buffers=end + wide, at="reduction of the embedding")
     yield Memory(gradients=-(-on_device * step.weights // shard), buffers=step.update, at="update")
 
 

@@ -39,7 +39,7 @@ class Program:
     logits: int = 0  # held for each logit of a micro-batch; 0: a chunk of logits exists at a time
     repeated: float = 0.0  # the part of the products that `selective` repeats
     logit_traffic: int = 0  # bytes that head and loss read and write for a logit; 0: Windlass's
-    gathers_all: bool = False  # the last block and the embedding, too, for the backward pass
+    gathers_all: bool = False  # the last block, too, for the backward pass
 
 
 OURS = Program()

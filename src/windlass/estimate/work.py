@@ -142,14 +142,14 @@ class Work:
         gradients_per_parameter = self.trained / self.total
         root, steps = self.total - self.blocks * self.block - self.embedding, layout.accumulation
         once = strategy.keeps_gathered
-        # All are gathered for each forward pass, blocks also for each backward pass. Without a
-        # pipeline their last unit stays gathered.
+        # All are gathered for each forward pass, embedding and blocks also for each backward pass.
+        # Without a pipeline the blocks' last unit stays gathered.
         passes, (unit, units), every = 1 if once else steps, self.units, layout.program.gathers_all
+        both = passes if once else 2 * passes
         again = 0 if once else steps * (units - (layout.pipeline == 1 and not every))
-        tables = passes * 2 if every and not once else passes
         sent = [
             Collective("all_gather", low * root, passes, shard, "dp", stride),
-            Collective("all_gather", low * self.embedding, tables, shard, "dp", stride),
+            Collective("all_gather", low * self.embedding, both, shard, "dp", stride),
             Collective("all_gather", low * unit, units * passes + again, shard, "dp", stride),
         ]
         reductions, groups = steps if layout.reduces_each else 1, world // shard

@@ -244,8 +244,6 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
     keeps = ranks.strategy.keeps_gathered
     for unit in units:  # the backward pass begins with the last one, unless a pipeline waits
         shard(unit, reshard_after_forward=not keeps and (unit is not units[-1] or not in_order))
-    if first and isinstance(first[0], nn.Embedding):
-        first[0].set_unshard_in_backward(False)  # its backward pass reads no weight
     if last:
         shard(last, reshard_after_forward=False)
     shard(model, reshard_after_forward=False)
