@@ -51,6 +51,7 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         "facts": SimpleNamespace(precision=precision, dropout=uses_dropout(model)),
         "losses": LossSum(state, ranks),
         "halves": None,
+        "saver": SimpleNamespace(settle=lambda: None),  # nothing is being saved
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),
     }
     horizon = recipe.horizon(int(recipe.train.steps), 1)

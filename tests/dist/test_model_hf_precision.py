@@ -49,7 +49,7 @@ def hf_step(join, strategy: str, directory: Path, **train):
         initialise(unwrap(model), 7)
         kinds: set[torch.dtype] = set()
         for module in model.modules():
-            if type(module).__name__.endswith("Norm") and not settings.train.compile:
+            if type(module).__name__.endswith("Norm") and settings.train.compile is not True:
                 module.register_forward_hook(lambda _, __, out: kinds.add(out.dtype))
         total, norm = loss_and_norm(model, settings, ranks)
         before = counters["stats"]["unique_graphs"]

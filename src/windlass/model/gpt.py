@@ -319,7 +319,8 @@ class GPT(nn.Module):
 
         `loss`: this pass also has the head's loss, so that both uses can share a gradient.
         """
-        table = self.embedding.weight if self.settings.tie_head else None
+        # The middle stages of a pipeline have no embedding.
+        table = getattr(self.embedding, "weight", None) if self.settings.tie_head else None
         if hidden is not None:
             return hidden, table
         if loss and table is not None and self.share.is_whole and one_gradient(table):

@@ -118,7 +118,8 @@ class MuonAdamW(torch.optim.Optimizer):
         device_type: str = "cpu",
         group: dist.ProcessGroup | None = None,
     ):
-        self.device_type, self.group, self.at_once = device_type, group, AT_ONCE[device_type]
+        self.device_type, self.group = device_type, group
+        self.at_once = AT_ONCE.get(device_type, AT_ONCE["cuda"])
         # torch's names: whether `found_inf` makes the update conditional, on the device, and whether
         # the update divides the gradients by `grad_scale`.
         self._step_supports_amp_scaling = fused
