@@ -16,6 +16,7 @@ from windlass.model.gpt import GPT, initialise
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
+from windlass.training import halves
 from windlass.training.halves import Halves, open_halves
 
 CPU = torch.device("cpu")
@@ -23,7 +24,8 @@ SMALL = {"layers": 2, "heads": 2, "width": 16, "context": 8}
 
 
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(halves, "LEAST_WORK", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -85,6 +87,24 @@ def test_no_bit_depends_on_which_thread_is_faster() -> None:
         for a, b in zip(gradients(model, micro, halves), first, strict=True):
             assert torch.equal(a, b)
     halves.close()
+
+
+def test_a_short_pass_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    both = Halves(p for p in model.parameters() if p.requires_grad)
+    tokens, seen = torch.arange(16).view(2, 8) % 11, list[int]()
+
+    def compute_loss(micro: MicroBatch) -> Tensor:
+        seen.append(len(micro.batch.tokens))
+        return model(micro.batch.tokens, micro.batch.labels)
+
+    for least in (both.size * 16, both.size * 16 + 1):
+        monkeypatch.setattr(halves, "LEAST_WORK", least)
+        micro = [MicroBatch(0, Batch(tokens, tokens))]
+        zero = torch.zeros((), dtype=torch.float64)
+        both.train(micro, compute_loss, Tensor.backward, compute_loss, zero)
+    both.close()
+    assert seen == [1, 1, 2]
 
 
 @pytest.mark.parametrize("row", [0, 3])

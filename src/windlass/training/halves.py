@@ -20,6 +20,9 @@ from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 
 MOST_PARAMETERS = 2**24  # a larger model's operations are long, and its second gradient is large
+# Parameters times tokens. In shorter passes the threads wait for Python's lock as long as threads of
+# one operation wait for each other (docs/LOG.md).
+LEAST_WORK = 2**29
 
 
 def open_halves(
@@ -46,6 +49,7 @@ class Halves:
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
         self.parameters = list(parameters)
+        self.size = sum(p.numel() for p in self.parameters)
         self._pool = ThreadPoolExecutor(1, "windlass-half")
         self.close = self._pool.shutdown
 
@@ -67,8 +71,8 @@ class Halves:
         """
         threads, sums = torch.get_num_threads(), list[Tensor]()
         for micro in micro_batches:
-            rows = len(micro.batch.tokens)
-            if threads == 1 or rows == 1:
+            rows, work = len(micro.batch.tokens), self.size * micro.batch.tokens.numel()
+            if threads == 1 or rows == 1 or work < LEAST_WORK:
                 backward(forward(micro))
                 continue
             parts = (slice(rows // 2), slice(rows // 2, rows))
@@ -78,8 +82,8 @@ class Halves:
             )
             # OpenMP has a number for each thread, and MKL one for all.
             torch.set_num_threads(threads // 2)
-            work = (second, compute_loss, scale, threads // 2)
-            other = self._pool.submit(self._compute_gradients, *work)
+            given = (second, compute_loss, scale, threads // 2)
+            other = self._pool.submit(self._compute_gradients, *given)
             try:
                 backward(forward(first))
             finally:
