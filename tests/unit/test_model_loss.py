@@ -185,3 +185,11 @@ def test_the_loss_by_source_is_that_of_its_rows(chunk, tail):
     ):
         cross_entropy_sum(own_x, weight, own_labels, bias, cap=3.0, chunk=chunk, by_source=part)
     torch.testing.assert_close(2 * parts, sums, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("width", [2, 65, 1000, 50_257])
+def test_log_probabilities_take_the_place_of_the_logits(width: int) -> None:
+    logits = torch.randn(19, width, generator=torch.Generator().manual_seed(width)) * 5
+    expected, place = logits.log_softmax(1), logits.data_ptr()
+    found = module.log_softmax(logits, None)
+    assert torch.equal(found, expected) and found.data_ptr() == place

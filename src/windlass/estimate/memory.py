@@ -23,7 +23,8 @@ Network = ModelSettings | CountedSizes
 """The settings of our GPT, or the counted parameters of a model of `transformers`."""
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "average")
-CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
+CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
+FEW = {"cpu": 4, "cuda": 1}
 TAIL_BYTES = {"cpu": 2**25, "cuda": 2**30}
 """Logits that `windlass.model.loss` holds at a time, uncompiled and compiled; that module needs
 torch, so a test keeps the numbers equal."""
@@ -276,20 +277,22 @@ class Step:
         """
         n, V, d, c, m = self.n, self.vocab, self.model.width, self.compute, self.master
         wide, capped = max(4, c), bool(self.model.logit_cap)
-        tail, device = self.layout.tail and 4 * n * V > CHUNK_BYTES["cpu"], self.layout.device
+        device, divided = self.layout.device, self.layout.tensor > 1
+        tail = self.layout.tail and 4 * n * V > CHUNK_BYTES["cpu"] // FEW["cpu"]
         each = c + capped * wide if tail else 4
         limit = max(1, (TAIL_BYTES if tail else CHUNK_BYTES)[device] // (each * V))  # tokens
         head_copy = V * d * c if c < m else 0  # the head's matrix in the precision of autocast
         if other := self.layout.program.logits:
             return (n * V * other + head_copy,) * 3
-        if n <= limit and self.layout.tensor == 1 and not tail:
+        if 4 * n * V <= CHUNK_BYTES[device] // FEW[device] and not divided and not tail:
             one, rest = n * V * wide, capped * n * V * c + head_copy
             return 2 * one + rest, one + rest, 3 * one + rest
         chunk = -(-n // -(-n // limit))  # equal chunks
         # The forward pass computes the gradients of head and input.
         gradient = V * d * m + n * d * (c if c == m else c + m)
-        slope = capped * chunk * V * wide  # of the cap
-        loss = chunk * V * each if tail else 2 * chunk * V * wide + slope
+        # With the slope of a cap; without one a CPU's log-probabilities take the place of the logits.
+        copies = 2 + capped if capped or divided or device != "cpu" else 1
+        loss = chunk * V * each if tail else copies * chunk * V * wide
         # The gradient at the logits, and the head's, which is added in autocast's precision.
         inside = max(loss, chunk * V * c + (V * d * c if c < wide else 0))
         return gradient + head_copy + inside, V * d * m + n * d * m, V * d * m + n * d * m
