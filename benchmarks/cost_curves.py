@@ -94,7 +94,10 @@ def draw(path: Path) -> None:
         axes.fill_between(x, low, high, alpha=0.2, lw=0)
         axes.plot(x, y, "o-", ms=4)
         axes.plot(x, [y[-1] * v / x[-1] for v in x], ":", color="gray", lw=1)
-        axes.set(xscale="log", yscale="log", xlabel=curve.axis)
+        limits = min(y) / 1.5, max(y) * 1.5
+        axes.set(xscale="log", yscale="log", xlabel=curve.axis, ylim=limits)
+        marks = [v for v in (5, 10, 20, 50, 100, 200, 500, 1000) if limits[0] < v < limits[1]]
+        axes.set_yticks(marks, [f"{v:,}" for v in marks], fontsize=8)
         axes.set_title(f"last slope {curve.slope():.2f}", fontsize=10)
         axes.set_xticks(x, [f"{v:,}" for v in x], fontsize=8)
         axes.minorticks_off()
