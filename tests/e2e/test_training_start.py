@@ -283,7 +283,7 @@ def test_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, cap
 )
 def test_a_restart_resumes_from_the_latest_checkpoint(corpus, tmp_path, what, how):
     """Whatever the command says of the start: that was done by the first attempt."""
-    more = KEEP_ALL | FLAT | {"checkpoint.background": "false"}
+    more = KEEP_ALL | FLAT | BOUNDED | {"checkpoint.background": "false", "eval.every": 6}
     overrides = settings(corpus, tmp_path / "run", **more)
     recipe = Recipe.load("quickstart", overrides)
     options: dict[str, object] = {"fresh": True} if what != "resume" else {}
