@@ -4,8 +4,7 @@
 
 Each checkout trains 4 layers of width 128 on 12 x 64 characters, in fp32 with one thread, in a
 process of its own. torch's profiler watches some steps after the warm-up and groups the time of each
-operator, which takes a little longer than without it. "Python and the rest" is the process's time in
-steps without a profiler, less the operators', and not less than 0.
+operator, which takes a little longer than without a profiler.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-WARM, PLAIN, WATCHED = 20, 60, 40
+WARM, WATCHED = 20, 40
 KINDS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear"),
     "attention": ("attention",),
@@ -31,10 +29,10 @@ KINDS = {
     "optimizer": ("adam", "_foreach"),
     "gradient norm": ("vector_norm", "linalg"),
 }
-OTHER, REST = "other operators", "Python and the rest"
+OTHER = "other operators"
 SETTINGS = ["model.layers=4", "model.heads=4", "model.width=128", "model.context=64"]
 SETTINGS += ["model.dropout=0", "train.global_batch=12", "train.micro_batch=12"]
-SETTINGS += [f"train.steps={WARM + PLAIN + WATCHED}", "train.precision=fp32", "train.threads=1"]
+SETTINGS += [f"train.steps={WARM + WATCHED}", "train.precision=fp32", "train.threads=1"]
 SETTINGS += ["telemetry.every=20", "eval.every=0", "checkpoint.every=0", "eval.sample_every=0"]
 
 
@@ -49,15 +47,13 @@ def watch(text: str, out: str) -> None:
     from windlass.cli import main
     from windlass.training.trainer import Trainer
 
-    step, calls, plain = Trainer.step, 0, [0.0, 0.0]
+    step, calls = Trainer.step, 0
     profiler = profile(activities=[ProfilerActivity.CPU])
 
     def counted(self: Any, *arguments: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls in (WARM, WARM + PLAIN):
-            plain[calls > WARM] = time.process_time()
-        if calls == WARM + PLAIN:
+        if calls == WARM + 1:
             profiler.start()
         return step(self, *arguments)
 
@@ -72,9 +68,8 @@ def watch(text: str, out: str) -> None:
     profiler.stop()
     kinds = dict.fromkeys([*KINDS, OTHER], 0.0)
     for event in profiler.key_averages():
-        kinds[kind_of(event.key)] += event.self_cpu_time_total / 1e3 / (WATCHED + 1)
-    whole = 1e3 * (plain[1] - plain[0]) / PLAIN
-    Path(out).write_text(json.dumps(kinds | {REST: max(0.0, whole - sum(kinds.values()))}))
+        kinds[kind_of(event.key)] += event.self_cpu_time_total / 1e3 / WATCHED
+    Path(out).write_text(json.dumps(kinds))
 
 
 def draw(path: Path, sides: dict[str, dict[str, float]]) -> None:

@@ -21,8 +21,8 @@ from small_runs import (
 
 from helpers import command, each_step, refused
 from windlass import train
+from windlass.checkpoint.image import Copy
 from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.save import Copy
 from windlass.checkpoint.state_dict import named_state
 from windlass.data.prepare import prepare
 from windlass.errors import RunFailed, UserError

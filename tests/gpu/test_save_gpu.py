@@ -35,8 +35,8 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
     import torch
 
     from windlass import Callback, train
+    from windlass.checkpoint.image import Copy
     from windlass.checkpoint.load import open_checkpoint
-    from windlass.checkpoint.save import Copy
     from windlass.checkpoint.state_dict import named_state
 
     trainers, begin, finish = record_trainers(monkeypatch), Copy.begin, Copy.finish

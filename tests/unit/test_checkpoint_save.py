@@ -21,8 +21,9 @@ from torch import nn
 from helpers import refused
 from windlass.checkpoint.commit import RESERVE_BYTES, shortage
 from windlass.checkpoint.format import DTYPES, names_in, read_manifest
+from windlass.checkpoint.image import HostBuffer
 from windlass.checkpoint.load import Checkpoint, open_checkpoint
-from windlass.checkpoint.save import HostBuffer, Saver
+from windlass.checkpoint.save import Saver
 from windlass.checkpoint.state_dict import State, gather_state, restore, state_of
 from windlass.fileio import O_DIRECT, PAGE, Files
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from windlass.checkpoint.commit import Save, SavingRank
+from windlass.checkpoint.image import describe, layout
 from windlass.checkpoint.load import MODEL, Checkpoint
-from windlass.checkpoint.save import TYPE_NAMES, layout
 from windlass.checkpoint.state_dict import Slice
 from windlass.data.tokenizer import FOLDER
 from windlass.errors import UserError, argument
@@ -132,7 +132,6 @@ def write_mean(checkpoints: Sequence[Checkpoint], coefficients: Sequence[float],
         for name, tensor in empty.items()
     ]
     header, places, size = layout(slices, 0)
-    tensors: dict[str, dict[str, Any]] = {}
     # The system writes mapped tensors to the file and frees their memory.
     with tempfile.TemporaryFile(dir=run) as file:
         file.truncate(size)
@@ -142,17 +141,12 @@ def write_mean(checkpoints: Sequence[Checkpoint], coefficients: Sequence[float],
         for box, at in places:
             target = image[at : at + box.tensor.nbytes].view(box.tensor.dtype)
             target.view(box.tensor.shape).copy_(mean_of(checkpoints, coefficients, box.name))
-            tensors[box.name] = {
-                "dtype": TYPE_NAMES[box.tensor.dtype],
-                "shape": list(box.global_shape),
-                "chunks": [[at, list(box.offsets), list(box.tensor.shape)]],
-            }
         step = max(checkpoint.step for checkpoint in checkpoints)
         aliases = dict(first.manifest.aliases)
         meta = first.meta | {"average": "none"}
         save = Save(SavingRank(run / "checkpoints"), step, f"{step}-mean-1", aliases, size, meta)
         save.counters = to_json(first.counters | {"step": step, "averaged": 0})
-        save.image, save.tensors = memoryview(image.numpy()), tensors
+        save.image, save.tensors = memoryview(image.numpy()), describe(places)
         save.run(1)
 
 

@@ -26,7 +26,7 @@ def few_rows(model: nn.Module, rows: int) -> AbstractContextManager[Any]:
 class FewRows(TorchFunctionMode):
     """Inside, float32 products of few rows with large matrices on a CPU use oneDNN.
 
-    Torch's own choice is MKL, which needs 1.3 to 2 times as long here (docs/LOG.md). Without
+    Torch's own choice is MKL, which needs 1.5 times as long here (docs/LOG.md). Without
     gradients.
     """
 
