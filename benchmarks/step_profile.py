@@ -82,7 +82,7 @@ def draw(path: Path, sides: dict[str, dict[str, float]]) -> None:
     colors = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
     for row, kinds in enumerate(sides.values()):
         left = 0.0
-        for (kind, ms), color in zip(kinds.items(), colors, strict=True):
+        for (kind, ms), color in zip(kinds.items(), colors, strict=False):
             axes.barh(row, ms, left=left, color=color, label=kind if row == 0 else None)
             if ms > 0.6:
                 axes.text(left + ms / 2, row, f"{ms:.1f}", ha="center", va="center", fontsize=8)
