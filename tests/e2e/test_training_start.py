@@ -283,8 +283,9 @@ def test_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, cap
 )
 def test_a_restart_resumes_from_the_latest_checkpoint(corpus, tmp_path, what, how):
     """Whatever the command says of the start: that was done by the first attempt."""
-    more = KEEP_ALL | FLAT | BOUNDED | {"checkpoint.background": "false", "eval.every": 6}
-    overrides = settings(corpus, tmp_path / "run", **more)
+    own = {"data.dir": f"'{tmp_path / 'data'}'"}  # prepared with a fraction of its own
+    saved = {"checkpoint.background": "false", "eval.every": 6}
+    overrides = settings(corpus, tmp_path / "run", **KEEP_ALL | FLAT | BOUNDED | own | saved)
     recipe = Recipe.load("quickstart", overrides)
     options: dict[str, object] = {"fresh": True} if what != "resume" else {}
     if how != "never":  # there is an old run
