@@ -207,7 +207,7 @@ def test_stacks_make_the_same_update_with_fewer_kernels():
     whole = [torch.randn(shape, dtype=torch.float64, generator=draw) for shape in shapes]
     every = [torch.randn(2, *shape, dtype=torch.float64, generator=draw) for shape in shapes]
     parts = [(rows,) for rows, _ in shapes]
-    parts[-2] = (4, 8)
+    parts[-2] = (5, 7)
     results, counts = [], []
     for at_once in (0, 20, 2**25):  # 20 numbers: fewer than a matrix has
         parameters = [nn.Parameter(x.clone()) for x in whole]
@@ -227,7 +227,7 @@ def test_stacks_make_the_same_update_with_fewer_kernels():
         torch.testing.assert_close(few, alone, atol=1e-12, rtol=0)
     steps = 2 * 5
     assert counts[0] == counts[1] == {"mm": 12 * steps, "addmm": 2 * 12 * steps}
-    stacks, alone = 2, 3  # (4, 6) and (5, 5); (4, 4), (4, 8) and (7, 9)
+    stacks, alone = 2, 3  # (4, 6) and (5, 5); (4, 5), (4, 7) and (7, 9)
     assert counts[2] == {
         "bmm": stacks * steps,
         "baddbmm": 2 * stacks * steps,

@@ -76,6 +76,13 @@ class Documents:
         """Whether a row has more than one document."""
         return bool((self.numbers[:, 0] != self.numbers[:, -1]).any())
 
+    def before(self, tokens: Tensor, shifted: Tensor, k: int) -> Tensor:
+        """The token `k` places before each of the tokens in its document [B, T]; -1 without one.
+
+        `shifted`: the token `k` columns before.
+        """
+        return shifted.masked_fill(self.positions < k, -1)
+
     def within(
         self, blocks: Sequence[nn.Module], rate: float, is_whole: bool
     ) -> Callable[[int, int], Spans]:
@@ -116,6 +123,13 @@ class Branches(Documents):
 
     Each continuation sees the beginning and itself, and its positions follow the beginning's.
     """
+
+    def before(self, tokens: Tensor, shifted: Tensor, k: int) -> Tensor:
+        place = self.positions - k
+        # It is in the same continuation, or in the beginning, where a token's place is its column.
+        follows = F.pad(self.positions, (k, 0), value=-1)[:, : tokens.shape[1]] == place
+        own = torch.where(follows, shifted, tokens.gather(1, place.clamp(min=0)))
+        return super().before(tokens, own, k)
 
     def spans(self, first: int, stop: int, masked: bool = True) -> Spans:
         numbers = self.numbers.to(self.positions.device, non_blocking=True)

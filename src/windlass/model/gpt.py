@@ -4,13 +4,12 @@ Unusual: `forward` computes the loss itself, so that a head sharded by FSDP2 is 
 root's forward. The loss is a sum, because the step divides it once by the number of unmasked labels
 of all ranks.
 
-Legend: B batch, T time (tokens of this pass), S time seen (T and the cached tokens), D model width,
-H heads, K key and value heads, E = D / H width of a head, V vocabulary.
+Legend: B batch, T time (tokens of this pass), D model width, V vocabulary, N rows of the n-grams'
+table.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -19,165 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from windlass.model.block import Block, Norm, multiplied
 from windlass.model.cache import LayerCache
-from windlass.model.documents import Documents, Spans, attend
+from windlass.model.documents import Documents
 from windlass.model.loss import PLAIN, Piece, SourceSums, Tail, cross_entropy_sum, head_logits
+from windlass.model.ngrams import ngram_rows
 from windlass.model.rotary import RotaryEmbedding
 from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, drop, whole_shape
 from windlass.model.tied import look_up, one_gradient
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
-
-
-class Norm(nn.Module):
-    """LayerNorm (arXiv 1607.06450) or RMSNorm (arXiv 1910.07467), with a weight, perhaps a bias."""
-
-    def __init__(self, settings: ModelSettings):
-        super().__init__()
-        self.rms, self.eps = settings.norm == "rmsnorm", settings.norm_eps
-        self.weight = nn.Parameter(torch.ones(settings.width))
-        biased = settings.norm_bias and not self.rms
-        self.bias = nn.Parameter(torch.zeros(settings.width)) if biased else None
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., D]
-        # FSDP2 gathers weights in half precision; no CPU kernel mixes them with a float32 stream.
-        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        # Autocast would raise a low-precision stream; the kernels add up in float32 by themselves.
-        low = x.dtype in (torch.bfloat16, torch.float16)
-        with torch.autocast(x.device.type, enabled=False) if low else contextlib.nullcontext():
-            if self.rms:
-                return F.rms_norm(x, weight.shape, weight, self.eps)
-            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
-
-
-class Attention(nn.Module):
-    """Causal self-attention; neighbouring heads share a key and value head if there are fewer.
-
-    `heads` and `kv_heads` are this rank's. If `cut_keys`, this rank computes only a part of a key
-    and value head, the one with number `key_head`.
-    """
-
-    def __init__(self, m: ModelSettings):
-        super().__init__()
-        self.share, self.cut_keys, self.key_head = WHOLE, False, 0
-        self.heads, self.kv_heads, self.head_width = m.heads, m.kv_heads_, m.width // m.heads
-        self.qk_norm, self.norm_eps, self.dropout = m.qk_norm, m.norm_eps, m.dropout
-        self.multiplier = m.multipliers.queries
-        rows = (m.heads + 2 * m.kv_heads_) * self.head_width
-        self.qkv = nn.Linear(m.width, rows, bias=m.attn_bias)
-        self.out = nn.Linear(m.width, m.width, bias=m.attn_bias)
-
-    def divide(self, share: Share) -> None:
-        """Compute this rank's heads."""
-        self.share = share
-        if share.tensor is not None:
-            rank, size = share.tensor.rank, share.tensor.size
-            self.cut_keys = self.kv_heads < size
-            self.key_head = rank * self.kv_heads // size
-            self.heads, self.kv_heads = self.heads // size, max(1, self.kv_heads // size)
-
-    def forward(
-        self,
-        x: Tensor,
-        rotary: RotaryEmbedding | None = None,
-        cache: LayerCache | None = None,
-        rows: Rows | None = None,
-        documents: Spans | None = None,
-    ) -> Tensor:
-        H, K, share = self.heads, self.kv_heads, self.share
-        qkv = self.qkv(share.enter(x, rows))
-        if self.cut_keys:
-            qkv = share.share_keys(qkv, H * self.head_width, self.head_width, self.key_head)
-        qkv = qkv.unflatten(-1, (H + 2 * K, self.head_width))  # [B, T, H + 2K, E]
-        if rotary or self.qk_norm:
-            qk, v = qkv.split([H + K, K], dim=2)  # one operation serves queries and keys
-            if self.qk_norm:
-                qk = F.rms_norm(qk, (self.head_width,), eps=self.norm_eps)
-            if rotary:
-                qk = rotary(qk)
-            q, k = qk.to(v.dtype).split([H, K], dim=2)
-        else:
-            q, k, v = qkv.split([H, K, K], dim=2)
-        q = multiplied(q, self.multiplier)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, E]
-        mask, rate = None, self.dropout if self.training else 0.0
-        if cache:
-            k, v, mask = cache.extend(k, v)  # [B, K, S, E]
-        elif rows and (rate or rows.masks):
-            y = share.attention(q, k, v, rows, rate)
-            return self.project(y.transpose(1, 2).flatten(2))
-        elif documents:
-            y = documents.attention(q, k, v, rate)
-            return self.project(y.transpose(1, 2).flatten(2))
-        # A constant without a cache: a comparison with a varying size would break a graph.
-        is_causal = mask is None and not (cache and q.shape[2] == 1)
-        y = attend(q, k, v, mask, is_causal, rate)
-        return self.project(y.transpose(1, 2).flatten(2))
-
-    def project(self, y: Tensor) -> Tensor:
-        """The output projection of this rank's heads."""
-        return from_columns(self.out, y, self.share)
-
-
-def from_columns(linear: nn.Linear, x: Tensor, share: Share) -> Tensor:
-    """A linear layer with its columns divided over ranks; the whole bias is added to the sum."""
-    if share.tensor is None:
-        return linear(x)  # type: ignore[no-any-return]
-    y = share.leave(F.linear(x, linear.weight))
-    return y if linear.bias is None else y + linear.bias.to(y.dtype)
-
-
-class FeedForward(nn.Module):
-    """Two matrices with a non-linearity between them, or three with a gate."""
-
-    def __init__(self, m: ModelSettings):
-        super().__init__()
-        self.share, self.activation = WHOLE, m.activation
-        if m.activation == "swiglu":
-            self.gate = nn.Linear(m.width, m.ff_width_, bias=m.ff_bias)
-        self.up = nn.Linear(m.width, m.ff_width_, bias=m.ff_bias)
-        self.down = nn.Linear(m.ff_width_, m.width, bias=m.ff_bias)
-
-    def forward(self, x: Tensor, rows: Rows | None = None) -> Tensor:  # [B, T, D]
-        x = self.share.enter(x, rows)
-        h = self.up(x)
-        match self.activation:
-            case "swiglu":
-                h = F.silu(self.gate(x)) * h
-            case "gelu" | "gelu_tanh":
-                h = F.gelu(h, approximate="tanh" if self.activation == "gelu_tanh" else "none")
-            case "relu":
-                h = F.relu(h)
-            case "relu2":
-                h = F.relu(h).square()
-        return from_columns(self.down, h, self.share)
-
-
-class Block(nn.Module):
-    """Attention and feed-forward layer, each on the normalised stream and added to it."""
-
-    def __init__(self, settings: ModelSettings):
-        super().__init__()
-        self.attn_norm, self.attn = Norm(settings), Attention(settings)
-        self.ff_norm, self.ff = Norm(settings), FeedForward(settings)
-        self.dropout = settings.dropout
-
-    def forward(
-        self,
-        x: Tensor,
-        rotary: RotaryEmbedding | None = None,
-        cache: LayerCache | None = None,
-        rows: Rows | None = None,
-        documents: Spans | None = None,
-    ) -> Tensor:
-        rate = self.dropout if self.training else 0.0
-        x = x + drop(self.attn(self.attn_norm(x), rotary, cache, rows, documents), rate, rows)
-        return x + drop(self.ff(self.ff_norm(x), rows), rate, rows)
-
-
-def multiplied(x: Tensor, factor: float) -> Tensor:
-    """`x * factor`; it costs nothing for 1."""
-    return x if factor == 1 else x * factor
 
 
 class Head(nn.Module):
@@ -244,6 +94,9 @@ class GPT(nn.Module):
         # With `_weight`, because torch imports torch._dynamo to draw values on the meta device.
         size = vocab, settings.width
         self.embedding = nn.Embedding(*size, _weight=torch.empty(size))
+        if settings.ngrams > 1:
+            size = settings.ngram_rows, settings.width
+            self.ngrams = nn.Embedding(*size, _weight=torch.empty(size))
         if settings.position == "learned":
             size = settings.context, settings.width
             self.positions = nn.Embedding(*size, _weight=torch.empty(size))
@@ -281,30 +134,30 @@ class GPT(nn.Module):
             places: Of tokens, counted over all rows [N]; then only their logits [N, V] result.
         """
         m, layers = self.settings, layers or range(self.settings.layers)
-        start, length = cache[layers.start].length if cache else 0, tokens.shape[1]
+        first, last = cache[layers.start] if cache else None, layers.stop == m.layers
+        start, length = first.length if first else 0, tokens.shape[1]
         assert start + length <= self.context, f"{start + length} tokens, context {self.context}"
         # Logits are of whole sequences; the ranks of `context` divide only what has labels.
         share = self.share if labels is not None else replace(self.share, context=None)
         rate, seed = m.dropout if self.training else 0.0, torch.initial_seed()
         rows = spans = None
+        ngrams = self.find_ngrams(tokens, first, documents) if hidden is None else None
         within = documents.within(self.blocks(), rate, share.is_whole) if documents else None
         if share.is_whole:
             spans = within(0, length) if within else None
         else:
             rows = share.rows(start, length, self.kv_heads, tokens.device, within)
             tokens, labels = rows.tokens(tokens), None if labels is None else rows.labels(labels)
-        x, table = self.begin(tokens, hidden, labels is not None and layers.stop == m.layers)
-        whereabouts = range(start, start + length), rows, documents and documents.positions
-        x, rotary = self.locate(x, *whereabouts, hidden is None)
+        x, table = self.begin(tokens, ngrams, rows, hidden, last and labels is not None)
+        x, rotary = self.locate(x, range(start, start + length), rows, documents, hidden is None)
         x = self.lowered(x)
         if hidden is None:
             x = drop(multiplied(x, m.multipliers.embedding), rate, rows)
         for i in layers:
             if rate:  # a block's masks do not depend on the blocks before it
                 torch.manual_seed(seed_of(f"windlass/dropout/{seed}/block/{i}"))
-            own = cache[i] if cache else None
-            x = getattr(self.blocks, str(i))(x, rotary, own, rows, spans)
-        if layers.stop < m.layers:
+            x = getattr(self.blocks, str(i))(x, rotary, cache[i] if cache else None, rows, spans)
+        if not last:
             return x
         x = self.norm(x) if m.final_norm else x
         x = share.enter(multiplied(x, m.multipliers.hidden), rows)
@@ -312,31 +165,51 @@ class GPT(nn.Module):
             x = x[:, -1:] if places is None else x.flatten(0, 1)[places]
         return self.head(x, labels, table, by_source)
 
+    def find_ngrams(
+        self, tokens: Tensor, cache: LayerCache | None, documents: Documents | None
+    ) -> Tensor | None:
+        """The rows of the n-grams that end at each token [B, T, ngrams - 1]; None without any."""
+        m = self.settings
+        if m.ngrams == 1:
+            return None
+        return ngram_rows(tokens, m.ngrams, m.ngram_rows, cache, documents)
+
     def begin(
-        self, tokens: Tensor, hidden: Tensor | None, loss: bool
+        self,
+        tokens: Tensor,
+        ngrams: Tensor | None,
+        rows: Rows | None,
+        hidden: Tensor | None,
+        loss: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Rows of the embedding, unless there are `hidden` states, and the table of a tied head.
 
-        `loss`: this pass also has the head's loss, so that both uses can share a gradient.
+        `tokens` are this rank's, `ngrams` of all. `loss`: this pass also has the head's loss, so
+        that both uses can share a gradient.
         """
         # The middle stages of a pipeline have no embedding.
         table = getattr(self.embedding, "weight", None) if self.settings.tie_head else None
         if hidden is not None:
             return hidden, table
         if loss and table is not None and self.share.is_whole and one_gradient(table):
-            return look_up(table, tokens)
-        return self.embed(tokens), table
+            x, table = look_up(table, tokens)
+        else:
+            x = self.held_rows(self.embedding, tokens, self.vocab)
+        if ngrams is not None:
+            ngrams = ngrams if rows is None else rows.tokens(ngrams)
+            x = x + self.held_rows(self.ngrams, ngrams, self.settings.ngram_rows).sum(-2)
+        return x if self.share.tensor is None else self.share.leave(x), table
 
     def locate(
-        self, x: Tensor, whole: range, rows: Rows | None, positions: Tensor | None, first: bool
+        self, x: Tensor, whole: range, rows: Rows | None, documents: Documents | None, first: bool
     ) -> tuple[Tensor, RotaryEmbedding | None]:
         """The stream with learned positions (of the `first` block), and rotary ones for all blocks.
 
         Args:
             whole: The places of all ranks' tokens.
-            positions: [B, T], if they restart in each document.
+            documents: Positions restart in each.
         """
-        m = self.settings
+        m, positions = self.settings, documents.positions if documents else None
         if m.position == "learned" and first:
             if positions is not None:
                 own = positions if rows is None else positions[:, rows.place(rows.stream)]
@@ -358,15 +231,15 @@ class GPT(nn.Module):
             return x.to(torch.get_autocast_dtype(x.device.type))
         return x
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Rows of the embedding [B, T, D]; each rank looks up those that it holds."""
+    def held_rows(self, table: nn.Embedding, places: Tensor, rows: int) -> Tensor:
+        """Rows [..., D] of a table of `rows`; zeros for those that another rank of `tp` holds."""
         tensor = self.share.tensor
         if tensor is None:
-            return self.embedding(tokens)  # type: ignore[no-any-return]
-        held = tensor.piece(self.vocab)
-        elsewhere = (tokens < held.start) | (tokens >= held.stop)
-        x = self.embedding((tokens - held.start).masked_fill(elsewhere, 0))
-        return self.share.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+            return table(places)  # type: ignore[no-any-return]
+        held = tensor.piece(rows)
+        elsewhere = (places < held.start) | (places >= held.stop)
+        x = table((places - held.start).masked_fill(elsewhere, 0))
+        return x.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # type: ignore[no-any-return]
 
     def stream_length(self, start: int, length: int, labelled: bool) -> int:
         """This rank's tokens of the residual stream, in a pass of `length` tokens."""
@@ -398,6 +271,8 @@ class GPT(nn.Module):
         matrix = name.removesuffix(".weight").removesuffix(".bias")
         if matrix in ("embedding", "head"):
             return Cut(0, self.vocab, (tensor.piece(self.vocab),), tensor)
+        if matrix == "ngrams":
+            return Cut(0, m.ngram_rows, (tensor.piece(m.ngram_rows),), tensor)
         if matrix.endswith("attn.qkv"):
             ranges = self.rows_by_heads(f"{matrix}.weight", tensor.rank, tensor.size)
             rows = sum(self.matrix_parts(f"{matrix}.weight"))
@@ -413,7 +288,8 @@ class GPT(nn.Module):
         """The units of sharding beside the blocks; none if the root holds a tied head."""
         if self.settings.tie_head:
             return [], []
-        first, last = [self.embedding], [getattr(self, "norm", None), self.head]
+        first = [self.embedding, getattr(self, "ngrams", None)]
+        last = [getattr(self, "norm", None), self.head]
         return list(filter(None, first)), list(filter(None, last))
 
     def new_cache(self, batch: int, length: int) -> list[LayerCache]:
@@ -445,13 +321,13 @@ class GPT(nn.Module):
         """A parameter's initial value, whole, in float32 on the CPU.
 
         As in GPT-2: matrices and tables are normal, output projections of sub-layers narrower by
-        1 / sqrt(2 layers) (or zero), norms 1, biases 0. With muP the blocks' matrices are narrower
+        1 / sqrt(2 layers) (or zero), norms 1, biases and n-grams 0. With muP the blocks' matrices are narrower
         by 1 / sqrt(width / base width). A sharded parameter takes its slice, so any world size and
         strategy starts from the same bits.
         """
         m = self.settings
         is_output = name.endswith(("attn.out.weight", "ff.down.weight"))
-        if name.endswith("bias") or (is_output and m.zero_init_output):
+        if name.endswith("bias") or name == "ngrams.weight" or (is_output and m.zero_init_output):
             return torch.zeros(shape)
         if "norm" in name:
             return torch.ones(shape)

@@ -8,9 +8,8 @@ coefficients that trade exactness for a fast rise at zero.
 That needs the whole matrix. If matrices are cut, the ranks divide them: each rank receives the
 pieces of its own matrices, orthogonalises them and sends the pieces back. The ranks share the work.
 
-A GPU orthogonalises stacks of equal shapes, because the kernels of a small matrix take less time
-than their start (not run on a GPU). A CPU takes one matrix at a time, which is as fast, and with
-FSDP2 its result equals one process's bit for bit.
+Equal shapes are orthogonalised as one stack, because the kernels of a small matrix take less time
+than their start on a GPU (not run on one), and threads of a CPU share a stack better than a matrix.
 """
 
 from __future__ import annotations
@@ -30,15 +29,22 @@ from windlass.model.share import cut_of, is_sharded, local_part, whole_shape
 # From Jordan's post: steepest at 0, and [0, 1] goes to about [0.7, 1.2].
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
-AT_ONCE = {"cpu": 0, "cuda": 2**25}
+AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
 """The numbers of the matrices that a rank orthogonalises at once, at least one matrix; a large matrix
 gains nothing from a stack."""
+GRAM_FROM = 2
+"""How much longer than wide a matrix must be for the steps to run on its gram matrix."""
 Matrix = tuple[Any, tuple[int, ...]]
 """A parameter, and the rows of each of the matrices that lie in it."""
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """About U V^T of U S V^T, of a matrix or of each in a stack, by Newton-Schulz steps in `dtype`."""
+    """About U V^T of U S V^T, of a matrix or of each in a stack, by Newton-Schulz steps in `dtype`.
+
+    A step multiplies x by p = a + b g + c g^2 of its gram matrix g = x x^T. For a long x it is
+    cheaper to multiply all p first, and to follow g: the next one is p g p. In half precision the
+    small eigenvalues of g would be lost.
+    """
     a, b, c = COEFFICIENTS
     x = matrix.to(dtype)
     tall = x.size(-2) > x.size(-1)
@@ -48,6 +54,16 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     norm = x.norm() if x.dim() == 2 else x.norm(dim=(-2, -1), keepdim=True)
     x = x / norm.clamp(min=1e-7)
     add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
+    if x.size(-1) >= GRAM_FROM * x.size(-2) and dtype in (torch.float32, torch.float64):
+        gram, product = x @ x.mT, None
+        for step in range(NEWTON_SCHULZ_STEPS):
+            factor = add_product(gram, gram, gram, beta=b, alpha=c)
+            factor.diagonal(dim1=-2, dim2=-1).add_(a)
+            product = factor if product is None else factor @ product
+            if step < NEWTON_SCHULZ_STEPS - 1:
+                gram = factor @ gram @ factor
+        x = product @ x
+        return x.mT if tall else x
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
