@@ -1,6 +1,7 @@
 """Products of few rows on a CPU, against float64."""
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.model.few_rows import WEIGHTS, FewRows, few_rows
+from windlass.model.few_rows import WEIGHTS, FewRows, few_rows, least_rows
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkl.is_available(), reason="needs a torch with MKL"
@@ -39,7 +40,8 @@ def test_products_of_few_rows_are_those_of_float64(shape: tuple[int, int], bias:
 
 
 @torch.no_grad()
-def test_other_products_stay_as_they_are() -> None:
+def test_other_products_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.model.few_rows.least_rows", lambda: 4)  # as on Intel's
     large, small = nn.Linear(1024, WEIGHTS // 1024), nn.Linear(1024, WEIGHTS // 1024 - 1)
     x = torch.randn(8, 1024)
     double = deepcopy(large).double()
@@ -53,4 +55,22 @@ def test_other_products_stay_as_they_are() -> None:
         assert products.count == 0
     assert not isinstance(few_rows(small, 8), FewRows) and not isinstance(
         few_rows(large, 1), FewRows
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("vendor", "count"), [("GenuineIntel", 0), ("AuthenticAMD", 1)])
+def test_one_row_on_a_cpu_of_each_vendor(
+    vendor: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = f"vendor_id\t: {vendor}\n"
+    monkeypatch.setattr(Path, "exists", lambda path: path == Path("/proc/cpuinfo"))
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: info)
+    monkeypatch.setattr("windlass.model.few_rows.least_rows", least_rows.__wrapped__)
+    layer, x = nn.Linear(1024, WEIGHTS // 1024), torch.randn(1, 1024)
+    with Products() as products, few_rows(layer, 1):
+        mine = layer(x)
+    assert products.count == count
+    torch.testing.assert_close(
+        mine.double(), deepcopy(layer).double()(x.double()), atol=1e-5, rtol=0
     )

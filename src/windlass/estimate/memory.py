@@ -30,8 +30,8 @@ TAIL_BYTES = {"cpu": 2**25, "cuda": 2**30}
 torch, so a test keeps the numbers equal."""
 GATHER_BYTES = 2**25
 """Parameters that `windlass.optim.shard` gathers at a time; a test keeps the two equal."""
-STACK_NUMBERS = 2**25
-"""Numbers that `windlass.optim.muon` orthogonalises at once on CUDA; a test keeps the two equal."""
+STACK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
+"""Numbers that `windlass.optim.muon` orthogonalises at once; a test keeps the two equal."""
 RNG_BYTES = {"cpu": 5056, "cuda": 5056 + 16}
 """The generators' states that activation checkpointing saves for each block."""
 
@@ -164,8 +164,9 @@ class Step:
         self.largest = rows * model.width * self.master
         # Beside weights, gradients and state in the update.
         self.update = 6 * self.largest if optimizer == "muon" else 0
-        if optimizer == "muon" and self.cuda:  # a stack in bf16 and its products
-            self.update = max(self.update, 12 * min(STACK_NUMBERS, self.layers * rank.matrices))
+        if optimizer == "muon":  # a stack and its products, in bf16 on CUDA
+            most, each = STACK_NUMBERS[layout.device], 2 if self.cuda else self.master
+            self.update = max(self.update, 6 * each * min(most, self.layers * rank.matrices))
         if not layout.policy.shards_parameters and layout.shard > 1:
             # Rows to send, received rows, and a copy of a part.
             bucket = min(self.weights, max(self.head, GATHER_BYTES))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,13 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-ROWS = range(4, 65)
+MOST_ROWS = 64
 WEIGHTS = 2**20  # of a matrix; smaller ones stay in a core's cache
+
+
+@functools.cache
+def least_rows() -> int:
+    """On CPUs of others than Intel, MKL computes one row on one thread."""
+    info = Path("/proc/cpuinfo")
+    return 4 if not info.exists() or "GenuineIntel" in info.read_text(errors="replace") else 1
 
 
 def few_rows(model: nn.Module, rows: int) -> AbstractContextManager[Any]:
     """`FewRows`, or nothing if it would not help; it costs 2 us an operation."""
-    if rows not in ROWS or not torch.backends.mkl.is_available():
+    if not least_rows() <= rows <= MOST_ROWS or not torch.backends.mkl.is_available():
         return nullcontext()
     large = any(p.dim() > 1 and p.numel() >= WEIGHTS for p in model.parameters())
     return FewRows() if large else nullcontext()
@@ -43,7 +52,7 @@ def suits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether a product is one that oneDNN computes faster."""
     return (
         weight.numel() >= WEIGHTS
-        and x.numel() // x.shape[-1] in ROWS
+        and least_rows() <= x.numel() // x.shape[-1] <= MOST_ROWS
         and type(weight) in (Tensor, nn.Parameter)
         and weight.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32

@@ -29,7 +29,7 @@ from windlass.model.share import cut_of, is_sharded, local_part, whole_shape
 # From Jordan's post: steepest at 0, and [0, 1] goes to about [0.7, 1.2].
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
-AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
+AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
 """The numbers of the matrices that a rank orthogonalises at once, at least one matrix; a large matrix
 gains nothing from a stack."""
 GRAM_FROM = 2
