@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 HALF = (torch.float16, torch.bfloat16)
+NO_TOKEN = -1  # before the first of a document
 MASKED_TOKENS = 128  # in a row on a CPU; longer rows are faster with products (docs/LOG.md)
 
 
@@ -77,11 +78,11 @@ class Documents:
         return bool((self.numbers[:, 0] != self.numbers[:, -1]).any())
 
     def before(self, tokens: Tensor, shifted: Tensor, k: int) -> Tensor:
-        """The token `k` places before each of the tokens in its document [B, T]; -1 without one.
+        """The token `k` places before each of the tokens in its document [B, T]; or NO_TOKEN.
 
         `shifted`: the token `k` columns before.
         """
-        return shifted.masked_fill(self.positions < k, -1)
+        return shifted.masked_fill(self.positions < k, NO_TOKEN)
 
     def within(
         self, blocks: Sequence[nn.Module], rate: float, is_whole: bool

@@ -30,7 +30,8 @@ class Products:
     """The products of one generation; it keeps what oneDNN needs from pass to pass."""
 
     def __init__(self, model: nn.Module):
-        large = [p for p in model.parameters() if p.dim() > 1 and p.numel() >= WEIGHTS]
+        matrices = (p for p in model.parameters() if p.dim() > 1 and p.device.type == "cpu")
+        large = [p for p in matrices if p.numel() >= WEIGHTS]
         self.helps = bool(large) and torch.backends.mkl.is_available()
         # By the parameter's identity, because the address of a gathered one may be another's later.
         self.packed: dict[int, Tensor | None] | None = None

@@ -4,8 +4,7 @@ Unusual: `forward` computes the loss itself, so that a head sharded by FSDP2 is 
 root's forward. The loss is a sum, because the step divides it once by the number of unmasked labels
 of all ranks.
 
-Legend: B batch, T time (tokens of this pass), D model width, V vocabulary, N rows of the n-grams'
-table.
+Legend: B batch, T time (tokens of this pass), D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -321,9 +320,9 @@ class GPT(nn.Module):
         """A parameter's initial value, whole, in float32 on the CPU.
 
         As in GPT-2: matrices and tables are normal, output projections of sub-layers narrower by
-        1 / sqrt(2 layers) (or zero), norms 1, biases and n-grams 0. With muP the blocks' matrices are narrower
-        by 1 / sqrt(width / base width). A sharded parameter takes its slice, so any world size and
-        strategy starts from the same bits.
+        1 / sqrt(2 layers) (or zero), norms 1, biases and n-grams 0. With muP the blocks' matrices
+        are narrower by 1 / sqrt(width / base width). A sharded parameter takes its slice, so any
+        world size and strategy starts from the same bits.
         """
         m = self.settings
         is_output = name.endswith(("attn.out.weight", "ff.down.weight"))

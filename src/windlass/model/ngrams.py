@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.model.cache import LayerCache
-from windlass.model.documents import Documents
+from windlass.model.documents import NO_TOKEN, Documents
 
 MULTIPLIER = -7046029254386353131  # 2^64 / golden ratio, as a signed number (Knuth, TAOCP 3, 6.4)
-NONE = -1  # instead of a token before the first
 
 
 def ngram_rows(
@@ -42,7 +41,7 @@ def ngram_rows(
         cache.tokens = tokens[:, 1 - longest :]
     hashed, found = tokens, list[Tensor]()
     for k in range(1, longest):
-        before = F.pad(tokens, (k, 0), value=NONE)[:, : tokens.shape[1]]
+        before = F.pad(tokens, (k, 0), value=NO_TOKEN)[:, : tokens.shape[1]]
         if documents is not None:
             before = documents.before(tokens, before, k)
         hashed = hashed * MULTIPLIER + before  # wraps

@@ -18,7 +18,7 @@ class Parameters:
 
     embedding: int  # the token table; when the head is tied it is the head's matrix too
     positions: int  # the table of learned positions
-    ngrams: int
+    ngrams: int  # the table of n-grams
     attention: int  # query, key, value and output projections of all blocks
     feed_forward: int
     norms: int  # before each sub-layer, and the final one
