@@ -33,7 +33,8 @@ STORE_FD = "WINDLASS_STORE_FD"
 REPORTS = "WINDLASS_REPORTS"
 STOPPED = "stopped"  # the phase of a rank that has saved and is about to exit
 WINDLASS = (sys.executable, "-m", "windlass")  # the command line, as a child process of this one
-PR_SET_PDEATHSIG, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3  # of linux/prctl.h and malloc.h
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of malloc.h
 
 
 def usable_cores() -> int:
@@ -148,17 +149,22 @@ def kill_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(every_size: bool = False) -> bool:
     """Have glibc reuse freed memory instead of returning it; False for another C library.
 
     By default glibc returns the top of the heap to the kernel after the backward pass has freed the
     activations, and the next step faults in every page again: 5 to 7 % of a step. Blocks above
-    32 MB are still returned, so the peak is the same.
+    32 MB are still returned unless `every_size`, which saves up to 12 % of a step where logits or
+    the gradient of a table are that large. It is for the time after the first step: what is built
+    before leaves holes in the heap that no such block fits.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     # Setting the trim threshold fixes the other one, which would grow from 128 kB up to 32 MB.
     return bool(
-        mallopt and mallopt(M_MMAP_THRESHOLD, 2**25) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt
+        and mallopt(M_MMAP_THRESHOLD, 2**25)
+        and mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        and mallopt(M_MMAP_MAX, 0 if every_size else 65_536)
     )
 
 

@@ -16,11 +16,12 @@ STEPS = """
 import resource, sys
 import numpy as np
 from windlass.processes import keep_freed_memory
-assert sys.argv[1] == "returned" or keep_freed_memory()
+mode, blocks = sys.argv[1], int(sys.argv[2])
+assert mode == "returned" or keep_freed_memory(every_size=mode == "every size")
 for step in range(13):
     if step == 3:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [np.ones(2**18) for _ in range(40)]  # 40 blocks of 2 MB, as activations come
+    tensors = [np.ones(10 * 2**20 // blocks) for _ in range(blocks)]  # 80 MB, as activations come
     while tensors:
         tensors.pop()  # and go, the last first
 print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
@@ -39,11 +40,12 @@ time.sleep(60)
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc has the setting")
 def test_a_step_does_not_fetch_its_pages_again() -> None:
     """80 MB are 20,480 pages of 4 kB, or 40 huge ones; reused, a step needs next to none."""
-    command = [sys.executable, "-c", STEPS]
-    returned, reused = (
-        float(subprocess.check_output([*command, mode])) for mode in ("returned", "reused")
-    )
-    assert returned > 40 > reused
+
+    def faults(mode: str, blocks: int) -> float:
+        return float(subprocess.check_output([sys.executable, "-c", STEPS, mode, str(blocks)]))
+
+    assert faults("returned", 40) > 40 > faults("reused", 40)
+    assert faults("reused", 2) > 40 > faults("every size", 2), "blocks of 40 MB"
 
 
 def test_a_process_outlives_the_thread_that_started_it_but_not_the_process() -> None:

@@ -155,6 +155,14 @@ def cross_entropy_sum(
     return cross_entropy_of_logits(logits, labels, objective, by_source)
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor | None = None) -> Tensor:
+    """Logits [n, V] of hidden states [n, D], in the first rows of `buffer` if there is one."""
+    out = None if buffer is None else buffer[: len(x)]
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
 def dtype_of_logits(x: Tensor, weight: Tensor) -> torch.dtype:
     """The precision of the products with the head's matrix."""
     device = x.device.type
@@ -308,6 +316,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dw = torch.empty_like(weight, dtype=total) if wants[1] else None
         db = torch.zeros_like(bias, dtype=total) if wants[2] and bias is not None else None
         loss = torch.zeros((), dtype=total, device=x.device)
+        # On a CPU all chunks share memory: blocks of this size break the heap into pieces.
+        shares = x.device.type == "cpu" and dtype == total and tail is None
+        buffer = x.new_empty(min(chunk, len(x)), len(weight), dtype=dtype) if shares else None
         with torch.autocast(x.device.type, enabled=False):
             head, shift = weight.to(dtype), None if bias is None else bias.to(dtype)
             for start in range(0, len(labels), chunk):
@@ -316,10 +327,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # A NaN in a masked row has no effect.
                 rows = x[part].to(dtype).masked_fill(~unmasked, 0.0)
                 if tail is not None:
-                    d = F.linear(rows, head, shift)
-                    losses = tail(d, labels[part], cap, *objective)
+                    losses = tail(d := product(rows, head, shift), labels[part], cap, *objective)
                 else:
-                    logits = [F.linear(rows, head, shift).to(total)]
+                    logits = [product(rows, head, shift, buffer).to(total)]
                     losses, d = eager_tail(logits, labels[part], cap, objective, piece, any(wants))
                 loss += losses.sum()
                 if by_source is not None:
@@ -333,10 +343,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     # The first chunk writes it: zeros would take a pass over a large matrix.
                     if dtype == total:
                         dw.addmm_(d.t(), rows, beta=1 if start else 0)
-                    elif start:
-                        dw.add_(d.t() @ rows)
                     else:
-                        dw.copy_(d.t() @ rows)
+                        (dw.add_ if start else dw.copy_)(d.t() @ rows)
                 if db is not None:
                     db += unmasked.squeeze(1).to(dtype) @ d
                 del d  # before the next chunk

@@ -44,6 +44,7 @@ from windlass.parallel.dist import init_process_group, init_store
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, counted, sync_gradients, unwrap
 from windlass.parallel.pipeline import StagedGPT
+from windlass.processes import keep_freed_memory
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.telemetry.console import Console
 from windlass.training import memory, setup, start
@@ -265,6 +266,8 @@ class Trainer:
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
                     self.saver.reserve(self.checkpoints.tensors())
+                    if ranks.device.type == "cpu":
+                        keep_freed_memory(every_size=True)
 
                 last = state.step == horizon.steps
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
