@@ -2,11 +2,10 @@
 
 python benchmarks/peers/windlass_side.py generate LAYERS BATCH TOKENS
 python benchmarks/peers/windlass_side.py hellaswag LAYERS GPT2_DIR FILE.jsonl ITEMS
-python benchmarks/peers/windlass_side.py loop TOKENS.bin VOCAB STEPS RECIPE KEY=VALUE ...
-
-`loop` is a bare training loop of a recipe's model, to which Windlass's trainer is compared.
+python benchmarks/peers/windlass_side.py overhead TOKENS.bin BLOCK RECIPE KEY=VALUE ...
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from windlass.cli import main
 from windlass.data.vocabulary import named_tokenizer
 from windlass.evaluation import likelihood
 from windlass.evaluation.generate import Sampling, generate
@@ -22,8 +22,8 @@ from windlass.evaluation.source import alone
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim.build import build_optimizer
-from windlass.processes import keep_freed_memory
 from windlass.recipe import Recipe
+from windlass.training.trainer import Trainer
 
 PROMPT = 16  # tokens
 
@@ -53,28 +53,48 @@ def items_per_s(layers: str, folder: str, file: str, count: str) -> None:
     print(json.dumps({"items/s": len(items) / (time.perf_counter() - began)}))
 
 
-def loop(path: str, vocab: str, steps: str, name: str, *settings: str) -> None:
-    keep_freed_memory()  # as the trainer, whose own cost is measured
-    recipe, tokens = Recipe.load(name, settings), np.memmap(path, dtype=np.uint16, mode="r")
-    batch, context = recipe.train.global_batch, recipe.model.context
-    model = build_model(recipe, int(vocab), "cpu")
-    initialise(model, 0)
-    parameters = list(model.parameters())
-    optimizer, seconds = build_optimizer(model, recipe.optim, "cpu"), []
-    starts = np.random.default_rng(0).integers(0, len(tokens) - context, (int(steps), batch))
-    for row in starts:
-        began = time.perf_counter()
+def overhead(path: str, block: str, preset: str, *settings: str) -> None:
+    """Print the seconds of a step of the trainer, and of a bare loop that trains its model.
+
+    They take turns in one process, `block` steps at a time, because a machine's speed drifts by
+    more in a second than they differ.
+    """
+    tokens, steps = np.memmap(path, dtype=np.uint16, mode="r"), int(block)
+    draw, bare = np.random.default_rng(0), dict[str, Any]()
+    began, seconds = 0.0, {"trainer_s": list[float](), "bare_s": list[float]()}
+    next_batch = Trainer.next_batch
+
+    def turns(self: Trainer, loader: Any) -> Any:
+        nonlocal began
+        if self.state.step % steps == 0:
+            now = time.perf_counter()
+            if began:
+                seconds["trainer_s"].append((now - began) / steps)
+            bare.setdefault("optimizer", build_optimizer(self.model, self.recipe.optim, "cpu"))
+            for _ in range(steps):
+                size, context = self.batch.micro_batch, self.batch.context
+                step(self, draw.integers(0, len(tokens) - context, size), bare["optimizer"])
+            began = time.perf_counter()
+            seconds["bare_s"].append((began - now) / steps)
+        return next_batch(self, loader)
+
+    def step(self: Trainer, row: np.ndarray, optimizer: torch.optim.Optimizer) -> None:
+        context = self.batch.context
         both = np.stack([tokens[i : i + context + 1] for i in row]).astype(np.int64)
         ids = torch.from_numpy(both)
-        loss = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) / (batch * context)
+        loss = self.model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) / (row.size * context)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, recipe.train.grad_clip)
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.train.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        seconds.append(time.perf_counter() - began)
-    print(json.dumps({"step_s": seconds}))
+
+    Trainer.next_batch = turns  # type: ignore[method-assign]
+    sys.argv = ["windlass", "train", preset, *settings]
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):
+        main()
+    print(json.dumps(seconds))
 
 
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    {"generate": tokens_per_s, "hellaswag": items_per_s, "loop": loop}[what](*rest)
+    {"generate": tokens_per_s, "hellaswag": items_per_s, "overhead": overhead}[what](*rest)

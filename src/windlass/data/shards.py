@@ -18,8 +18,10 @@ import json
 import os
 import struct
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +199,7 @@ def bad_shard(path: Path, problem: str) -> UserError:
     return UserError(f"the shard {path} {problem}")
 
 
+@cache
 def on_disk(dtype: str) -> np.dtype[Any]:
     """The type of tokens in a file, little endian on every machine."""
     return np.dtype(dtype).newbyteorder("<")
@@ -312,7 +315,7 @@ class Stream:
 
     def read_into(self, start: int, out: np.ndarray) -> None:
         """Copy the tokens from `start` on into `out` [n], of any wide enough integer type."""
-        place = int(np.searchsorted(self.edges, start, side="right")) - 1
+        place = bisect_right(self.edges, start) - 1
         done = 0
         while done < len(out):
             shard, begin = self.shards[place], start + done - int(self.edges[place])

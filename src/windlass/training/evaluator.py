@@ -93,8 +93,9 @@ class Evaluator:
     @property
     def sample_due(self) -> bool:
         """Whether to generate texts at this step; a user's model or tokenizer may be unable to."""
-        able = hasattr(unwrap(self.model), "new_cache") and hasattr(self.data.tokenizer, "encode")
-        return able and self.horizon.due(self.recipe.eval.sample_every, self.state.step)
+        if not self.horizon.due(self.recipe.eval.sample_every, self.state.step):
+            return False
+        return hasattr(unwrap(self.model), "new_cache") and hasattr(self.data.tokenizer, "encode")
 
     def sample(self) -> bool:
         """Generate texts from the recipe's prompt, equal on every rank and world size.
