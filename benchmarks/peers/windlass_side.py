@@ -60,26 +60,31 @@ def overhead(path: str, block: str, preset: str, *settings: str) -> None:
     more in a second than they differ.
     """
     tokens, steps = np.memmap(path, dtype=np.uint16, mode="r"), int(block)
-    draw, bare = np.random.default_rng(0), dict[str, Any]()
+    draw, optimizer = np.random.default_rng(0), None
     began, seconds = 0.0, {"trainer_s": list[float](), "bare_s": list[float]()}
     next_batch = Trainer.next_batch
 
-    def turns(self: Trainer, loader: Any) -> Any:
+    def record(name: str) -> None:
         nonlocal began
+        before, began = began, time.perf_counter()
+        seconds[name].append((began - before) / steps)
+
+    def turns(self: Trainer, loader: Any) -> Any:
+        nonlocal began, optimizer
         if self.state.step % steps == 0:
-            now = time.perf_counter()
-            if began:
-                seconds["trainer_s"].append((now - began) / steps)
-            bare.setdefault("optimizer", build_optimizer(self.model, self.recipe.optim, "cpu"))
+            if optimizer:
+                record("trainer_s")
+            else:
+                optimizer = build_optimizer(self.model, self.recipe.optim, "cpu")
+                began = time.perf_counter()
             for _ in range(steps):
-                size, context = self.batch.micro_batch, self.batch.context
-                step(self, draw.integers(0, len(tokens) - context, size), bare["optimizer"])
-            began = time.perf_counter()
-            seconds["bare_s"].append((began - now) / steps)
+                step(self, optimizer)
+            record("bare_s")
         return next_batch(self, loader)
 
-    def step(self: Trainer, row: np.ndarray, optimizer: torch.optim.Optimizer) -> None:
+    def step(self: Trainer, optimizer: torch.optim.Optimizer) -> None:
         context = self.batch.context
+        row = draw.integers(0, len(tokens) - context, self.batch.micro_batch)
         both = np.stack([tokens[i : i + context + 1] for i in row]).astype(np.int64)
         ids = torch.from_numpy(both)
         loss = self.model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) / (row.size * context)
