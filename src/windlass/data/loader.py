@@ -26,7 +26,7 @@ from windlass.recipe.settings import IGNORE_INDEX
 
 CLOSE_SECONDS = 0.2  # for the thread, which may be in a slow source; then it is abandoned
 # The thread reads on for so long: woken for one small step, it holds up the threads that compute
-# for three times as long as it reads, 0.5 ms of a step of 30 ms on two cores.
+# for longer than it reads.
 BURST_SECONDS = 8e-3
 ORDER_SAMPLES = 512  # their places in the order are computed at once
 
