@@ -95,8 +95,12 @@ def overhead(path: str, block: str, preset: str, *settings: str) -> None:
 
     Trainer.next_batch = turns  # type: ignore[method-assign]
     sys.argv = ["windlass", "train", preset, *settings]
-    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):
-        main()
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            main()
+        except SystemExit as end:  # `main` ends every command so
+            if end.code:
+                raise
     print(json.dumps(seconds))
 
 
