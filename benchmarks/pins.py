@@ -49,7 +49,7 @@ CLOCK = {
     "items_per_s",
     "questions_per_s",
 }
-"""Fields of `eval` and `sample` lines that are no function of the recipe."""
+"""Fields of `eval` and `sample` lines that do not follow from the recipe alone."""
 LATER = {
     "full_loss",
     "full_bits_per_byte",

@@ -1,4 +1,4 @@
-"""Windlass's side of the comparisons that are no training.
+"""Windlass's side of the comparisons that do not train by the command alone.
 
 python benchmarks/peers/windlass_side.py generate LAYERS BATCH TOKENS
 python benchmarks/peers/windlass_side.py hellaswag LAYERS GPT2_DIR FILE.jsonl ITEMS
