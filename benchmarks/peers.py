@@ -493,7 +493,7 @@ def ranks(bench: Bench) -> Comparison:
 
 
 def overhead(bench: Bench) -> Comparison:
-    """Tokens/s of Windlass's trainer beside a bare loop of the same model, for a step of 20 to 40 ms."""
+    """Tokens/s of Windlass's trainer beside a bare loop of the same model, for a short step."""
     shape = replace(SHORT_STEP, steps=60) if bench.options.quick else SHORT_STEP
     preset, settings = recipe_of(bench, shape)
     data = bench.tokens(shape.vocab)
