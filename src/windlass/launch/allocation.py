@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -123,8 +122,7 @@ def _torchrun(
     return [
         "env",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120",  # seconds for a save; by default it kills after 30
-        sys.executable,
-        "-m",
+        *processes.MODULE,
         "torch.distributed.run",
         f"--nnodes={len(allocation.hosts)}",
         f"--nproc-per-node={allocation.per_host[0]}",

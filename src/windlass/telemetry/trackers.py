@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.fileio import acquire_lock
+from windlass.processes import MODULE
 from windlass.recipe import flatten
 from windlass.recipe.strategies import Sizes
 from windlass.run import PLACE, STARTS, Line, Run, decode, effective, last_start, timestamp
@@ -62,7 +63,7 @@ class Trackers:
                 (run / "trackers").mkdir(parents=True, exist_ok=True)
                 with open(run / "trackers" / f"{name}.log", "ab") as log:
                     self.processes[name] = subprocess.Popen(
-                        [sys.executable, "-m", *arguments],
+                        [*MODULE, *arguments],
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=log,
