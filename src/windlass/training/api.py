@@ -141,13 +141,14 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
 
 
 def finished_run(plan: StartPlan) -> Run:
-    """Print why the run is finished; several hosts first check that all of them see it."""
+    """Print why the run is finished; several ranks first check that all hosts see it."""
     env = detect_env()
-    if env.nodes > 1:
+    if env.world > 1:
         from windlass.parallel.dist import init_store
 
         with init_store(env, plan.recipe) as ranks:
-            check_shared(ranks, plan.run.path, None)
+            if ranks.env.nodes > 1:
+                check_shared(ranks, plan.run.path, None)
     if env.rank == 0:
         print(f"{plan.run.path} is finished: {plan.why_finished}; extend it to train on")
     return plan.run
