@@ -152,7 +152,8 @@ def wait_for_ranks(
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(2.0)
-        if failed_at is None and any(reports.glob("failure-*")):
+        codes = {path.read_text() for path in reports.glob("code-*")} - {"", "0", str(STOPPED)}
+        if failed_at is None and (codes or any(reports.glob("failure-*"))):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > seconds:
             child.kill()

@@ -284,7 +284,8 @@ class Follower:
         settings = scrub(recipe.flat())
         study = self.run.path.resolve().parents[1]
         if (study / "study.json").is_file():
-            settings["telemetry.group"] = settings["telemetry.group"] or study.name
+            group = settings["telemetry.group"] or os.environ.get("WANDB_RUN_GROUP")
+            settings["telemetry.group"] = group or study.name
         settings |= {"world": world, "strategy": recipe.strategy(world).name}
         if layout := Sizes(**start.get("mesh", {})).layout:
             settings["layout"] = layout

@@ -153,8 +153,8 @@ class SLURM(Scheduler):
     def launcher(self, allocation: Allocation, environ: Mapping[str, str], cores: int) -> list[str]:
         """`srun`.
 
-        Ranks that stop exit with 75, one after another, so the first must not end the others. Ranks
-        notice a lost one, and srun ends the rest 60 s after the first.
+        Ranks end one after another: after a stop with 75, and rank 0 last. So srun ends none of
+        them. Ranks notice a lost one, and `launch` ends the step after a failure.
         """
         per_host = allocation.per_host
         equal = len(set(per_host)) == 1
@@ -163,7 +163,7 @@ class SLURM(Scheduler):
         words = ["srun", nodes, ranks, spread]
         if given := environ.get("SLURM_CPUS_PER_TASK"):  # srun 22.05 and later ignores the job's
             words.append(f"--cpus-per-task={int(given) * cores}")
-        return [*words, "--kill-on-bad-exit=0", "--wait=60"]
+        return [*words, "--kill-on-bad-exit=0", "--wait=0"]
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str:
