@@ -92,6 +92,65 @@ def test_at_its_limit_it_saves_and_requeues_itself(
     assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
 
 
+SLOW = """
+import os, sys, time
+from importlib.machinery import PathFinder
+
+class Slow(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name != "windlass.checkpoint.commit":
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            run = module.Save.run
+
+            def slow(save, *arguments):
+                time.sleep(125 if os.path.exists("SLOW") else 0)
+                return run(save, *arguments)
+
+            module.Save.run = slow
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Slow)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("limit", ["", "00:09:00"])
+def test_a_save_slower_than_the_grace(cluster: Cluster, settings, tmp_path, limit):
+    """A save takes 125 s, and the job leaves 120 s. Without a known limit the job resumes from its
+    newest checkpoint; with one, the script stops the job early enough to save.
+    """
+    run, mark = Run(tmp_path / "run"), tmp_path / "slow"
+    mark.touch()
+    (tmp_path / "sitecustomize.py").write_text(SLOW.replace("SLOW", str(mark)))
+    site = tmp_path / "site.toml"
+    site.write_text(f'[environment]\nPYTHONPATH = "{tmp_path}"\n')
+    words = settings(run.path, **(LONG | {"checkpoint.every": 20, "train.steps": 1000}))
+    words += ["--site", str(site), *(["--time", limit] if limit else [])]
+    job = submitted(cluster, run.path, words)
+    wait_for(lambda: list(run.checkpoints_dir.glob("step-*")), 250)
+    kept = int(next(run.checkpoints_dir.glob("step-*")).name[5:])
+    if limit:
+        assert 280 > int((run.path / ".open-run.saved").read_text()) > 250
+    assert cluster.call("scancel", "--batch", "--signal=USR1", job).returncode == 0
+    wait_for(lambda: any(e["event"] == "preempted" for e in run.events), 300)
+    mark.unlink()
+    job_end(cluster, job, run, "COMPLETED 0:0 1")
+    (saved,) = [e["saved"] for e in run.events if e["event"] == "preempted"]
+    resumed = next(e["step"] for e in run.events if e["event"] == "resumed")
+    assert run.state == "finished" and saved == bool(limit)
+    assert resumed > kept if limit else resumed >= kept
+    assert ("a save takes 125 s" in log_of(run.path)) == (not limit)
+
+
 SAVES = "trap 'sleep 5; touch saved$SLURM_ARRAY_TASK_ID; exit 75' TERM; touch up; while :; do sleep 0.05; done"
 
 

@@ -20,7 +20,7 @@ from helpers import programs, refused, wait_for, windlass, write_ledger
 from windlass.errors import RunFailed
 from windlass.fileio import read_json
 from windlass.launch.batch import render
-from windlass.launch.job import INDEX, Job, Site
+from windlass.launch.job import INDEX, Job, Site, job_grace, report_saved
 from windlass.launch.submit import (
     Resources,
     cancel,
@@ -31,6 +31,7 @@ from windlass.launch.submit import (
 )
 from windlass.model.size import checkpoint_bytes
 from windlass.recipe import Recipe
+from windlass.run import Run
 from windlass.study.scale import create_study
 from windlass.study.study import Study
 from windlass.study.submit import submit_study
@@ -194,7 +195,55 @@ def test_only_the_time_limit_puts_a_stopped_job_back(run_script, tmp_path, numbe
     text = (tmp_path / "queued").read_text() if queued else ""
     assert (tmp_path / "queued").exists() == bool(queued)
     assert text.count("depend=afterany:7.server") == queued and "\n#PBS -J" not in text
-    assert not list((tmp_path / "logs").glob(".open*"))
+    left = [path.name for path in (tmp_path / "logs").glob(".open*")]
+    assert left == [".open-run.idle"] * queued, "it saved no checkpoint"
+
+
+TRAINS = "trap 'SAVED; exit 75' TERM; touch up; while :; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_two_starts_without_a_checkpoint_end_the_chain(run_script, tmp_path, saves):
+    """A start that is too slow for its time limit would never come further."""
+    body = TRAINS.replace("SAVED", 'echo 120 >"$WINDLASS_SAVED"' if saves else ":")
+    for start in (1, 2):
+        (tmp_path / "up").unlink(missing_ok=True)
+        process = run_script(body)
+        os.kill(process.pid, signal.SIGUSR1)
+        last = start == 2 and not saves
+        assert process.wait(20) == (1 if last else 75)
+    assert (tmp_path / "queued").read_text().count("afterany:7.server") == (2 if saves else 1)
+    log = (tmp_path / "logs" / "run_7.out").read_text()
+    assert ("checkpoint.every" in log) == (not saves)
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_a_slow_save_is_signalled_earlier(tmp_path, scheduler, monkeypatch):
+    """The training measures its saves, and the script counts the time to the limit of 10 minutes."""
+    monkeypatch.setenv("WINDLASS_SAVED", str(tmp_path / "saved"))
+    monkeypatch.setenv("WINDLASS_LIMIT", "600")
+    expected = [(10, 120), (100, 230), (1000, 300)]  # at most half of the limit
+    for seconds, lead in expected:
+        report_saved(seconds)
+        assert int((tmp_path / "saved").read_text()) == lead and job_grace() == lead - 10
+    programs(
+        tmp_path / "tools", monkeypatch, scontrol="exit 0", squeue="", qsub="", qrerun="exit 0"
+    )
+    slow = f'echo 118 >"$WINDLASS_SAVED"; {SAVES}'  # of 120 seconds
+    job = job_of(tmp_path, "bash", "-c", slow, time="00:02:00", lead=60)
+    ids = {"SLURM_JOB_ID": "9", "PBS_JOBID": "7.server"}
+    assert run_job(job, scheduler, **ids).wait(30) == 75 and (tmp_path / "saved").exists()
+
+
+def test_a_run_with_slow_saves_asks_for_an_earlier_signal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.load("quickstart", ["parallel.device=cpu", "run.dir=run"])
+    event = {"kind": "event", "event": "checkpoint", "write_s": 200.0, "blocked_s": 1.0}
+    write_ledger(Run(tmp_path / "run"), event)
+    options = header(script_of(recipe, Site(), time="01:00:00"))
+    assert "--signal=B:USR1@432" in options
+    with refused("--time 00:08:00", "201 s", "00:14:00"):
+        script_of(recipe, Site(), time="00:08:00")
 
 
 def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
@@ -427,14 +476,13 @@ def test_a_job_trains_the_recipe_as_it_was_when_it_was_submitted(submitted, tmp_
     mine.write_text('extends = "quickstart"\n[optim]\nlr = 0.9\n')
     recipe = trained_recipe(script)
     assert (recipe.optim.lr, recipe.train.steps, recipe.preset) == (0.002, 7, "mine")
-    assert recipe.run_dir == tmp_path / "run" and recipe.checkpoint.grace_seconds == 110
+    assert recipe.run_dir == tmp_path / "run"
     # what a job writes beside it does not keep a run from beginning
     for name in (".exit", ".open-run", "mine_7.out", "check_7.out", "7.server.OU", "job-0.json"):
         (tmp_path / "run" / name).touch()
     assert not resolve_start(recipe).resuming
-    submitted(tmp_path, "mine.toml", "run.dir=run", "checkpoint.grace_seconds=60")
-    recipe = trained_recipe(script)
-    assert (recipe.optim.lr, recipe.checkpoint.grace_seconds) == (0.9, 60)
+    submitted(tmp_path, "mine.toml", "run.dir=run")
+    assert trained_recipe(script).optim.lr == 0.9
 
 
 def test_a_directory_with_a_presets_name_is_not_a_recipe_in_a_job_either(

@@ -121,7 +121,7 @@ def _torchrun(
     port = environ.get("MASTER_PORT", TORCHRUN_PORT)
     return [
         "env",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120",  # seconds for a save; by default it kills after 30
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600",  # seconds for a save; by default it kills after 30
         *processes.MODULE,
         "torch.distributed.run",
         f"--nnodes={len(allocation.hosts)}",

@@ -22,9 +22,9 @@ from windlass.errors import RunFailed, UserError
 from windlass.estimate.layouts import host_memory_gb
 from windlass.fileio import read_json, write_atomic
 from windlass.launch.batch import EXIT_CODE, FOLLOWING, SUBMITTED, render
-from windlass.launch.job import SCRIPT, TIME, Job, Site, seconds_of
+from windlass.launch.job import GRACE_SECONDS, SCRIPT, TIME, Job, Site, seconds_of, stop_lead
 from windlass.launch.schedulers import SCHEDULERS
-from windlass.launch.schedulers.base import GRACE_SECONDS, Scheduler
+from windlass.launch.schedulers.base import Scheduler
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -128,8 +128,12 @@ def make_job(
     logs: Path,
     site: Site,
     asked: Resources,
+    save_seconds: float = 0.0,
 ) -> Job:
-    """A job with the resources to train any of these recipes; UserError if the site lacks them."""
+    """A job with the resources to train any of these recipes; UserError if the site lacks them.
+
+    `save_seconds`: of a save, if it is known. The job's signal comes early enough for it.
+    """
     on_cpu = all(recipe.parallel.device == "cpu" for recipe in recipes)
     gpus = 0 if on_cpu else asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
     if not gpus and not on_cpu:
@@ -142,12 +146,13 @@ def make_job(
         raise UserError(f"--gpus-per-node {gpus}: {most}")
     if asked.time and not re.fullmatch(TIME, asked.time):
         raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
-    limit = asked.time or site.time
-    if limit and seconds_of(limit) <= GRACE_SECONDS + EARLY_SECONDS:
-        early = (
-            f"a job saves {GRACE_SECONDS} s before its limit, and up to {EARLY_SECONDS} s earlier"
-        )
-        raise UserError(f"--time {limit}: {early} on SLURM; write 00:10:00 or more")
+    limit, lead = asked.time or site.time, stop_lead(save_seconds)
+    if limit and seconds_of(limit) <= lead + EARLY_SECONDS:
+        why = f", because a save takes {save_seconds:.0f} s" if lead > GRACE_SECONDS else ""
+        early = f"a job saves {lead} s before its limit{why}, and up to {EARLY_SECONDS} s earlier"
+        more = max(10, 2 * lead // 60)
+        advice = f"write {more // 60:02d}:{more % 60:02d}:00 or more"
+        raise UserError(f"--time {limit}: {early} on SLURM; {advice}")
     if asked.max_size and not asked.min_busbw:
         raise UserError(f"--max-size {asked.max_size}: give it together with --min-busbw GB/S")
     ranks = asked.per_host or max(1, gpus)
@@ -156,7 +161,7 @@ def make_job(
         world = asked.nodes * ranks
         memory = max(host_memory_gb(recipe, world, ranks, on_cpu) for recipe in recipes)
     job = Job(name, command, Path.cwd(), logs, asked.nodes, ranks, gpus, memory)
-    return replace(job, time=asked.time, max_restarts=asked.max_restarts)
+    return replace(job, time=asked.time, max_restarts=asked.max_restarts, lead=lead)
 
 
 def submit_run(
@@ -179,11 +184,10 @@ def submit_run(
     place = Path(site.scratch or Path.cwd())
     run = Run((place / recipe.run_dir).resolve())
     recipe = with_places(recipe, place).replace({"run.dir": str(run.path)})
-    grace = type(recipe.checkpoint).model_fields["grace_seconds"].default  # for torchrun
-    if recipe.checkpoint.grace_seconds == grace:
-        recipe = recipe.replace({"checkpoint.grace_seconds": GRACE_SECONDS - 10})
     snapshot = str(run.path / SNAPSHOT)
-    job = make_job(run.name, (*LAUNCH, "train", snapshot), [recipe], run.path, site, asked)
+    saves = [e["write_s"] + e["blocked_s"] for e in run.events if e["event"] == "checkpoint"]
+    command, slowest = (*LAUNCH, "train", snapshot), max(saves, default=0.0)
+    job = make_job(run.name, command, [recipe], run.path, site, asked, slowest)
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError if it does not divide the global batch
     after = track_commands([recipe], site, str(run.path))
     job = replace(job, directory=place, before=asked.check(snapshot), after=after)

@@ -321,7 +321,9 @@ def listen_at(env: DistEnv) -> int | None:
 
     A Debian host resolves its own name to 127.0.1.1. torch listens everywhere then.
     """
-    several = env.nodes > 1 or (env.launcher in NO_HOSTS and env.addr not in (LOOPBACK, "localhost"))
+    several = env.nodes > 1 or (
+        env.launcher in NO_HOSTS and env.addr not in (LOOPBACK, "localhost")
+    )
     try:
         address = socket.gethostbyname(env.addr)
         if address.startswith("127.") and several:

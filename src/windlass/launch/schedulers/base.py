@@ -13,7 +13,6 @@ from windlass.errors import UserError, plural
 if TYPE_CHECKING:
     from windlass.launch.job import Job, Site
 
-GRACE_SECONDS = 120  # between the signal and the time limit
 SECOND_SHELL = 'run `windlass env --save` in the job\'s own shell, and eval "$(windlass env)" here'
 Ask = Callable[[list[str]], str]  # runs a command and returns its output
 
@@ -53,7 +52,6 @@ class Scheduler(Protocol):
 
     MARK: str  # begins a line of options in a script
     REPEATED: str = ""  # an option that a script may have several times, each for another resource
-    WARNS: bool = False  # sends SIGUSR1 before the time limit; else the script counts the time
     WRITES_LOG: bool = False  # writes `<name>_<id>.out`; else the script does
     LISTS: bool = True  # an array may leave tasks out
     JOB_SHELL: str  # the job's id, in shell

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from windlass.errors import UserError
 from windlass.launch.schedulers.base import (
-    GRACE_SECONDS,
     SECOND_SHELL,
     Allocation,
     Ask,
@@ -41,7 +40,7 @@ trap '' TERM; new=
 class SLURM(Scheduler):
     TITLE, SUBMIT, MARK = "SLURM", "sbatch", "#SBATCH"
     LAUNCHERS = ("srun", "mpiexec", "torchrun")
-    WARNS, WRITES_LOG = True, True
+    WRITES_LOG = True
     JOB_SHELL = "$SLURM_JOB_ID"
     JOB_ID, MACHINE = "SLURM_JOB_ID", "SLURM_CLUSTER_NAME"
     LOGGED = (JOB_ID, "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION", MACHINE)
@@ -81,7 +80,7 @@ class SLURM(Scheduler):
             "--output={}": quoted(f"{job.logs}/{output}"),
             "--open-mode=append": True,
             "--requeue": True,
-            "--signal=B:USR1@{}": GRACE_SECONDS,
+            "--signal=B:USR1@{}": job.lead,
         }
 
     def option(self, line: str) -> str:
