@@ -175,6 +175,21 @@ def test_cancel_leaves_more_time_for_a_save_than_killwait(
     assert not (tmp_path / "up").exists() and ended["Restarts"] == "0"
 
 
+def test_the_last_commands_hold_one_node(cluster: Cluster, tmp_path, monkeypatch):
+    """The other node is idle while a tracker is synchronised."""
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    ends = f"touch {tmp_path}/begun; while [ ! -e {tmp_path}/end ]; do sleep 0.1; done"
+    job = Job("run", ["true"], tmp_path, tmp_path / "logs", 2, 1, after=[["bash", "-c", ends]])
+    number = submit(job, Site(), "slurm").job
+    wait_for((tmp_path / "begun").exists, 60)
+    nodes = cluster.call("squeue", "--noheader", "-o", "%D %N", "-j", number).stdout.split()
+    (tmp_path / "end").touch()
+    ended = cluster.wait(number)
+    assert nodes == ["1", NODES[0]] and ended["JobState"] == "COMPLETED", log_of(job.logs)
+    assert not list(tmp_path.glob("slurm_job*"))
+
+
 @pytest.mark.full
 def test_cancel_saves_and_does_not_requeue(cluster: Cluster, settings, tmp_path):
     run = Run(tmp_path / "run")

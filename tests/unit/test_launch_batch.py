@@ -377,6 +377,24 @@ def test_offline_trackers_are_synchronised(tmp_path, monkeypatch):
             assert ('--only "$task" --to' in text) == ("#SBATCH --array" in text)
 
 
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_the_last_commands_hold_one_host_and_end_before_the_limit(tmp_path, monkeypatch, scheduler):
+    """A synchronisation that hangs would hold the allocation, and past the limit lose the run's code."""
+    write = f'echo "$@" >>{tmp_path}/called'
+    tools = {"scontrol": f"{write}; exit 1", "pbs_release_nodes": f"{write}; exit 1"}
+    timeout = f'echo "$@" >>{tmp_path}/called; shift; "$@"'
+    programs(tmp_path / "tools", monkeypatch, timeout=timeout, **tools)
+    ids = {"SLURM_JOB_ID": "9", "PBS_JOBID": "7.server"}
+    after = [["touch", str(tmp_path / "after")]]
+    for nodes, limit in ((1, ""), (2, ""), (2, "00:05:00"), (2, "00:00:10")):
+        job = job_of(tmp_path, "true", after=after, nodes=nodes, time=limit, lead=1)
+        assert run_job(job, scheduler, **ids).wait(20) == 0
+    release = "update JobId=9 NumNodes=1" if scheduler == "slurm" else "-a"
+    called = (tmp_path / "called").read_text().splitlines()
+    assert [line.split(" touch ")[0] for line in called[:4]] == ["600", release, "600", release]
+    assert 280 <= int(called[4].split()[0]) <= 290 and called[5:] == [release]
+
+
 def test_a_check_that_fails_ends_the_job(run_script, tmp_path):
     check = ["bash", "-c", "echo rates; echo the bandwidth; echo TOO SLOW; exit 46"]
     assert run_script("touch trained", before=check).wait(20) == 46

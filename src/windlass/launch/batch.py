@@ -85,6 +85,17 @@ if [ $code != 0 ]; then
 fi
 """
 
+LAST = """\
+last() {{  # at most ten minutes, which end before the limit
+  left=$((WINDLASS_LIMIT ? WINDLASS_LIMIT - SECONDS - 10 : 600))
+  [ $left -gt 0 ] && timeout $((left < 600 ? left : 600)) "$@"
+}}
+if [ $code != 75 ] && [ $code != 69 ]; then  # at the end of the run, not before a restart
+  {release}  # only this host is needed
+{steps}
+fi
+"""
+
 
 def render(job: Job, site: Site, scheduler: str) -> str:
     """The batch script of a job, for a scheduler of `SCHEDULERS`."""
@@ -138,6 +149,8 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
         scheduler=scheduler,
         submitted=f'{folder}/"job-$task.json"' if job.array else f"{folder}/{SUBMITTED}",
     ).splitlines()
-    # after the end of the run, not before a restart
-    lines += [f"[ $code = 75 ] || [ $code = 69 ] || {one}" for one in after]
+    if after:
+        release = chosen.RELEASE if job.nodes > 1 else ":"
+        steps = "\n".join(f"  last {one}" for one in after)
+        lines += LAST.format(release=release, steps=steps).splitlines()
     return [*lines, "exit $code"]

@@ -228,11 +228,11 @@ def track_commands(
     """The commands that complete the trackers after a job: W&B offline, and MLflow servers."""
     environ = os.environ | site.environment
     behind = {
-        "wandb": environ.get("WANDB_MODE") == "offline",
+        "wandb": environ.get("WANDB_MODE") in ("offline", "dryrun"),
         "mlflow": environ.get("MLFLOW_TRACKING_URI", "").startswith("http"),
     }
     used = dict.fromkeys(name for recipe in recipes for name in recipe.telemetry.trackers)
-    track = ("env", "WANDB_MODE=online", "timeout", "600", *WINDLASS, "track", run)
+    track = ("env", "WANDB_MODE=online", *WINDLASS, "track", run)
     return [(*track, *options, "--to", name) for name in used if behind.get(name)]
 
 

@@ -41,6 +41,10 @@ class SLURM(Scheduler):
     TITLE, SUBMIT, MARK = "SLURM", "sbatch", "#SBATCH"
     LAUNCHERS = ("srun", "mpiexec", "torchrun")
     WRITES_LOG = True
+    RELEASE = (
+        'scontrol update JobId="$SLURM_JOB_ID" NumNodes=1 >/dev/null 2>&1 && rm -f '
+        '"slurm_job_${SLURM_JOB_ID}_resize".*'
+    )
     JOB_SHELL = "$SLURM_JOB_ID"
     JOB_ID, MACHINE = "SLURM_JOB_ID", "SLURM_CLUSTER_NAME"
     LOGGED = (JOB_ID, "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION", MACHINE)
