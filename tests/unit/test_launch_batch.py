@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from launch_fixtures import SAVES, header, job_of, run_job
 
-from helpers import programs, refused, wait_for, windlass, write_ledger
+from helpers import programs, refused, wait_for, windlass, write_corpus, write_ledger
 from windlass.errors import RunFailed
 from windlass.fileio import read_json
 from windlass.launch.batch import render
@@ -393,6 +393,49 @@ def test_the_last_commands_hold_one_host_and_end_before_the_limit(tmp_path, monk
     called = (tmp_path / "called").read_text().splitlines()
     assert [line.split(" touch ")[0] for line in called[:4]] == ["600", release, "600", release]
     assert 280 <= int(called[4].split()[0]) <= 290 and called[5:] == [release]
+
+
+@pytest.mark.parametrize("of_study", [False, True])
+def test_ranks_run_in_the_sites_container(tmp_path, monkeypatch, of_study):
+    """`srun` and `apptainer` write down their arguments: the launcher's own options, then the
+    image, for the check and the training; a cell of a study is wrapped as well.
+    """
+    monkeypatch.chdir(tmp_path)
+    record = f'echo "$(basename "$0") $@" >>{tmp_path}/called'
+    srun = f'{record}; while [ "${{1#-}}" != "$1" ]; do shift; done; exec "$@"'
+    tools = {"srun": srun, "apptainer": record, "sbatch": "echo 7", "squeue": ""}
+    programs(tmp_path / "tools", monkeypatch, **tools)
+    program = "apptainer exec --nv '/my images/w.sif' windlass"
+    site = Site(launcher="srun --container-image=w.sqsh", program=program)
+    recipe = Recipe.load("quickstart", ["parallel.device=cpu", "run.dir=run"])
+    how = {"site": site, "asked": Resources(nodes=2, min_busbw=1)}
+    if of_study:
+        study = Study.create(recipe, ["run.seed=1", "parallel.world=2"], tmp_path / "study")
+        (done,) = submit_study(study, **how)
+    else:
+        done = submit_run(recipe, **how)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_ARRAY_TASK_ID": "0"}
+    script = ["bash", str(done.directory / "submit.sh")]
+    assert subprocess.run(script, env=os.environ | job, check=False).returncode == 0
+    check, inner, *train = (tmp_path / "called").read_text().splitlines()
+    image = "apptainer exec --nv /my images/w.sif windlass"
+    launched = "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0"
+    assert inner.startswith(f"{image} check ")
+    assert check == f"{launched} --container-image=w.sqsh {inner}" or of_study
+    if of_study:
+        assert train == [f"{image} sweep {tmp_path}/study --only 0"]
+    else:
+        words = f"{image} train {tmp_path}/run/submit.toml"
+        assert train == [f"{launched} --container-image=w.sqsh {words}", words]
+
+
+def test_a_job_that_would_tokenize_is_announced(submitted, tmp_path):
+    write_corpus(tmp_path / "corpus.txt", words=200)
+    words = ["quickstart", "data.source=corpus.txt", "run.dir=run"]
+    said = submitted(tmp_path, *words, "--dry-run").stderr
+    assert f"{tmp_path}/data/" in said and "windlass prepare" in said
+    windlass("prepare", *words, cwd=tmp_path)
+    assert submitted(tmp_path, *words, "--dry-run").stderr == ""
 
 
 def test_a_check_that_fails_ends_the_job(run_script, tmp_path):

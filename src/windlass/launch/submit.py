@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from windlass.data.prepare import data_dir
+from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError
 from windlass.estimate.layouts import host_memory_gb
 from windlass.fileio import read_json, write_atomic
@@ -114,10 +117,10 @@ def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
         remedy = "submit from a login node; --scheduler NAME --dry-run prints the script"
         raise UserError(f"this machine has no {programs}: {remedy}")
     one = SCHEDULERS[name]
-    if site.launcher and site.launcher not in one.LAUNCHERS:
+    if site.launcher and (launcher := site.launcher.split()[0]) not in one.LAUNCHERS:
         launchers = " or ".join(one.LAUNCHERS)
         remedy = f"write launcher = {launchers} in the site file"
-        raise UserError(f"{one.TITLE} has no {site.launcher}: {remedy}")
+        raise UserError(f"{one.TITLE} has no {launcher}: {remedy}")
     return name
 
 
@@ -171,11 +174,13 @@ def submit_run(
     site: Site | None = None,
     asked: Resources = Resources(),
     dry_run: bool = False,
+    notify: Callable[[str], None] = lambda text: None,
 ) -> Submitted:
     """Submit the training of a recipe.
 
     The run directory gets the script, the log `<run>_<id>.out`, and a copy of the recipe, which all
-    starts of the job train. `dry_run` writes nothing, and the id is empty.
+    starts of the job train. `dry_run` writes nothing, and the id is empty. `notify` gets a message
+    if the data is not prepared.
 
     Raises UserError for what the site lacks, the recipe cannot do, or the scheduler rejects.
     """
@@ -192,6 +197,7 @@ def submit_run(
     after = track_commands([recipe], site, str(run.path))
     job = replace(job, directory=place, before=asked.check(snapshot), after=after)
     job_id, state = ("", "") if dry_run else queued(run.path)
+    note_unprepared([recipe], place, notify)
     if state:
         follow = f"`windlass submit --watch {run.path}` follows it, --cancel instead ends it"
         raise UserError(f"job {job_id} of {run.path} is {state}: {follow}")
@@ -220,6 +226,21 @@ def with_places(recipe: Recipe, directory: Path) -> Recipe:
             if value and value != "stdlib":
                 changed[f"data.mix.{number}.{name}"] = absolute(value)
     return recipe.replace(changed)
+
+
+def note_unprepared(
+    recipes: Sequence[Recipe], directory: Path, notify: Callable[[str], None]
+) -> None:
+    """Say which data a job in `directory` would prepare inside its allocation."""
+    missing = dict[Path, None]()
+    for recipe in recipes:
+        with contextlib.suppress(UserError):  # the job says what is wrong with the source
+            place = directory / data_dir(recipe)
+            if not recipe.data.disk_tokens and Index.load(place) is None:
+                missing[place] = None
+    for place in missing:
+        problem = f"there is no prepared data in {place}, so the job would download and tokenize it"
+        notify(f"{problem} inside its allocation: first run `windlass prepare` with these settings")
 
 
 def track_commands(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from windlass.launch.submit import (
     Submitted,
     find_scheduler,
     make_job,
+    note_unprepared,
     queued,
     read_site,
     submit,
@@ -44,6 +46,7 @@ def submit_study(
     scheduler = find_scheduler(scheduler, site, dry_run)
     jobs, numbers = list[Submitted](), _cells_to_submit(study, retry_failed, notify)
     path = study.path.resolve()
+    note_unprepared([study.cells[number].recipe for number in numbers], Path.cwd(), notify)
     for nodes in sorted({study.cells[number].nodes for number in numbers}):
         own = [number for number in numbers if study.cells[number].nodes == nodes]
         where = path / "jobs" / f"{nodes}-nodes" if study.over_hosts else path
@@ -72,8 +75,11 @@ def _array_job(
         asked = replace(asked, nodes=1, per_host=max(worlds))
     parts = ("model", "train", "parallel", "telemetry")  # which need resources and trackers
     recipes = list({repr([getattr(c.recipe, p) for p in parts]): c.recipe for c in cells}.values())
-    command = [*WINDLASS, "sweep", str(path), "--only", INDEX]
-    command += ["--launch"] if study.over_hosts or not worlds else []
+    launches = study.over_hosts or not worlds
+    # Without `launch` the cells' ranks are processes of the sweep.
+    program = shlex.split(site.program) if site.program and not launches else WINDLASS
+    command = [*program, "sweep", str(path), "--only", INDEX]
+    command += ["--launch"] if launches else []
     command += ["--retry-failed"] if retry_failed else []
     job = make_job(name, command, recipes, where, site, asked)
     for cell in cells:
