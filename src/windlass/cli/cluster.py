@@ -77,8 +77,8 @@ def launch(
     """Run a command on every rank of the allocation: with srun under SLURM, with mpiexec under PBS
     and LSF, else as local processes.
 
-    The exit code is the command's: 75 if a signal stopped it with everything saved, 69 if a job
-    lost a host. A signal to this process reaches every rank.
+    The exit code is the command's: 75 if a signal stopped it, 69 if a job lost a host. A signal to
+    this process reaches every rank.
     """
     from windlass.launch import allocation as jobs
     from windlass.launch.local import launch as launch_local

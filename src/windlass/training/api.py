@@ -69,7 +69,7 @@ def train(
     Raises:
         UserError: The recipe, the data, the directory or the environment is wrong.
         RunFailed: The run cannot continue: a non-finite step, a lost rank, a full disk.
-        Stopped: A signal stopped the run, and everything is saved.
+        Stopped: A signal stopped the run, which can be resumed.
     """
     from windlass.optim.build import library_optimizer
     from windlass.training.callbacks import UserCode
