@@ -170,6 +170,23 @@ def test_cancel_leaves_more_time_for_a_save_than_killwait(
     assert not (tmp_path / "up").exists() and ended["Restarts"] == "0"
 
 
+@pytest.mark.full
+def test_two_starts_without_a_checkpoint_end_the_chain(cluster: Cluster, tmp_path, monkeypatch):
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    slow = "trap 'exit 75' TERM; touch up; while :; do sleep 0.05; done"
+    number = submit(
+        Job("run", ["bash", "-c", slow], tmp_path, tmp_path / "logs"), Site(), "slurm"
+    ).job
+    for _ in range(2):
+        wait_for((tmp_path / "up").exists, 120)
+        (tmp_path / "up").unlink()
+        assert cluster.call("scancel", "--batch", "--signal=USR1", number).returncode == 0
+    ended = cluster.wait(number)
+    shown = " ".join(ended[name] for name in ("JobState", "ExitCode", "Restarts"))
+    assert shown == "FAILED 1:0 1" and "checkpoint.every" in log_of(tmp_path / "logs")
+
+
 def test_the_last_commands_hold_one_node(cluster: Cluster, tmp_path, monkeypatch):
     """The other node is idle while a tracker is synchronised."""
     for name, value in cluster.environment.items():

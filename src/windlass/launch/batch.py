@@ -50,12 +50,12 @@ while [ $code -gt 128 ] && kill -0 $child 2>/dev/null; do wait $child; code=$?; 
 [ $code -gt 128 ] && {{ wait $child; code=$?; }}  # a signal cut the wait short, not the command
 [ $timer ] && kill $timer 2>/dev/null
 gone=$(cat "$open.hosts" 2>/dev/null)
-idle=0 # starts in a row without a new checkpoint
+idle=0  # starts in a row without a new checkpoint
 [ "$WINDLASS_SAVED" -nt "$open" ] || idle=$(($(cat "$open.idle" 2>/dev/null || echo 0) + 1))
 rm -f "$open" "$open.hosts" "$open.idle"
 if [ ! $ended ] && [ $code = 75 ] && [ $limit ] && [ $idle = 2 ]; then
-  echo "windlass: two starts in a row reached the time limit without a new checkpoint: not started"
-  echo "again; give the job a longer --time, or lower checkpoint.every"
+  echo "windlass: two starts in a row reached the time limit without a new checkpoint"
+  echo "windlass: the job ends; give it a longer --time, or lower checkpoint.every"
   code=1
 elif [ ! $ended ] && [ $code = 75 ] && [ $limit ]; then
   echo $idle >"$open.idle"

@@ -191,16 +191,16 @@ def submit_run(
     recipe = with_places(recipe, place).replace({"run.dir": str(run.path)})
     snapshot = str(run.path / SNAPSHOT)
     saves = [e["write_s"] + e["blocked_s"] for e in run.events if e["event"] == "checkpoint"]
-    command, slowest = (*LAUNCH, "train", snapshot), max(saves, default=0.0)
+    command, slowest = (*LAUNCH, "train", snapshot), max(saves[-3:], default=0.0)
     job = make_job(run.name, command, [recipe], run.path, site, asked, slowest)
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError if it does not divide the global batch
     after = track_commands([recipe], site, str(run.path))
     job = replace(job, directory=place, before=asked.check(snapshot), after=after)
     job_id, state = ("", "") if dry_run else queued(run.path)
-    note_unprepared([recipe], place, notify)
     if state:
         follow = f"`windlass submit --watch {run.path}` follows it, --cancel instead ends it"
         raise UserError(f"job {job_id} of {run.path} is {state}: {follow}")
+    note_unprepared([recipe], place, notify)
     return submit(job, site, scheduler, dry_run, recipe)
 
 

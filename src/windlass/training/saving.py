@@ -140,7 +140,7 @@ class Checkpoints:
             self.wait(max(0.0, left))  # a save in progress may still be committed
             recorder.emit("preempted", reason=reason, saved=False)
             why = f"a save takes about {needed:.0f} s and only {left:.0f} s are left"
-            newest = self.saver.committed
+            newest = self.ranks.broadcast_object("newest", self.saver.committed)
             lost = plural(step - newest, "step")
             problem = f"{why} (checkpoint.grace_seconds); {lost} lost (checkpoint.every)"
             text = f"stopped by {reason} at step {step}: {problem}"
