@@ -59,10 +59,10 @@ class Site(BaseModel):
     environment: dict[str, str] = {}
     """Variables to export. No secrets: the script is a file."""
     launcher: str = Field("", pattern=f"^(({'|'.join(LAUNCHERS)})( .*)?)?$")
-    """What starts the ranks: `srun` (SLURM's default), `mpiexec` (others') or `torchrun`, with more
-    options if needed: `srun --container-image=/images/windlass.sqsh`."""
+    """What starts the ranks: `srun` (SLURM's default), `mpiexec` (others') or `torchrun`; more
+    options of it may follow."""
     program: str = ""
-    """The command `windlass` of the ranks, as `apptainer exec --nv /images/windlass.sif windlass`;
+    """The ranks' command in place of `windlass`, as `apptainer exec /images/windlass.sif windlass`;
     empty: the Python that submits."""
     cells_at_once: int = Field(0, ge=0)
     """Most cells of a study that run at the same time; 0: no limit."""
