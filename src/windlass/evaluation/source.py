@@ -22,7 +22,7 @@ from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.vocabulary import load_tokenizer, named_tokenizer
 from windlass.errors import UserError, argument
 from windlass.fileio import read_json
-from windlass.model.build import build_model, own_module
+from windlass.model.build import build_model, keeping_modes, own_module
 from windlass.model.gpt import initialise
 from windlass.model.hf_files import ADAPTER, adapter_settings, fill_from_adapter
 from windlass.model.share import is_fsdp
@@ -129,9 +129,10 @@ def find_source(
 
 
 def open_model(source: Source, ranks: Ranks) -> nn.Module:
-    """The model with its weights in evaluation mode, parallelized by the recipe's strategy.
+    """The model with its weights, parallelized by the recipe's strategy.
 
-    Each rank reads only its own part of the weights.
+    Each rank reads only its own part of the weights. The model is in evaluation mode, but a user's
+    module keeps its mode: `evaluating` changes it while it is measured.
     """
     recipe = source.recipe.replace("train.compile=false")  # lengths vary from pass to pass here
     model = source.module and own_module(source.module, recipe.model.context)
@@ -152,7 +153,7 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
             fill_from_adapter(unwrap(wrapped).model, source.adapter)  # type: ignore[arg-type]
     else:
         restore(source.open_checkpoint(), wrapped)
-    return wrapped.eval()
+    return wrapped.eval() if source.module is None else wrapped
 
 
 @contextmanager
@@ -164,17 +165,15 @@ def evaluating(model: Any) -> Iterator[None]:
     Without a backward pass FSDP2 leaves the root's parameters gathered, and an optimizer made then
     would train the wrong ones.
     """
-    modules = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-        for module in modules:
-            module.training = True
-        for module in model.modules():
-            if is_fsdp(module):
-                module.reshard()
+    with keeping_modes(model):
+        model.eval()
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+            for module in model.modules():
+                if is_fsdp(module):
+                    module.reshard()
 
 
 @contextmanager

@@ -87,7 +87,11 @@ class Suites:
         elif suite == HELLASWAG_SUITE:
             items, endings = self._endings
         started = time.perf_counter()  # without reading the items
-        with nullcontext() if fixed else varying_shapes():
+        devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
+        seeded = torch.random.fork_rng(devices=devices)
+        with seeded, nullcontext() if fixed else varying_shapes():
+            # A module may draw random numbers in evaluation mode, too.
+            torch.manual_seed(self.recipe.run.seed)
             if suite in self.own:
                 scores = self.own[suite](model)
             elif suite.startswith(HARNESS):
