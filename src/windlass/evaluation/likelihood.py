@@ -91,8 +91,7 @@ def evaluate_loss(
                 here = rows.to(ranks.device)
                 sources = {"by_source": SourceSums(here.sources, by_source)} if names else {}
                 with casting_once(autocast):
-                    given = {**sources, **documents_of(here, model)}
-                    total += scalar(model(here.tokens, here.labels, **given))
+                    total += scalar(model(*here[:2], **sources, **documents_of(here, model)))
                 if poll is not None and max_async([poll()], ranks).wait()[0]:
                     return None
                 if progress is not None:

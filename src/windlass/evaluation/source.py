@@ -156,6 +156,29 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
     return wrapped.eval() if source.module is None else wrapped
 
 
+def load_model(
+    run: str | Path | Run,
+    *,
+    model: nn.Module | None = None,
+    device: str = "",
+    weights: str = "raw",
+) -> nn.Module:
+    """A saved model in evaluation mode: `load_model(run)(tokens)` returns logits [B, T, V].
+
+    Args:
+        run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of
+            `transformers`, `hf:NAME`.
+        model: An instance of your own class, for a run that trains it; the weights are loaded into
+            it.
+        device: `cpu` or `cuda`; default: cuda if available.
+        weights: `raw`, or `average` for the averaged weights (`train.average`).
+
+    Raises:
+        UserError: The model does not exist, is damaged, or needs `model`.
+    """
+    return open_model(find_source(run, (), model, weights), alone(device or None)).eval()
+
+
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """Dropout off inside; afterwards modes are restored and parameters sharded again.

@@ -194,6 +194,7 @@ def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Mo
         *["parallel.activation_checkpointing"] * checkpointing,
         *["train.compile"] * (recipe.train.compile is True),
         *['train.precision = "float8"'] * (recipe.train.precision == "float8"),
+        *['optim.kind = "muon"'] * (recipe.optim.kind == "muon"),
     ]
     if needs:
         problem = f"{' and '.join(needs)}: {type(model).__name__} does not say which parts repeat"

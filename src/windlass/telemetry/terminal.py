@@ -101,9 +101,9 @@ def rich_console(stream: IO[str]) -> Console:
 
     width, height = size(stream)
     file: Any = stream if stream.isatty() else SafeStream(stream, trims=True)
-    return Console(
-        file=file, width=width, height=height, highlight=False, markup=False, emoji=False
-    )
+    plain: Any = {"highlight": False, "markup": False, "emoji": False}
+    # In a notebook `rich` would show each text as an output of its own, not write it to the stream.
+    return Console(file=file, width=width, height=height, force_jupyter=False, **plain)
 
 
 def pairs(

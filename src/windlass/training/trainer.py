@@ -130,8 +130,7 @@ class Trainer:
         self.losses = setup.open_losses(plan, data, self.horizon, self.state, ranks, self.model)
 
         # All parts work that a user's input can break, so the run begins.
-        begin = partial(setup.begin_run, plan, data, place.choice)
-        decide_on_rank_0(ranks, "write", begin)
+        decide_on_rank_0(ranks, "write", lambda: setup.begin_run(plan, data, place.choice))
         self.saver = setup.open_saver(plan, ranks, self.horizon, place.name, custom)
         facts, origin = self.facts, setup.describe_origin(self.model, self.facts, ranks)
         self.recorder = recorder = Recorder(
