@@ -284,10 +284,10 @@ def measure(
 ) -> Evaluation:
     """Every suite of the source's recipe in turn; all ranks call it together."""
     recipe, suites = source.recipe, source.recipe.eval.suites
+    model = open_model(source, ranks)
     if LOSS_SUITE in suites and source.tokenizer is None and given is None:
         problem = f"{source.name} was trained on data of your own"
         raise UserError(f"{problem}: measure it from Python, as evaluate(run, data=...)")
-    model = open_model(source, ranks)
     data = given or (open_data(recipe, ranks) if LOSS_SUITE in suites else None)
     if data is not None:
         if given is None and data.tokenizer.fingerprint != source.tokenizer.fingerprint:
