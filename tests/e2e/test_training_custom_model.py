@@ -250,8 +250,7 @@ BUFFERS_RANK = """
 import sys, torch
 import torch.distributed as dist
 from pathlib import Path
-from windlass import Callback, Recipe, load_model, train
-from windlass.run import Run
+from windlass import Callback, Recipe, train
 names = {{}}
 exec(Path(sys.argv[1]).read_text(), names)
 
@@ -365,6 +364,23 @@ def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):
     train(recipe(tmp_path / "halves"), model(), page["data"], stop_at=3)
     train(recipe(tmp_path / "halves"), model(), page["data"])
     assert curve(tmp_path / "whole") == curve(tmp_path / "halves")
+
+
+def test_a_module_that_draws_its_own_noise_resumes_and_is_measured_exactly(tmp_path, page):
+    class Noisy(page["MyModel"]):
+        def forward(self, tokens, labels):
+            return super().forward(tokens, labels) * (1 + 0.1 * torch.rand(()))
+
+    def numbers(name, *stops):
+        for stop in (*stops, 0):
+            torch.manual_seed(0)
+            model = Noisy()
+            torch.manual_seed(stop)
+            run = train(recipe(tmp_path / name), model, page["data"], stop_at=stop)
+        measured = evaluate(run, model=model, data=page["data"]).results["loss"]["loss"]
+        return curve(run), [line["loss"] for line in run.lines("eval")], measured
+
+    assert numbers("whole") == numbers("halves", 3)
 
 
 def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
@@ -488,22 +504,43 @@ def test_a_run_of_ones_own_model_is_opened_with_it(tmp_path, page):
     assert "MyModel" in (tmp_path / "weights" / "README.md").read_text()
 
 
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, length: int, first: int = 0):
+        self.length, self.first = length, first
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.arange(self.first + index, self.first + index + self.length) % 20
+
+
 def test_a_dataset_of_torch_is_data(tmp_path):
-    class Rows(torch.utils.data.Dataset):
-        def __init__(self, length):
-            self.length = length
-
-        def __len__(self):
-            return 40
-
-        def __getitem__(self, index):
-            return torch.arange(index, index + self.length) % 20
-
     small = recipe(tmp_path / "run", *PAGE_MODEL)
     run = train(small, data=Rows(small.model.context + 1))
     assert run.state == "finished"
     with refused("data", "model.context"):
         train(small, data=Rows(3), fresh=True)
+
+
+def test_a_pair_of_datasets_has_validation_and_a_module_of_ones_own_needs_no_vocabulary(
+    tmp_path, page
+):
+    small, model, sets = recipe(tmp_path / "run"), page["MyModel"](), (Rows(17), Rows(17, 7))
+    assert small.model.vocab > 50, "the recipe's own model is another"
+    run = train(small, model, sets)
+    losses = [line["loss"] for line in run.lines("eval")]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    for data in (sets, sets[1]):
+        measured = evaluate(run, model=model, data=data).results["loss"]
+        assert measured["loss"] == pytest.approx(losses[-1], rel=1e-6)
+    assert evaluate(run, model=model, data=Rows(17, 9)).results["loss"]["tokens"] == 40 * 16
+    with refused("data of your own", "data="):
+        evaluate(run, model=model)
+    with refused("the data is not what"):  # other validation data
+        train(small, model, (Rows(17), Rows(17, 8)), extend_to=9)
+    with refused("data", "pair", "(training, validation)"):
+        train(recipe(tmp_path / "other"), model, (*sets, sets[0]))
 
 
 def test_train_starts_local_ranks(tmp_path):
