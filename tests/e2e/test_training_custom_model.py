@@ -184,6 +184,19 @@ def test_a_module_without_trained_parameters_is_one_message(tmp_path, page):
 
 
 STRATEGIES = ("ddp", "shard_optim", "full_shard", "shard_grad_op", "hybrid_shard")
+
+
+def dropping(base):
+    """A module with dropout that no module and no name betrays."""
+
+    class Dropping(base):
+        def forward(self, tokens, labels):
+            kept = torch.nn.functional.dropout(self.head.bias, 0.5, self.training)
+            return super().forward(tokens, labels) + kept.sum()
+
+    return Dropping()
+
+
 RANK = """
 import sys, torch
 from pathlib import Path
@@ -195,24 +208,25 @@ for strategy in {strategies}:
     settings = ["train.steps=3", "train.global_batch=8", "train.micro_batch=2", "model.context=16", "telemetry.every=1", "eval.batches=1"]
     more = [f"run.dir={{sys.argv[2]}}/{{strategy}}", f"parallel.strategy={{strategy}}", "train.precision=fp64"]
     recipe = Recipe.load("quickstart", [*settings, *more])
-    train(recipe, names["MyModel"](), names["data"], stop_at=2)
-    train(recipe, names["MyModel"](), names["data"])
+    train(recipe, names["dropping"](names["MyModel"]), names["data"], stop_at=2)
+    train(recipe, names["dropping"](names["MyModel"]), names["data"])
 """
 
 
 @pytest.mark.dist
 def test_the_pages_model_trains_under_every_strategy_on_two_ranks(tmp_path, page_code, page):
-    (tmp_path / "example.py").write_text(page_code)
+    """Also with random numbers: a step has the same ones on any number of ranks."""
+    (tmp_path / "example.py").write_text(f"import torch\n{page_code}\n{getsource(dropping)}")
     (tmp_path / "rank.py").write_text(RANK.format(strategies=STRATEGIES))
     files = [str(tmp_path / name) for name in ("rank.py", "example.py", "")]
     assert launch([sys.executable, *files], 2) == 0
     torch.manual_seed(0)
     small = "train.steps=3 train.micro_batch=2 train.precision=fp64 eval.batches=1".split()
-    alone = train(recipe(tmp_path / "alone", *small), page["MyModel"](), page["data"])
+    alone = train(recipe(tmp_path / "alone", *small), dropping(page["MyModel"]), page["data"])
     for strategy in STRATEGIES:
         run = Run(tmp_path / strategy)
         assert run.state == "finished", strategy
-        assert run.environment["own_model"] == "MyModel", strategy
+        assert run.environment["own_model"] == "Dropping", strategy
         for line, expected in zip(run.lines("train"), alone.lines("train"), strict=True):
             for number in ("loss", "grad_norm"):
                 assert line[number] == pytest.approx(expected[number], rel=1e-9), (strategy, number)
