@@ -152,6 +152,10 @@ class Study:
             raise UserError(f"{path} is not a study: it has no study.json")
         document, recipe = read_json(path / "study.json"), Recipe.load(path / "recipe.toml")
         stored, options = document.get("cells", []), document.get("scaling")
+        for run in (Path(cell["run"]) for cell in stored):
+            if run.is_absolute() or ".." in run.parts:
+                problem = f"{path}/study.json names {run}, outside of the study"
+                raise UserError(f"{problem}: restore it, or give another {argument('path', 'DIR')}")
         cells = [Cell.of(recipe, cell["assignment"], cell["run"]) for cell in stored]
         if not cells or [cell.key for cell in cells] != [cell.get("key") for cell in stored]:
             raise UserError(
