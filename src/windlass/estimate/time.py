@@ -33,7 +33,7 @@ class Speed:
     # Measured seconds of an evaluation, a checkpoint and a sample.
     costs: dict[str, float] = field(default_factory=dict)
     device: str = ""  # as the ledger names it
-    # Predicted: 8 of 10 published runs on the device were between these factors of the prediction.
+    # Predicted: published runs on the device were between these factors of a fit without them.
     range: tuple[float, float] | None = None
 
 
