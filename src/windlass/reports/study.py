@@ -20,7 +20,7 @@ from windlass.reports.charts import BEST, FEW, Axis, Chart, Series, pattern
 from windlass.reports.table import Column, Table
 from windlass.reports.tables import measure_column
 from windlass.reports.text import numeric, show
-from windlass.reports.view import RunView
+from windlass.reports.view import ROWS, RunView
 from windlass.study.grid import SEED, label_of, short_names
 from windlass.study.results import BITS, SeedGroup, Winners, find_winners, seed_groups
 from windlass.study.study import Study
@@ -50,7 +50,8 @@ class StudyView:
         self.unit = "nats per token" if study.measure == LOSS else ""
         self.results = study.results()
         begun = [result for result in self.results if result.begun]
-        self.views = [RunView(r.run, label_of(r.cell.assignment)) for r in begun]
+        rows = ROWS // max(1, len(begun))
+        self.views = [RunView(r.run, label_of(r.cell.assignment), rows) for r in begun]
         self.groups = seed_groups(self.results)  # the cells without the seed
         self.found = Winners([], "")
         if study.scaling is None:
