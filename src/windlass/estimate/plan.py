@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.errors import UserError, argument, plural
+from windlass.errors import UserError, argument
 from windlass.estimate.devices import Device
 from windlass.estimate.layouts import MemoryRow, memory_rows, recommend
 from windlass.estimate.milestones import (
@@ -207,7 +207,7 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
     if narrow < NARROWEST or subject.precision not in ("bf16", "fp16"):
         beyond = f"published runs have bf16 and a width of {NARROWEST} or more"
         return replace(speed, detail=f"{detail}; {beyond}, so its error is unknown"), ""
-    rows, projects, low, high = constants().ranges[device.family]
+    rows, _, low, high = constants().ranges[device.family]
     slow, fast = 1 / (1 + high), 1 / (1 + low)
     if rows == 1:
         detail += (
@@ -215,10 +215,8 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
         )
         return replace(speed, detail=detail), ""
     which = "8 of 10" if rows >= MANY else "all"
-    weighed = f"{rows} published runs on {device.family} ({plural(projects, 'project')}"
-    weighed += ", weighed equally)" if projects > 1 else ")"
-    detail += f"; {which} of {weighed} reached {slow:.2f} to {fast:.2f} times a prediction "
-    detail += "fitted without their project"
+    detail += f"; {which} of {rows} published runs on {device.family} reached {slow:.2f} to "
+    detail += f"{fast:.2f} times a prediction fitted without their project"
     return replace(speed, detail=detail, range=(slow, fast)), ""
 
 
