@@ -39,6 +39,7 @@ HELD_OUT = tuple(
     f"data.{name}"
     for name in ("source", "split", "max_documents", "max_tokens", "val_fraction", "val_shards")
 )
+UNSTEADY = 0.25  # 8 of 10 steps on a busy machine differ by more than this part of the median
 RECENT = 10  # logged steps from which the time left is computed
 DONE_STATES = ("finished", "pruned", "diverged")
 OPEN_STATES = ("waiting", "interrupted")
@@ -151,6 +152,18 @@ def step_medians(lines: Sequence[Line]) -> dict[str, float]:
         rates = [(x.get(f"{name}_per_s", x["tokens_per_s"]), x["step_ms"]) for x in lines]
         columns[f"{name}_per_step"] = [rate * ms / 1e3 for rate, ms in rates]
     return {name: statistics.median(column) for name, column in columns.items() if column}
+
+
+def unsteady(results: Sequence[CellResult], warmup: int) -> str:
+    """A remark if something else used the machine of a cell without repeats; else empty."""
+    if len(results) > 1:
+        return ""
+    times = [line["step_ms"] for line in windows(results[0].run.ledger(), warmup)]
+    tenths = statistics.quantiles(times, n=10, method="inclusive") if times[1:] else times * 9
+    if tenths[-1] - tenths[0] < UNSTEADY * tenths[4]:
+        return ""
+    took = f"its steps took {tenths[0]:.3g} to {tenths[-1]:.3g} ms"
+    return f"it ran once and {took}: the machine was busy, so use `--repeats 3`"
 
 
 def run_numbers(run: Run, warmup: int) -> dict[str, float]:
@@ -341,7 +354,9 @@ class SeedGroup:
     @property
     def best(self) -> CellResult | None:
         """The finished cell with the best score."""
-        scored = [(r.score if r.lower else -r.score, r) for r in self.results if r.score is not None]
+        scored = [
+            (r.score if r.lower else -r.score, r) for r in self.results if r.score is not None
+        ]
         finished = [pair for pair in scored if pair[1].state == "finished"]
         return min(finished, key=lambda pair: pair[0])[1] if finished else None
 

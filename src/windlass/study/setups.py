@@ -31,12 +31,11 @@ from windlass.study.grid import (
     Scaling,
     short_names,
 )
-from windlass.study.results import CellResult, run_numbers, step_medians, windows
+from windlass.study.results import CellResult, run_numbers, step_medians, unsteady, windows
 from windlass.study.study import Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 
 LOW_EFFICIENCY, HIGH_EFFICIENCY = 0.7, 1.05  # one outside of them gets a remark
-UNSTEADY = 0.25  # 8 of 10 steps of a setup that ran once differ by more than this part
 COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
 """Numbers that compare a setup with the baseline."""
 STATES = ("failed", "diverged", "pruned", "interrupted", "running", "waiting", "finished")
@@ -104,8 +103,8 @@ def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> li
         if setup.measured:
             _divide(setup, _probe(study, setup, scaling.warmup))
             _predict(setup, machines)
-            remarks = [shared_cores(setup), unsteady(setup, scaling.warmup)]
-            setup.remarks.extend(filter(None, remarks))
+            busy = unsteady(setup.results, scaling.warmup)
+            setup.remarks.extend(filter(None, [shared_cores(setup), busy]))
     if scaling.mode in AT_ONE_WORLD:
         _recommend(table)
     else:
@@ -274,18 +273,6 @@ def shared_cores(setup: Setup) -> str:
     return ""
 
 
-def unsteady(setup: Setup, warmup: int) -> str:
-    """A remark if a setup ran once while something else used the machine; else empty."""
-    if len(setup.results) > 1:
-        return ""
-    times = [line["step_ms"] for line in windows(setup.finished[0].run.ledger(), warmup)]
-    tenths = statistics.quantiles(times, n=10, method="inclusive") if times[1:] else times * 9
-    if tenths[-1] - tenths[0] < UNSTEADY * tenths[4]:
-        return ""
-    took = f"its steps took {tenths[0]:.3g} to {tenths[-1]:.3g} ms"
-    return f"it ran once and {took}: the machine was busy, so use `--repeats 3`"
-
-
 def baseline(table: Sequence[Setup]) -> Setup:
     """The setup with the fewest ranks, measured or not; the others are compared with it.
 
@@ -309,9 +296,7 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
             continue
         values, first, p = setup.values, base.values, setup.world / base.world
         faster = values["samples_per_s"] / first["samples_per_s"]
-        efficiency = faster / p
-        if scaling.mode == "weak":
-            efficiency = first["step_ms"] / values["step_ms"]
+        efficiency = first["step_ms"] / values["step_ms"] if scaling.mode == "weak" else faster / p
         if scaling.grow == "model":  # embedding and head do not grow
             efficiency *= values["flops_per_device"] / first["flops_per_device"]
         values |= {"speedup": efficiency * p, "samples_factor": faster}
@@ -322,13 +307,11 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
         if scaling.mode in AT_ONE_WORLD:
             continue
         values["efficiency"] = efficiency
+        percent = f"{100 * efficiency:.0f} %"
         if efficiency < LOW_EFFICIENCY:
-            percent = f"low efficiency, {100 * efficiency:.0f} %"
-            setup.remarks.append(f"{percent}: {_largest_excess(setup, base)}")
+            setup.remarks.append(f"low efficiency, {percent}: {_largest_excess(setup, base)}")
         elif efficiency > HIGH_EFFICIENCY:
-            percent = f"high efficiency, {100 * efficiency:.0f} %"
-            why = f"{base.name} was slowed down, or a smaller part fits into a faster memory"
-            setup.remarks.append(f"{percent}: {why}")
+            setup.remarks.append(f"high efficiency, {percent}: {base.name} may have been slowed")
 
 
 def _largest_excess(setup: Setup, base: Setup) -> str:
@@ -481,8 +464,7 @@ def _project(study: Study, base: Setup, first: Setup, world: int) -> Projection:
     if first.measured and scaling.mode == "weak":
         efficiency = first.values["step_ms"] / step_ms
         if scaling.grow == "model":
-            growth = work.flops_per_token / first.work.flops_per_token
-            efficiency *= growth * first.world / world
+            efficiency *= work.flops_per_token / first.work.flops_per_token * first.world / world
     elif first.measured:
         efficiency = speed / first.values["samples_per_s"] * first.world / world
     return Projection(world, compute_ms, communication_ms, step_ms, speed, efficiency)
