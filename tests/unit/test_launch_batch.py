@@ -115,6 +115,20 @@ def test_the_launcher_of_the_site_and_the_limit_of_an_array(tmp_path):
     assert "-N a_run" in header(render(spaced, site, "pbs"))
 
 
+def test_a_name_that_is_not_plain_is_quoted_or_rejected(tmp_path):
+    """SLURM replaces `%j` in the path of a log, and PBS splits a path at its colon."""
+    odd = Job('a "5%j" #1', ["train"], tmp_path, tmp_path / 'a "5%j" #1')
+    lines = header(render(odd, Site(), "slurm"))
+    assert f'--output="{tmp_path}/a \\"5%%j\\" #1/%x_%j.out"' in lines
+    assert "--job-name=a__5_j___1" in lines
+    script = render(odd, Site(), "pbs")
+    assert f'-o "{tmp_path}/a \\"5%j\\" #1/"' in header(script)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    for scheduler, name in (("slurm", "a\nb"), ("slurm", "a\\b"), ("pbs", "a\nb"), ("pbs", "a:b")):
+        with refused(repr(str(tmp_path / name)), "rename"):
+            render(Job("x", ["train"], tmp_path, tmp_path / name), Site(), scheduler)
+
+
 def test_cores_and_memory_that_a_site_leaves_open(tmp_path):
     """Four cores for a rank with a GPU, one without; and a site's own way of asking for memory
     replaces ours.
@@ -258,7 +272,8 @@ def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
     assert words[0] == "-a" and words[2:] == ["-v", "WINDLASS_TASK=3"]
     assert 0 < datetime.strptime(words[1], "%Y%m%d%H%M.%S").timestamp() - time.time() < 120
     assert not [line for line in script if line.startswith("#PBS -J")]
-    assert read_json(tmp_path / "logs" / "job-3.json") == {"scheduler": "pbs", "job": "8.server"}
+    followed = {"scheduler": "pbs", "job": "8.server", "array": [3]}
+    assert read_json(tmp_path / "logs" / "job-3.json") == followed
     assert not (tmp_path / "logs" / "job.json").exists()
     assert (tmp_path / "logs" / "run_7[3].out").exists()
 
@@ -291,7 +306,7 @@ def test_a_lost_host_starts_the_job_again_so_often(run_script, tmp_path, operato
         counts = text.count("rerun 7.server"), text.count("afterany:7.server")
         assert counts == ((times, 0) if operator else (0, times))
         # --watch and --cancel find the job that follows
-        followed = {} if operator else {"scheduler": "pbs", "job": "8.server"}
+        followed = {} if operator else {"scheduler": "pbs", "job": "8.server", "array": []}
         assert read_json(tmp_path / "logs" / "job.json") == followed
     # after the job had ended, the count begins anew
     assert run_script("exit 69", **lost).wait(20) == 69
@@ -722,18 +737,45 @@ def test_cancel_of_an_array_on_pbs_and_of_the_jobs_that_follow(tmp_path, monkeyp
     ]
 
 
-@pytest.mark.parametrize("state", ["begun", "over"])
-def test_a_second_submission_does_not_lose_the_first_job(tmp_path, monkeypatch, state):
+BEGUN = r"""#!/bin/bash
+head='Job id            Name             User              Time Use S Queue
+----------------  ---------------- ----------------  -------- - -----'
+case "$*" in
+  "8[].server") printf '%s\n' "$head" '8[].server        study            me                       0 B gpu';;
+  "-t 8[].server") printf '%s\n' "$head" '8[].server        study            me                       0 B gpu' \
+    '8[0].server       study            me                00:10:00 X gpu' \
+    '8[1].server       study            me                00:10:00 R gpu' \
+    '8[2].server       study            me                       0 Q gpu';;
+  9.server) printf '%s\n' "$head" '9.server          study            me                00:01:00 H gpu';;
+  *) echo "qstat: $1 Job has finished, use -x or -H to obtain historical job information" >&2; exit 35;;
+esac
+"""
+
+
+def test_a_second_submission_leaves_the_cells_of_jobs_alone(tmp_path, monkeypatch):
+    """Of an array that has begun, task 0 continues in job 9, 1 runs, 2 waits, 3 and 4 are over."""
     monkeypatch.chdir(tmp_path)
-    first = QSTAT if state == "begun" else "echo Unknown Job Id >&2; exit 153"
     qsub = QSUB.replace("QUEUED", f"{tmp_path}/queued")
-    programs(tmp_path / "tools", monkeypatch, qstat=first, qsub=qsub)
-    study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
-    (study.path / "job.json").write_text('{"scheduler": "pbs", "job": "7[].server"}')
-    [submitted] = submit_study(study, scheduler="pbs", site=Site(gpus_per_node=1))
-    assert submitted.job == "8[].server" == read_json(study.path / "job.json")["job"]
-    others = [read_json(path)["job"] for path in study.path.glob("job-*.json")]
-    assert others == (["7[].server"] if state == "begun" else [])
+    programs(tmp_path / "tools", monkeypatch, qstat=BEGUN, qsub=qsub)
+    recipe, path, messages = Recipe.load("quickstart"), tmp_path / "study", list[str]()
+    how = {"scheduler": "pbs", "site": Site(gpus_per_node=1), "notify": messages.append}
+    submit_study(Study.create(recipe, ["run.seed=1,2,3,4,5"], path), **how)
+    [script] = path.rglob("submit.sh")
+    first, marks = script.read_text(), [script.with_name(f".open-{task}") for task in (0, 1)]
+    [mark.write_text("0") for mark in marks]
+    followed = {"scheduler": "pbs", "job": "9.server", "array": [0]}
+    script.with_name("job-0.json").write_text(json.dumps(followed))
+    study = Study.create(recipe, ["run.seed=6,7"], path)
+    study.set_status(study.cells[3], "failed", "bad input")
+    [second] = submit_study(study, **how)
+    assert "-J 4-6" in header(second.script) and " exit 0;; esac" not in second.script
+    assert script.read_text() == first and all(mark.exists() for mark in marks)
+    assert "cell 0 is in job 9.server (held)" in messages[1] and "cell 3 failed" in messages[2]
+    assert "cell 1, 2 is in job 8[].server (begun)" in messages[0]
+    assert queued(path) == ("8[].server", "begun")
+    with refused("no qstat", "login node"):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        cancel(path)
 
 
 @pytest.mark.parametrize(

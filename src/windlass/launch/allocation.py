@@ -226,12 +226,15 @@ def launch_in_job(
             signal.signal(number, lambda *_: child.send_signal(signal.SIGUSR1))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child as well
         code = wait_for_ranks(child, reports)
+        # A launcher ends by itself once every host has told it how the ranks there ended.
+        waited_in_vain = code < 0
         code = outcome(code if code >= 0 else 128 - code, reports)
         alive = {path.name.partition("-")[2] for path in reports.glob("host-*")}
         lost = [host for host in allocation.hosts if not alive & {host, host.partition(".")[0]}]
         if code == LOST and lost:
             show(f"windlass: lost {', '.join(lost)}: no rank there has reported its end")
-            if path := os.environ.get(LOST_HOSTS):
+            # After a kill of a rank, for example for its memory, the host is well.
+            if waited_in_vain and (path := os.environ.get(LOST_HOSTS)):
                 Path(path).write_text(",".join(lost))
         return code
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import shlex
 
+from windlass.errors import UserError
 from windlass.launch.job import INDEX, Job, Site, seconds_of
 from windlass.launch.schedulers import SCHEDULERS
 
@@ -39,7 +40,8 @@ child=$!
 again() {{
   {again}
   [ "$new" ] || return
-  printf '{{"scheduler": "%s", "job": "%s"}}' {scheduler} "${{new%%;*}}" >{submitted}
+  printf '{{"scheduler": "%s", "job": "%s", "array": [%s]}}' {scheduler} "${{new%%;*}}" "$task" \\
+    >{submitted}
 }}
 limit= ended= timer=
 trap 'limit=1; kill -TERM $child' USR1  # the time limit is near
@@ -98,8 +100,14 @@ fi
 
 
 def render(job: Job, site: Site, scheduler: str) -> str:
-    """The batch script of a job, for a scheduler of `SCHEDULERS`."""
+    """The batch script of a job, for a scheduler of `SCHEDULERS`.
+
+    Raises UserError if the path of its logs cannot be written as an option.
+    """
     chosen = SCHEDULERS[scheduler]
+    if odd := sorted(set(str(job.logs)) & set(chosen.UNWRITABLE)):
+        problem = f"{str(job.logs)!r} has {' and '.join(map(repr, odd))}"
+        raise UserError(f"{problem}, which an option of {chosen.TITLE} cannot have: rename it")
     replaced = {chosen.option(line) for line in site.directives}
     values = chosen.options(job, site).items()
     own = [template.format(value) for template, value in values if value]
@@ -117,7 +125,7 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
     )
     lines = []
     if not chosen.WRITES_LOG:
-        log = shlex.quote(str(job.logs / job.name))
+        log = shlex.quote(str(job.logs / job.short_name()))
         lines.append(f'exec >>{log}_"{chosen.JOB_SHELL}.out" 2>&1')
     lines.append(f"task={chosen.task(job.array)}")
     if not job.array:

@@ -110,7 +110,7 @@ class Job:
         return self.logs / SCRIPT
 
     def short_name(self) -> str:
-        """The name without the characters that PBS and LSF reject."""
+        """The name without the characters that schedulers reject or replace."""
         return re.sub(r"[^\w.+-]", "_", self.name)
 
 

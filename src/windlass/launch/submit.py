@@ -71,6 +71,16 @@ class Submitted(NamedTuple):
     job: str  # its id; empty without submission
 
 
+class Queued(NamedTuple):
+    """A submitted job."""
+
+    directory: Path  # of its script and logs
+    scheduler: Scheduler
+    job: str
+    state: str  # in words; empty: the job is over
+    array: list[int]  # the numbers of its tasks
+
+
 def site_file() -> Path:
     config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(config, "windlass", "site.toml")
@@ -268,11 +278,6 @@ def submit(
         job.logs.mkdir(parents=True, exist_ok=True)
         for mark in (*job.logs.glob(".open-*"), job.logs / EXIT_CODE):  # of an earlier job
             mark.unlink(missing_ok=True)
-        for path, _, last, state in _jobs(job.logs):
-            if not state:
-                path.unlink()
-            elif path.name == SUBMITTED:
-                path.rename(path.with_name(FOLLOWING.replace("*", last)))
         if recipe:
             write_atomic(job.logs / SNAPSHOT, recipe.toml())
         job.script.write_text(script, encoding="utf-8")
@@ -289,34 +294,48 @@ def submit(
             f"cpus_per_rank and memory_per_rank (0: none) in {site_file()} or --site FILE"
         )
     job_id = one.submitted(done.stdout)
-    write_atomic(job.logs / SUBMITTED, json.dumps({"scheduler": scheduler, "job": job_id}) + "\n")
+    record = {"scheduler": scheduler, "job": job_id, "array": list(job.array)}
+    write_atomic(job.logs / SUBMITTED, json.dumps(record) + "\n")
     return Submitted(job.logs, script, job_id)
 
 
 def queued(directory: Path) -> tuple[str, str]:
     """The id of a directory's job, and its state in words (empty: over); both empty without a job.
 
-    An array has several jobs if tasks continue in their own jobs; the first one not over counts.
+    Among several jobs the first one that is not over counts.
     """
-    jobs = [(job, state) for _, _, job, state in _jobs(directory)]
+    jobs = [(one.job, one.state) for one in _jobs(directory)]
     return next((job for job in jobs if job[1]), jobs[0] if jobs else ("", ""))
 
 
-def _jobs(directory: Path) -> list[tuple[Path, Scheduler, str, str]]:
-    """The jobs of a directory, the last one first: file that names it, scheduler, id and state."""
-    paths = (directory / SUBMITTED, *sorted(directory.glob(FOLLOWING)))
+def queued_tasks(directory: Path) -> dict[int, Queued]:
+    """The tasks of a study's jobs that wait or run: the job of each by the number of its cell."""
+    tasks = dict[int, Queued]()
+    for one in _jobs(directory):
+        if one.state:
+            states = one.scheduler.tasks(one.job, one.state, lambda words: _run(words).stdout)
+            own = {one.scheduler.task_number(task): state for task, state in states.items()}
+            # without states of single tasks, none has begun or the scheduler does not answer
+            held = one.array if own.keys() <= {None} else [n for n in one.array if own.get(n)]
+            tasks |= dict.fromkeys(held, one)
+    return tasks
+
+
+def _jobs(directory: Path) -> list[Queued]:
+    """The jobs of a run or study, the last one first; each array of a study has a directory."""
+    arrays = sorted(directory.glob("jobs/*"), key=lambda one: (len(one.name), one.name))
     jobs = []
-    for path in paths:
-        if (submitted := read_json(path)).get("job"):
-            scheduler, job = SCHEDULERS[submitted["scheduler"]], str(submitted["job"])
-            jobs.append((path, scheduler, job, _state(scheduler, job)))
+    for folder in (directory, *reversed(arrays)):
+        for path in (folder / SUBMITTED, *sorted(folder.glob(FOLLOWING))):
+            if (known := read_json(path)).get("job"):
+                scheduler, job = SCHEDULERS[known["scheduler"]], str(known["job"])
+                state = _state(scheduler, job)
+                jobs.append(Queued(folder, scheduler, job, state, known.get("array", [])))
     return jobs
 
 
 def _state(scheduler: Scheduler, job: str) -> str:
     """The state of a job in words; empty if it is over."""
-    if shutil.which(scheduler.SUBMIT) is None:
-        return ""
     query = scheduler.query(job)
     done = _run(query)
     if done.returncode and not OVER.search(done.stderr):  # a scheduler that is busy
@@ -325,7 +344,11 @@ def _state(scheduler: Scheduler, job: str) -> str:
 
 
 def _run(command: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    """Run a program of the scheduler; UserError if this machine does not have it."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    except FileNotFoundError:
+        raise UserError(f"this machine has no {command[0]}: use a login node") from None
 
 
 def cancel(directory: Path) -> str:
@@ -337,37 +360,40 @@ def cancel(directory: Path) -> str:
     if not jobs:
         problem = f"{directory} has no {SUBMITTED}"
         raise UserError(f"{problem}: it was not submitted with `windlass submit`")
-    alive = [(scheduler, job, state) for _, scheduler, job, state in jobs if state]
+    alive = [one for one in jobs if one.state]
     if not alive:
-        raise UserError(f"job {jobs[0][2]} of {directory} is over: there is nothing to cancel")
-    if silent := next((state for *_, state in alive if state.startswith("unknown")), ""):
+        raise UserError(f"job {jobs[0].job} of {directory} is over: there is nothing to cancel")
+    if silent := next((one.state for one in alive if one.state.startswith("unknown")), ""):
         raise RunFailed(f"the scheduler does not say whether the job runs: {silent}; try again")
     # Schedulers kill a job some seconds after they have asked it to end, too soon for a save. So a
     # waiting job is deleted. The script of a running job gets a signal, lets the ranks save, and
     # does not requeue the job.
-    for scheduler, job, state in alive:
-        for command in scheduler.cancel(job, state, lambda words: _run(words).stdout):
+    for one in alive:
+        for command in one.scheduler.cancel(one.job, one.state, lambda words: _run(words).stdout):
             done = _run(command)
             if done.returncode:
                 raise RunFailed(f"{shlex.join(command)}: {done.stderr.strip()}")
-    return ", ".join(job for _, job, _ in alive)
+    return ", ".join(one.job for one in alive)
 
 
 def watch(directory: Path, show: Callable[[str], None]) -> None:
     """Show state and logs of a directory's job until it is over."""
-    shown, last, since = dict[Path, int](), "", (directory / SCRIPT).stat().st_mtime
+    shown, last, since = dict[Path, int](), "", dict[Path, float]()
     while True:
-        job, state = queued(directory)
-        if state and state != last:
-            show(f"[{job}: {state}]")
-        logs = [*directory.glob("*.out"), *directory.glob("*.OU")]  # .OU: from PBS or LSF itself
-        for log in sorted(log for log in logs if log.stat().st_mtime >= since):
+        jobs = _jobs(directory)
+        alive = [one for one in jobs if one.state]
+        for one in alive or jobs[: not since]:
+            since[one.directory] = (one.directory / SCRIPT).stat().st_mtime
+        if alive and (line := f"[{alive[0].job}: {alive[0].state}]") != last:
+            show(last := line)
+        # .OU: from PBS or LSF itself
+        logs = [log for one in since for end in ("out", "OU") for log in one.glob(f"*.{end}")]
+        for log in sorted(log for log in logs if log.stat().st_mtime >= since[log.parent]):
             with log.open(errors="replace") as file:
                 file.seek(shown.get(log, 0))
                 if text := file.read():
                     show(text.rstrip("\n"))
                 shown[log] = file.tell()
-        if not state:
+        if not alive:
             break
-        last = state
         time.sleep(WATCH_SECONDS)

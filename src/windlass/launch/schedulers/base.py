@@ -51,6 +51,7 @@ class Scheduler(Protocol):
     LAUNCHERS: tuple[str, ...] = ("mpiexec", "torchrun")  # of ranks; the first is the default
 
     MARK: str  # begins a line of options in a script
+    UNWRITABLE: str = "\n\\"  # characters that a path in an option cannot have
     REPEATED: str = ""  # an option that a script may have several times, each for another resource
     WRITES_LOG: bool = False  # writes `<name>_<id>.out`; else the script does
     LISTS: bool = True  # an array may leave tasks out
@@ -93,6 +94,11 @@ class Scheduler(Protocol):
         """The states of a job's tasks by their ids; of the job itself if it is not an array."""
         return {job: state}
 
+    def task_number(self, task: str) -> int | None:
+        """The number of an array's task by its id (`7_3`, `7[3]`); None if it is a whole job."""
+        number = re.search(r"(?:_|\[)(\d+)", task)
+        return int(number[1]) if number else None
+
     def cancel(self, job: str, state: str, ask: Ask) -> list[list[str]]:
         """The commands that end waiting tasks, and then let running ones save."""
         tasks = self.tasks(job, state, ask).items()
@@ -131,5 +137,7 @@ class Scheduler(Protocol):
 
 
 def quoted(value: str) -> str:
-    """A value as the option lines of a script need it: in quotes if it has a space."""
-    return f'"{value}"' if any(character.isspace() for character in value) else value
+    """A value as the option lines of a script need it: in quotes unless every character is plain."""
+    if re.fullmatch(r"[\w./%:+=@-]*", value):
+        return value
+    return '"{}"'.format(value.replace('"', '\\"'))

@@ -68,7 +68,7 @@ class SLURM(Scheduler):
         tasks = ",".join(map(str, job.array))
         output = "%x_%A_%a.out" if tasks else "%x_%j.out"
         return {
-            "--job-name={}": quoted(job.name),
+            "--job-name={}": job.short_name(),
             "--nodes={}": job.nodes,
             "--ntasks-per-node={}": job.ranks_per_node,
             "--cpus-per-task={}": site.cores(job.gpus_per_node),
@@ -81,7 +81,7 @@ class SLURM(Scheduler):
             "--constraint={}": site.constraint,
             "--mail-user={}": site.mail,
             "--mail-type=END,FAIL": site.mail,
-            "--output={}": quoted(f"{job.logs}/{output}"),
+            "--output={}": quoted(f"{str(job.logs).replace('%', '%%')}/{output}"),
             "--open-mode=append": True,
             "--requeue": True,
             "--signal=B:USR1@{}": job.lead,
@@ -116,6 +116,10 @@ class SLURM(Scheduler):
         words = next((task for task in tasks if task[0] == "RUNNING"), tasks[0])
         why = f" ({words[1]})" if words[0] == "PENDING" and words[1] != "None" else ""
         return words[0].lower() + why
+
+    def tasks(self, job: str, state: str, ask: Ask) -> Mapping[str, str]:
+        lines = ask(["squeue", "--noheader", "--array", "-o", "%i %T", "-j", job]).splitlines()
+        return {words[0]: words[1].lower() for line in lines if len(words := line.split()) == 2}
 
     def cancel(self, job: str, state: str, ask: Ask) -> list[list[str]]:
         states = set(ask(["squeue", "--noheader", "-o", "%T", "-j", job]).split())
