@@ -136,6 +136,9 @@ def main(arguments: list[str] | None = None) -> None:
         except SystemExit as end:
             processes.report_code(end.code)
             raise
+        except Exception:
+            processes.report_code(errors.FAILED)
+            raise
 
 
 @contextlib.contextmanager
