@@ -92,6 +92,60 @@ def test_at_its_limit_it_saves_and_requeues_itself(
     assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
 
 
+SLOW = """
+import os, sys, time
+from importlib.machinery import PathFinder
+
+class Slow(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name != "windlass.checkpoint.commit":
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            run = module.Save.run
+
+            def slow(save, *arguments):
+                time.sleep(125 if os.path.exists("SLOW") else 0)
+                return run(save, *arguments)
+
+            module.Save.run = slow
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Slow)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_save_slower_than_the_grace(cluster: Cluster, settings, tmp_path):
+    """A save takes 125 s, and the job leaves 110 s, because its limit is unknown: the job requeues
+    itself and resumes from the newest checkpoint.
+    """
+    run, mark = Run(tmp_path / "run"), tmp_path / "slow"
+    mark.touch()
+    (tmp_path / "sitecustomize.py").write_text(SLOW.replace("SLOW", str(mark)))
+    site = tmp_path / "site.toml"
+    site.write_text(f'[environment]\nPYTHONPATH = "{tmp_path}"\n')
+    words = settings(run.path, **(LONG | {"checkpoint.every": 20, "train.steps": 1000}))
+    job = submitted(cluster, run.path, words, "--site", str(site))
+    wait_for(lambda: list(run.checkpoints_dir.glob("step-*")), 250)
+    kept = int(next(run.checkpoints_dir.glob("step-*")).name[5:])
+    assert cluster.call("scancel", "--batch", "--signal=USR1", job).returncode == 0
+    wait_for(lambda: any(e["event"] == "preempted" for e in run.events), 200)
+    mark.unlink()
+    job_end(cluster, job, run, "COMPLETED 0:0 1")
+    assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [False]
+    resumed = next(e["step"] for e in run.events if e["event"] == "resumed")
+    assert run.state == "finished" and resumed >= kept
+    assert "a signal leaves 110 s" in log_of(run.path)
+
+
 SAVES = "trap 'sleep 5; touch saved$SLURM_ARRAY_TASK_ID; exit 75' TERM; touch up; while :; do sleep 0.05; done"
 
 
@@ -125,6 +179,38 @@ def test_the_log_of_a_run_with_an_odd_name(cluster: Cluster, tmp_path, monkeypat
     cluster.wait(job)
     assert log_of(logs).split() == ["it", "ran", str(tmp_path)]
     assert (logs / ".exit").read_text() == "0\n"
+
+
+@pytest.mark.full
+def test_two_starts_without_a_checkpoint_end_the_chain(cluster: Cluster, tmp_path, monkeypatch):
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    slow = "trap 'exit 75' TERM; touch up; while :; do sleep 0.05; done"
+    number = submit(
+        Job("run", ["bash", "-c", slow], tmp_path, tmp_path / "logs"), Site(), "slurm"
+    ).job
+    for _ in range(2):
+        wait_for((tmp_path / "up").exists, 120)
+        (tmp_path / "up").unlink()
+        assert cluster.call("scancel", "--batch", "--signal=USR1", number).returncode == 0
+    ended = cluster.wait(number)
+    shown = " ".join(ended[name] for name in ("JobState", "ExitCode", "Restarts"))
+    assert shown == "FAILED 1:0 1" and "checkpoint.every" in log_of(tmp_path / "logs")
+
+
+def test_the_last_commands_hold_one_node(cluster: Cluster, tmp_path, monkeypatch):
+    """The other node is idle while a tracker is synchronised."""
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    ends = f"touch {tmp_path}/begun; while [ ! -e {tmp_path}/end ]; do sleep 0.1; done"
+    job = Job("run", ["true"], tmp_path, tmp_path / "logs", 2, 1, after=[["bash", "-c", ends]])
+    number = submit(job, Site(), "slurm").job
+    wait_for((tmp_path / "begun").exists, 60)
+    nodes = cluster.call("squeue", "--noheader", "-o", "%D %N", "-j", number).stdout.split()
+    (tmp_path / "end").touch()
+    ended = cluster.wait(number)
+    assert nodes == ["1", NODES[0]] and ended["JobState"] == "COMPLETED", log_of(job.logs)
+    assert not list(tmp_path.glob("slurm_job*"))
 
 
 @pytest.mark.full

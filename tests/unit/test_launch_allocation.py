@@ -146,10 +146,15 @@ def test_how_the_ranks_ended(tmp_path):
         assert outcome(1, tmp_path) == code
 
 
-def test_a_launcher_that_waits_for_a_lost_host_is_ended(tmp_path):
-    (tmp_path / "failure-0.json").touch()
-    child = subprocess.Popen(["sleep", "60"])
-    assert wait_for_ranks(child, tmp_path, seconds=0.1) == -9
+@pytest.mark.parametrize(
+    ("report", "code", "ended"),
+    [("failure-0.json", "", True), ("code-n1-7", "1", True), ("code-n1-7", "75", False)],
+)
+def test_a_launcher_that_waits_for_ranks_after_a_failure_is_ended(tmp_path, report, code, ended):
+    """Ranks that have stopped or finished are no failure, however long the others work."""
+    (tmp_path / report).write_text(code)
+    child = subprocess.Popen(["sleep", "60" if ended else "3"])
+    assert wait_for_ranks(child, tmp_path, seconds=0.1) == (-9 if ended else 0)
 
 
 @pytest.mark.parametrize(

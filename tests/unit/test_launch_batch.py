@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from launch_fixtures import SAVES, header, job_of, run_job
 
-from helpers import programs, refused, wait_for, windlass, write_ledger
+from helpers import programs, refused, wait_for, windlass, write_corpus, write_ledger
 from windlass.errors import RunFailed
 from windlass.fileio import read_json
 from windlass.launch.batch import render
-from windlass.launch.job import INDEX, Job, Site
+from windlass.launch.job import INDEX, Job, Site, job_grace, report_saved
 from windlass.launch.submit import (
     Resources,
     cancel,
@@ -32,6 +32,7 @@ from windlass.launch.submit import (
 )
 from windlass.model.size import checkpoint_bytes
 from windlass.recipe import Recipe
+from windlass.run import Run
 from windlass.study.scale import create_study
 from windlass.study.study import Study
 from windlass.study.submit import submit_study
@@ -209,7 +210,55 @@ def test_only_the_time_limit_puts_a_stopped_job_back(run_script, tmp_path, numbe
     text = (tmp_path / "queued").read_text() if queued else ""
     assert (tmp_path / "queued").exists() == bool(queued)
     assert text.count("depend=afterany:7.server") == queued and "\n#PBS -J" not in text
-    assert not list((tmp_path / "logs").glob(".open*"))
+    left = [path.name for path in (tmp_path / "logs").glob(".open*")]
+    assert left == [".open-run.idle"] * queued, "it saved no checkpoint"
+
+
+TRAINS = "trap 'SAVED; exit 75' TERM; touch up; while :; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_two_starts_without_a_checkpoint_end_the_chain(run_script, tmp_path, saves):
+    """A start that is too slow for its time limit would never come further."""
+    body = TRAINS.replace("SAVED", 'echo 120 >"$WINDLASS_SAVED"' if saves else ":")
+    for start in (1, 2):
+        (tmp_path / "up").unlink(missing_ok=True)
+        process = run_script(body)
+        os.kill(process.pid, signal.SIGUSR1)
+        last = start == 2 and not saves
+        assert process.wait(20) == (1 if last else 75)
+    assert (tmp_path / "queued").read_text().count("afterany:7.server") == (2 if saves else 1)
+    log = (tmp_path / "logs" / "run_7.out").read_text()
+    assert ("checkpoint.every" in log) == (not saves)
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_a_slow_save_is_signalled_earlier(tmp_path, scheduler, monkeypatch):
+    """The training measures its saves, and the script counts the time to the limit of 10 minutes."""
+    monkeypatch.setenv("WINDLASS_SAVED", str(tmp_path / "saved"))
+    monkeypatch.setenv("WINDLASS_LIMIT", "600")
+    expected = [(10, 120), (100, 230), (1000, 300)]  # at most half of the limit
+    for seconds, lead in expected:
+        report_saved(seconds)
+        assert int((tmp_path / "saved").read_text()) == lead and job_grace() == lead - 10
+    programs(
+        tmp_path / "tools", monkeypatch, scontrol="exit 0", squeue="", qsub="", qrerun="exit 0"
+    )
+    slow = f'echo 118 >"$WINDLASS_SAVED"; {SAVES}'  # of 120 seconds
+    job = job_of(tmp_path, "bash", "-c", slow, time="00:02:00", lead=60)
+    ids = {"SLURM_JOB_ID": "9", "PBS_JOBID": "7.server"}
+    assert run_job(job, scheduler, **ids).wait(30) == 75 and (tmp_path / "saved").exists()
+
+
+def test_a_run_with_slow_saves_asks_for_an_earlier_signal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.load("quickstart", ["parallel.device=cpu", "run.dir=run"])
+    event = {"kind": "event", "event": "checkpoint", "write_s": 200.0, "blocked_s": 1.0}
+    write_ledger(Run(tmp_path / "run"), event)
+    options = header(script_of(recipe, Site(), time="01:00:00"))
+    assert "--signal=B:USR1@432" in options
+    with refused("--time 00:08:00", "201 s", "00:14:00"):
+        script_of(recipe, Site(), time="00:08:00")
 
 
 def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
@@ -344,6 +393,67 @@ def test_offline_trackers_are_synchronised(tmp_path, monkeypatch):
             assert ('--only "$task" --to' in text) == ("#SBATCH --array" in text)
 
 
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_the_last_commands_hold_one_host_and_end_before_the_limit(tmp_path, monkeypatch, scheduler):
+    """A synchronisation that hangs would hold the allocation, and past the limit lose the run's code."""
+    write = f'echo "$@" >>{tmp_path}/called'
+    tools = {"scontrol": f"{write}; exit 1", "pbs_release_nodes": f"{write}; exit 1"}
+    timeout = f'echo "$@" >>{tmp_path}/called; shift; "$@"'
+    programs(tmp_path / "tools", monkeypatch, timeout=timeout, **tools)
+    ids = {"SLURM_JOB_ID": "9", "PBS_JOBID": "7.server"}
+    after = [["touch", str(tmp_path / "after")]]
+    for nodes, limit in ((1, ""), (2, ""), (2, "00:05:00"), (2, "00:00:10")):
+        job = job_of(tmp_path, "true", after=after, nodes=nodes, time=limit, lead=1)
+        assert run_job(job, scheduler, **ids).wait(20) == 0
+    release = "update JobId=9 NumNodes=1" if scheduler == "slurm" else "-a"
+    called = (tmp_path / "called").read_text().splitlines()
+    assert [line.split(" touch ")[0] for line in called[:4]] == ["600", release, "600", release]
+    assert 280 <= int(called[4].split()[0]) <= 290 and called[5:] == [release]
+
+
+@pytest.mark.parametrize("of_study", [False, True])
+def test_ranks_run_in_the_sites_container(tmp_path, monkeypatch, of_study):
+    """`srun` and `apptainer` write down their arguments: the launcher's own options, then the
+    image, for the check and the training; a cell of a study is wrapped as well.
+    """
+    monkeypatch.chdir(tmp_path)
+    record = f'echo "$(basename "$0") $@" >>{tmp_path}/called'
+    srun = f'{record}; while [ "${{1#-}}" != "$1" ]; do shift; done; exec "$@"'
+    tools = {"srun": srun, "apptainer": record, "sbatch": "echo 7", "squeue": ""}
+    programs(tmp_path / "tools", monkeypatch, **tools)
+    program = "apptainer exec --nv '/my images/w.sif' windlass"
+    site = Site(launcher="srun --container-image=w.sqsh", program=program)
+    recipe = Recipe.load("quickstart", ["parallel.device=cpu", "run.dir=run"])
+    how = {"site": site, "asked": Resources(nodes=2, min_busbw=1)}
+    if of_study:
+        study = Study.create(recipe, ["run.seed=1", "parallel.world=2"], tmp_path / "study")
+        (done,) = submit_study(study, **how)
+    else:
+        done = submit_run(recipe, **how)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_ARRAY_TASK_ID": "0"}
+    script = ["bash", str(done.directory / "submit.sh")]
+    assert subprocess.run(script, env=os.environ | job, check=False).returncode == 0
+    check, inner, *train = (tmp_path / "called").read_text().splitlines()
+    image = "apptainer exec --nv /my images/w.sif windlass"
+    launched = "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0"
+    assert inner.startswith(f"{image} check ")
+    assert check == f"{launched} --container-image=w.sqsh {inner}" or of_study
+    if of_study:
+        assert train == [f"{image} sweep {tmp_path}/study --only 0"]
+    else:
+        words = f"{image} train {tmp_path}/run/submit.toml"
+        assert train == [f"{launched} --container-image=w.sqsh {words}", words]
+
+
+def test_a_job_that_would_tokenize_is_announced(submitted, tmp_path):
+    write_corpus(tmp_path / "corpus.txt", words=200)
+    words = ["quickstart", "data.source=corpus.txt", "run.dir=run"]
+    said = submitted(tmp_path, *words, "--dry-run").stderr
+    assert f"{tmp_path}/data/" in said and "windlass prepare" in said
+    windlass("prepare", *words, cwd=tmp_path)
+    assert submitted(tmp_path, *words, "--dry-run").stderr == ""
+
+
 def test_a_check_that_fails_ends_the_job(run_script, tmp_path):
     check = ["bash", "-c", "echo rates; echo the bandwidth; echo TOO SLOW; exit 46"]
     assert run_script("touch trained", before=check).wait(20) == 46
@@ -443,14 +553,13 @@ def test_a_job_trains_the_recipe_as_it_was_when_it_was_submitted(submitted, tmp_
     mine.write_text('extends = "quickstart"\n[optim]\nlr = 0.9\n')
     recipe = trained_recipe(script)
     assert (recipe.optim.lr, recipe.train.steps, recipe.preset) == (0.002, 7, "mine")
-    assert recipe.run_dir == tmp_path / "run" and recipe.checkpoint.grace_seconds == 110
+    assert recipe.run_dir == tmp_path / "run"
     # what a job writes beside it does not keep a run from beginning
     for name in (".exit", ".open-run", "mine_7.out", "check_7.out", "7.server.OU", "job-0.json"):
         (tmp_path / "run" / name).touch()
     assert not resolve_start(recipe).resuming
-    submitted(tmp_path, "mine.toml", "run.dir=run", "checkpoint.grace_seconds=60")
-    recipe = trained_recipe(script)
-    assert (recipe.optim.lr, recipe.checkpoint.grace_seconds) == (0.9, 60)
+    submitted(tmp_path, "mine.toml", "run.dir=run")
+    assert trained_recipe(script).optim.lr == 0.9
 
 
 def test_a_directory_with_a_presets_name_is_not_a_recipe_in_a_job_either(

@@ -105,6 +105,19 @@ def test_a_study_that_grows_has_the_same_seeds_everywhere(study, create, tmp_pat
     assert len(plain.groups()) == 2
 
 
+def test_the_best_run_and_a_table_of_the_cells(study, tmp_path):
+    with refused(str(study.path), "no cell has finished", "to_pandas()"):
+        study.best()
+    finish(study, 3.0, 2.0, 2.6, 2.7)
+    assert study.best().path == study.run_of(study.cells[1]).path
+    table = study.to_pandas()
+    assert list(table["optim.lr"]) == [0.01, 0.01, 0.001, 0.001]
+    assert list(table["best_loss"]) == [3.0, 2.0, 2.6, 2.7]
+    assert set(table["state"]) == {"finished"} and table.index.name == "cell"
+    with refused("no best cell", "seed"):
+        Study.create(QUICKSTART, ["run.seed=1,2"], tmp_path / "seeds").best()
+
+
 def test_one_seed_is_not_ranked_before_medians(study, create):
     finish(create(["optim.lr=3e-3", "run.seed=1"]), 3.0, 2.0, 2.6, 2.7, 1.0)
     winners, remark = Study.open(study.path).winners()

@@ -89,7 +89,8 @@ class Plan:
         """The tables of `windlass plan`."""
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=100, color_system=None)
+        how: Any = {"color_system": None, "force_jupyter": False}
+        console = Console(file=io.StringIO(), width=100, **how)
         print_plan(self, console)
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
@@ -18,13 +19,15 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from windlass.data.prepare import data_dir
+from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError
 from windlass.estimate.layouts import host_memory_gb
 from windlass.fileio import read_json, write_atomic
 from windlass.launch.batch import EXIT_CODE, FOLLOWING, SUBMITTED, render
-from windlass.launch.job import SCRIPT, TIME, Job, Site, seconds_of
+from windlass.launch.job import GRACE_SECONDS, SCRIPT, TIME, Job, Site, seconds_of, stop_lead
 from windlass.launch.schedulers import SCHEDULERS
-from windlass.launch.schedulers.base import GRACE_SECONDS, Scheduler
+from windlass.launch.schedulers.base import Scheduler
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -124,10 +127,10 @@ def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
         remedy = "submit from a login node; --scheduler NAME --dry-run prints the script"
         raise UserError(f"this machine has no {programs}: {remedy}")
     one = SCHEDULERS[name]
-    if site.launcher and site.launcher not in one.LAUNCHERS:
+    if site.launcher and (launcher := site.launcher.split()[0]) not in one.LAUNCHERS:
         launchers = " or ".join(one.LAUNCHERS)
         remedy = f"write launcher = {launchers} in the site file"
-        raise UserError(f"{one.TITLE} has no {site.launcher}: {remedy}")
+        raise UserError(f"{one.TITLE} has no {launcher}: {remedy}")
     return name
 
 
@@ -138,8 +141,12 @@ def make_job(
     logs: Path,
     site: Site,
     asked: Resources,
+    save_seconds: float = 0.0,
 ) -> Job:
-    """A job with the resources to train any of these recipes; UserError if the site lacks them."""
+    """A job with the resources to train any of these recipes; UserError if the site lacks them.
+
+    `save_seconds`: of a save, if it is known. The job's signal comes early enough for it.
+    """
     on_cpu = all(recipe.parallel.device == "cpu" for recipe in recipes)
     gpus = 0 if on_cpu else asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
     if not gpus and not on_cpu:
@@ -152,12 +159,13 @@ def make_job(
         raise UserError(f"--gpus-per-node {gpus}: {most}")
     if asked.time and not re.fullmatch(TIME, asked.time):
         raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
-    limit = asked.time or site.time
-    if limit and seconds_of(limit) <= GRACE_SECONDS + EARLY_SECONDS:
-        early = (
-            f"a job saves {GRACE_SECONDS} s before its limit, and up to {EARLY_SECONDS} s earlier"
-        )
-        raise UserError(f"--time {limit}: {early} on SLURM; write 00:10:00 or more")
+    limit, lead = asked.time or site.time, stop_lead(save_seconds)
+    if limit and seconds_of(limit) <= lead + EARLY_SECONDS:
+        why = f", because a save takes {save_seconds:.0f} s" if lead > GRACE_SECONDS else ""
+        early = f"a job saves {lead} s before its limit{why}, and up to {EARLY_SECONDS} s earlier"
+        more = max(10, 2 * lead // 60)
+        advice = f"write {more // 60:02d}:{more % 60:02d}:00 or more"
+        raise UserError(f"--time {limit}: {early} on SLURM; {advice}")
     if asked.max_size and not asked.min_busbw:
         raise UserError(f"--max-size {asked.max_size}: give it together with --min-busbw GB/S")
     ranks = asked.per_host or max(1, gpus)
@@ -166,7 +174,7 @@ def make_job(
         world = asked.nodes * ranks
         memory = max(host_memory_gb(recipe, world, ranks, on_cpu) for recipe in recipes)
     job = Job(name, command, Path.cwd(), logs, asked.nodes, ranks, gpus, memory)
-    return replace(job, time=asked.time, max_restarts=asked.max_restarts)
+    return replace(job, time=asked.time, max_restarts=asked.max_restarts, lead=lead)
 
 
 def submit_run(
@@ -176,11 +184,13 @@ def submit_run(
     site: Site | None = None,
     asked: Resources = Resources(),
     dry_run: bool = False,
+    notify: Callable[[str], None] = lambda text: None,
 ) -> Submitted:
     """Submit the training of a recipe.
 
     The run directory gets the script, the log `<run>_<id>.out`, and a copy of the recipe, which all
-    starts of the job train. `dry_run` writes nothing, and the id is empty.
+    starts of the job train. `dry_run` writes nothing, and the id is empty. `notify` gets a message
+    if the data is not prepared.
 
     Raises UserError for what the site lacks, the recipe cannot do, or the scheduler rejects.
     """
@@ -189,11 +199,10 @@ def submit_run(
     place = Path(site.scratch or Path.cwd())
     run = Run((place / recipe.run_dir).resolve())
     recipe = with_places(recipe, place).replace({"run.dir": str(run.path)})
-    grace = type(recipe.checkpoint).model_fields["grace_seconds"].default  # for torchrun
-    if recipe.checkpoint.grace_seconds == grace:
-        recipe = recipe.replace({"checkpoint.grace_seconds": GRACE_SECONDS - 10})
     snapshot = str(run.path / SNAPSHOT)
-    job = make_job(run.name, (*LAUNCH, "train", snapshot), [recipe], run.path, site, asked)
+    saves = [e["write_s"] + e["blocked_s"] for e in run.events if e["event"] == "checkpoint"]
+    command, slowest = (*LAUNCH, "train", snapshot), max(saves[-3:], default=0.0)
+    job = make_job(run.name, command, [recipe], run.path, site, asked, slowest)
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError if it does not divide the global batch
     after = track_commands([recipe], site, str(run.path))
     job = replace(job, directory=place, before=asked.check(snapshot), after=after)
@@ -201,6 +210,7 @@ def submit_run(
     if state:
         follow = f"`windlass submit --watch {run.path}` follows it, --cancel instead ends it"
         raise UserError(f"job {job_id} of {run.path} is {state}: {follow}")
+    note_unprepared([recipe], place, notify)
     return submit(job, site, scheduler, dry_run, recipe)
 
 
@@ -228,17 +238,32 @@ def with_places(recipe: Recipe, directory: Path) -> Recipe:
     return recipe.replace(changed)
 
 
+def note_unprepared(
+    recipes: Sequence[Recipe], directory: Path, notify: Callable[[str], None]
+) -> None:
+    """Say which data a job in `directory` would prepare inside its allocation."""
+    missing = dict[Path, None]()
+    for recipe in recipes:
+        with contextlib.suppress(UserError):  # the job says what is wrong with the source
+            place = directory / data_dir(recipe)
+            if not recipe.data.disk_tokens and Index.load(place) is None:
+                missing[place] = None
+    for place in missing:
+        problem = f"there is no prepared data in {place}, so the job would download and tokenize it"
+        notify(f"{problem} inside its allocation: first run `windlass prepare` with these settings")
+
+
 def track_commands(
     recipes: Sequence[Recipe], site: Site, run: str, *options: str
 ) -> list[Sequence[str]]:
     """The commands that complete the trackers after a job: W&B offline, and MLflow servers."""
     environ = os.environ | site.environment
     behind = {
-        "wandb": environ.get("WANDB_MODE") == "offline",
+        "wandb": environ.get("WANDB_MODE") in ("offline", "dryrun"),
         "mlflow": environ.get("MLFLOW_TRACKING_URI", "").startswith("http"),
     }
     used = dict.fromkeys(name for recipe in recipes for name in recipe.telemetry.trackers)
-    track = ("env", "WANDB_MODE=online", "timeout", "600", *WINDLASS, "track", run)
+    track = ("env", "WANDB_MODE=online", *WINDLASS, "track", run)
     return [(*track, *options, "--to", name) for name in used if behind.get(name)]
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from windlass.checkpoint.retention import LOSS
-from windlass.errors import UserError, argument, did_you_mean, plural
+from windlass.errors import UserError, argument, did_you_mean, plural, require
 from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import (
     NON_SEMANTIC,
@@ -286,6 +286,24 @@ class Study:
     def winners(self) -> Winners:
         """The groups with the best median score (see `results.find_winners`)."""
         return find_winners(self.results(), self.measure, self.values)
+
+    def best(self) -> Run:
+        """The run of the best cell by the study's measure; UserError if there is not one."""
+        groups, remark = self.winners()
+        if len(groups) != 1:
+            many = f"{len(groups)} cells are best, each for other amounts of computation"
+            reason = many if groups else remark or "no cell has finished with a score"
+            raise UserError(f"{self.path}: {reason.rstrip('.')}; see winners() and to_pandas()")
+        finished = [r for r in groups[0].results if r.state == "finished"]
+        scored = [(r.score if r.lower else -r.score, r) for r in finished if r.score is not None]
+        return min(scored, key=lambda pair: pair[0])[1].run
+
+    def to_pandas(self) -> Any:
+        """The cells as a `pandas.DataFrame`: settings, states, losses and speeds, a row for each."""
+        require("pandas", "Study.to_pandas")
+        import pandas
+
+        return pandas.DataFrame([r.row() for r in self.results()]).rename_axis("cell")
 
     def winner_command(self, assignment: Assignment, world: int = 0) -> tuple[str, str]:
         """The command that trains an assignment in full, and a remark.

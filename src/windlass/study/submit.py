@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,6 +17,7 @@ from windlass.launch.submit import (
     Submitted,
     find_scheduler,
     make_job,
+    note_unprepared,
     queued_tasks,
     read_site,
     submit,
@@ -55,6 +57,7 @@ def submit_study(
     with nullcontext() if dry_run else locked(path / ".study.lock"):
         held = set[int]() if dry_run else _queued_cells(path, notify)
         numbers = _cells_to_submit(study, held, retry_failed, notify)
+        note_unprepared([study.cells[number].recipe for number in numbers], Path.cwd(), notify)
         for nodes in sorted({study.cells[number].nodes for number in numbers}):
             own = [number for number in numbers if study.cells[number].nodes == nodes]
             job = _array_job(study, own, next(free), site, asked, retry_failed)
@@ -87,8 +90,11 @@ def _array_job(
         asked = replace(asked, nodes=1, per_host=max(worlds))
     parts = ("model", "train", "parallel", "telemetry")  # which need resources and trackers
     recipes = list({repr([getattr(c.recipe, p) for p in parts]): c.recipe for c in cells}.values())
-    command = [*WINDLASS, "sweep", str(path), "--only", INDEX]
-    command += ["--launch"] if study.over_hosts or not worlds else []
+    launches = study.over_hosts or not worlds
+    # Without `launch` the cells' ranks are processes of the sweep.
+    program = shlex.split(site.program) if site.program and not launches else WINDLASS
+    command = [*program, "sweep", str(path), "--only", INDEX]
+    command += ["--launch"] if launches else []
     command += ["--retry-failed"] if retry_failed else []
     job = make_job(name, command, recipes, where, site, asked)
     for cell in cells:

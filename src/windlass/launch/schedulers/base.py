@@ -13,7 +13,6 @@ from windlass.errors import UserError, plural
 if TYPE_CHECKING:
     from windlass.launch.job import Job, Site
 
-GRACE_SECONDS = 120  # between the signal and the time limit
 SECOND_SHELL = 'run `windlass env --save` in the job\'s own shell, and eval "$(windlass env)" here'
 Ask = Callable[[list[str]], str]  # runs a command and returns its output
 
@@ -54,7 +53,6 @@ class Scheduler(Protocol):
     MARK: str  # begins a line of options in a script
     UNWRITABLE: str = "\n\\"  # characters that a path in an option cannot have
     REPEATED: str = ""  # an option that a script may have several times, each for another resource
-    WARNS: bool = False  # sends SIGUSR1 before the time limit; else the script counts the time
     WRITES_LOG: bool = False  # writes `<name>_<id>.out`; else the script does
     LISTS: bool = True  # an array may leave tasks out
     JOB_SHELL: str  # the job's id, in shell
@@ -67,6 +65,7 @@ class Scheduler(Protocol):
     RANK: Mapping[str, str] = {}  # variables of a rank started by its own launcher
     STATES: Mapping[str, str] = {}  # its words for states, in ours; empty: over
     DELETE: tuple[str, ...] = ()  # the command that ends waiting tasks
+    RELEASE: str = ":"  # shell that gives the job's other hosts back, if it can
     SIGNAL: tuple[str, ...] = ()  # the command that sends SIGUSR2 to running tasks
 
     def options(self, job: Job, site: Site) -> Mapping[str, object]:

@@ -46,6 +46,7 @@ class PBS(Scheduler):
         "E": "exiting",
         "X": "",
     }
+    RELEASE = "pbs_release_nodes -a >/dev/null 2>&1"
     DELETE, SIGNAL = ("qdel",), ("qsig", "-s", "SIGUSR2")
 
     def options(self, job: Job, site: Site) -> Mapping[str, object]:
