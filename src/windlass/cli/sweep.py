@@ -119,7 +119,8 @@ def show_winners(progress: Progress, study: Study) -> None:
     for place, group in enumerate(winners):
         over = f", median of {group.seeds}" if group.seeds else ""
         score = f"{title_of(study.measure)} {group.median:.4f}{over}"
-        progress.notify(f"{'next' if place else 'best'}: {group.label} ({score})")
+        of_all = " of all" if len(winners) > 1 and not place else ""
+        progress.notify(f"best{of_all}: {group.label} ({score})")
         for line in filter(None, study.winner_command(group.assignment)):
             progress.notify(f"  {line}")
     if remark:

@@ -204,8 +204,8 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
     if device.family not in constants().ranges:
         detail += f"; no published run on {device.name}, so its error is unknown"
         return replace(speed, detail=detail), ""
-    narrow = network.network["width"] if isinstance(network, CountedSizes) else network.width
-    if narrow < NARROWEST or subject.precision not in ("bf16", "fp16"):
+    model_width = network.network["width"] if isinstance(network, CountedSizes) else network.width
+    if model_width < NARROWEST or subject.precision not in ("bf16", "fp16"):
         beyond = f"published runs have bf16 and a width of {NARROWEST} or more"
         return replace(speed, detail=f"{detail}; {beyond}, so its error is unknown"), ""
     rows, _, low, high = constants().ranges[device.family]

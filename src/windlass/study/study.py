@@ -288,15 +288,12 @@ class Study:
         return find_winners(self.results(), self.measure, self.values)
 
     def best(self) -> Run:
-        """The run of the best cell by the study's measure; UserError if there is not one."""
-        groups, remark = self.winners()
-        if len(groups) != 1:
-            many = f"{len(groups)} cells are best, each for other amounts of computation"
-            reason = many if groups else remark or "no cell has finished with a score"
-            raise UserError(f"{self.path}: {reason.rstrip('.')}; see winners() and to_pandas()")
-        finished = [r for r in groups[0].results if r.state == "finished"]
-        scored = [(r.score if r.lower else -r.score, r) for r in finished if r.score is not None]
-        return min(scored, key=lambda pair: pair[0])[1].run
+        """The run of the best of all cells (`Winners.cell`); UserError if there is not one."""
+        winners = self.winners()
+        if winners.cell is None:
+            reason = winners.remark or "no cell has finished with a score"
+            raise UserError(f"{self.path}: {reason.rstrip('.')}; see to_pandas()")
+        return winners.cell.run
 
     def to_pandas(self) -> Any:
         """The cells as a `pandas.DataFrame`: settings, states, losses and speeds, a row for each."""
