@@ -157,7 +157,7 @@ def test_a_strategy_that_is_the_recipes_own_is_the_cell_that_is_there(study, cre
         ("parallel.world=1,2", [], "parallel.world"),
         ("run.seed=1,2", [], "seed"),
         ("optim.lr=1e-2,1e-3", ["lr=0.001"], ""),
-        ("optim.lr=1e-2,1e-3 model.width=32,64", ["lr=0.001 width=32", "lr=0.01 width=64"], ""),
+        ("optim.lr=1e-2,1e-3 model.width=32,64", ["lr=0.01 width=64", "lr=0.001 width=32"], ""),
     ],
 )
 def test_the_best_is_named_where_a_lower_loss_decides(create, axes, best, word):
@@ -213,6 +213,15 @@ def test_of_a_runs_evaluations_those_on_other_samples_do_not_count(study):
 def test_a_study_with_other_cells_or_damage_is_one_error(study, name, before, after):
     (study.path / name).write_text((study.path / name).read_text().replace(before, after))
     with pytest.raises(UserError, match=name):
+        Study.open(study.path)
+
+
+@pytest.mark.parametrize("run", ["../../../evil", "/etc", "runs/../../evil"])
+def test_a_study_has_its_runs_inside_its_directory(study, run):
+    stored = json.loads((study.path / "study.json").read_text())
+    stored["cells"][0]["run"] = run
+    (study.path / "study.json").write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=f"{run}, outside of the study"):
         Study.open(study.path)
 
 

@@ -70,7 +70,7 @@ def train(
     Raises:
         UserError: The recipe, the data, the directory or the environment is wrong.
         RunFailed: The run cannot continue: a non-finite step, a lost rank, a full disk.
-        Stopped: A signal stopped the run, and everything is saved.
+        Stopped: A signal stopped the run, which can be resumed.
     """
     from windlass.optim.build import library_optimizer
     from windlass.training.callbacks import UserCode
@@ -142,13 +142,14 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
 
 
 def finished_run(plan: StartPlan) -> Run:
-    """Print why the run is finished; several hosts first check that all of them see it."""
+    """Print why the run is finished; several ranks first check that all hosts see it."""
     env = detect_env()
-    if env.nodes > 1:
+    if env.world > 1:
         from windlass.parallel.dist import init_store
 
         with init_store(env, plan.recipe) as ranks:
-            check_shared(ranks, plan.run.path, None)
+            if ranks.env.nodes > 1:
+                check_shared(ranks, plan.run.path, None)
     if env.rank == 0:
         print(f"{plan.run.path} is finished: {plan.why_finished}; extend it to train on")
     return plan.run
