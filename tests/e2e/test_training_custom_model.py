@@ -555,6 +555,8 @@ def test_a_pair_of_datasets_has_validation_and_a_module_of_ones_own_needs_no_voc
         train(small, model, (Rows(17), Rows(17, 8)), extend_to=9)
     with refused("data", "pair", "(training, validation)"):
         train(recipe(tmp_path / "other"), model, (*sets, sets[0]))
+    with refused("item 0 of the dataset", "integers [17]"):
+        train(recipe(tmp_path / "other"), model, list(sets))
 
 
 def test_train_starts_local_ranks(tmp_path):

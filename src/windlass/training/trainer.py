@@ -129,7 +129,7 @@ class Trainer:
         self.scaler = LossScaler(ranks.device, self.state) if fp16 else None
         self.losses = setup.open_losses(plan, data, self.horizon, self.state, ranks, self.model)
 
-        # All parts work that a user's input can break, so the run begins.
+        # Every part that a user's input can break has worked, so the run begins.
         decide_on_rank_0(ranks, "write", lambda: setup.begin_run(plan, data, place.choice))
         self.saver = setup.open_saver(plan, ranks, self.horizon, place.name, custom)
         facts, origin = self.facts, setup.describe_origin(self.model, self.facts, ranks)
