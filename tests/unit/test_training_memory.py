@@ -4,8 +4,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from estimate_fixtures import rewrite
 
+from helpers import tiny_recipe
+from windlass import train
+from windlass.data.prepare import Data
+from windlass.errors import RunFailed
 from windlass.estimate.devices import Device, find_device
 from windlass.estimate.layouts import layout_on, memory_rows
 from windlass.estimate.memory import memory
@@ -14,7 +19,7 @@ from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training.memory import allocator_settings, open_micro_batch
+from windlass.training.memory import has_ragged_rows, open_micro_batch
 
 VOCAB = 50257
 GPT2 = Recipe.load("gpt2-124m", ["parallel.device=cpu"])
@@ -83,12 +88,46 @@ def test_a_resumed_run_keeps_its_micro_batch(tmp_path):
         assert chosen(ranks, None, run(start, smaller | {"micro_batch": 2})) == 2
 
 
-def test_segments_grow_if_rows_are_ragged_and_the_user_set_nothing():
-    squad, packed = Recipe.load("gpt-squad"), Recipe.load("gpt2-124m")
-    grows = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    documents = packed.replace({"data.packing": "documents"})
-    assert allocator_settings(squad, {}) == allocator_settings(documents, {}) == grows
-    assert allocator_settings(packed, {}) == {}
-    assert allocator_settings(squad.replace({"data.packing": "best-fit"}), {}) == {}
+@pytest.mark.parametrize(
+    ("packing", "variable", "device", "grows"),
+    [
+        ("documents", "", "cuda", True),
+        ("packed", "", "cuda", False),
+        ("documents", "PYTORCH_ALLOC_CONF", "cuda", False),
+        ("documents", "PYTORCH_CUDA_ALLOC_CONF", "cuda", False),
+        ("documents", "", "cpu", False),
+    ],
+)
+def test_segments_grow_for_ragged_rows_once_the_device_is_chosen(
+    tmp_path, monkeypatch, packing, variable, device, grows
+):
+    """Up to the choice of the micro-batch; the rest would need a GPU."""
+    settings, plans = list[str](), list[bool]()
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        assert allocator_settings(squad, {name: "backend:native"}) == {}
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "backend:native")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr("windlass.parallel.dist.choose_device", lambda *_: torch.device(device))
+
+    def stop(*_):
+        plans.append(torch.backends.cuda.cudnn_sdp_enabled())
+        raise RunFailed("far enough")
+
+    monkeypatch.setattr("windlass.training.setup.batch_and_horizon", stop)
+    own = Data(train=[], val=None, tokenizer=None, vocab=50, fingerprint="")
+    recipe = tiny_recipe(tmp_path / "text.txt", tmp_path / "run", data__packing=packing)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with pytest.raises(RunFailed):
+        train(recipe, data=own)
+    assert settings == ["expandable_segments:True"] * grows
+    # cuDNN's attention would plan anew for each length
+    assert plans == [before and packing == "packed"]
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+def test_which_rows_are_ragged():
+    squad, packed = Recipe.load("gpt-squad"), Recipe.load("gpt2-124m")
+    assert has_ragged_rows(squad) and has_ragged_rows(packed.replace({"data.packing": "documents"}))
+    assert not has_ragged_rows(packed)
+    assert not has_ragged_rows(squad.replace({"data.packing": "best-fit"}))

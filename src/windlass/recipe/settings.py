@@ -368,6 +368,9 @@ class ParallelSettings(Section):
     """FSDP2: units to gather ahead in the backward pass; 0: PyTorch's choice, which is one."""
     bucket_mb: float = Field(25.0, gt=0)
     """DDP: size of a gradient bucket in MB."""
+    find_unused_parameters: bool = False
+    """DDP: find the parameters that a step does not use, for your own module that uses some of them
+    on some ranks or steps only. It walks the graph in each forward pass."""
     timeout_seconds: float = Field(600.0, gt=0)
     """Longest time of a collective; after it the run ends and names the rank and phase."""
     startup_timeout_seconds: float = Field(1800.0, gt=0)

@@ -5,7 +5,8 @@ the first step of a start. Nothing here was run on a GPU.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -55,18 +56,21 @@ def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorde
     )
 
 
-def allocator_settings(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for torch's allocator on CUDA, which reads them at the first allocation.
+def has_ragged_rows(recipe: Recipe) -> bool:
+    """Whether the rows of a step differ in length from the rows of another."""
+    d = recipe.data
+    return (d.format != "text" or d.packing == "documents") and d.packing != "best-fit"
+
+
+def grow_segments(device: torch.device) -> None:
+    """Have torch's allocator on CUDA grow its segments, unless the user has configured it.
 
     Rows of varying length leave gaps between blocks of fixed sizes; segments that grow leave none.
-    The user's own settings stay.
+    The allocator may be in use already, so that its environment variable would come too late.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    d = recipe.data
-    ragged = (d.format != "text" or d.packing == "documents") and d.packing != "best-fit"
-    if not ragged or any(name in environment for name in names):
-        return {}
-    return {names[0]: "expandable_segments:True"}
+    if device.type == "cuda" and not any(name in os.environ for name in names):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
 from contextlib import ExitStack
 from dataclasses import replace
@@ -83,8 +82,6 @@ def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None, stack: ExitSta
     """The user's or the recipe's data, once all hosts have seen the run and data directories."""
     if ranks.env.nodes > 1:
         start.check_shared(ranks, plan.run.path, data_dir(plan.recipe) if data is None else None)
-    if ranks.device.type == "cuda":
-        os.environ.update(memory.allocator_settings(plan.recipe, os.environ))
     if data is not None:
         return data
     data = open_data(plan.recipe, ranks, plan.pinned)

@@ -42,7 +42,14 @@ from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
 from windlass.parallel.dist import init_process_group, init_store
 from windlass.parallel.env import detect_env
-from windlass.parallel.parallelize import autocast, counted, sync_gradients, unwrap
+from windlass.parallel.parallelize import (
+    attention_without_plans,
+    autocast,
+    check_gradients_reduced,
+    counted,
+    sync_gradients,
+    unwrap,
+)
 from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe.settings import LOSS_SUITE
@@ -88,7 +95,10 @@ class Trainer:
         recipe, run, custom = plan.recipe, plan.run, module is not None
         self.ranks = ranks = stack.enter_context(init_store(detect_env(), recipe))
         self.data = data = setup.open_shared(plan, ranks, data, stack)
-        init_process_group(ranks, recipe)
+        init_process_group(ranks, recipe)  # chooses the device
+        if memory.has_ragged_rows(recipe):
+            memory.grow_segments(ranks.device)
+            stack.enter_context(attention_without_plans())
         self.batch, self.horizon = setup.batch_and_horizon(plan, ranks, data, custom)
         if module is not None:
             built = own_module(module, recipe.model.context)
@@ -366,6 +376,7 @@ class Trainer:
         self, step: int, loss: torch.Tensor, lr_multiplier: float
     ) -> tuple[torch.Tensor, float | None]:
         """Clip and update, unless the step is bad; returns the gradient norm, and a loss spike."""
+        check_gradients_reduced(self.model)
         ranks, clip = self.ranks, self.recipe.train.grad_clip
         scale = self.scaler.scale if self.scaler is not None else None
         collectives.sum_over_tensor_ranks(self.parameters, ranks)
