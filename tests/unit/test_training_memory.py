@@ -19,7 +19,7 @@ from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training.memory import has_ragged_rows, open_micro_batch
+from windlass.training.memory import open_micro_batch
 
 VOCAB = 50257
 GPT2 = Recipe.load("gpt2-124m", ["parallel.device=cpu"])
@@ -128,6 +128,5 @@ def test_segments_grow_for_ragged_rows_once_the_device_is_chosen(
 
 def test_which_rows_are_ragged():
     squad, packed = Recipe.load("gpt-squad"), Recipe.load("gpt2-124m")
-    assert has_ragged_rows(squad) and has_ragged_rows(packed.replace({"data.packing": "documents"}))
-    assert not has_ragged_rows(packed)
-    assert not has_ragged_rows(squad.replace({"data.packing": "best-fit"}))
+    assert squad.data.ragged_ and packed.replace({"data.packing": "documents"}).data.ragged_
+    assert not packed.data.ragged_ and not squad.replace({"data.packing": "best-fit"}).data.ragged_

@@ -92,10 +92,12 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     if recipe.train.compile is True:
         # Dynamo would split a block under DDP at the ends of buckets. `Ranks` restores the setting.
         torch._dynamo.config.optimize_ddp = False
+        # Rows of varying length have the same graph in the first step of a start as in any other.
+        compiled = functools.partial(torch.compile, dynamic=recipe.data.ragged_ or None)
         for block in blocks:
-            block.forward = torch.compile(block.forward)
+            block.forward = compiled(block.forward)
         for head in (m for m in model.modules() if hasattr(m, "loss_tail")):
-            head.loss_tail = torch.compile(loss_tail)
+            head.loss_tail = compiled(loss_tail)
     sharded = ranks.strategy.shards_parameters
     if sharded:
         _shard(model, blocks, ranks, recipe)

@@ -135,6 +135,13 @@ class DataSettings(Section):
         return sizes.get(self.tokenizer.partition(":")[0], 0)
 
     @property
+    def ragged_(self) -> bool:
+        """Whether the rows of one step are longer than the rows of another."""
+        return self.packing != "best-fit" and (
+            self.format != "text" or self.packing == "documents"
+        )
+
+    @property
     def unused(self) -> list[str]:
         """The settings without an effect in a mixture, and of a mixture without one."""
         return ["source", "eval_source"] if self.mix else ["mix", "stages"]

@@ -56,12 +56,6 @@ def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorde
     )
 
 
-def has_ragged_rows(recipe: Recipe) -> bool:
-    """Whether the rows of a step differ in length from the rows of another."""
-    d = recipe.data
-    return (d.format != "text" or d.packing == "documents") and d.packing != "best-fit"
-
-
 def grow_segments(device: torch.device) -> None:
     """Have torch's allocator on CUDA grow its segments, unless the user has configured it.
 

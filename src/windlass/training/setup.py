@@ -51,6 +51,7 @@ from windlass.parallel.parallelize import (
     parallelize,
     resolve_precision,
     unwrap,
+    varying_shapes,
 )
 from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon, Recipe
@@ -218,7 +219,8 @@ def prepare_model(
     # The first shard of a stream does not exist yet.
     two = data.val if isinstance(data.train, StreamSamples) else data.train
     if custom and choice is None and recipe.train.startup_checks and two is not None:
-        check_loss_is_a_sum(model, two, ranks, partial(autocast, recipe, ranks.device))
+        with varying_shapes():  # other shapes than the training's
+            check_loss_is_a_sum(model, two, ranks, partial(autocast, recipe, ranks.device))
     # By a resume the base of a model of `transformers` may no longer exist.
     if not custom and not (hf and (init_from or choice)):
         initialise(unwrap(model), recipe.run.seed)
@@ -226,7 +228,8 @@ def prepare_model(
         load_initial(unwrap(model), recipe, ranks)
     d = recipe.data
     if choice is None and (masked or d.document_mask is True or d.packing == "best-fit"):
-        check_documents(model, ranks, partial(autocast, recipe, ranks.device), d.packing)
+        with varying_shapes():
+            check_documents(model, ranks, partial(autocast, recipe, ranks.device), d.packing)
     return model, facts
 
 

@@ -96,7 +96,7 @@ class Trainer:
         self.ranks = ranks = stack.enter_context(init_store(detect_env(), recipe))
         self.data = data = setup.open_shared(plan, ranks, data, stack)
         init_process_group(ranks, recipe)  # chooses the device
-        if memory.has_ragged_rows(recipe):
+        if recipe.data.ragged_:
             memory.grow_segments(ranks.device)
             stack.enter_context(attention_without_plans())
         self.batch, self.horizon = setup.batch_and_horizon(plan, ranks, data, custom)
