@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sysconfig
+import warnings
 
 import pytest
 import torch
@@ -70,6 +71,7 @@ def test_a_fresh_and_a_resumed_run_train_on_the_same_graphs(
     tmp_path, monkeypatch, kind, settings
 ) -> None:
     """Other graphs have other kernels, which round differently."""
+    warnings.simplefilter("ignore")
     texts = ["a word", "three more words", "b", "and here are six words again"] * 60
     corpus, real, made = tmp_path / "text.jsonl", torch.compile, list[list[list[str]]]()
     lines = [json.dumps({"text": f"{text} {n}"}) + "\n" for n, text in enumerate(texts)]
