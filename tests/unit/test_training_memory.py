@@ -1,5 +1,6 @@
 """The micro-batch that fits into free memory, with numbers of GPUs that are not here."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from estimate_fixtures import rewrite
 
+import hf_fixtures
 from helpers import tiny_recipe
 from windlass import train
 from windlass.data.prepare import Data
@@ -15,11 +17,12 @@ from windlass.estimate.devices import Device, find_device
 from windlass.estimate.layouts import layout_on, memory_rows
 from windlass.estimate.memory import memory
 from windlass.estimate.rank import layout_of
+from windlass.model.build import read_sizes
 from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training.memory import open_micro_batch
+from windlass.training.memory import measured_sizes, open_micro_batch
 
 VOCAB = 50257
 GPT2 = Recipe.load("gpt2-124m", ["parallel.device=cpu"])
@@ -72,12 +75,14 @@ def test_a_resumed_run_keeps_its_micro_batch(tmp_path):
         return rewrite(Run(tmp_path), lines)
 
     start = {"event": "started", "world": 1, "micro_batch": 32}
-    smaller = {"event": "out_of_memory", "micro_batch": 8}
+
+    def smaller(size, world=1):
+        (tmp_path / "micro_batch.json").write_text(json.dumps({"world": world, "micro_batch": size}))
+
     with init_ranks(DistEnv(), GPT2) as ranks:
         largest = chosen(ranks, int(60e9))
         assert largest > 32
         assert chosen(ranks, int(60e9), run(start)) == 32
-        assert chosen(ranks, int(60e9), run(start, smaller)) == 8
         # Samples of another batch, or of other ranks, are divided anew.
         assert chosen(ranks, int(60e9), run(start | {"micro_batch": 7})) == largest
         assert chosen(ranks, int(60e9), run(start | {"world": 2})) == largest
@@ -85,7 +90,28 @@ def test_a_resumed_run_keeps_its_micro_batch(tmp_path):
         # A CPU has the rule by tokens, and what an earlier start found too large.
         by_tokens = GPT2.batch(1, "cpu").micro_batch
         assert chosen(ranks, None) == chosen(ranks, None, run(start)) == by_tokens
-        assert chosen(ranks, None, run(start, smaller | {"micro_batch": 2})) == 2
+        smaller(8, world=2)
+        assert chosen(ranks, int(60e9), run(start)) == 32
+        smaller(8)
+        assert chosen(ranks, int(60e9), run(start)) == 8
+        smaller(2)
+        assert chosen(ranks, None, run(start)) == 2
+
+
+def test_a_model_of_transformers_has_the_micro_batch_of_its_size(tmp_path):
+    """Its activations are measured by a pass with fake tensors; a failed pass leaves the rule."""
+    directory = hf_fixtures.save("llama", tmp_path, num_hidden_layers=2)
+    keys = {"model.kind": "hf", "model.name": str(directory), "model.context": 64}
+    keys |= {"train.global_batch": 4096, "parallel.device": "cpu", "optim.lr": 1e-4}
+    recipe = Recipe().replace(keys)
+    vocab = read_sizes(recipe).vocab
+    with init_ranks(DistEnv(), recipe) as ranks:
+        by_tokens = recipe.batch(1, "cuda").micro_batch
+        sizes = [chosen(ranks, int(gb * 1e9), vocab=vocab, recipe=recipe) for gb in (0.05, 0.5, 5)]
+        assert sizes[0] < by_tokens < sizes[2] and sizes == sorted(sizes)
+        peaks = measured_sizes(recipe, vocab, "bf16", by_tokens)
+        layout = replace(layout_of(recipe, 1, "cuda", "bf16"), micro_batch=sizes[0])
+        assert memory(peaks, vocab, layout).total <= 0.05e9
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def launch(
             WINDLASS_ATTEMPT.
         worlds: the number of ranks, or the numbers allowed: the largest first, a smaller one after
             a rank was lost.
-        max_restarts: most restarts after a failure. Bad input and a stop by a signal cause none.
+        max_restarts: most restarts after a failure. Bad input and a stop by a signal cause none; one
+            after memory ran out, which has smaller micro-batches, does not count.
         log: gets messages of one or more lines; default: print to stderr.
 
     Returns:
@@ -69,7 +70,7 @@ def launch(
         2, 44, 46: the code of the first rank to end. 1: a failure.
     """
     allowed = [worlds] if isinstance(worlds, int) else sorted(worlds, reverse=True)
-    world, attempt = allowed[0], 0
+    world, attempt, restarts = allowed[0], 0, 0
     log = log or functools.partial(print, file=sys.stderr, flush=True)
     received = list[int]()  # signals to pass on, in their order
     with processes.catch_signals(SIGNALS, received.append):
@@ -83,13 +84,14 @@ def launch(
                     group.kill()
                     raise
             final = code in (*GOOD_CODES, *FINAL_CODES) or group.forwarded
-            if final or attempt == max_restarts:
+            if final or (restarts == max_restarts and not group.again):
                 return code
             if group.lost:
                 world = max((smaller for smaller in allowed if smaller < world), default=world)
-            attempt += 1
-            ranks = f"{world} rank{'s' * (world > 1)}"
-            log(f"windlass: restart {attempt} of {max_restarts}, with {ranks}")
+            attempt, restarts = attempt + 1, restarts + (not group.again)
+            ranks = errors.plural(world, "rank")
+            count = f"restart {restarts} of {max_restarts}, with {ranks}"
+            log(f"windlass: {f'starting {ranks} again' if group.again else count}")
 
 
 @dataclass
@@ -145,6 +147,7 @@ class Group:
     workers: list[Worker] = field(default_factory=list)
     forwarded: set[int] = field(default_factory=set)
     lost: bool = False
+    again: bool = False  # a rank asks for another start
 
     def run(self) -> int:
         self._start()
@@ -264,6 +267,7 @@ class Group:
             return first.code
         self.lost = bool(hung) or (first not in alive and (first.code or 0) < 0)
         how = "was suspended" if hung else "failed" if first in alive else first.how_it_ended()
+        self.again = any(self.report("failure", w.rank).get("again") for w in self.workers)
         status, failure = (self.report(what, first.rank) for what in ("status", "failure"))
         where = f" at step {status['step']}, phase {status['phase']}" if status else ""
         place = f" ({status['place']})" if status.get("place") else ""

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from windlass import processes
-from windlass.errors import BAD_INPUT, FAILED, RunFailed, Stopped, UserError, first_line
+from windlass.errors import BAD_INPUT, FAILED, OutOfMemory, RunFailed, Stopped, UserError, first_line
 from windlass.parallel.env import DistEnv, interface_to
 from windlass.parallel.heartbeat import Heartbeat
 from windlass.parallel.mesh import Mesh
@@ -141,7 +141,8 @@ class Ranks:
         """
         self._failed = True
         text = f"{type(error).__name__}: {re.sub(GLOO_NOISE, '', first_line(error))}"
-        failure = self.status.failure(text, lost_contact(error))
+        again = isinstance(error, OutOfMemory)
+        failure = self.status.failure(text, lost_contact(error), again)
         if self.world > 1:
             faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
             atexit.register(exit_now, BAD_INPUT if isinstance(error, UserError) else FAILED)

@@ -187,6 +187,7 @@ class Trainer:
         if mixture := self.losses.mixture:
             facts["mixture"] = shares_of_run(mixture, self.horizon, self.state.skipped)
         self.recorder.started(self.batch, threads, facts, groups, source, notes)
+        memory.report_smaller(self.recorder, self.batch.micro_batch)
         if plan.changes:
             self.recorder.settings_changed()
             decide_on_rank_0(self.ranks, "settings", lambda: start.write_settings(plan))
@@ -229,7 +230,7 @@ class Trainer:
         recorder.restart_counts()
 
     def loop_within_memory(self) -> bool:
-        """The loop; if memory runs out in its first step, with smaller micro-batches."""
+        """The loop; a single rank that runs out of memory repeats the step in smaller parts."""
         recorder = self.recorder
         while True:
             try:
@@ -242,9 +243,7 @@ class Trainer:
             memory.release_memory(self.facts.compiles)
             self.evaluator.use_micro_batch(size)
             self.checkpoints.use_micro_batch(size)
-            again = f"memory ran out: the step again with micro-batches of {size} sequences"
-            text = f"{again} (train.micro_batch={size})"
-            recorder.emit(memory.OUT_OF_MEMORY, text, warning=True, micro_batch=size)
+            memory.report_smaller(recorder, size)
             recorder.restart_counts()
 
     def loop(self) -> bool:  # noqa: PLR0915 (the algorithm in one piece)
