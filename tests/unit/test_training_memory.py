@@ -107,11 +107,11 @@ def test_a_model_of_transformers_has_the_micro_batch_of_its_size(tmp_path):
     vocab = read_sizes(recipe).vocab
     with init_ranks(DistEnv(), recipe) as ranks:
         by_tokens = recipe.batch(1, "cuda").micro_batch
-        sizes = [chosen(ranks, int(gb * 1e9), vocab=vocab, recipe=recipe) for gb in (0.05, 0.5, 5)]
-        assert sizes[0] < by_tokens < sizes[2] and sizes == sorted(sizes)
+        sizes = [chosen(ranks, int(gb * 1e9), vocab=vocab, recipe=recipe) for gb in (0.2, 2)]
+        assert sizes[0] < by_tokens < sizes[1]
         peaks = measured_sizes(recipe, vocab, "bf16", by_tokens)
         layout = replace(layout_of(recipe, 1, "cuda", "bf16"), micro_batch=sizes[0])
-        assert memory(peaks, vocab, layout).total <= 0.05e9
+        assert memory(peaks, vocab, layout).total <= 0.2e9
 
 
 @pytest.mark.parametrize(

@@ -492,5 +492,11 @@ class TelemetrySettings(Section):
     """Tags in W&B; in MLflow each is a tag with the value `true`."""
     sample_seconds: float = Field(1.0, gt=0)
     """Seconds between two background samples of each rank's utilisation and memory."""
+    profile: str = Field("", pattern=r"^([1-9]\d*:[1-9]\d*(:all)?)?$")
+    """`"100:3"`: profile steps 100 to 102 on rank 0, with `"100:3:all"` on every rank: a trace for
+    Perfetto and a table of operators in `RUN/profile`. These steps are slower."""
+    memory_snapshot: bool = False
+    """On a GPU: when memory runs out, write torch's memory snapshot, and name the largest blocks.
+    Each allocation takes longer."""
     flush_seconds: float = Field(30.0, ge=0)
     """Longest time that trackers may take after the end of the run."""

@@ -26,6 +26,7 @@ from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import resolve_precision
 from windlass.recipe import BatchPlan, Recipe
 from windlass.run import STARTS, Run
+from windlass.telemetry.profile import save_memory
 from windlass.training.checks import ran_out_of_memory
 from windlass.training.record import Recorder
 from windlass.training.start import StartPlan, decide_on_rank_0
@@ -49,6 +50,9 @@ def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorde
     phase, sharded = ranks.status.phase, ranks.strategy.shards_parameters
     size = f"micro-batches of {batch.micro_batch} sequences on each rank"
     problem = f"memory ran out in step {recorder.state.step + 1} ({phase}), with {size}"
+    if recipe.telemetry.memory_snapshot and ranks.device.type == "cuda":
+        path = recorder.run.path / f"memory-rank-{ranks.rank}.pickle"
+        problem += f" (the largest blocks, of {path}: {save_memory(path)})"
     if sizes and not recipe.train.micro_batch:
         smaller = {"world": ranks.world, "micro_batch": sizes[-1]}
         write_atomic(recorder.run.path / SMALLER, json.dumps(smaller))

@@ -35,6 +35,7 @@ from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.measures import short
+from windlass.telemetry.profile import StepProfile
 from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.callbacks import StepResult
@@ -362,6 +363,12 @@ class Recorder:
         text = ", ".join(f"{name} {spent:.1f} s" for name, spent in parts.items() if spent)
         text = f"first step done {whole:.1f} s after the start: {text}"
         self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
+
+    def write_profile(self, profile: StepProfile) -> None:
+        """Write the files of a profile, and report them."""
+        with self.outside("save"):
+            names = [str(path.relative_to(self.run.path)) for path in profile.write()]
+        self.emit("profile", f"profile: {' and '.join(names)}", files=names)
 
     def enter_epoch(self) -> None:
         """At a start: show the epoch that begins or continues, and the order of its samples."""

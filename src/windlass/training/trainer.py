@@ -54,6 +54,7 @@ from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.telemetry.console import Console
+from windlass.telemetry.profile import StepProfile, record_memory
 from windlass.training import memory, setup, start
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import startup_checks
@@ -145,6 +146,12 @@ class Trainer:
         self.recorder = recorder = Recorder(
             plan, ranks, facts, self.horizon, self.state, place.attempt, origin, console, stack
         )
+        watched = recipe.telemetry
+        where = plan.run.path, ranks.rank, ranks.device
+        self.profile = StepProfile(watched.profile, *where, self.horizon.steps)
+        stack.callback(self.profile.close)
+        if watched.memory_snapshot and ranks.device.type == "cuda":
+            record_memory()
         stop.follow(self.state, lambda name: recorder.emit("preempted", reason=name, saved=True))
         self.callbacks = Callbacks(
             code, recipe, ranks, self.state, self.horizon, self.model, self.optimizer
@@ -264,6 +271,7 @@ class Trainer:
                 )
                 multiplier = lr_multiplier(recipe.optim.schedule, horizon, state.step)
                 lr = recipe.optim.lr * multiplier
+                self.profile.begin(state.step + 1)
                 result = self.step(batch, multiplier)
                 stop_requested, failed_saves, stop_asked = flags.wait()
                 samples = horizon.batches.at(state.step)
@@ -272,6 +280,8 @@ class Trainer:
                 if owns_collector and state.step % GC_STEPS == 0:
                     gc.collect()  # else one rank collects in a step, and the others wait
                 recorder.stepped(batch, result)
+                if self.profile.ends(state.step):
+                    recorder.write_profile(self.profile)
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
                     self.saver.reserve(self.checkpoints.tensors())
