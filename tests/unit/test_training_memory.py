@@ -17,12 +17,14 @@ from windlass.estimate.devices import Device, find_device
 from windlass.estimate.layouts import layout_on, memory_rows
 from windlass.estimate.memory import memory
 from windlass.estimate.rank import layout_of
-from windlass.model.build import read_sizes
+from windlass.model.build import build_model, read_sizes
+from windlass.model.hf import HfCache, open_hf
 from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training.memory import measured_sizes, open_micro_batch
+from windlass.training.setup import describe_costs
 
 VOCAB = 50257
 GPT2 = Recipe.load("gpt2-124m", ["parallel.device=cpu"])
@@ -156,3 +158,26 @@ def test_which_rows_are_ragged():
     squad, packed = Recipe.load("gpt-squad"), Recipe.load("gpt2-124m")
     assert squad.data.ragged_ and packed.replace({"data.packing": "documents"}).data.ragged_
     assert not packed.data.ragged_ and not squad.replace({"data.packing": "best-fit"}).data.ragged_
+
+
+def test_what_slower_ways_of_a_model_of_transformers_cost_is_said(tmp_path):
+    keys = {"model.kind": "hf", "model.context": 64, "model.from_scratch": True, "optim.lr": 1e-4}
+    said = dict[str, list[str]]()
+    for kind in ("llama", "other head"):
+        directory = hf_fixtures.save("llama", tmp_path / kind)
+        recipe = Recipe().replace(keys | {"model.name": str(directory)})
+        model = build_model(recipe, 0)
+        model._plain_head = kind == "llama"
+        said[kind] = describe_costs(model, recipe, recipe.batch(2), 2)
+    assert len(said["llama"]) == 1 and "each rank draws all weights" in said["llama"][0]
+    assert "all logits" in said["other head"][0] and "GB" in said["other head"][0]
+
+
+def test_a_model_without_a_cache_says_once_that_it_reads_all_tokens_again(tmp_path):
+    model = open_hf(hf_fixtures.save("llama", tmp_path), Recipe().model)
+    cache = HfCache(model.model)
+    cache.cache, tokens = None, torch.tensor([[1]])
+    cache.read(tokens)
+    with pytest.warns(UserWarning, match="reads all tokens again") as caught:
+        cache.read(tokens)
+    assert len(caught) == 1

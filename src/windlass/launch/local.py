@@ -189,7 +189,7 @@ class Group:
             processes.WATCH_DIR: str(self.watch_dir),
             processes.PARENT: str(os.getpid()),
         }
-        if self.world > 1:  # a single rank measures how many are best (training/threads.py)
+        if self.world > 1:  # a single rank has torch's number
             environ.setdefault("OMP_NUM_THREADS", str(processes.thread_share(self.world)))
         # The kernel's signal follows the thread that forks. If that is not the main thread, each
         # rank itself watches its parent.

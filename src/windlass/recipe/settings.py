@@ -232,7 +232,8 @@ class TrainSettings(Section):
     """Check master weights, ties, replicas, gradient norm, the first loss, and that your own module
     sums its loss, at step 1."""
     threads: int = Field(0, ge=0)
-    """CPU threads of one rank; 0: the fastest number, or a share of the cores per rank."""
+    """CPU threads of one rank; 0: OMP_NUM_THREADS, else torch's number, or an equal share of the host's
+    usable cores if it has several ranks."""
 
     @field_validator("batch_schedule", mode="before")
     @classmethod

@@ -53,7 +53,6 @@ from windlass.parallel.parallelize import (
     unwrap,
     varying_shapes,
 )
-from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.run import read_lines
 from windlass.telemetry.console import Console
@@ -267,14 +266,14 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     average: Average,
-) -> tuple[TrainState, dict[str, Any], str]:
+) -> tuple[TrainState, str]:
     """Fill model, optimizer and average from the chosen checkpoint, and note what has changed.
 
-    Returns the checkpoint's counters, its meta data and its origin in words. Raises UserError if
-    the data has changed.
+    Returns the checkpoint's counters and its origin in words. Raises UserError if the data has
+    changed.
     """
     if place.choice is None:
-        return TrainState(), {}, ""
+        return TrainState(), ""
     checkpoint, notes = open_checkpoint(place.choice.path, deep=False), place.notes
     meta, step = checkpoint.meta, checkpoint.step
     recorded = ("data", "optimizer", "micro_batch", "precision")
@@ -314,7 +313,7 @@ def load_checkpoint(
     if compiled != facts.compiles:
         change = f"from {compiled} to {facts.compiles}, which rounds otherwise".lower()
         notes.append(f"train.compile changes {change}")
-    return state, meta, source
+    return state, source
 
 
 def open_saver(
@@ -350,7 +349,6 @@ def describe_checkpoints(recipe: Recipe, data: Data, facts: ModelFacts) -> dict[
         "optimizer": recipe.optim.kind,
         "average": recipe.train.average.kind,
         "threads": torch.get_num_threads(),
-        "cores": usable_cores(),
     }
 
 
@@ -419,6 +417,22 @@ def open_loader(
         and (settings.format != "text" and settings.packing != "best-fit"),
         mixture=mixture,
     )
+
+
+def describe_costs(model: nn.Module, recipe: Recipe, batch: BatchPlan, world: int) -> list[str]:
+    """What slower or larger ways cost that a model of `transformers` needs."""
+    network, notes = unwrap(model), list[str]()
+    if not isinstance(network, HfModel):
+        return notes
+    name = type(network.model).__name__
+    if not network._plain_head:
+        logits = 4 * batch.micro_batch * batch.context * network.vocab / 1e9
+        problem = f"the loss needs all logits of a micro-batch at once ({logits:.2g} GB in fp32)"
+        notes.append(f"{problem}, because the head of {name} is not one matrix (train.micro_batch)")
+    if recipe.model.from_scratch and world > 1:
+        parameters = 4 * network.model.num_parameters() / 1e9
+        notes.append(f"each rank draws all weights of {name} ({parameters:.2g} GB of its host)")
+    return notes
 
 
 def add_stages(state: State, ranks: Ranks) -> State:

@@ -67,7 +67,6 @@ from windlass.training.saving import Checkpoints
 from windlass.training.start import StartPlan, decide_on_rank_0
 from windlass.training.state import LossScaler, TrainState, step_seed
 from windlass.training.stop import StopSignals
-from windlass.training.threads import set_threads
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
 GC_STEPS = 100  # between two collections of garbage, at the same steps on every rank
@@ -128,14 +127,11 @@ class Trainer:
         self.average = Average(network, recipe.train.average, self.horizon)
         if place.choice is not None:
             console.begin(f"reading {place.choice.path}")
-        self.state, recorded, source = setup.load_checkpoint(
+        self.state, source = setup.load_checkpoint(
             *(place, recipe, ranks, data, self.batch, self.facts),
             *(self.model, self.optimizer, self.average),
         )
-        console.begin("measuring how many CPU threads are fastest")
         self.halves = open_halves(recipe, self.model, ranks, self.facts.dropout, stack)
-        how = self.batch.micro_batch, data.vocab, ranks, self.halves
-        threads = set_threads(recipe, self.model, *how, recorded, custom)
         ranks.mark(self.state.step, "start")
         fp16 = self.facts.precision == "fp16"
         self.scaler = LossScaler(ranks.device, self.state) if fp16 else None
@@ -172,13 +168,13 @@ class Trainer:
         self.evaluator = Evaluator(
             recorder, self.model, data, micro_batch, suites, self.poll_stop, self.average
         )
-        self.report_start(plan, place, threads, custom, source)
+        self.report_start(plan, place, custom, source)
         deferred = check_is_deferred(ranks.device, self.optimizer, recipe.parallel.offload)
         self.bad_steps = BadSteps(recorder, recipe.train, self.scaler, deferred)
         self.rewinds = Counter[int]()  # by the step that the run returned to
 
     def report_start(
-        self, plan: StartPlan, place: setup.RunPlace, threads: str, custom: bool, source: str
+        self, plan: StartPlan, place: setup.RunPlace, custom: bool, source: str
     ) -> None:
         """Report the start, and write the settings that a resume has changed."""
         notes, step, size = [*place.notes], self.state.step, self.checkpoints.tensors().total_bytes
@@ -186,6 +182,7 @@ class Trainer:
             # torch's optimizers have no state before their first step.
             size += 0 if self.optimizer.state else 8 * self.facts.sizes.trained
             notes += setup.disk_shortage(plan, self.horizon, step, size)
+        notes += setup.describe_costs(self.model, self.recipe, self.batch, self.ranks.world)
         notes += [note] if not custom and (note := export_note(self.recipe.model)) else []
         groups = setup.optimizer_groups(self.model, self.optimizer, self.ranks)
         facts = describe(self.data)
@@ -193,7 +190,7 @@ class Trainer:
             facts["stream"]["place"] = self.state.stream
         if mixture := self.losses.mixture:
             facts["mixture"] = shares_of_run(mixture, self.horizon, self.state.skipped)
-        self.recorder.started(self.batch, threads, facts, groups, source, notes)
+        self.recorder.started(self.batch, facts, groups, source, notes)
         memory.report_smaller(self.recorder, self.batch.micro_batch)
         if plan.changes:
             self.recorder.settings_changed()
