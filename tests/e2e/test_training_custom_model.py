@@ -152,7 +152,9 @@ def test_parameters_that_only_some_ranks_or_steps_use(tmp_path, monkeypatch):
         patch.setattr(sys, "argv", ["", str(tmp_path), "single"])
         exec(BRANCHES, {})
     for strategy in ("ddp", "shard_optim"):
-        for line, one in zip(*(Run(tmp_path / s).lines("train") for s in (strategy, "single")), strict=True):
+        for line, one in zip(
+            *(Run(tmp_path / s).lines("train") for s in (strategy, "single")), strict=True
+        ):
             for number in ("loss", "grad_norm"):
                 assert line[number] == pytest.approx(one[number], rel=1e-9), (strategy, number)
 

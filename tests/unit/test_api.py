@@ -207,7 +207,13 @@ def test_a_training_and_an_evaluation_give_the_process_its_settings_back(corpus,
     torch.set_float32_matmul_precision("high")
     before, during, next_numbers = settings(), set(), drawn()
     try:
-        changed = {"model__dropout": 0.1, "eval__sample_every": 1, "train__threads": 1, "train__deterministic": True, "train__steps": 2}
+        changed = {
+            "model__dropout": 0.1,
+            "eval__sample_every": 1,
+            "train__threads": 1,
+            "train__deterministic": True,
+            "train__steps": 2,
+        }
         recipe = tiny_recipe(corpus, tmp_path / "run", **changed)
         prepare(recipe)
         assert drawn() == next_numbers

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from estimate_fixtures import rewrite
+from transformers import AutoModelForCausalLM
 
 import hf_fixtures
 from helpers import tiny_recipe
@@ -18,7 +19,7 @@ from windlass.estimate.layouts import layout_on, memory_rows
 from windlass.estimate.memory import memory
 from windlass.estimate.rank import layout_of
 from windlass.model.build import build_model, read_sizes
-from windlass.model.hf import HfCache, open_hf
+from windlass.model.hf import HfCache
 from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
@@ -79,7 +80,9 @@ def test_a_resumed_run_keeps_its_micro_batch(tmp_path):
     start = {"event": "started", "world": 1, "micro_batch": 32}
 
     def smaller(size, world=1):
-        (tmp_path / "micro_batch.json").write_text(json.dumps({"world": world, "micro_batch": size}))
+        (tmp_path / "micro_batch.json").write_text(
+            json.dumps({"world": world, "micro_batch": size})
+        )
 
     with init_ranks(DistEnv(), GPT2) as ranks:
         largest = chosen(ranks, int(60e9))
@@ -174,8 +177,8 @@ def test_what_slower_ways_of_a_model_of_transformers_cost_is_said(tmp_path):
 
 
 def test_a_model_without_a_cache_says_once_that_it_reads_all_tokens_again(tmp_path):
-    model = open_hf(hf_fixtures.save("llama", tmp_path), Recipe().model)
-    cache = HfCache(model.model)
+    hf_fixtures.save("llama", tmp_path)
+    cache = HfCache(AutoModelForCausalLM.from_pretrained(tmp_path))
     cache.cache, tokens = None, torch.tensor([[1]])
     cache.read(tokens)
     with pytest.warns(UserWarning, match="reads all tokens again") as caught:

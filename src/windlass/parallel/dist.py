@@ -30,7 +30,15 @@ import torch
 import torch.distributed as dist
 
 from windlass import processes
-from windlass.errors import BAD_INPUT, FAILED, OutOfMemory, RunFailed, Stopped, UserError, first_line
+from windlass.errors import (
+    BAD_INPUT,
+    FAILED,
+    OutOfMemory,
+    RunFailed,
+    Stopped,
+    UserError,
+    first_line,
+)
 from windlass.parallel.env import DistEnv, interface_to
 from windlass.parallel.heartbeat import Heartbeat
 from windlass.parallel.mesh import Mesh

@@ -208,7 +208,9 @@ def check_gradients_reduced(model: nn.Module) -> None:
         problem = f"the loss of this step's last micro-batch does not use {', '.join(unused[:4])}"
         advice = "set requires_grad_(False) if no step uses them"
         setting = "else parallel.find_unused_parameters=true"
-        raise UserError(f"{problem}{more}, so DDP cannot add up gradients: {advice}, {setting}") from None
+        raise UserError(
+            f"{problem}{more}, so DDP cannot add up gradients: {advice}, {setting}"
+        ) from None
 
 
 def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Module]:

@@ -137,9 +137,8 @@ class DataSettings(Section):
     @property
     def ragged_(self) -> bool:
         """Whether the rows of one step are longer than the rows of another."""
-        return self.packing != "best-fit" and (
-            self.format != "text" or self.packing == "documents"
-        )
+        rows = self.format != "text" or self.packing == "documents"
+        return rows and self.packing != "best-fit"
 
     @property
     def unused(self) -> list[str]:
@@ -377,8 +376,7 @@ class ParallelSettings(Section):
     bucket_mb: float = Field(25.0, gt=0)
     """DDP: size of a gradient bucket in MB."""
     find_unused_parameters: bool = False
-    """DDP: find the parameters that a step does not use, for your own module that uses some of them
-    on some ranks or steps only. It walks the graph in each forward pass."""
+    """DDP: for your own module that does not use all parameters on every rank and step; slower."""
     timeout_seconds: float = Field(600.0, gt=0)
     """Longest time of a collective; after it the run ends and names the rank and phase."""
     startup_timeout_seconds: float = Field(1800.0, gt=0)
@@ -494,10 +492,9 @@ class TelemetrySettings(Section):
     sample_seconds: float = Field(1.0, gt=0)
     """Seconds between two background samples of each rank's utilisation and memory."""
     profile: str = Field("", pattern=r"^([1-9]\d*:[1-9]\d*(:all)?)?$")
-    """`"100:3"`: profile steps 100 to 102 on rank 0, with `"100:3:all"` on every rank: a trace for
-    Perfetto and a table of operators in `RUN/profile`. These steps are slower."""
+    """`"100:3"` profiles steps 100 to 102 on rank 0, `"100:3:all"` on every rank: a trace for Perfetto
+    and a table of operators in `RUN/profile`."""
     memory_snapshot: bool = False
-    """On a GPU: when memory runs out, write torch's memory snapshot, and name the largest blocks.
-    Each allocation takes longer."""
+    """On a GPU: if memory runs out, write torch's memory snapshot and name the largest blocks."""
     flush_seconds: float = Field(30.0, ge=0)
     """Longest time that trackers may take after the end of the run."""

@@ -21,9 +21,7 @@ FRAMES = 3  # of a group's place in the code: the innermost ones outside torch
 class StepProfile:
     """Profiles the steps that `telemetry.profile` names, on rank 0 or on all ranks."""
 
-    def __init__(
-        self, setting: str, directory: Path, rank: int, device: torch.device, steps: int
-    ):
+    def __init__(self, setting: str, directory: Path, rank: int, device: torch.device, steps: int):
         """`steps`: of the whole run, whose end also ends the profile."""
         first, count, *every = setting.split(":") if setting else ("0", "0")
         self.first, self.last = int(first), min(int(first) + int(count) - 1, steps)
@@ -43,8 +41,8 @@ class StepProfile:
         """Whether this step is the last one."""
         return self._profile is not None and step >= self.last
 
-    def write(self) -> list[Path]:
-        """Stop the profile, and write its files."""
+    def write(self) -> list[str]:
+        """Stop the profile, and write its files; returns their paths in the run's directory."""
         assert self._profile is not None
         running, self._profile = self._profile, None
         running.stop()
@@ -53,7 +51,7 @@ class StepProfile:
         running.export_chrome_trace(str(trace))
         by = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
         table.write_text(running.key_averages().table(sort_by=by, row_limit=ROWS))
-        return [trace, table]
+        return [f"profile/{path.name}" for path in (trace, table)]
 
     def close(self) -> None:
         """Stop a profile that a failure or a stop cuts off."""

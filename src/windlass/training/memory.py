@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -23,7 +24,7 @@ from windlass.fileio import read_json, write_atomic
 from windlass.model.build import read_sizes
 from windlass.model.size import CountedSizes
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import resolve_precision
+from windlass.parallel.parallelize import attention_without_plans, resolve_precision
 from windlass.recipe import BatchPlan, Recipe
 from windlass.run import STARTS, Run
 from windlass.telemetry.profile import save_memory
@@ -67,15 +68,19 @@ def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorde
     if sizes_of_mesh.data_world * sizes_of_mesh.cp > 1 and not sharded:
         advice.append('parallel.strategy="full_shard"')
     advice.append('parallel.activation_checkpointing="full"')
-    raise RunFailed(f"{problem}: write {', or '.join(advice)}; `windlass plan` shows what each needs")
+    raise RunFailed(
+        f"{problem}: write {', or '.join(advice)}; `windlass plan` shows what each needs"
+    )
 
 
-def grow_segments(device: torch.device) -> None:
-    """Have torch's allocator on CUDA grow its segments, unless the user has configured it.
+def expect_ragged_rows(device: torch.device, stack: ExitStack) -> None:
+    """Have torch's allocator on CUDA grow its segments, unless the user has configured it, and use
+    no attention with plans until `stack` ends.
 
     Rows of varying length leave gaps between blocks of fixed sizes; segments that grow leave none.
     The allocator may be in use already, so that its environment variable would come too late.
     """
+    stack.enter_context(attention_without_plans())
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     if device.type == "cuda" and not any(name in os.environ for name in names):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

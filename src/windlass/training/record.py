@@ -170,13 +170,13 @@ class Recorder:
         ranks = f"{self.ranks.world} rank{'s' * (self.ranks.world != 1)} x {facts.device_name}"
         optimizer = f"{plan.recipe.optim.kind}: {describe_groups(groups)}"
         how = facts.precision, "compiled" * facts.compiles
-        on_cpu = self.ranks.device.type == "cpu"
+        cores = plural(usable_cores(), "core") if self.ranks.device.type == "cpu" else ""
         header = {
             "run": str(self.run.path),
             "recipe": f"{plan.recipe.preset} ({plan.recipe.config_hash})",
             "ranks": ", ".join(filter(None, [ranks, strategy, sizes.layout, *how])),
             **self.launch,
-            "threads": f"{torch.get_num_threads()} of {plural(usable_cores(), 'core')}" * on_cpu,
+            "threads": cores and f"{torch.get_num_threads()} of {cores}",
             "model": describe_sizes(facts.sizes),
             "optim": optimizer,
             **self._work(facts_of_data, batch),
@@ -364,7 +364,7 @@ class Recorder:
     def write_profile(self, profile: StepProfile) -> None:
         """Write the files of a profile, and report them."""
         with self.outside("save"):
-            names = [str(path.relative_to(self.run.path)) for path in profile.write()]
+            names = profile.write()
         self.emit("profile", f"profile: {' and '.join(names)}", files=names)
 
     def enter_epoch(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,6 +57,7 @@ from windlass.parallel.parallelize import (
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.run import read_lines
 from windlass.telemetry.console import Console
+from windlass.telemetry.profile import StepProfile, record_memory
 from windlass.telemetry.timing import peak_flops
 from windlass.training import memory, start
 from windlass.training.checks import check_documents, check_loss_is_a_sum, tie_groups, uses_dropout
@@ -218,8 +220,7 @@ def prepare_model(
     # The first shard of a stream does not exist yet.
     two = data.val if isinstance(data.train, StreamSamples) else data.train
     if custom and choice is None and recipe.train.startup_checks and two is not None:
-        with varying_shapes():  # other shapes than the training's
-            check_loss_is_a_sum(model, two, ranks, partial(autocast, recipe, ranks.device))
+        check_loss_is_a_sum(model, two, ranks, partial(trial, recipe, ranks.device))
     # By a resume the base of a model of `transformers` may no longer exist.
     if not custom and not (hf and (init_from or choice)):
         initialise(unwrap(model), recipe.run.seed)
@@ -227,9 +228,15 @@ def prepare_model(
         load_initial(unwrap(model), recipe, ranks)
     d = recipe.data
     if choice is None and (masked or d.document_mask is True or d.packing == "best-fit"):
-        with varying_shapes():
-            check_documents(model, ranks, partial(autocast, recipe, ranks.device), d.packing)
+        check_documents(model, ranks, partial(trial, recipe, ranks.device), d.packing)
     return model, facts
+
+
+@contextmanager
+def trial(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """The context of a check's pass, whose shapes must not reach the training's graphs."""
+    with varying_shapes(), autocast(recipe, device):
+        yield
 
 
 def set_objective(model: nn.Module, recipe: Recipe) -> None:
@@ -314,6 +321,16 @@ def load_checkpoint(
         change = f"from {compiled} to {facts.compiles}, which rounds otherwise".lower()
         notes.append(f"train.compile changes {change}")
     return state, source
+
+
+def open_profile(plan: StartPlan, ranks: Ranks, horizon: Horizon, stack: ExitStack) -> StepProfile:
+    """The profile of `telemetry.profile`; also begins to record memory for its snapshot."""
+    settings, where = plan.recipe.telemetry, (plan.run.path, ranks.rank, ranks.device)
+    profile = StepProfile(settings.profile, *where, horizon.steps)
+    stack.callback(profile.close)
+    if settings.memory_snapshot and ranks.device.type == "cuda":
+        record_memory()
+    return profile
 
 
 def open_saver(

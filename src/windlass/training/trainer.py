@@ -43,7 +43,6 @@ from windlass.parallel import collectives
 from windlass.parallel.dist import init_process_group, init_store
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import (
-    attention_without_plans,
     autocast,
     check_gradients_reduced,
     counted,
@@ -54,7 +53,6 @@ from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.telemetry.console import Console
-from windlass.telemetry.profile import StepProfile, record_memory
 from windlass.training import memory, setup, start
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import startup_checks
@@ -97,8 +95,7 @@ class Trainer:
         self.data = data = setup.open_shared(plan, ranks, data, stack)
         init_process_group(ranks, recipe)  # chooses the device
         if recipe.data.ragged_:
-            memory.grow_segments(ranks.device)
-            stack.enter_context(attention_without_plans())
+            memory.expect_ragged_rows(ranks.device, stack)
         self.batch, self.horizon = setup.batch_and_horizon(plan, ranks, data, custom)
         if module is not None:
             built = own_module(module, recipe.model.context)
@@ -142,12 +139,7 @@ class Trainer:
         self.recorder = recorder = Recorder(
             plan, ranks, facts, self.horizon, self.state, place.attempt, origin, console, stack
         )
-        watched = recipe.telemetry
-        where = plan.run.path, ranks.rank, ranks.device
-        self.profile = StepProfile(watched.profile, *where, self.horizon.steps)
-        stack.callback(self.profile.close)
-        if watched.memory_snapshot and ranks.device.type == "cuda":
-            record_memory()
+        self.profile = setup.open_profile(plan, ranks, self.horizon, stack)
         stop.follow(self.state, lambda name: recorder.emit("preempted", reason=name, saved=True))
         self.callbacks = Callbacks(
             code, recipe, ranks, self.state, self.horizon, self.model, self.optimizer
