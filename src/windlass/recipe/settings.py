@@ -183,9 +183,8 @@ class TrainSettings(Section):
     steps, and 256 after 2,000. The learning rate does not follow. Evaluations keep `global_batch`."""
     micro_batch: int = Field(0, ge=0)
     """Sequences in one forward pass of one rank; 0: about 4,096 tokens on a CPU; on a GPU the
-    largest that `windlass plan` fits into the free memory (about 16,384 tokens of a model of
-    `transformers` or your own; not run on a GPU). It is less if memory runs out in the first step
-    of a run of one rank. A resumed run keeps it."""
+    largest that `windlass plan` fits into the free memory (about 16,384 tokens of your own module;
+    not run on a GPU). It is less after memory ran out. A resumed run keeps it."""
     fit: bool = False
     """Choose `train.micro_batch` and the layout (`parallel.strategy`, `tensor`, `context`,
     `pipeline`, `activation_checkpointing`) before the training: the first layout that `windlass plan`

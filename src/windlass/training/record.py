@@ -102,8 +102,7 @@ class Recorder:
         stack.callback(self.ledger.close)
         env = ranks.env
         place = (ranks.rank, ranks.device, env.local_rank, env.node, ranks.status.place)
-        about = environment.describe_rank(*place)
-        self.placed = ranks.all_gather_object("environment", about)
+        self.placed = ranks.all_gather_object("environment", environment.describe_rank(*place))
         self.launch = self._write_environment(origin) if ranks.main else {}
         self.sampler = DeviceSampler(
             self.run.devices_dir,
@@ -294,8 +293,7 @@ class Recorder:
     def log(self, measures: dict[str, float]) -> None:
         """A `log` line with the numbers that callbacks logged at this step, as `log.NAME`."""
         if measures:
-            fields = {f"log.{name}": value for name, value in measures.items()}
-            self.ledger.write("log", self.state.step, **fields)
+            self.ledger.write("log", self.state.step, **{f"log.{n}": v for n, v in measures.items()})
 
     @property
     def scores(self) -> Scores:
