@@ -36,7 +36,6 @@ from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.measures import short
-from windlass.telemetry.profile import StepProfile
 from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.callbacks import StepResult
@@ -293,7 +292,9 @@ class Recorder:
     def log(self, measures: dict[str, float]) -> None:
         """A `log` line with the numbers that callbacks logged at this step, as `log.NAME`."""
         if measures:
-            self.ledger.write("log", self.state.step, **{f"log.{n}": v for n, v in measures.items()})
+            self.ledger.write(
+                "log", self.state.step, **{f"log.{n}": v for n, v in measures.items()}
+            )
 
     @property
     def scores(self) -> Scores:
@@ -358,12 +359,6 @@ class Recorder:
         text = ", ".join(f"{name} {spent:.1f} s" for name, spent in parts.items() if spent)
         text = f"first step done {whole:.1f} s after the start: {text}"
         self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
-
-    def write_profile(self, profile: StepProfile) -> None:
-        """Write the files of a profile, and report them."""
-        with self.outside("save"):
-            names = profile.write()
-        self.emit("profile", f"profile: {' and '.join(names)}", files=names)
 
     def enter_epoch(self) -> None:
         """At a start: show the epoch that begins or continues, and the order of its samples."""
