@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from helpers import refused, tiny_recipe
+from helpers import each_step, refused, tiny_recipe
 from windlass import report, train
 from windlass.launch.local import launch
 from windlass.telemetry.profile import largest_blocks
@@ -41,6 +41,13 @@ def test_every_rank_may_have_a_profile_and_the_end_of_the_run_ends_it(corpus, tm
     assert files == [f"steps-2-2-rank-{rank}{end}" for rank in (0, 1) for end in ends]
     late = train(tiny_recipe(corpus, tmp_path / "late", train__steps=3, telemetry__profile="3:9"))
     assert (late.path / "profile" / "steps-3-3-rank-0.txt").is_file()
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(corpus, tmp_path):
+    block = each_step(lambda now: (tmp_path / "run" / "profile").touch())
+    recipe = tiny_recipe(corpus, tmp_path / "run", train__steps=3, telemetry__profile="2:1")
+    run = train(recipe, callbacks=[block])
+    assert run.state == "finished" and "was not written" in run.log_path.read_text()
 
 
 def test_a_wrong_profile_is_refused(corpus, tmp_path):

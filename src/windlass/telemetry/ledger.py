@@ -74,7 +74,7 @@ class Ledger:
         line |= {key: value for key, value in fields.items() if value is not None}
         if self.enabled:
             encoded = encode(line).encode("utf-8", "replace") + b"\n"
-            self._unwritten += encoded
+            self._unwritten += encoded  # without a call, in which a signal may come
             self._flush()
         return line
 
@@ -97,8 +97,8 @@ class Ledger:
             written = os.fstat(self._file).st_size - self._size
             self._unwritten, self._size = self._unwritten[written:], None
         while self._unwritten:
-            self._size = os.fstat(self._file).st_size
             try:
+                self._size = os.fstat(self._file).st_size
                 written = os.write(self._file, self._unwritten)
             except OSError as error:
                 problem = f"{self.path} cannot be written ({error.strerror}); tried again later"

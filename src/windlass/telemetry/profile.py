@@ -5,6 +5,7 @@ The profile is torch's: a trace for https://ui.perfetto.dev, and a table of oper
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -41,17 +42,21 @@ class StepProfile:
         """Whether this step is the last one."""
         return self._profile is not None and step >= self.last
 
-    def write(self) -> list[str]:
-        """Stop the profile, and write its files; returns their paths in the run's directory."""
+    def write(self) -> tuple[str, list[str]]:
+        """Stop the profile, and write its files; returns a message, and their paths in the run."""
         assert self._profile is not None
         running, self._profile = self._profile, None
         running.stop()
-        self.name.parent.mkdir(exist_ok=True)
         trace, table = (self.name.with_name(self.name.name + end) for end in (".json.gz", ".txt"))
-        running.export_chrome_trace(str(trace))
         by = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
-        table.write_text(running.key_averages().table(sort_by=by, row_limit=ROWS))
-        return [f"profile/{path.name}" for path in (trace, table)]
+        try:
+            self.name.parent.mkdir(exist_ok=True)
+            table.write_text(running.key_averages().table(sort_by=by, row_limit=ROWS))
+            running.export_chrome_trace(str(trace))
+        except OSError as error:
+            return f"the profile was not written: {error}", []
+        names = [f"profile/{path.name}" for path in (trace, table)]
+        return f"profile: {' and '.join(names)}", names
 
     def close(self) -> None:
         """Stop a profile that a failure or a stop cuts off."""
@@ -66,7 +71,8 @@ def record_memory() -> None:
 
 def save_memory(path: Path) -> str:
     """Write the snapshot of https://docs.pytorch.org/memory_viz; returns its largest live blocks."""
-    torch.cuda.memory._dump_snapshot(str(path))
+    with contextlib.suppress(OSError):  # the largest blocks are worth more
+        torch.cuda.memory._dump_snapshot(str(path))
     return largest_blocks(torch.cuda.memory._snapshot()["segments"])
 
 

@@ -272,8 +272,8 @@ class Trainer:
                 recorder.stepped(batch, result)
                 if self.profile.ends(state.step):
                     with recorder.outside("save"):
-                        files = self.profile.write()
-                    recorder.emit("profile", f"profile: {' and '.join(files)}", files=files)
+                        text, files = self.profile.write()
+                    recorder.emit("profile", text, files=files, warning=not files)
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
                     self.saver.reserve(self.checkpoints.tensors())
