@@ -65,6 +65,10 @@ class RunFailed(Message, RuntimeError):
     exit_code = FAILED
 
 
+class OutOfMemory(RunFailed):
+    """Memory ran out, and the next start has smaller micro-batches; our launchers start again."""
+
+
 class HostLost(RunFailed):
     """A run that ended because a rank or host was lost."""
 

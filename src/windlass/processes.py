@@ -188,6 +188,7 @@ class Failure:
     secondary: bool = False
     lost: bool = False
     place: str = ""  # the rank's coordinates in the mesh, as `pp 1, dp 0, tp 1`
+    again: bool = False  # whether the launcher starts all ranks again
 
     def __str__(self) -> str:
         rank = f"rank {self.rank} ({self.place})" if self.place else f"rank {self.rank}"
@@ -217,9 +218,9 @@ class RankStatus:
         names = ("rank", "host", "step", "phase", "since", "place")
         return {name: getattr(self, name) for name in names}
 
-    def failure(self, error: str, secondary: bool = False) -> Failure:
+    def failure(self, error: str, secondary: bool = False, again: bool = False) -> Failure:
         at = (self.rank, self.host, self.step, self.phase)
-        return Failure(*at, error, time.time(), secondary, place=self.place)
+        return Failure(*at, error, time.time(), secondary, place=self.place, again=again)
 
     def write(self, failure: Failure) -> None:
         """Tell the launcher what ended this rank: its own failure, or another rank's."""

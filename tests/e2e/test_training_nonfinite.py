@@ -124,6 +124,34 @@ def test_a_loss_spike_stops_the_run_or_rewinds_it(corpus, tmp_path, spoil):
     assert [step for step, _ in events(run, "rewound", "reason")] == [30]
 
 
+@pytest.mark.parametrize("spoiled", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_not_a_spike_too(corpus, tmp_path, monkeypatch, spoiled):
+    """An infinite loss, or a jump of the loss with a gradient that is not finite."""
+    real = trainer.collectives.norm_and_sum
+    calls: list[Any] = []
+
+    def spoil(parameters, number, ranks):
+        norm, zero = real(parameters, number, ranks)
+        calls.append(norm)
+        if len(calls) != 31:
+            return norm, zero
+        return (norm, zero * NAN) if spoiled == "loss" else (norm * NAN, zero)
+
+    def observe(self, loss, norm, zero):
+        if len(calls) == 31:
+            loss.fill_(torch.inf if spoiled == "loss" else 1e6)
+        return observed(self, loss, norm, zero)
+
+    observed = trainer.BadSteps.observe
+    monkeypatch.setattr(trainer.BadSteps, "observe", observe)
+    monkeypatch.setattr(trainer.collectives, "norm_and_sum", spoil)
+    more = SPIKES | {"train.steps": 40, "train.on_spike": "stop", "train.on_nonfinite": "skip"}
+    more |= {"train.startup_checks": "false", "eval.every": 0}
+    run = train(recipe_of(corpus, tmp_path / "run", **more))
+    assert events(run, "skipped", "in_a_row") == [(31, 1)] and not events(run, "spike", "in_a_row")
+    assert run.summary["updates_skipped"] == 1
+
+
 def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, spoil):
     """A skipped spike leaves the weights and does not measure the next one, or all would be
     skipped.

@@ -392,3 +392,17 @@ def test_a_sample_does_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("sys.stdout", stream)
         models._write("a\x1b[2J\x07b")
         assert stream.getvalue() == shown
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "")],
+)
+def test_the_command_line_has_threads_wait_a_short_while_unless_told_otherwise(given, expected):
+    code = "import os; from windlass.cli import main\ntry: main(['--version'])\n"
+    code += "finally: print(os.environ.get('GOMP_SPINCOUNT', ''))"
+    ours = ("GOMP_", "OMP_WAIT")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(ours)} | given
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n")[1] == expected

@@ -185,9 +185,10 @@ def fast(view: RunView) -> Answer:
     ranks = plural(int(view.start.get("world", 1)), "rank") + device
     ranks += f", {view.sizes.layout}" * bool(view.sizes.layout)
     mfu = f"MFU {show(view.speed.mfu, 'share')}" if view.speed.mfu is not None else ""
-    return Answer(
-        FAST, f"{show(view.speed.tokens_per_s, 'count')} tokens/s", _sentence(step, ranks, mfu)
-    )
+    profiles = [" and ".join(e["files"]) for e in view.events if e.get("files")]
+    text = f"{show(view.speed.tokens_per_s, 'count')} tokens/s"
+    profile = f"profile in {profiles[-1]}" if profiles else ""
+    return Answer(FAST, text, _sentence(step, ranks, mfu, profile))
 
 
 def cost(views: Sequence[RunView]) -> Answer:

@@ -109,7 +109,6 @@ def train_rank(
     stop_at: int,
 ) -> None:
     """Train as one rank in this process."""
-    from windlass.parallel.parallelize import attention_without_plans
     from windlass.training.trainer import Trainer
 
     if plan.recipe.train.fit:
@@ -118,8 +117,6 @@ def train_rank(
         recipe = fitted(plan.recipe, custom=model is not None or data is not None)
         changes = changes_of(plan.run, recipe) if plan.resuming else {}
         plan = replace(plan, recipe=recipe, changes=changes)
-    if plan.recipe.data.format != "text":  # rows of varying lengths
-        stack.enter_context(attention_without_plans())
     samples = own_data(data, plan.recipe)
     Trainer(plan, stop, stack, model, samples, code, stop_at).run()
 

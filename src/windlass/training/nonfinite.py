@@ -142,13 +142,14 @@ class BadSteps:
         if self.settings.on_spike == "ignore":
             return self._bad, None
         value = float(collectives.sum_over_ranks(loss.clone(), self.ranks))
+        if bool(bad) or not math.isfinite(value):  # `on_nonfinite` decides about this step
+            return self._bad, None
         window = self.state.spike_window
         if is_spike(window, value, self.settings.spike_sigmas):
             return self._bad, value
-        if math.isfinite(value):
-            window.append(value)
-            del window[:-SPIKE_WINDOW]
-            self._spikes_in_a_row = 0
+        window.append(value)
+        del window[:-SPIKE_WINDOW]
+        self._spikes_in_a_row = 0
         return self._bad, None
 
     def read(self) -> Counts:

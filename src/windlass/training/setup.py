@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,11 +52,12 @@ from windlass.parallel.parallelize import (
     parallelize,
     resolve_precision,
     unwrap,
+    varying_shapes,
 )
-from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.run import read_lines
 from windlass.telemetry.console import Console
+from windlass.telemetry.profile import StepProfile, record_memory
 from windlass.telemetry.timing import peak_flops
 from windlass.training import memory, start
 from windlass.training.checks import check_documents, check_loss_is_a_sum, tie_groups, uses_dropout
@@ -83,8 +84,6 @@ def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None, stack: ExitSta
     """The user's or the recipe's data, once all hosts have seen the run and data directories."""
     if ranks.env.nodes > 1:
         start.check_shared(ranks, plan.run.path, data_dir(plan.recipe) if data is None else None)
-    if ranks.device.type == "cuda":
-        os.environ.update(memory.allocator_settings(plan.recipe, os.environ))
     if data is not None:
         return data
     data = open_data(plan.recipe, ranks, plan.pinned)
@@ -221,7 +220,7 @@ def prepare_model(
     # The first shard of a stream does not exist yet.
     two = data.val if isinstance(data.train, StreamSamples) else data.train
     if custom and choice is None and recipe.train.startup_checks and two is not None:
-        check_loss_is_a_sum(model, two, ranks, partial(autocast, recipe, ranks.device))
+        check_loss_is_a_sum(model, two, ranks, partial(trial, recipe, ranks.device))
     # By a resume the base of a model of `transformers` may no longer exist.
     if not custom and not (hf and (init_from or choice)):
         initialise(unwrap(model), recipe.run.seed)
@@ -229,8 +228,15 @@ def prepare_model(
         load_initial(unwrap(model), recipe, ranks)
     d = recipe.data
     if choice is None and (masked or d.document_mask is True or d.packing == "best-fit"):
-        check_documents(model, ranks, partial(autocast, recipe, ranks.device), d.packing)
+        check_documents(model, ranks, partial(trial, recipe, ranks.device), d.packing)
     return model, facts
+
+
+@contextmanager
+def trial(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """The context of a check's pass, whose shapes must not reach the training's graphs."""
+    with varying_shapes(), autocast(recipe, device):
+        yield
 
 
 def set_objective(model: nn.Module, recipe: Recipe) -> None:
@@ -267,14 +273,14 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     average: Average,
-) -> tuple[TrainState, dict[str, Any], str]:
+) -> tuple[TrainState, str]:
     """Fill model, optimizer and average from the chosen checkpoint, and note what has changed.
 
-    Returns the checkpoint's counters, its meta data and its origin in words. Raises UserError if
-    the data has changed.
+    Returns the checkpoint's counters and its origin in words. Raises UserError if the data has
+    changed.
     """
     if place.choice is None:
-        return TrainState(), {}, ""
+        return TrainState(), ""
     checkpoint, notes = open_checkpoint(place.choice.path, deep=False), place.notes
     meta, step = checkpoint.meta, checkpoint.step
     recorded = ("data", "optimizer", "micro_batch", "precision")
@@ -314,7 +320,17 @@ def load_checkpoint(
     if compiled != facts.compiles:
         change = f"from {compiled} to {facts.compiles}, which rounds otherwise".lower()
         notes.append(f"train.compile changes {change}")
-    return state, meta, source
+    return state, source
+
+
+def open_profile(plan: StartPlan, ranks: Ranks, horizon: Horizon, stack: ExitStack) -> StepProfile:
+    """The profile of `telemetry.profile`; also begins to record memory for its snapshot."""
+    settings, where = plan.recipe.telemetry, (plan.run.path, ranks.rank, ranks.device)
+    profile = StepProfile(settings.profile, *where, horizon.steps)
+    stack.callback(profile.close)
+    if settings.memory_snapshot and ranks.device.type == "cuda":
+        record_memory()
+    return profile
 
 
 def open_saver(
@@ -350,7 +366,6 @@ def describe_checkpoints(recipe: Recipe, data: Data, facts: ModelFacts) -> dict[
         "optimizer": recipe.optim.kind,
         "average": recipe.train.average.kind,
         "threads": torch.get_num_threads(),
-        "cores": usable_cores(),
     }
 
 
@@ -419,6 +434,22 @@ def open_loader(
         and (settings.format != "text" and settings.packing != "best-fit"),
         mixture=mixture,
     )
+
+
+def describe_costs(model: nn.Module, recipe: Recipe, batch: BatchPlan, world: int) -> list[str]:
+    """What slower or larger ways cost that a model of `transformers` needs."""
+    network, notes = unwrap(model), list[str]()
+    if not isinstance(network, HfModel):
+        return notes
+    name = type(network.model).__name__
+    if not network._plain_head:
+        logits = 4 * batch.micro_batch * batch.context * network.vocab / 1e9
+        problem = f"the loss needs all logits of a micro-batch at once ({logits:.2g} GB in fp32)"
+        notes.append(f"{problem}, because the head of {name} is not one matrix (train.micro_batch)")
+    if recipe.model.from_scratch and world > 1:
+        parameters = 4 * network.model.num_parameters() / 1e9
+        notes.append(f"each rank draws all weights of {name} ({parameters:.2g} GB of its host)")
+    return notes
 
 
 def add_stages(state: State, ranks: Ranks) -> State:
