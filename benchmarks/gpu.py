@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import re
 import shlex
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -38,6 +40,7 @@ BESIDE_SECONDS = 185.0
 # nanoGPT's train.py has it.
 MICRO = 4 if SMALL else 32
 LAYERS, HEADS, WIDTH, CONTEXT = (2, 2, 64, 64) if SMALL else (12, 12, 768, 1024)
+VOCAB = 512 if SMALL else 50_304
 STEPS, WARM = (12, 4) if SMALL else (40, 10)
 EAGER, COMPILED = "train.compile=false", "train.compile=true"
 PYTEST = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-p", "pytest_timeout"]
@@ -129,10 +132,9 @@ class Bench:
     def keep_logs(self) -> None:
         """What every command printed, and the ledgers of the runs, as one file."""
         with self.lock, tarfile.open(self.out / "logs.new", "w:gz") as archive:
-            for path in sorted(self.work.rglob("*")):
-                if path.parent.name == "logs" or path.name in LEDGERS:
-                    if path.stat().st_size < 400_000:
-                        archive.add(path, path.relative_to(self.work))
+            for pattern in ("logs/*", *(f"runs/*/{name}" for name in LEDGERS)):
+                for path in self.work.glob(pattern):
+                    archive.add(path, path.relative_to(self.work))
         (self.out / "logs.new").replace(self.out / "logs.tgz")
 
     def train(
@@ -161,8 +163,10 @@ class Bench:
                 if not (data / f"{name}.bin").is_file():
                     tokens = np.random.default_rng(0).integers(0, 256, count, dtype=np.uint16)
                     tokens.tofile(data / f"{name}.bin")
+            (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": VOCAB}))
         biases = (f"model.{part}_bias=false" for part in ("attn", "ff", "norm"))
         sizes = {"layers": LAYERS, "heads": HEADS, "width": WIDTH, "context": CONTEXT}
+        sizes["vocab"] = VOCAB
         source = [f"data.source=shards:{data}/*.bin", f"data.dir={self.work / 'data'}"]
         shape = [*biases, "model.dropout=0", *(f"model.{k}={v}" for k, v in sizes.items())]
         return ["gpt2-124m", *source, *shape]
@@ -407,9 +411,37 @@ def saves(bench: Bench) -> None:
 
 
 def profile(bench: Bench) -> None:
-    """The kernels of three steps, by time."""
+    """The operators and kernels of three steps, by time: DIR/profile-*.txt."""
     for what, how in (("eager", EAGER), ("compiled", COMPILED)):
-        pass
+        report = bench.out / f"profile-{what}.txt"
+        words = [*bench.gpt2(), *COMMON, f"train.global_batch={MICRO}", how]
+        words += [f"train.micro_batch={MICRO}", f"run.dir={bench.work / 'runs' / report.stem}"]
+        command = [sys.executable, __file__, "--profile", report, *words]
+        _, problem = bench.run(report.stem, command, 45)
+        totals = "; ".join(re.findall("^Self .*", "" if problem else report.read_text(), re.M))
+        bench.add("profile", f"three steps, {what}", problem or totals)
+
+
+def profile_training(report: str, preset: str, *settings: str) -> None:
+    """In a process of its own: train, and profile the steps after the first `WARM`."""
+    import torch
+
+    import windlass
+
+    profiler = torch.profiler.profile()
+
+    class Watch(windlass.Callback):
+        def on_step(self, now: Any) -> None:
+            if CUDA and now.step in (WARM, WARM + 3):
+                torch.cuda.synchronize()
+            if now.step == WARM:
+                profiler.start()
+            elif now.step == WARM + 3:
+                profiler.stop()
+
+    windlass.train(windlass.Recipe.load(preset, settings), callbacks=[Watch()])
+    key = f"self_{'device' if CUDA else 'cpu'}_time_total"
+    Path(report).write_text(profiler.key_averages().table(sort_by=key, row_limit=60))
 
 
 def more(bench: Bench) -> None:
@@ -435,6 +467,7 @@ def make_model(folder: str) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "n_positions": CONTEXT}
+    sizes["vocab_size"] = VOCAB
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout)).save_pretrained(folder)
 
@@ -449,6 +482,8 @@ def main() -> None:
     """Run the parts that are named, or all: first what is not timed, side by side."""
     if sys.argv[1] == "--versions":
         return print_versions()
+    if sys.argv[1] == "--profile":
+        return profile_training(*sys.argv[2:])
     if sys.argv[1] == "--model":
         return make_model(sys.argv[2])
     out, chosen = Path(sys.argv[1]).absolute(), sys.argv[2:] or list(PARTS)
