@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,10 @@ class Bench:
 
     def shown(self, command: Sequence[str | Path]) -> str:
         """A command as a reader types it."""
-        words = [str(w).replace(f"{TOP}/", "").replace(f"{self.work}/", "") for w in command]
-        if words[:3] == list(WINDLASS):
-            words[:3] = ["windlass"]
-        return shlex.join("python" if word == sys.executable else word for word in words)
+        words = " ".join(shlex.quote(str(word)) for word in command)
+        for old, new in ((" ".join(WINDLASS), "windlass"), (sys.executable, "python")):
+            words = words.replace(old, new)
+        return words.replace(f"{TOP}/", "").replace(f"{self.work}/", "")
 
     def run(
         self,
@@ -106,7 +107,7 @@ class Bench:
         did not.
         """
         limit, log = min(limit, self.end - time.monotonic()), log or self.work / f"logs/{name}.txt"
-        if limit < 8:
+        if limit < 5:
             return "", "not run: no time was left"
         with log.open("w") as file:
             process = subprocess.Popen(
@@ -214,9 +215,13 @@ COMMON = [
 
 def kill(processes: Sequence[psutil.Process]) -> None:
     """End processes and all that they started, also in sessions of their own."""
-    for process in processes:
-        for one in [process, *process.children(recursive=True)]:
-            one.kill()
+    with suppress(psutil.NoSuchProcess):
+        processes = [one for p in processes for one in (p, *p.children(recursive=True))]
+    for end in ("terminate", "kill"):  # a compiler that is killed leaves half a file in the cache
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                getattr(process, end)()
+        processes = psutil.wait_procs(processes, timeout=3)[1]
 
 
 def memory_of(run: Run) -> str:
