@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -40,7 +41,7 @@ BESIDE_SECONDS = 185.0
 # Sequences in a micro-batch; layers, heads, width, context of GPT-2 small without biases, as
 # nanoGPT's train.py has it.
 MICRO = 4 if SMALL else 32
-LAYERS, HEADS, WIDTH, CONTEXT = (2, 2, 64, 64) if SMALL else (12, 12, 768, 1024)
+LAYERS, HEADS, WIDTH, CONTEXT = (2, 2, 128, 64) if SMALL else (12, 12, 768, 1024)
 VOCAB = 512 if SMALL else 50_304
 STEPS, WARM = (12, 4) if SMALL else (40, 10)
 EAGER, COMPILED = "train.compile=false", "train.compile=true"
@@ -154,6 +155,7 @@ class Bench:
         command += [f"train.global_batch={micro}", f"train.micro_batch={micro}", *settings]
         _, problem = self.run(run.path.name, command, limit)
         self.add(part, what, problem or (result or speed_of)(run), command)
+        shutil.rmtree(run.checkpoints_dir, ignore_errors=True)
 
     def gpt2(self) -> list[str]:
         """GPT-2 small as nanoGPT's train.py has it, on random tokens in nanoGPT's format."""
@@ -200,6 +202,7 @@ class Bench:
 COMMON = [
     "data.tokenizer=byte",
     "data.val_shards=0",
+    "data.val_fraction=0.01",
     "data.streaming=false",
     "data.order=shuffled",
     f"train.steps={STEPS}",
