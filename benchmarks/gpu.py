@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -418,38 +417,18 @@ def saves(bench: Bench) -> None:
         bench.train("saves", what, bench.gpt2(), *settings, result=saves_of, micro=half, limit=60)
 
 
-def profile(bench: Bench) -> None:
+def profile(bench: Bench, kinds: Sequence[str] = ("eager", "compiled")) -> None:
     """The operators and kernels of three steps, by time: DIR/profile-*.txt."""
-    for what, how in (("eager", EAGER), ("compiled", COMPILED)):
-        report = bench.out / f"profile-{what}.txt"
-        words = [*bench.gpt2(), *COMMON, f"train.global_batch={MICRO}", how]
-        words += [f"train.micro_batch={MICRO}", f"run.dir={bench.work / 'runs' / report.stem}"]
-        command = [sys.executable, __file__, "--profile", report, *words]
-        _, problem = bench.run(report.stem, command, 45)
-        totals = "; ".join(re.findall("^Self .*", "" if problem else report.read_text(), re.M))
-        bench.add("profile", f"three steps, {what}", problem or totals)
+    for kind in kinds:
 
+        def totals(run: Run, kind: str = kind) -> str:
+            table = next((run.path / "profile").glob("*.txt")).read_text()
+            (bench.out / f"profile-{kind}.txt").write_text(table)
+            return "; ".join(re.findall("^Self .*", table, re.MULTILINE))
 
-def profile_training(report: str, preset: str, *settings: str) -> None:
-    """In a process of its own: train, and profile the steps after the first `WARM`."""
-    import torch
-
-    import windlass
-
-    profiler = torch.profiler.profile()
-
-    class Watch(windlass.Callback):
-        def on_step(self, now: Any) -> None:
-            if CUDA and now.step in (WARM, WARM + 3):
-                torch.cuda.synchronize()
-            if now.step == WARM:
-                profiler.start()
-            elif now.step == WARM + 3:
-                profiler.stop()
-
-    windlass.train(windlass.Recipe.load(preset, settings), callbacks=[Watch()])
-    key = f"self_{'device' if CUDA else 'cpu'}_time_total"
-    Path(report).write_text(profiler.key_averages().table(sort_by=key, row_limit=60))
+        steps = (f"telemetry.profile={WARM}:3", f"train.steps={WARM + 3}")
+        how = EAGER if kind == "eager" else COMPILED
+        bench.train("profile", kind, bench.gpt2(), how, *steps, result=totals, limit=45)
 
 
 def more(bench: Bench) -> None:
@@ -490,8 +469,6 @@ def main() -> None:
     """Run the parts that are named, or all: first what is not timed, side by side."""
     if sys.argv[1] == "--versions":
         return print_versions()
-    if sys.argv[1] == "--profile":
-        return profile_training(*sys.argv[2:])
     if sys.argv[1] == "--model":
         return make_model(sys.argv[2])
     out, chosen = Path(sys.argv[1]).absolute(), sys.argv[2:] or list(PARTS)
