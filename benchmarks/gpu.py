@@ -32,7 +32,7 @@ from windlass import Run, plan
 from windlass.processes import WINDLASS, kill_with_parent
 
 TOP = Path(__file__).resolve().parent.parent
-DEVICE, SMALL = os.environ.get("DEVICE", "cuda"), bool(os.environ.get("SMALL"))
+DEVICE, SMALL = os.environ["DEVICE"], bool(os.environ.get("SMALL"))
 CUDA = DEVICE == "cuda"
 NANOGPT = os.environ.get("NANOGPT", "")
 BEGAN, SECONDS = time.monotonic(), 60 * float(os.environ.get("MINUTES", "9"))
@@ -268,8 +268,9 @@ def add_tests(bench: Bench, part: str, command: Sequence[str], limit: float) -> 
     os.environ["WINDLASS_TEST_DEVICE"] = DEVICE
     text, problem = bench.run(part, command, limit, log=bench.out / f"{part}.txt")
     last = re.findall(r"^=+ (.*(?:passed|failed|skipped|error).*?) =+$", text, re.MULTILINE)
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
-    bench.add(part, "pytest", "; ".join([*(last[-1:] or [problem]), *failed]), command)
+    counts = last[-1] if last else f"{problem}, {text.count(' PASSED ')} passed"
+    failed = dict.fromkeys(re.findall(r"(?:FAILED|ERROR) (tests/\S+)", text))
+    bench.add(part, "pytest", "; ".join([counts, *failed]), command)
 
 
 def warm(bench: Bench) -> None:

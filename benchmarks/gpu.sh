@@ -12,8 +12,8 @@ set -eu
 [ $# -ge 1 ] || { sed -n '4p' "$0"; exit 2; }
 top=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH=$top/src:${PYTHONPATH:-} CUBLAS_WORKSPACE_CONFIG=:4096:8 HF_HUB_OFFLINE=1 WINDLASS_QUIET_END=1
-export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+export DEVICE=${DEVICE:-cuda} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 python=${PYTHON:-python3}
 "$python" -c "import hypothesis, jinja2, numpy, psutil, pydantic, pytest_timeout, tokenizers, tomli_w, torch, typer, xdist
-torch.ones(1, device='${DEVICE:-cuda}')" || { echo "$python lacks a package or a device: see tests/gpu/README.md" >&2; exit 2; }
+torch.ones(1, device='$DEVICE')" || { echo "$python lacks a package or a device: see tests/gpu/README.md" >&2; exit 2; }
 exec "$python" "$top/benchmarks/gpu.py" "$@"

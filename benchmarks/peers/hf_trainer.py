@@ -1,11 +1,12 @@
 """The Trainer of `transformers`, on GPT-2 of a given shape or on a model in a directory; in bf16 on
-a GPU if there is one.
+a GPU with DEVICE=cuda.
 
 python benchmarks/peers/hf_trainer.py TOKENS.bin CONTEXT BATCH STEPS VOCAB LAYERS HEADS WIDTH
 python benchmarks/peers/hf_trainer.py TOKENS.bin CONTEXT BATCH STEPS DIR
 """
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 
-CUDA = torch.cuda.is_available()
+CUDA = os.environ.get("DEVICE") == "cuda"
 
 
 class Windows(torch.utils.data.Dataset):
