@@ -101,8 +101,11 @@ class Ranks:
         if self.store is None:
             return
         self.store.set_timeout(timedelta(seconds=seconds))
+        # torch 2.14 has a public function, and warns of the private one.
+        public = hasattr(dist, "set_timeout")
+        set_timeout = dist.set_timeout if public else dist.distributed_c10d._set_pg_timeout
         for group in self.mesh.groups():
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_timeout(timedelta(seconds=seconds), group)
 
     def all_gather_object(self, name: str, value: Any) -> list[Any]:
         """Every rank's value (anything that JSON holds), in order of the ranks; waits for all."""
