@@ -106,6 +106,19 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def by_text(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each different text, with the labels that it belongs to."""
+    labels: dict[str, list[str]] = {}
+    for label, text in pairs:
+        labels.setdefault(text, []).append(label)
+    lines = []
+    for text, names in labels.items():
+        more = f" and {len(names) - 2} more" if len(names) > 3 else ""
+        listed = "; ".join(names[:2] if more else names) + more
+        lines.append(f"{listed}: {text}" if names[0] else text)
+    return lines
+
+
 def before_training(name: str) -> str:
     """The message for a stop before the first step of a start, when there is nothing to lose."""
     return f"stopped by {name} before the first step; nothing to save; start the same command again"

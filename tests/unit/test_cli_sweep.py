@@ -46,6 +46,17 @@ def test_the_table(study):
     assert row.split() == "1 0.01 1 finished 400/400 2.5000 2.5000 2.5000 123k 0.0123".split()
 
 
+def test_a_reason_that_cells_share_is_one_note(tmp_path):
+    axes = [f"run.seed={','.join(map(str, range(12)))}", "optim.lr=1e-2,1e-3"]
+    many = Study.create(Recipe.load("quickstart"), axes, tmp_path / "many")
+    reason = "exit code 1: CUDA out of memory, tried to allocate 20 GB"
+    for cell in many.cells:
+        many.set_status(cell, "failed", reason)
+    text = drawn(many, 80)
+    assert " ".join(text.split()).count(reason) == 1 and "cell 2 and 22 more:" in text
+    assert len(text.splitlines()) == 24 + 4, "a row stays a line"
+
+
 def test_a_cell_that_trains_shows_its_step_and_time_left(study):
     run = study.run_of(study.cells[0])
     line = {"kind": "train", "loss": 2.0, "step_ms": 9.0}

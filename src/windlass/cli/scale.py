@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Option
 
-from windlass.cli import Json, Overrides, print_json
+from windlass.cli import Json, Overrides, print_json, say
 from windlass.cli.cluster import GpusPerNode, MaxSize, MinBusbw, SchedulerName, SiteFile
 from windlass.cli.runs import show_study
-from windlass.cli.sweep import RetryFailed, StudyName, exit_code
+from windlass.cli.sweep import RetryFailed, Settings, StudyName, exit_code
 from windlass.errors import DONE, FAILED, UserError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ The smallest of --worlds is the baseline.
 def scale(
     recipe: StudyName,
     overrides: Overrides,
+    set_: Settings = (),
     mode: str = Option("", help="strong (default), fixed-data, weak, strategies or layouts."),
     worlds: str = Option("", metavar="N,N,...", help="Numbers of ranks, as 1,2,4,8."),
     grow: str = Option("", help="With --mode weak: batch (default) or model."),
@@ -74,6 +76,7 @@ def scale(
     from windlass.study.progress import Progress
     from windlass.study.study import Study
 
+    overrides = [*overrides, *set_]
     if Study.is_study(recipe) and overrides and not worlds:
         problem = f"{recipe} is a study, whose cells have their settings"
         raise UserError(f"{problem}: leave {' '.join(overrides)} out, or add --worlds")
@@ -113,7 +116,7 @@ def _show(study: Study, progress: Progress, json_: bool) -> None:
         show_study(study)
     for part in terminal(study, table, console.width):
         console.print(part)
-    progress.notify(f"report: windlass report {study.path}")
+    progress.notify(f"report: windlass report {shlex.quote(str(study.path))}")
 
 
 def _submit(
@@ -128,11 +131,11 @@ def _submit(
         sys.stdout.write("\n".join(one.script for one in jobs))
         return DONE
     for one in jobs:
-        cancel = f"`windlass submit --cancel {one.directory}` ends it"
-        typer.echo(f"submitted job {one.job}: its log is in {one.directory}; {cancel}")
+        cancel = f"`windlass submit --cancel {shlex.quote(str(one.directory))}` ends it"
+        say(f"submitted job {one.job}: its log is in {one.directory}; {cancel}")
     if not jobs:
-        typer.echo("nothing to submit: no cell is open")
-    typer.echo(f"`windlass scale {study.path}` shows the table")
+        say("nothing to submit: no cell is open")
+    say(f"`windlass scale {shlex.quote(str(study.path))}` shows the table")
     return DONE
 
 

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from windlass.telemetry.terminal import message
+
 LINE_SECONDS = 10.0
 
 
@@ -19,7 +21,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         # `rich` redirects stderr, so the line stands above the bar
-        print(f"{self._name}: {text}", file=sys.stderr, flush=True)
+        print(message(f"{self._name}: {text}", sys.stderr), file=sys.stderr, flush=True)
 
     def update(self, stage: str, fraction: float, tokens: int = 0) -> None:
         """Show a stage, the fraction of it that is done (0: unknown), and the tokens written."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from windlass.errors import plural
+from windlass.errors import by_text, plural
 from windlass.estimate.time import UNCALIBRATED
 from windlass.reports.charts import Axis, Chart, Series, pattern
 from windlass.reports.study import StudyView, Winner
@@ -111,7 +111,8 @@ def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
             repeated = any(name in row.spread for row in setups)
             columns.append(Column("spread", "Lowest to highest (ms)", "", "low to high", repeated))
     ends = [f"{name}_{end}" for name in ("step_ms", "samples_per_s") for end in ("low", "high")]
-    columns += [Column(name, shown=False) for name in (*ends, "repeats", "remarks", "reasons")]
+    hidden = (*ends, "repeats", "reason", "remarks", "reasons")
+    columns += [Column(name, shown=False) for name in hidden]
     rows = [[cells.get(column.name) for column in columns] for cells in map(_cells, setups)]
     return Table("scaling", columns, rows, "Setups", sentences(study, setups))
 
@@ -122,7 +123,8 @@ def _cells(row: Setup) -> dict[str, Any]:
         **row.assignment,
         **row.values,
         "setup": row.name,
-        "state": f"{row.state}: {row.reason}" if row.reason else row.state,
+        "state": row.state,
+        "reason": row.reason,
         "repeats": len(row.results),
         "remarks": "; ".join(row.remarks),
         "reasons": "; ".join(f"{name}: {text}" for name, text in row.missing.items()),
@@ -188,9 +190,9 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
             "Predicted: the plan's model of a step, with this machine's measured rates of matrix "
             "products, memory and collectives."
         )
-    for row in setups:
-        remarks = (remark for remark in row.remarks if not remark.startswith("recommended"))
-        text += [f"{row.name}: {remark}." for remark in remarks]
+    remarks = [(row.name, f"{remark}.") for row in setups for remark in row.remarks]
+    text += by_text(pair for pair in remarks if not pair[1].startswith("recommended"))
+    text += by_text((row.name, row.reason) for row in setups if row.reason)
     return text + _reasons(scaling, measured)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.checkpoint.retention import LOSS
+from windlass.errors import by_text
 from windlass.reports.charts import BEST, FEW, Axis, Chart, Series, pattern
 from windlass.reports.table import Column, Table
 from windlass.reports.tables import measure_column
@@ -87,14 +88,14 @@ def cell_table(seen: StudyView) -> Table:
     columns = list(map(measure_column, names.split()))
     if seen.study.measure != LOSS:
         columns.append(Column("score", f"Best {seen.title}", "score"))
-    if any(r.reason for r in seen.results):
-        columns.append(Column("reason", "Reason"))
+    columns.append(Column("reason", shown=False))
     runs, rows = {one.run.path: one.values for one in seen.views}, []
     for r in seen.results:
         own = {"state": r.state, "score": r.score, "reason": r.reason or None}
         values = runs.get(r.run.path, {}) | own
         rows.append((*r.cell.assignment.values(), *(values.get(column.name) for column in columns)))
-    return Table("cells", [*map(Column, seen.study.keys), *columns], rows, "Cells")
+    notes = by_text((r.cell.label, str(scrub(r.reason))) for r in seen.results if r.reason)
+    return Table("cells", [*map(Column, seen.study.keys), *columns], rows, "Cells", notes)
 
 
 def seed_table(seen: StudyView) -> Table:

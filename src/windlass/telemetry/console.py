@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -46,6 +45,11 @@ class Console:
         dumb = os.environ.get("TERM") == "dumb"
         if rank == 0 and self._stream and self._stream.isatty() and not dumb:
             self._terminal = terminal.rich_console(self._stream)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a line that is drawn again shows the steps, without the numbers of `detail`."""
+        return self._terminal is not None
 
     def open_log(self, path: Path) -> None:
         """Write the lines of rank 0 also to a file from now on."""
@@ -188,16 +192,8 @@ class Console:
             if self._terminal is None:
                 print("\r" * self._notebook + text, file=self._stream, end=end, flush=True)
                 return
-            # Only a sample's words are broken, so that one can copy a path that the terminal wraps.
-            sample = "|" in indent
-            wrapped = textwrap.TextWrapper(
-                self._terminal.width,
-                subsequent_indent=indent,
-                drop_whitespace=not sample,
-                break_long_words=sample,
-                break_on_hyphens=False,
-            )
-            text = "\n".join(map(wrapped.fill, text.split("\n")))
+            # a sample may have no spaces
+            text = terminal.wrap(text, self._terminal.width, indent, cut_words="|" in indent)
             self._terminal.print(text, style=style, soft_wrap=True)
 
     def _fitting(self, width: int) -> str:
@@ -215,8 +211,9 @@ class Console:
         from rich.table import Table
 
         width, line = self._terminal.width, Table.grid(padding=(0, 1, 0, 0))
-        text = self._fitting(width - 1)
-        room = min(BAR, width - len(text) - 2)
+        # the next drawing erases an echoed ^C, which must not wrap to another line
+        text = self._fitting(width - 2)
+        room = min(BAR, width - len(text) - 3)
         bar = [ProgressBar(self.steps, self._step, width=room)] if room >= BAR // 2 else []
         line.add_row(text, *bar)
         return line

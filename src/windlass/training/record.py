@@ -34,7 +34,7 @@ from windlass.telemetry import environment
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.measures import short
+from windlass.telemetry.measures import LEGEND, short
 from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.callbacks import StepResult
@@ -86,10 +86,9 @@ class Recorder:
         self.timer = StepTimer(ranks.device, self.goodput)
         self.process = psutil.Process()
         self.started_up = False  # whether this start has done a step
-        # The ends of epochs shorter than the period of `train` lines have no lines of their own.
         # The sources of a mixture have epochs of their own.
-        self.logs_epochs = horizon.samples_per_epoch >= settings.every * horizon.samples_per_step
-        self.logs_epochs &= not plan.recipe.data.mix and horizon.samples_per_epoch > 0
+        self.logs_epochs = horizon.samples_per_epoch >= horizon.samples_per_step
+        self.logs_epochs &= not plan.recipe.data.mix
         self.stream_shard = state.stream[:1] or [0]  # that a streamed source has reached
         self.padded_tokens = 0  # tokens of this start, with padding
         # Step, samples, tokens and padded tokens at the last `train` line.
@@ -171,7 +170,8 @@ class Recorder:
         val_samples = facts_of_data.get("val", {}).get("samples", 0)
         measured = evaluations(plan.recipe, horizon, val_samples)
         ranks = f"{self.ranks.world} rank{'s' * (self.ranks.world != 1)} x {facts.device_name}"
-        optimizer = f"{plan.recipe.optim.kind}: {describe_groups(groups)}"
+        fused = " (fused)" * any(group["fused"] for group in groups)
+        optimizer = f"{plan.recipe.optim.kind}{fused}: {describe_groups(groups)}"
         how = facts.precision, "compiled" * facts.compiles
         header = {
             "run": str(self.run.path),
@@ -183,6 +183,7 @@ class Recorder:
             "optim": optimizer,
             **self._work(facts_of_data, batch),
             "eval": str(measured or ""),
+            "legend": "" if self.console.is_live else LEGEND,
         }
         self.console.header(header, state.step)
         self.console.log(environment.describe_places(self.placed))

@@ -19,7 +19,7 @@ from windlass.training import setup
 from windlass.training.callbacks import Callbacks
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler, LossSum
-from windlass.training.stop import StopSignals
+from windlass.training.stop import StopSignals, event_of
 
 TRACKER_RESERVE_SECONDS = 2.0  # of the grace after a signal, after the trackers have finished
 
@@ -109,16 +109,16 @@ class Checkpoints:
         All ranks come here at the same step.
         """
         step, recorder = self.state.step, self.recorder
-        own = [stop.requested, stop.seconds_since(), self.callbacks.stop_reason]
-        requested, seconds, asked = zip(*self.ranks.all_gather_object("signals", own), strict=True)
-        signalled, left = any(requested), self.settings.grace_seconds - max(seconds)
+        own = [stop.name, stop.seconds_since(), self.callbacks.stop_reason]
+        names, seconds, asked = zip(*self.ranks.all_gather_object("signals", own), strict=True)
+        signalled, left = any(names), self.settings.grace_seconds - max(seconds)
         end = time.monotonic() + left
         # Without a signal a callback or `stop_at` has asked.
-        reason = stop.name if signalled else next(filter(None, asked), "request")
+        reason = next(filter(None, (*names, *asked)), "request")
         needed = self.ranks.broadcast_object("needed", self.saver.expected_seconds(step))
         if signalled and needed > left:
             self.wait(max(0.0, left))  # a save in progress may still be committed
-            recorder.emit("preempted", reason=reason, saved=False)
+            recorder.emit(event_of(reason), reason=reason, saved=False)
             why = f"a save takes about {needed:.0f} s and only {left:.0f} s are left"
             lost = plural(step - self.saver.committed, "step")
             problem = f"{why} (checkpoint.grace_seconds); {lost} lost (checkpoint.every)"
@@ -127,7 +127,7 @@ class Checkpoints:
             problem = "its checkpoint could not be saved"
             raise RunFailed(f"stopped by {reason} at step {step}, and {problem}")
         recorder.log(self.callbacks.take_logged())
-        recorder.emit("preempted" if signalled else "stopped", reason=reason, saved=True)
+        recorder.emit(event_of(reason) if signalled else "stopped", reason=reason, saved=True)
         recorder.ledger.sync()
         flush = self.telemetry.flush_seconds
         if signalled:

@@ -58,7 +58,7 @@ from windlass.training.record import Recorder
 from windlass.training.saving import Checkpoints
 from windlass.training.start import StartPlan, decide_on_rank_0
 from windlass.training.state import LossScaler, TrainState, step_seed
-from windlass.training.stop import StopSignals
+from windlass.training.stop import StopSignals, event_of
 from windlass.training.threads import set_threads
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
@@ -135,7 +135,7 @@ class Trainer:
         self.recorder = recorder = Recorder(
             plan, ranks, facts, self.horizon, self.state, place.attempt, origin, console, stack
         )
-        stop.follow(self.state, lambda name: recorder.emit("preempted", reason=name, saved=True))
+        stop.follow(self.state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
         self.callbacks = Callbacks(
             code, recipe, ranks, self.state, self.horizon, self.model, self.optimizer
         )
