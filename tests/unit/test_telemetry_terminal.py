@@ -47,7 +47,7 @@ def test_a_terminal_gets_a_message_with_whole_words(monkeypatch):
         lines = message(text, stream).splitlines()
     os.close(master)
     assert [word for line in lines for word in line.split()] == text.split()
-    assert max(len(line) for line in lines if "/" not in line) <= 40 and len(lines) > 3
+    assert max(len(line) for line in lines if "/" not in line) <= 40
 
 
 def test_controls_are_shown_and_lines_stay():

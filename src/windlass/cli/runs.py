@@ -136,7 +136,7 @@ def report(
     network. The same runs give the same bytes.
     """
     from windlass.reports.curve import curve, last_sample
-    from windlass.reports.tables import results
+    from windlass.reports.tables import evaluations, results
     from windlass.reports.write import report as write_report
 
     if plots is None and not installed("matplotlib"):
@@ -146,7 +146,10 @@ def report(
     for view in written.views if text else ():
         parts = (view.label, curve(view), last_sample(view))
         typer.echo("\n\n".join(part for part in parts if part) + "\n")
-        results(view).print()
+        results(view, brief=True).print()
+        for each in evaluations(view).values():
+            typer.echo(f"\n{each.title}")
+            each.print()
         typer.echo()
     show_published(written.published)
     typer.echo(f"report: {written.page}")

@@ -342,7 +342,8 @@ def _scaling(scaled: ScalingView) -> tuple[Answer, Answer]:
     question = "How well does it scale?"
     measured = [row for row in scaled.rows if row.measured]
     if not measured:
-        return Answer(question, "Not known: no setup has finished"), Answer(FAST, "Not known")
+        reasons = dict.fromkeys(row.missing.get("step_ms", "not run yet") for row in scaled.rows)
+        return Answer(question, f"Not known: {'; '.join(reasons)}"), Answer(FAST, "Not known")
     largest = max(measured, key=lambda row: row.world)
     fastest = max(measured, key=lambda row: row.values["samples_per_s"])
     if scaled.winners:

@@ -17,7 +17,7 @@ import numpy as np
 
 from windlass.checkpoint.retention import LOSS
 from windlass.errors import by_text
-from windlass.reports.charts import BEST, FEW, Axis, Chart, Series, pattern
+from windlass.reports.charts import BEST, FEW, SPREAD, Axis, Chart, Series, is_spread, pattern
 from windlass.reports.table import Column, Table
 from windlass.reports.tables import measure_column
 from windlass.reports.text import numeric, show
@@ -51,7 +51,10 @@ class StudyView:
         self.unit = "nats per token" if study.measure == LOSS else ""
         self.results = study.results()
         begun = [result for result in self.results if result.begun]
-        self.views = [RunView(r.run, label_of(r.cell.assignment)) for r in begun]
+        varied = {key for key, values in study.values.items() if len(values) > 1}
+        self.varied = [key for key in study.keys if key in varied] or study.keys
+        labels = [label_of({key: r.cell.assignment[key] for key in self.varied}) for r in begun]
+        self.views = [RunView(r.run, label) for r, label in zip(begun, labels, strict=True)]
         self.groups = seed_groups(self.results)  # the cells without the seed
         # by what cells are compared, or why there is no best
         self.best, self.remark = list[SeedGroup](), ""
@@ -95,7 +98,8 @@ def cell_table(seen: StudyView) -> Table:
         values = runs.get(r.run.path, {}) | own
         rows.append((*r.cell.assignment.values(), *(values.get(column.name) for column in columns)))
     notes = by_text((r.cell.label, str(scrub(r.reason))) for r in seen.results if r.reason)
-    return Table("cells", [*map(Column, seen.study.keys), *columns], rows, "Cells", notes)
+    keys = [Column(key, shown=key in seen.varied) for key in seen.study.keys]
+    return Table("cells", [*keys, *columns], rows, "Cells", notes)
 
 
 def seed_table(seen: StudyView) -> Table:
@@ -169,13 +173,14 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
     circles = any(one.points == "only" for one in series)
     notes = ["solid: medians over the seeds, hollow: each seed"] * circles
     notes += [f"grey: {len(others) - BEST} lines that are not among the best"] * (len(others) > FEW)
-    log = numbers and places[0] > 0 and places[-1] / places[0] >= 8
+    log = numbers and places[0] > 0 and places[-1] / places[0] >= SPREAD
     return Chart(
         f"{seen.study.measure.replace('.', '-')}-against-{names[key].replace('.', '-')}",
         f"{seen.title[0].upper()}{seen.title[1:]} against {key}",
         seen.unit,
         series,
         x=Axis(names[key], places, [show(value) for value in values], log=log),
+        y=Axis(log=lower and is_spread(series)),
         note="; ".join(notes),
     )
 
