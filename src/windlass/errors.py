@@ -27,7 +27,8 @@ EXTRAS = {
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),
 }
-"""Packages that `pip install windlass-lm` does not install, by the extra that does."""
+"""Packages that Windlass does not bring, by the extra that does. A message names the packages, because
+the extra can only be installed from a checkout."""
 
 MARK = "\x1f"  # ASCII's unit separator, around an argument of the API in a message
 
@@ -90,9 +91,8 @@ def require(package: str, what: str) -> None:
 
 def needs(package: str) -> str:
     """The end of a message about a missing package, with the command that installs it."""
-    extras = [extra for extra, packages in EXTRAS.items() if package in packages]
-    name = f"'windlass-lm[{extras[0]}]'" if extras else package
-    return f"needs the package {package}: pip install {name}"
+    extra = next((packages for packages in EXTRAS.values() if package in packages), (package,))
+    return f"needs the package {package}: pip install {' '.join(extra)}"
 
 
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:

@@ -108,7 +108,7 @@ def published(
     hidden = {x: "not measured without a GPU" for x, m in measures.items() if m.gpu and on_cpus}
     for heading, x in columns.items():  # one reason for the whole column is a note
         reasons = {row.reason(x) for row in rows if row.state == "finished"}
-        if len(reasons) == 1 and (reason := reasons.pop()):
+        if len(rows) > 1 and len(reasons) == 1 and (reason := reasons.pop()):
             hidden.setdefault(heading, reason)
     heads = [Column(x, x, m.kind, shown=x not in hidden) for x, m in measures.items()]
     notes = [

@@ -38,7 +38,7 @@ def results(view: RunView, brief: bool = False) -> Table:
             (suite, "best_score", "best_score_step", "best_measure"),
         ):
             if final in values and values[final] == values.get(best[0]):
-                titles[final] = f"{of_result(final).title.removeprefix('Final ')}, final and best"
+                titles[final] = f"{of_result(final).title}, also the best"
                 values = {name: x for name, x in values.items() if name not in best}
     rows = [(name, titles.get(name) or of_result(name).title, x) for name, x in values.items()]
     columns = [Column("name", shown=False), Column("measure", "Measure"), Column(view.label)]
