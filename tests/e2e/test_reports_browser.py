@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -249,7 +250,7 @@ def test_two_fingers_zoom(opened):
 def test_a_study_on_a_phone(browser, reports):
     """The first column of a wide table stays; each cell has its page; settings are not repeated."""
     with Opened(browser, reports["study"], 390) as opened:
-        page, cell = opened.page, "#cells tbody tr:nth-child(2)"
+        page, cell = opened.page, "#cells .sortable tbody tr:nth-child(2)"
         box = page.locator("#cells .scroll").first
         assert box.evaluate("x => x.scrollWidth > x.clientWidth + 100")
         before = page.locator(f"{cell} th").bounding_box()["x"]
@@ -261,9 +262,9 @@ def test_a_study_on_a_phone(browser, reports):
             "Setting",
             "Value",
         ]
-        page.click(f"{cell} a")
-        page.wait_for_selector("html[data-ready]", state="attached")
-        assert page.inner_text("h1") == "lr=0.01 kind=cosine seed=2"
+        link = page.get_attribute(f"{cell} a", "href")
+    with Opened(browser, reports["study"].parent / unquote(link)) as opened:
+        assert opened.page.inner_text("h1") == "lr=0.01 kind=cosine seed=2"
 
 
 def test_runs_are_hidden_shown_and_singled_out_samples_and_tables_follow_their_controls(

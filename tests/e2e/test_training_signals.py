@@ -236,7 +236,9 @@ def test_a_hangup_that_is_ignored_stops_nothing():
 
 def test_the_message_of_an_interrupt_has_a_line_of_its_own():
     """In a terminal, which shows ^C."""
-    code = "import os, signal; from windlass.training.stop import StopSignals\nwith StopSignals():\n"
+    code = (
+        "import os, signal; from windlass.training.stop import StopSignals\nwith StopSignals():\n"
+    )
     code += "    print('^C', end='', flush=True); os.kill(os.getpid(), signal.SIGINT)"
     master, inner = pty.openpty()
     with open(inner, "w") as out:

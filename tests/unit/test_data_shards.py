@@ -198,7 +198,7 @@ def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):
     assert open_data(recipe).fingerprint == first.fingerprint
 
 
-def test_a_source_that_changed_is_noted(prepared, tmp_path):
+def test_a_source_that_changed_is_noted(prepared, tmp_path, monkeypatch):
     recipe, data = prepared
     jsonl(tmp_path / "x.jsonl", documents(30, seed=8))
     stale = open_data(recipe)
@@ -206,6 +206,9 @@ def test_a_source_that_changed_is_noted(prepared, tmp_path):
     facts = describe(stale)  # of the ledger
     assert warnings(facts) == facts["changed"] and len(facts["changed"]) == 1
     assert "x.jsonl has changed since it was prepared" in facts["changed"][0]
+    monkeypatch.setenv("RANK", "1")  # rank 0 says it for all
+    assert "changed" not in describe(open_data(recipe))
+    monkeypatch.delenv("RANK")
     (tmp_path / "x.jsonl").unlink()
     assert "changed" not in describe(open_data(recipe))
 

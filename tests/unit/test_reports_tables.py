@@ -96,9 +96,10 @@ def test_a_table_for_people_has_each_number_once_and_csv_has_full_precision(one,
         rows[name] for name in rows if name in brief
     ]
     assert rows["Runtime"] == brief["Runtime"] == "4m 20s"
-    falls = build_run(tmp_path / "falls", steps=50, finished=False)
-    add_lines(falls, {"kind": "eval", "suite": "loss", "step": 50, "loss": 9.0})
-    assert {"Final validation loss", *left} <= {*dict(results(RunView(falls), True).texts())}
+    rises = build_run(tmp_path / "rises", steps=100)
+    last = {"kind": "eval", "suite": "loss", "step": 100}
+    edit(rises, lambda x: x | {"loss": 9.0} if last.items() <= x.items() else x)
+    assert left <= {*dict(results(RunView(rises), brief=True).texts())}
     exact = {row["name"]: row for row in read(results(one))}
     assert float(exact["train_loss"]["one"]) == loss_at(400, 1)
     assert [float(row["loss"]) for row in read(curves(one.train))] == list(one.train["loss"])

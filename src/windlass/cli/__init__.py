@@ -185,7 +185,8 @@ def _run(arguments: list[str] | None) -> None:
     try:
         code = app(args=arguments, prog_name="windlass", standalone_mode=False)
     except typer.Abort:
-        sys.exit(130)
+        print("\nwindlass: interrupted", file=sys.stderr)  # not behind the ^C of a terminal
+        sys.exit(errors.INTERRUPTED)
     except (errors.UserError, errors.RunFailed, errors.Stopped) as error:
         if processes.first_to_show(str(error)):
             say(f"windlass: {as_typed(error.text)}", err=True)
