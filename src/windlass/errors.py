@@ -27,8 +27,8 @@ EXTRAS = {
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),
 }
-"""Packages that Windlass does not bring, by the extra that does. A message names the packages, because
-the extra can only be installed from a checkout."""
+"""Packages that Windlass does not bring, by the extra that does. A message names the packages,
+because the extra can only be installed from a checkout."""
 
 MARK = "\x1f"  # ASCII's unit separator, around an argument of the API in a message
 

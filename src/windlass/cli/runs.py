@@ -165,7 +165,7 @@ def show_published(table: Table | None) -> None:
 
 
 def show_study(study: Study) -> None:
-    """Print the published table of a study's preset, if it has one, and where MLflow has its runs."""
+    """Print the published table of a study's preset, if any, and where MLflow shows its runs."""
     from windlass.reports.published import of_study
     from windlass.telemetry.backends import mlflow_hint, mlflow_uri
 

@@ -40,7 +40,7 @@ The smallest of --worlds is the baseline.
 def scale(
     recipe: StudyName,
     overrides: Overrides,
-    set_: Settings = (),
+    set_: Settings,
     mode: str = Option("", help="strong (default), fixed-data, weak, strategies or layouts."),
     worlds: str = Option("", metavar="N,N,...", help="Numbers of ranks, as 1,2,4,8."),
     grow: str = Option("", help="With --mode weak: batch (default) or model."),
@@ -78,17 +78,16 @@ def scale(
 
     overrides = [*overrides, *set_]
     if Study.is_study(recipe) and overrides and not worlds:
-        problem = f"{recipe} is a study, whose cells have their settings"
-        raise UserError(f"{problem}: leave {' '.join(overrides)} out, or add --worlds")
+        remedy = f"leave {' '.join(overrides)} out, or add --worlds"
+        raise UserError(f"{recipe} is a study, whose cells have their settings: {remedy}")
     options: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup}
     options |= {"project": whole_numbers("project", project), "path": dir_}
-    options["precisions"] = [word for word in precisions.split(",") if word]
+    options |= {"precisions": list(filter(None, precisions.split(",")))}
     if nodes:
-        options["worlds"] = whole_numbers("worlds", worlds)
         asked: dict[str, Any] = {"gpus_per_node": gpus_per_node, "time": time}
         asked |= {"min_busbw": min_busbw, "max_size": max_size}
         options |= {"site": read_site(site), "asked": Resources(**asked), "scheduler": scheduler}
-        options["retry_failed"] = retry_failed
+        options |= {"worlds": whole_numbers("worlds", worlds), "retry_failed": retry_failed}
         return _submit(recipe, whole_numbers("nodes", nodes), overrides, dry_run, options)
     if any((dry_run, time, scheduler, site, gpus_per_node >= 0, min_busbw)):
         raise UserError("--dry-run and the options of jobs need --nodes; without it, this trains")
@@ -96,9 +95,8 @@ def scale(
     options |= {"probes": not no_probe, "retry_failed": retry_failed, "progress": progress}
     study = studies.scale(recipe, whole_numbers("worlds", worlds), overrides, **options)
     _show(study, progress, json_)
-    if study.over_hosts:  # jobs train its cells
-        return FAILED if any(result.state == "failed" for result in study.results()) else DONE
-    return exit_code(study)
+    failed = any(result.state == "failed" for result in study.results())
+    return FAILED * failed if study.over_hosts else exit_code(study)  # over hosts jobs train
 
 
 def _show(study: Study, progress: Progress, json_: bool) -> None:

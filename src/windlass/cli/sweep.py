@@ -34,7 +34,8 @@ StudyName = Annotated[
     _argument("RECIPE|STUDY", "The recipe of all cells, a study, or its preset.", complete.studies),
 ]
 Settings = Annotated[
-    list[str], Option("--set", metavar="KEY=VALUE", help="A setting of all cells.")
+    list[str],
+    Option("--set", metavar="KEY=VALUE", help="A setting of all cells.", default_factory=list),
 ]
 RetryFailed = Annotated[bool, Option("--retry-failed", help="Train failed cells again.")]
 Only = Annotated[int, Option(hidden=True, help="Train one cell, as a task of an array job.")]
@@ -43,7 +44,8 @@ Only = Annotated[int, Option(hidden=True, help="Train one cell, as a task of an 
 def sweep(
     recipe: StudyName,
     axes: list[str] = typer.Argument(None, metavar="[KEY=A,B,C...]", help="Axes; see below."),
-    set_: Settings = (),
+    *,
+    set_: Settings,
     dir_: Path | None = Option(
         None, "--dir", help="The study's directory; default: studies/<preset>-<hash>."
     ),

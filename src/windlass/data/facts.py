@@ -27,7 +27,8 @@ UNITS = {"text": "documents", "squad": "questions", "chat": "conversations"}
 def describe(data: Data) -> Facts:
     """The facts of opened data, as JSON values.
 
-    - `vocab`; `changed`, if files of the source differ from the prepared ones; for `train` and `val` their `samples` and `tokens_per_sample`.
+    - `vocab`; for `train` and `val` their `samples` and `tokens_per_sample`.
+    - `changed`: sentences about files of the source that have changed since their preparation.
     - Prepared data: `source`, `files` (their number), `items` (their kind), `tokenizer`; for each
       split `items`, `tokens` (in an epoch, without padding), `label_tokens` (that count in the
       loss), and for `val` `text`, a hash of its text that is equal for every tokenizer.

@@ -265,8 +265,8 @@ def as_data(recipe: Recipe, prepared: Prepared) -> Data:
         template = chat.Template.of_directory(prepared.directory / FOLDER)
     train, val = open_samples(recipe, prepared)
     numbers = index.fingerprint, tokenizer.vocab
-    place = prepared.directory, template, index, prepared.changed
-    return Data(train, val, tokenizer, *numbers, *place)
+    place, changed = prepared.directory, prepared.changed
+    return Data(train, val, tokenizer, *numbers, place, template, index, changed)
 
 
 def from_dataset(dataset: Any, recipe: Recipe) -> Data:

@@ -168,6 +168,6 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
     settings["are not the default"] = computed.changed
     for which, rows in settings.items():
         if rows:
-            table = settings_table(computed.views, rows).markdown()
-            text += f"\n## Settings that {which}\n\n{table}"
+            shown = settings_table(computed.views, rows).markdown()
+            text += f"\n## Settings that {which}\n\n{shown}"
     return text

@@ -18,6 +18,10 @@ from windlass.run import Line
 from windlass.telemetry import measures, terminal
 from windlass.telemetry.ledger import now
 
+LEGEND = (
+    "dt, dtf, dtb: ms of a step, its forward and its backward pass; sps: samples/s; "
+    "mtps: million tokens/s"
+)
 NOTEBOOK = 100  # columns of a line in a notebook
 BAR = 20  # columns; a bar needs at least half of them
 LASTS_SECONDS = 5.0  # the output names a phase of the start that takes longer
@@ -46,11 +50,6 @@ class Console:
         if rank == 0 and self._stream and self._stream.isatty() and not dumb:
             self._terminal = terminal.rich_console(self._stream)
 
-    @property
-    def is_live(self) -> bool:
-        """Whether a line that is drawn again shows the steps, without the numbers of `detail`."""
-        return self._terminal is not None
-
     def open_log(self, path: Path) -> None:
         """Write the lines of rank 0 also to a file from now on."""
         if self.rank == 0:
@@ -65,7 +64,11 @@ class Console:
             for number, line in enumerate(fact.split("\n") if fact else ()):
                 style = {"run": "bold", "cut": "yellow"}.get(name, "")
                 self._print(f"{'' if number else name:<{width}}{line}", style, indent=" " * width)
-        self._step = first_step
+        self._step, legend = first_step, f"{'legend':<{width}}{LEGEND}"
+        if self._terminal is None:
+            self._print(legend)
+        else:  # only the log has these numbers
+            self._write_log(legend)
         if self._terminal is not None:
             from rich.live import Live
 

@@ -153,11 +153,6 @@ attempt | start of the run, from 0 | count | run/attempt
 The terminal's dt, dtf, dtb, sps and mtps are the names that nanoGPT's descendants print.
 """
 
-LEGEND = (
-    "dt, dtf, dtb: ms of a step, its forward and its backward pass; sps: samples/s; "
-    "mtps: million tokens/s"
-)
-
 SOURCE = _table(
     "name kind better role words heading unit meaning",
     """

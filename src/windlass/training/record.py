@@ -34,7 +34,7 @@ from windlass.telemetry import environment
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.measures import LEGEND, short
+from windlass.telemetry.measures import short
 from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.callbacks import StepResult
@@ -183,7 +183,6 @@ class Recorder:
             "optim": optimizer,
             **self._work(facts_of_data, batch),
             "eval": str(measured or ""),
-            "legend": "" if self.console.is_live else LEGEND,
         }
         self.console.header(header, state.step)
         self.console.log(environment.describe_places(self.placed))
