@@ -64,9 +64,8 @@ def scale(
     """Train a recipe on several numbers of ranks, strategies or layouts, and compare them.
 
     Cells run one at a time. If you kill the study, give the same command again: finished cells are
-    left alone. After the first cell of each setup, some steps without communication are measured on
-    one rank's part of the batch, unless tensor, context or pipeline ranks divide the model. With
-    --nodes, jobs of a scheduler train the cells.
+    left alone. After the first cell of each setup, Windlass measures some steps without
+    communication, unless a layout divides the model. With --nodes, jobs train the cells.
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything
     saved.
@@ -95,8 +94,9 @@ def scale(
     options |= {"probes": not no_probe, "retry_failed": retry_failed, "progress": progress}
     study = studies.scale(recipe, whole_numbers("worlds", worlds), overrides, **options)
     _show(study, progress, json_)
-    failed = any(result.state == "failed" for result in study.results())
-    return FAILED * failed if study.over_hosts else exit_code(study)  # over hosts jobs train
+    if study.over_hosts:  # jobs train its cells
+        return FAILED if any(result.state == "failed" for result in study.results()) else DONE
+    return exit_code(study)
 
 
 def _show(study: Study, progress: Progress, json_: bool) -> None:
