@@ -54,7 +54,7 @@ def test_a_study_with_mlflow_ends_with_its_address(tmp_path, monkeypatch, capsys
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     show_study(own)
     store = "mlflow ui --backend-store-uri sqlite:///own/runs/mlflow.db"
-    assert capsys.readouterr().out == f"mlflow: {store}, then http://127.0.0.1:5000\n"
+    assert capsys.readouterr().out == f"mlflow: {store}  (http://127.0.0.1:5000)\n"
 
 
 def test_a_reason_that_cells_share_is_one_note(tmp_path):

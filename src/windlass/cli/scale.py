@@ -114,7 +114,7 @@ def _show(study: Study, progress: Progress, json_: bool) -> None:
         show_study(study)
     for part in terminal(study, table, console.width):
         console.print(part)
-    progress.notify(f"report: windlass report {shlex.quote(str(study.path))}")
+    progress.console.out(f"report: windlass report {shlex.quote(str(study.path))}")
 
 
 def _submit(

@@ -113,7 +113,7 @@ def mlflow_hint(uri: str) -> str:
     uri = scrub(uri)
     if uri.startswith("http"):
         return uri.rstrip("/")
-    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}, then http://127.0.0.1:5000"
+    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}  (http://127.0.0.1:5000)"
 
 
 class MLflow:
