@@ -2,6 +2,7 @@
 speeds, epochs.
 """
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from small_runs import corpus, curve, recipe_of, settings, start, stopped, untou
 from helpers import each_step, refused
 from windlass import train
 from windlass.data.order import permute
-from windlass.data.prepare import open_data
+from windlass.data.prepare import open_data, prepare
 from windlass.errors import RunFailed
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.launch.local import launch
@@ -70,6 +71,25 @@ def lines_of(run: Run, word: str) -> list[str]:
     """The lines of the log that have a word, without their time."""
     lines = run.log_path.read_text().splitlines()
     return [line.partition(" ")[2] for line in lines if word in line]
+
+
+def test_the_log_has_the_ends_of_short_epochs_the_kernel_and_changed_files(corpus, tmp_path):
+    """Two epochs of 6 steps between two `train` lines; the source changes after its preparation."""
+    source = shutil.copytree(corpus, tmp_path / "own")
+    more = {"train.steps": 12, "telemetry.every": 12, "data.source": f"'{source}'"}
+    recipe = recipe_of(corpus, tmp_path / "run", **more, **{"data.dir": f"'{tmp_path / 'data'}'"})
+    prepare(recipe)
+    with next(source.glob("*.txt")).open("a") as file:
+        file.write("more")
+    run = train(recipe)
+    assert [line.split(";")[0] for line in lines_of(run, " ends")] == [
+        "step 6/12 | epoch 1 ends",
+        "step 12/12 | epoch 2 ends",
+    ]
+    assert "adamw (fused): " in lines_of(run, "optim ")[0] and lines_of(run, "legend ")
+    (warning,) = lines_of(run, "has changed")
+    assert "warning: " in warning and str(source) in warning
+    assert run.events[0]["data"]["changed"] == [warning.removeprefix("warning: ")]
 
 
 def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path: Path) -> None:

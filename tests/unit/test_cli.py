@@ -302,6 +302,24 @@ def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path, corpu
         write_first_recipe(tmp_path / "tune.toml", model=str(tmp_path / "small"))
         assert Recipe.load(tmp_path / "tune.toml").model.context == context
     assert "a recipe's name ends in .toml" in windlass("init", "mine", code=2, cwd=tmp_path).stderr
+    assert "`windlass train 'sp ace.toml'`" in windlass("init", "sp ace.toml", cwd=tmp_path).stdout
+    assert "`windlass train 'sp ace.toml'`" in (tmp_path / "sp ace.toml").read_text()
+
+
+def test_an_interrupted_verb_says_so_on_a_line_of_its_own(monkeypatch, capsys):
+    def prepare(recipe: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("windlass.cli.recipes.prepare", prepare)
+    with pytest.raises(SystemExit) as end:
+        main(["prepare", "quickstart"])
+    assert end.value.code == 130 and capsys.readouterr().err == "\nwindlass: interrupted\n"
+
+
+def test_scale_takes_a_setting_as_sweep_does(tmp_path):
+    for verb in (("sweep", "quickstart", "run.seed=1,2"), ("scale", "quickstart", "--worlds=1,2")):
+        stderr = windlass(*verb, "--set", "train.steps=often", code=2, cwd=tmp_path).stderr
+        assert "train.steps" in stderr and "often" in stderr
 
 
 def test_init_takes_a_list_of_sources_and_refuses_a_missing_file(tmp_path: Path) -> None:

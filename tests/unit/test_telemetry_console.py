@@ -126,6 +126,8 @@ def test_a_narrow_terminal_loses_the_last_fields_and_no_line_is_wider(
     assert all(STEP.startswith(line) for line in steps)
     if kind == "xterm":
         assert max(map(len, lines)) <= width, "what stays in the terminal is wrapped, too"
+        live = [line.rstrip() for line in lines if line.startswith("step ")]
+        assert max(map(len, live)) <= width - 2, "an echoed ^C stays on the line, which is redrawn"
         sample = "".join(line[4:].rstrip("\n") for line in lines if line.startswith("  | "))
         assert sample.endswith("  -x-" * 40), "wrapped beside its bar, with its spaces"
     assert STEP in plain(tmp_path / "log.txt")

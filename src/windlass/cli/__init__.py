@@ -83,6 +83,14 @@ def print_json(value: Any, indent: int | None = 1) -> None:
     typer.echo(json.dumps(plain(value), indent=indent, allow_nan=False, default=str))
 
 
+def say(text: str, err: bool = False) -> None:
+    """Print sentences; a terminal gets them with whole words."""
+    from windlass.telemetry.terminal import message
+
+    stream = sys.stderr if err else sys.stdout
+    print(message(text, stream), file=stream)
+
+
 def as_typed(message: str) -> str:
     """An error's message with options (`--fresh`) for the API's arguments that it has marked."""
 
@@ -180,10 +188,11 @@ def _run(arguments: list[str] | None) -> None:
     try:
         code = app(args=arguments, prog_name="windlass", standalone_mode=False)
     except typer.Abort:
-        sys.exit(130)
+        print("\nwindlass: interrupted", file=sys.stderr)  # not behind the ^C of a terminal
+        sys.exit(errors.INTERRUPTED)
     except (errors.UserError, errors.RunFailed, errors.Stopped) as error:
         if processes.first_to_show(str(error)):
-            print(f"windlass: {as_typed(error.text)}", file=sys.stderr)
+            say(f"windlass: {as_typed(error.text)}", err=True)
         sys.exit(error.exit_code)
     except Exception as error:
         if not hasattr(error, "show"):
@@ -192,7 +201,7 @@ def _run(arguments: list[str] | None) -> None:
         context, wrong = getattr(error, "ctx", None), getattr(error, "option_name", "")
         if wrong and context and "KEY=" in context.get_usage():
             of_jobs = any(one.name == "site" for one in context.command.params)
-            print(_as_setting(wrong, of_jobs), file=sys.stderr)
+            say(_as_setting(wrong, of_jobs), err=True)
         sys.exit(errors.BAD_INPUT)
     gc.freeze()  # the collections at the interpreter's end would take a second after torch
     sys.exit(code if isinstance(code, int) else errors.DONE)

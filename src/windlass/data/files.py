@@ -54,7 +54,9 @@ def find_files(
         places = list(map(Path, names))
     if files := [place for place in places if place.is_file()]:
         return files
-    hint = ""
+    hint, skipped = "", left_out(pattern, endings)
+    if skipped:
+        hint = f"{skipped}: a glob reads them, as {setting}='{path}/**/*.md'"
     if "," in pattern:
         names = [part.strip(" []'\"") for part in pattern.split(",")]
         value = json.dumps(names, ensure_ascii=False)
@@ -64,6 +66,16 @@ def find_files(
         f"{setting}: there is no file {pattern} (of a directory: {', '.join(endings)}); "
         f"a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB{hint}"
     )
+
+
+def left_out(pattern: str, endings: tuple[str, ...] = ENDINGS) -> str:
+    """The endings of a directory's files that are not read, as `; not read: 3 .md`; else empty."""
+    top = Path(pattern).expanduser()
+    places = [path for path in top.rglob("*") if path.is_file()] if top.is_dir() else []
+    visible = (p for p in places if not any(x.startswith(".") for x in p.relative_to(top).parts))
+    kinds = Counter(suffixes(path)[0] or "without ending" for path in visible)
+    counts = [f"{kinds[x]:,} {x}" for x in sorted(kinds) if x not in endings]
+    return f"; not read: {', '.join(counts)}" if counts else ""
 
 
 def check_source(source: str, setting: str, conversations: bool = False) -> None:

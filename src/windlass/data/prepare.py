@@ -13,6 +13,7 @@ import os
 import platform
 import time
 import zipfile
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +67,7 @@ class Prepared:
     tokenizer: Tokenizer = field(repr=False)
     is_new: bool = False  # prepared now, by this process
     seconds: float = 0.0  # to prepare, wait and check
+    changed: Sequence[str] = ()  # what has changed since, in sentences; on rank 0
 
 
 def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None, pinned: str = "") -> Prepared:
@@ -81,6 +83,7 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None, pinned: str
         RunFailed: The disk is full or fails.
     """
     recipe, started, progress = as_recipe(recipe), time.perf_counter(), Progress()
+    changed = list[str]()
     settings = preparing_settings(recipe)
     directory = data_dir(recipe, settings)
     try:
@@ -101,7 +104,7 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None, pinned: str
                 for number, name in enumerate(names):
                     origin = index.source.get(stream_name(kind, number))
                     if name and origin and has_changed(name, origin):
-                        progress.note(f"{name} has changed since it was prepared; {again}")
+                        changed.append(f"{name} has changed since it was prepared; {again}")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
@@ -109,7 +112,8 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None, pinned: str
         raise RunFailed(f"{directory}: {error.strerror}; {remedy}") from None
     finally:
         progress.close()
-    return Prepared(directory, index, tokenizer, is_new, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Prepared(directory, index, tokenizer, is_new, seconds, changed)
 
 
 def _write(
@@ -230,9 +234,9 @@ class Data:
     directory: Path | None = None  # of the prepared data
     # the layout of conversations (`data.format = "chat"`)
     template: chat.Template | None = field(default=None, repr=False)
-    index: Index | None = field(
-        default=None, repr=False
-    )  # of the prepared data: see `facts.describe`
+    # of the prepared data: see `facts.describe`
+    index: Index | None = field(default=None, repr=False)
+    changed: Sequence[str] = ()  # as in `Prepared`
 
     def save_tokenizer(self, directory: Path) -> None:
         """Write tokenizer and template to `directory/tokenizer`, for sampling without the data."""
@@ -263,7 +267,8 @@ def as_data(recipe: Recipe, prepared: Prepared) -> Data:
         template = chat.Template.of_directory(prepared.directory / FOLDER)
     train, val = open_samples(recipe, prepared)
     numbers = index.fingerprint, tokenizer.vocab
-    return Data(train, val, tokenizer, *numbers, prepared.directory, template, index)
+    place, changed = prepared.directory, prepared.changed
+    return Data(train, val, tokenizer, *numbers, place, template, index, changed)
 
 
 def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:

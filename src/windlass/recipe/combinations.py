@@ -311,7 +311,8 @@ def tensor_problem(m: Any, ranks: int) -> tuple[str, str] | None:
             return key, f"{ranks} ranks do not divide the {count:,} {what}"
     few, many = sorted((m.kv_heads_, ranks))
     if many % few:
-        return "model.kv_heads", f"{ranks} ranks cannot share {few} key and value heads evenly"
+        problem = f"{ranks} ranks cannot share {m.kv_heads_} key and value heads evenly"
+        return "model.kv_heads", problem
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from windlass.parallel.env import detect_env
 from windlass.processes import QUIET_END, WINDLASS
 from windlass.recipe import Recipe, as_recipe
 from windlass.run import Run
+from windlass.telemetry.terminal import message
 from windlass.training.start import StartPlan, changes_of, check_shared, resolve_start
 from windlass.training.stop import StopSignals
 
@@ -148,7 +150,8 @@ def finished_run(plan: StartPlan) -> Run:
             if ranks.env.nodes > 1:
                 check_shared(ranks, plan.run.path, None)
     if env.rank == 0:
-        print(f"{plan.run.path} is finished: {plan.why_finished}; extend it to train on")
+        text = f"{plan.run.path} is finished: {plan.why_finished}; extend it to train on"
+        print(message(text, sys.stdout))
     return plan.run
 
 

@@ -86,10 +86,9 @@ class Recorder:
         self.timer = StepTimer(ranks.device, self.goodput)
         self.process = psutil.Process()
         self.started_up = False  # whether this start has done a step
-        # The ends of epochs shorter than the period of `train` lines have no lines of their own.
         # The sources of a mixture have epochs of their own.
-        self.logs_epochs = horizon.samples_per_epoch >= settings.every * horizon.samples_per_step
-        self.logs_epochs &= not plan.recipe.data.mix and horizon.samples_per_epoch > 0
+        self.logs_epochs = horizon.samples_per_epoch >= horizon.samples_per_step
+        self.logs_epochs &= not plan.recipe.data.mix
         self.stream_shard = state.stream[:1] or [0]  # that a streamed source has reached
         self.padded_tokens = 0  # tokens of this start, with padding
         # Step, samples, tokens and padded tokens at the last `train` line.
@@ -166,7 +165,8 @@ class Recorder:
         val_samples = facts_of_data.get("val", {}).get("samples", 0)
         measured = evaluations(plan.recipe, horizon, val_samples)
         ranks = f"{self.ranks.world} rank{'s' * (self.ranks.world != 1)} x {facts.device_name}"
-        optimizer = f"{plan.recipe.optim.kind}: {describe_groups(groups)}"
+        fused = " (fused)" * any(group["fused"] for group in groups)
+        optimizer = f"{plan.recipe.optim.kind}{fused}: {describe_groups(groups)}"
         how = facts.precision, "compiled" * facts.compiles
         cores = plural(usable_cores(), "core") if self.ranks.device.type == "cpu" else ""
         header = {

@@ -95,7 +95,11 @@ class StartPlan:
         why = f"the run has done its {plural(self.run.summary.get('steps', 0), 'step')}"
         if ends and ends[-1]:
             why = f"{ends[-1]}; a larger train.early_stop, or 0, continues it"
-        return why + (f"; without effect: {self.changed}" if self.changes else "")
+        changed, resume = self.changed, self.recipe.checkpoint.resume
+        if resume.isdigit() or resume == "best":
+            branch = f"checkpoint.resume={resume} (branch from {self.run.path}@{resume} instead)"
+            changed = ", ".join(filter(None, [changed, branch]))
+        return why + (f"; without effect: {changed}" if changed else "")
 
 
 def resolve_start(

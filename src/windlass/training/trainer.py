@@ -65,7 +65,7 @@ from windlass.training.record import Recorder
 from windlass.training.saving import Checkpoints
 from windlass.training.start import StartPlan, decide_on_rank_0
 from windlass.training.state import LossScaler, TrainState, seed_generators, step_seed
-from windlass.training.stop import StopSignals
+from windlass.training.stop import StopSignals, event_of
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
 GC_STEPS = 100  # between two collections of garbage, at the same steps on every rank
@@ -141,7 +141,7 @@ class Trainer:
             plan, ranks, facts, self.horizon, self.state, place.attempt, origin, console, stack
         )
         self.profile = setup.open_profile(plan, ranks, self.horizon, stack)
-        stop.follow(self.state, lambda name: recorder.emit("preempted", reason=name, saved=True))
+        stop.follow(self.state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
         self.callbacks = Callbacks(
             code, recipe, ranks, self.state, self.horizon, self.model, self.optimizer
         )
