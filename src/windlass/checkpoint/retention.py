@@ -18,6 +18,7 @@ from windlass.checkpoint.format import Count, list_entries
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Horizon
+from windlass.recipe.layers import LINEAGE
 from windlass.recipe.settings import CheckpointSettings
 from windlass.telemetry.measures import lower_is_better
 
@@ -26,7 +27,6 @@ PERIODIC, BEST, EMERGENCY, FINAL = "periodic", "best", "signal", "final"
 LOSS = "loss"
 SAME_ITEMS = ("samples", "items", "items_hash")
 """The fields of an `eval` line that identify the measured items."""
-LINEAGE = "lineage.json"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ def retain(
 
 
 class Lineage(BaseModel):
-    """The checkpoint from which the current steps of a run continue; older steps are abandoned."""
+    """The checkpoint from which the current steps of a run continue (older steps are abandoned),
+    and the recipe that they are trained with."""
 
     model_config = ConfigDict(frozen=True)
     version: Literal[1] = 1
@@ -167,6 +168,9 @@ class Lineage(BaseModel):
     serial: Count = 0  # of the last commit before the lineage: only later ones belong to it
     # The job that began the lineage, to recognise its restarts.
     job: dict[str, str] = Field(default_factory=dict)
+    skipped: list[tuple[int, int]] = []  # samples that rewinds to the checkpoint left out
+    recipe: dict[str, Any] = {}
+    replaced: str = ""  # SHA-256 of the `recipe.toml` before it
 
 
 def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, str]) -> Lineage:

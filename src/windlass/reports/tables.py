@@ -14,7 +14,7 @@ from windlass.reports.view import RunView, evaluation_names
 from windlass.telemetry.measures import EPOCH_LOSS, RUN, of_eval, of_result
 
 MANY_EVALUATIONS = 12  # have a table of their own only; fewer have a line each among the results
-NAMING = ("preset", "run.name", "run.dir", "run.notes", "data.dir")
+NAMING = ("preset", "run.name", "run.dir", "run.base", "run.notes", "data.dir")
 """Settings that always differ between runs, and explain nothing."""
 
 

@@ -150,7 +150,7 @@ def lock_directory(plan: StartPlan, stack: ExitStack) -> tuple[int, str, list[st
     Files().make_dirs(run.path)
     if (lock := start.acquire_run_lock(run.path)) is not None:
         stack.enter_context(lock)
-    if not plan.resuming and run.recipe_path.exists():
+    if not plan.resuming and run.exists:
         raise UserError(f"another process has just begun a run in {run.path}; give another run.dir")
     run.heartbeat_path.touch()
     attempts = [int(line.get("attempt", 0)) for line in read_lines(run.metrics_path)]

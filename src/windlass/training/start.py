@@ -1,9 +1,9 @@
 """What a start does in a run directory: begin a new run, resume, extend or branch.
 
 `resolve_start` decides, changes nothing and needs no torch, so command line, launcher and ranks
-decide alike from the same files. Rank 0 alone writes. It writes the lineage (the checkpoint that
-the present steps continue from) before the recipe, so a kill between the two leaves a run that
-resumes. A restart by a scheduler repeats the command line; it resumes from the newest checkpoint.
+decide alike from the same files. Rank 0 alone writes. It writes the lineage (the recipe, and the
+checkpoint that the present steps continue from) before `recipe.toml`, so a kill between the two
+leaves a run that resumes. A restart by a scheduler repeats the command line; it resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from windlass.checkpoint.format import list_entries, step_dir
 from windlass.checkpoint.load import Choice, candidates, first_undamaged, open_checkpoint
-from windlass.checkpoint.retention import LINEAGE, lineage_at, read_lineage, write_lineage
+from windlass.checkpoint.retention import Lineage, lineage_at, read_lineage, write_lineage
 from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError, argument, plural
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
@@ -30,6 +30,7 @@ from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.optim.schedule import phases
 from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe, typed
+from windlass.recipe.layers import LINEAGE
 from windlass.recipe.load import UNRECORDED
 from windlass.recipe.units import EPOCHS
 from windlass.run import LOCK, OCCUPIED, SOUP, Run, data_commit, last_start
@@ -112,7 +113,7 @@ def resolve_start(
         example = "for example runs/quickstart-1a2b3c4d@300"
         option = argument("branch_from", branch_from)
         raise UserError(f"{option}: write RUN@STEP or RUN@best, {example}")
-    exists = run.recipe_path.is_file()
+    exists = run.exists
     if exists and not fresh and (run.path / SOUP).is_file():
         problem = f"{run.path} holds averaged weights, without a training to resume"
         advice = f"start a run in another run.dir with model.init_from={run.path}"
@@ -174,6 +175,8 @@ def changes_of(run: Run, recipe: Recipe) -> dict[str, list[Any]]:
     unrecorded: tuple[str, ...] = (*UNRECORDED, "train.steps")
     later = ("train.fit", "train.micro_batch", "parallel.")  # `train.fit` has not chosen them yet
     unrecorded = (*unrecorded, *later) if recipe.train.fit else unrecorded
+    if recipe.run.base in ("", run.recipe.run.base):
+        unrecorded = (*unrecorded, "run.base")
     differ = [key for key in new if not key.startswith(unrecorded) and old.get(key) != new[key]]
     return {key: [old.get(key), new[key]] for key in differ}
 
@@ -402,7 +405,7 @@ def check_same_recipe(checkpoint: Path, recipe: Recipe) -> None:
         return
     problem = f"checkpoint.resume: {checkpoint} is of another recipe:"
     origin, branch = Run(checkpoint.resolve().parent.parent), argument("branch_from", "RUN@STEP")
-    if origin.recipe_path.is_file():
+    if origin.exists:
         advice = f"undo them, or use {branch}, which may change optimizer, schedule and steps"
         refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)
     raise UserError(f"{problem} config hash {meta.get('recipe')}, and here {recipe.config_hash}")
@@ -421,17 +424,31 @@ def write_start(plan: StartPlan, choice: Choice | None, files: Files | None = No
     if not plan.resuming:
         files.make_dirs(run.path)
     path, step = (choice.path, choice.step) if choice else (None, 0)
-    write_lineage(run.path, lineage_at(run.path, path, step, job_id()), files)
-    if not plan.resuming or plan.extends_from:
-        longer = {"train.steps": plan.recipe.train.steps}
-        recipe = run.recipe.replace(**longer) if plan.resuming else plan.recipe
-        files.replace(run.recipe_path, recipe.toml().encode())
+    longer = {"train.steps": plan.recipe.train.steps}
+    recipe = run.recipe.replace(longer) if plan.resuming else plan.recipe
+    record(run, lineage_at(run.path, path, step, job_id()), recipe, files)
 
 
 def write_settings(plan: StartPlan) -> None:
-    """Write the changed settings into the run's recipe, without those of this start alone."""
-    once = {"checkpoint.resume": plan.run.recipe.checkpoint.resume}
-    Files().replace(plan.run.recipe_path, plan.recipe.replace(**once).toml().encode())
+    """Record the changed settings."""
+    record(plan.run, read_lineage(plan.run.path) or Lineage(), plan.recipe, Files())
+
+
+def record(run: Run, lineage: Lineage, recipe: Recipe, files: Files) -> None:
+    """Write a run's lineage with its recipe, durably, and then `recipe.toml` for the user.
+
+    The recipe has no path of the run, which may move, and no setting of one start alone.
+    """
+    own = {"run.dir": "", "run.base": recipe.run.base if recipe.home else str(Path.cwd())}
+    recipe = recipe.replace(own, {"checkpoint.resume": "latest"})
+    text = recipe.toml().encode()
+    before = run.recipe_path.read_bytes() if run.recipe_path.is_file() else b""
+    replaced = hashlib.sha256(before).hexdigest()
+    lineage = lineage.model_copy(update={"recipe": recipe.tree(), "replaced": replaced})
+    write_lineage(run.path, lineage, files)
+    files.replace(run.recipe_path, text)
+    if before:  # so that the user can write it again
+        write_lineage(run.path, lineage.model_copy(update={"replaced": ""}), files)
 
 
 def rename_old_run(path: Path) -> None:
