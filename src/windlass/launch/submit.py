@@ -180,7 +180,8 @@ def submit_run(
     recipe = recipe.replace({"run.dir": str(run.path)})
     if recipe.home is None:
         # Inputs are here. What the job prepares belongs on the site's scratch disk.
-        inputs = {key: value for key, value in recipe.flat().items() if key != "data.dir"}
+        places = ("data.dir", "run.base")
+        inputs = {key: value for key, value in recipe.flat().items() if key not in places}
         recipe = recipe.replace(from_here(inputs, str(place)) | {"run.base": str(place)})
     grace = type(recipe.checkpoint).model_fields["grace_seconds"].default  # for torchrun
     if recipe.checkpoint.grace_seconds == grace:

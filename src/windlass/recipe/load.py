@@ -24,6 +24,7 @@ from windlass.errors import UserError, argument, require
 from windlass.recipe.combinations import CHECKS
 from windlass.recipe.keys import meant, problems_of, rows_of
 from windlass.recipe.layers import (
+    RECIPE,
     Changes,
     check_preset,
     dotted,
@@ -31,6 +32,7 @@ from windlass.recipe.layers import (
     layers,
     merge,
     presets,
+    recorded,
     typed,
 )
 from windlass.recipe.network import ModelSettings, Section, describe
@@ -303,7 +305,7 @@ def default_lr(model: ModelSettings) -> float:
     return 2e-4 if model.lora.rank else 5e-5
 
 
-def own_tokenizer(model: ModelSettings) -> str:
+def own_tokenizer(model: ModelSettings, default: str = "byte") -> str:
     """The tokenizer for `data.tokenizer = "auto"`: of the weights, of the model, else `byte`."""
     origin = model.init_from
     if origin.startswith("hf:"):
@@ -311,14 +313,18 @@ def own_tokenizer(model: ModelSettings) -> str:
     path = Path(origin.partition("@")[0]).expanduser()
     for run in (path, path.parent.parent) if origin else ():  # a run, or a checkpoint in one
         with contextlib.suppress(OSError, ValueError, KeyError):
-            recipe = tomllib.loads((run / "recipe.toml").read_text(encoding="utf-8"))
+            file, saved = run / RECIPE, run / "tokenizer"
+            recipe = recorded(file) or tomllib.loads(file.read_text(encoding="utf-8"))
             name = str(recipe["data"]["tokenizer"])
-            trained_on_corpus = name in ("bpe", "char")
-            return f"hf:{run / 'tokenizer'}" if trained_on_corpus else name
+            if name in ("bpe", "char"):  # trained on the corpus
+                return f"hf:{saved}"
+            if name != "byte" or saved.is_dir():  # a run of own data without text has none
+                home = home_of(recipe.get("run", {}).get("base", "")) or Path()
+                return str(located("data.tokenizer", name, home))
     files = ("tokenizer.json", "tokenizer_config.json")
     if origin and any((path / name).is_file() for name in files):
         return f"hf:{path}"
-    return f"hf:{model.name}" if model.kind == "hf" else "byte"
+    return f"hf:{model.name}" if model.kind == "hf" else default
 
 
 def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, Any]:

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe, typed
 from windlass.recipe.layers import LINEAGE
 from windlass.recipe.load import UNRECORDED
+from windlass.recipe.paths import located
 from windlass.recipe.units import EPOCHS
 from windlass.run import LOCK, OCCUPIED, SOUP, Run, data_commit, last_start
 
@@ -236,11 +238,27 @@ def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
         present = sorted(entry.step for entry in list_entries(origin.checkpoints_dir))
         raise UserError(f"{origin.path} has no checkpoint of step {step}; there are: {present}")
     problem = f"a branch keeps model, data, seed and batch of {origin.path}:"
-    refuse_changes(problem, origin.recipe, recipe, BRANCHES, "undo the changes")
+    command = command_of_new_run(recipe, origin, which)
+    advice = f"undo the changes, or begin a new run with its weights:\n  {command}"
+    refuse_changes(problem, origin.recipe, recipe, BRANCHES, advice)
     steps = recipe.train.steps
     if isinstance(steps, int) and steps <= step:
         raise UserError(f"train.steps = {steps} is not past the step {step} to branch from")
     return checkpoint
+
+
+def command_of_new_run(recipe: Recipe, origin: Run, which: str) -> str:
+    """The command that trains a recipe from weights of a run, with the run's tokenizer."""
+    old, new, home = origin.recipe.flat(), recipe.flat(), recipe.home or Path()
+    one_start = (*UNRECORDED, "run.base", "data.tokenizer", "model.init_from")
+    changes = {k: v for k, v in new.items() if v != old.get(k) and not k.startswith(one_start)}
+    changes = {key: located(key, value, home) for key, value in changes.items()}
+    changes |= {"run.dir": str(recipe.run_dir), "model.init_from": f"{origin.path}@{which}"}
+    changes |= {"data.tokenizer": "auto"}
+    if recipe.data.dir or origin.recipe.data.dir:  # of the old data
+        changes["data.dir"] = "" if recipe.data.dir == origin.recipe.data.dir else recipe.data.dir
+    words = [f"{key}={typed(value)}" for key, value in changes.items()]
+    return shlex.join(["windlass", "train", str(origin.path), *words])
 
 
 def refuse_changes(
