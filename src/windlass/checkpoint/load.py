@@ -123,7 +123,7 @@ class Checkpoint:
 
         if not target.numel():
             return
-        in_place = target.device.type == "cpu" and target.is_contiguous()
+        in_place = target.device.type == "cpu" and target.is_contiguous() and not target.is_conj()
         host = target.detach() if in_place else torch.empty(target.shape, dtype=target.dtype)
         stops = [offset + size for offset, size in zip(offsets, host.shape, strict=True)]
         for chunk in self.info(name).chunks:

@@ -70,7 +70,7 @@ def policy_of(
         lambda step: any(h.due(settings.keep_every, step) for h in horizons),
         settings.best,
         settings.keep_signal,
-        lineage.step if lineage and inside else None,
+        lineage.step if lineage and inside and not lineage.skipped else None,
     )
 
 
@@ -180,7 +180,25 @@ def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, 
         return Lineage(serial=serial, job=dict(job))
     here, there = run.resolve(), checkpoint.resolve()
     path = there.relative_to(here) if there.is_relative_to(here) else there
-    return Lineage(checkpoint=path.as_posix(), step=step, serial=serial, job=dict(job))
+    origin: dict[str, Any] = {"checkpoint": path.as_posix(), "step": step}
+    return Lineage(**origin, serial=serial, job=dict(job), skipped=left_out(run, checkpoint))
+
+
+def left_out(run: Path, checkpoint: Path) -> list[tuple[int, int]]:
+    """The samples that rewinds to a checkpoint have left out; later checkpoints know of them."""
+    lineage = read_lineage(run)
+    if lineage is None or (run / lineage.checkpoint).resolve() != checkpoint.resolve():
+        return []
+    return lineage.skipped
+
+
+def leave_out(run: Path, checkpoint: Path, step: int, samples: tuple[int, int]) -> None:
+    """Record, durably, that the run returns to a checkpoint and leaves out a range of samples."""
+    before = read_lineage(run) or Lineage()
+    now = lineage_at(run, checkpoint, step, before.job)
+    kept = {"recipe": before.recipe, "replaced": before.replaced}
+    now = now.model_copy(update=kept | {"skipped": [*now.skipped, samples]})
+    write_lineage(run, now, Files())
 
 
 def read_lineage(run: Path) -> Lineage | None:

@@ -341,7 +341,7 @@ def schedule(r: Any) -> Problems:
     steps = sum(part for part in (warmup, decay) if isinstance(part, int))
     share = sum(part for part in (warmup, decay) if isinstance(part, float))
     length, whole = (s.steps, "schedule") if s.steps else (run_steps, "run")
-    if share > 1 or (isinstance(length, int) and steps > length):
+    if share > 1 or (isinstance(length, int) and round(steps + share * length, 6) > length):
         alone = isinstance(warmup, int) and isinstance(length, int) and warmup > length
         key = "decay" if decay and not alone else "warmup"
         size = f" ({plural(length, 'step')})" if isinstance(length, int) else ""

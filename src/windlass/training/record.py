@@ -286,6 +286,7 @@ class Recorder:
         self.sampler.attempt = self.ledger.attempt
         text = f"{reason}: back to step {step}, samples {first} to {stop} are left out"
         self.emit("rewound", text, warning=True, reason=reason, left_out=[first, stop])
+        self.ledger.sync()
         self.restart_counts()
 
     def restart_counts(self) -> None:

@@ -28,7 +28,7 @@ from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError, argument, plural
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
 from windlass.launch.schedulers import SCHEDULERS, find_job
-from windlass.optim.schedule import phases
+from windlass.optim.schedule import lr_multiplier, phases
 from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe, typed
 from windlass.recipe.layers import LINEAGE
@@ -63,6 +63,7 @@ LEFT_OVER = re.compile(
 )
 """Files of `windlass submit`, or of a start that failed before it wrote its recipe; a new run may
 begin beside them."""
+JUMP = 0.05  # of the learning rate that an extension changes, which is announced
 LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lock
 
 
@@ -403,9 +404,10 @@ def old_decay(plan: StartPlan, horizon: Horizon) -> int | None:
 
 
 def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str]:
-    """The steps that an extended WSD run repeats after `step`; empty if it repeats none."""
+    """Warnings: the steps that an extended WSD run repeats after `step`, and a jump of another
+    schedule's learning rate."""
     if (decay := old_decay(plan, horizon)) is None:
-        return []
+        return _describe_jump(plan, step, horizon) if plan.extends_from and step else []
     if step >= (done := max(int(line.get("step", 0)) for line in plan.run.ledger())):
         return []
     why = f"the extension continues before the old decay, which began at step {decay:,}"
@@ -414,6 +416,18 @@ def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str
     if path.is_dir() and any(horizon.due(e, done) for e in (settings.every, settings.keep_every)):
         notes.append(f"step {done:,} will replace {path}: copy that directory now to keep it")
     return notes
+
+
+def _describe_jump(plan: StartPlan, step: int, horizon: Horizon) -> list[str]:
+    """A warning if the schedule of the longer run has another learning rate at the step `step`."""
+    optim, old = plan.recipe.optim, replace(horizon, steps=plan.extends_from)
+    last, new = (optim.lr * lr_multiplier(optim.schedule, h, step - 1) for h in (old, horizon))
+    if abs(new - last) <= JUMP * last:
+        return []
+    branch = argument("branch_from", f"{plan.run.path}@{step}")
+    why = f"the {optim.schedule.kind} schedule now ends at step {horizon.steps:,}"
+    advice = f"a new run ({branch}, another run.dir) may have another optim.schedule"
+    return [f"the learning rate jumps from {last:.2g} to {new:.2g}, because {why}; {advice}"]
 
 
 def check_same_recipe(checkpoint: Path, recipe: Recipe) -> None:

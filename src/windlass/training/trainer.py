@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.retention import BEST, FINAL
+from windlass.checkpoint.retention import BEST, FINAL, leave_out
 from windlass.checkpoint.state_dict import restore
 from windlass.data.disk import StreamSamples
 from windlass.data.facts import describe
@@ -158,7 +157,6 @@ class Trainer:
         self.report_start(plan, place, threads, custom, source)
         deferred = check_is_deferred(ranks.device, self.optimizer, recipe.parallel.offload)
         self.bad_steps = BadSteps(recorder, recipe.train, self.scaler, deferred)
-        self.rewinds = Counter[int]()  # by the step that the run returned to
 
     def report_start(
         self, plan: StartPlan, place: setup.RunPlace, threads: str, custom: bool, source: str
@@ -448,7 +446,7 @@ class Trainer:
         """Return to the newest good checkpoint, and leave out the samples up to `stop_sample`."""
         recorder, state = self.recorder, self.state
         self.checkpoints.wait()
-        choice = choose_rewind(recorder, self.rewinds, reason)
+        choice = choose_rewind(recorder, reason)
         self.losses.reset()
         checkpoint = open_checkpoint(choice.path, deep=False)
         saved = TrainState.from_json(checkpoint.counters)
@@ -456,12 +454,15 @@ class Trainer:
         restore(checkpoint, self.model, self.optimizer, averages)
         self.average.load(saved.averaged)
         first = int(step_samples(saved.step, self.batch.batches, saved.skipped)[0])
-        state.return_to(saved, left_out=(first, stop_sample))
+        samples = (first, stop_sample)
+        record = partial(leave_out, recorder.run.path, choice.path, choice.step, samples)
+        decide_on_rank_0(self.ranks, "rewind", record)
+        state.return_to(saved, samples)
         self.bad_steps.reset()
         if self.scaler is not None:
             self.scaler.load(state)
         self.saver.resume_from(state.step)
-        recorder.rewound(reason, first, stop_sample)
+        recorder.rewound(reason, *samples)
 
     def finish(self) -> None:
         """The last checkpoint, the summary, the end of the trackers."""
