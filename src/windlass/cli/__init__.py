@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import gc
 import importlib
 import json
@@ -72,6 +73,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of the system about a path that a user named."""
 OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}
 """Arguments of the Python API whose option has another name."""
 
@@ -173,8 +176,17 @@ def _as_setting(option: str, of_jobs: bool) -> str:
     return f"Write a setting as KEY=VALUE, without dashes{hint}"
 
 
+def check_names(words: list[str]) -> None:
+    """Raise UserError if the command line or the working directory is not UTF-8, as TOML is."""
+    for text in (*words, os.getcwd()):
+        if not errors.is_utf8(text):
+            shown = text.encode("utf-8", "backslashreplace").decode()
+            raise errors.UserError(f"{shown}: the name is not UTF-8: rename the file or directory")
+
+
 def _run(arguments: list[str] | None) -> None:
     try:
+        check_names(sys.argv[1:] if arguments is None else arguments)
         code = app(args=arguments, prog_name="windlass", standalone_mode=False)
     except typer.Abort:
         sys.exit(130)
@@ -182,6 +194,11 @@ def _run(arguments: list[str] | None) -> None:
         if processes.first_to_show(str(error)):
             print(f"windlass: {as_typed(error.text)}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in UNUSABLE or not error.filename:
+            raise
+        print(f"windlass: {error.filename}: {error.strerror}; name another path", file=sys.stderr)
+        sys.exit(errors.BAD_INPUT)
     except Exception as error:
         if not hasattr(error, "show"):
             raise

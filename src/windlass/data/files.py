@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from windlass.errors import UserError, plural
+from windlass.errors import UserError, is_utf8, plural
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 JSON_LINES = (".jsonl", ".ndjson")
@@ -53,6 +53,9 @@ def find_files(
         names = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
         places = list(map(Path, names))
     if files := [place for place in places if place.is_file()]:
+        if odd := [file for file in files if not is_utf8(str(file))]:
+            shown = str(odd[0]).encode("utf-8", "backslashreplace").decode()
+            raise UserError(f"{setting}: the name of {shown} is not UTF-8: rename the file")
         return files
     hint = ""
     if "," in pattern:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import windlass.recipe.settings as sections
-from windlass.errors import UserError, plural
+from windlass.errors import UserError, is_utf8, plural
 from windlass.recipe.average import AverageSettings
 from windlass.recipe.units import EPOCHS
 
@@ -24,6 +24,12 @@ def model(r: Any) -> Problems:
         yield "model.name", 'model.kind = "hf" needs the model\'s name on the Hub or a directory'
     if m.kind == "hf" and m.from_scratch and m.init_from:
         yield "model.init_from", "it names weights, but model.from_scratch asks for none; drop one"
+
+
+def texts(r: Any) -> Problems:
+    for key, value in r.flat().items():
+        if not is_utf8(str(value)):
+            yield key, "the name is not UTF-8: rename the file or directory"
 
 
 def unused_keys(r: Any) -> Problems:
@@ -350,7 +356,7 @@ def schedule(r: Any) -> Problems:
 
 
 CHECKS = (
-    *(model, unused_keys, float8, four_bits, adapters, heads, mup, kv_heads, vocab, sources),
+    *(texts, model, unused_keys, float8, four_bits, adapters, heads, mup, kv_heads, vocab, sources),
     *(streamed, mixture, best, average, evaluations, sharding, layout, batch, stream, optimizer),
     *(schedule,),
 )

@@ -50,7 +50,7 @@ from windlass.training import memory, setup, start
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import startup_checks
 from windlass.training.compiling import resolve_compile
-from windlass.training.evaluator import Evaluator
+from windlass.training.evaluator import Evaluator, check_evaluations
 from windlass.training.halves import open_halves
 from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
 from windlass.training.record import Recorder
@@ -62,7 +62,8 @@ from windlass.training.threads import set_threads
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
 GC_STEPS = 100  # between two collections of garbage, at the same steps on every rank
-FAILING_SAVE_SECONDS = 5.0  # the longest wait of a failing run for a save in progress
+# The longest wait for a save in progress if another rank may be gone, or twice the last save's time.
+FAILING_SAVE_SECONDS = 5.0
 
 
 class Trainer:
@@ -93,6 +94,7 @@ class Trainer:
             built = own_module(module, recipe.model.context)
         else:
             built = build_model(recipe, data.vocab, run=None if plan.fresh else run.path)
+        check_evaluations(recipe, data, built)
         console = Console(self.horizon.steps, ranks.rank)
         stack.callback(console.close)
         place = setup.open_run_directory(plan, ranks, console, self.horizon, stack)
@@ -191,9 +193,11 @@ class Trainer:
                 self.finish()
         except BaseException as error:
             with contextlib.suppress(Exception):  # no collective in here
-                if isinstance(error, RunFailed):  # this rank raised it: a save in progress is good
-                    self.checkpoints.wait(FAILING_SAVE_SECONDS)
-                if not isinstance(error, Stopped | UserError):
+                if isinstance(error, Exception):  # a save in progress is good
+                    others_live = self.ranks.world == 1 or isinstance(error, UserError)
+                    limit = max(FAILING_SAVE_SECONDS, 2 * (self.saver.last_seconds or 0.0))
+                    self.checkpoints.wait(None if others_live else limit)
+                if not isinstance(error, Stopped):
                     phase = self.ranks.status.phase
                     self.recorder.emit("failed", reason=first_line(error), phase=phase)
             raise
