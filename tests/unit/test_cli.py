@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from helpers import TINY, overrides, refused, tiny_recipe, windlass
+from helpers import TINY, command, overrides, refused, tiny_recipe, windlass
 from windlass import Recipe, Study, evaluate, export, prepare, report, train, verification
 from windlass.cli import main, models
 from windlass.cli import train as train_verbs
@@ -392,3 +392,37 @@ def test_a_sample_does_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("sys.stdout", stream)
         models._write("a\x1b[2J\x07b")
         assert stream.getvalue() == shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "quickstart", f"run.name={'x' * 300}"),
+        ("train", "quickstart", f"data.source={'x' * 300}"),
+        ("eval", "x" * 300),
+        ("train", "quickstart", "run.dir=x\udcff"),
+        ("train", "quickstart", "data.source=odd"),
+    ],
+)
+def test_a_name_that_no_path_can_have_is_one_message(tmp_path, words):
+    """More than 255 bytes, or bytes that are not UTF-8, also of a file in a directory."""
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "\udcfe.txt").write_text("text")
+    done = windlass(*words, code=2, cwd=tmp_path)
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("windlass: ")
+    assert "rename" in done.stderr or "name another path" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["odd"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+def test_a_user_without_an_account_gets_one_message():
+    env = {name: value for name, value in os.environ.items() if name != "HOME"}
+
+    def become() -> None:
+        os.setuid(54321)
+
+    words = command("submit", "quickstart", "--scheduler", "slurm", "--dry-run")
+    done = subprocess.run(words, env=env, preexec_fn=become, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == (
+        "windlass: this user has no home directory here: set HOME\n"
+    )

@@ -73,8 +73,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
-"""Errors of the system about a path that a user named."""
+UNUSABLE = ("ENAMETOOLONG", "ELOOP", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT")
+"""Errors of the system about a path, which the user can mend."""
 OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}
 """Arguments of the Python API whose option has another name."""
 
@@ -195,9 +195,17 @@ def _run(arguments: list[str] | None) -> None:
             print(f"windlass: {as_typed(error.text)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in UNUSABLE or not error.filename:
+        text = f"{error.filename}: {error.strerror}; name another path"
+        if "temporary directory" in str(error):  # Python's module `tempfile` found none
+            text = f"{error.strerror}; free some space, or set TMPDIR"
+        elif errno.errorcode.get(error.errno or 0) not in UNUSABLE or not error.filename:
             raise
-        print(f"windlass: {error.filename}: {error.strerror}; name another path", file=sys.stderr)
+        print(f"windlass: {text}", file=sys.stderr)
+        sys.exit(errors.BAD_INPUT)
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # of `pathlib`
+            raise
+        print("windlass: this user has no home directory here: set HOME", file=sys.stderr)
         sys.exit(errors.BAD_INPUT)
     except Exception as error:
         if not hasattr(error, "show"):

@@ -280,6 +280,9 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if not ranks.strategy.distributed:
         return
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        problem = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch's collectives crash"
+        raise UserError(f"{problem}: unset the variable, or write INFO")
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     interface = loopback if env.nodes == 1 else interface_to(env.addr)
     if interface:

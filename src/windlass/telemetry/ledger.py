@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from windlass.errors import RunFailed
 from windlass.run import Line
 
 
@@ -81,6 +82,12 @@ class Ledger:
         if self.enabled and self._flush():
             with contextlib.suppress(OSError):
                 os.fsync(self._file)
+
+    def check(self) -> None:
+        """Raise RunFailed if the file is gone, because a save would make the directory anew."""
+        if self.enabled and not self.path.exists():
+            problem = f"{self.path.parent} was deleted or moved while the run trained in it"
+            raise RunFailed(f"{problem}: move it back and train again, or begin a new run")
 
     def close(self) -> None:
         """Write the remaining lines, sync and close; a second call does nothing."""
