@@ -151,7 +151,9 @@ def test_a_suite_without_its_items_is_bad_input_at_a_resume(corpus, tmp_path, su
     run = stopped(recipe := recipe_of(corpus, tmp_path / "run"), 3)
     before = run.metrics_path.read_bytes()
     with refused(f"eval.{suite}_file", "missing.json"):
-        train(recipe.replace({"eval.suites": ["loss", suite], f"eval.{suite}_file": "missing.json"}))
+        train(
+            recipe.replace({"eval.suites": ["loss", suite], f"eval.{suite}_file": "missing.json"})
+        )
     assert run.metrics_path.read_bytes() == before
 
 
