@@ -5,6 +5,7 @@ Scores come from the ledger, because a save begins before the evaluation of its 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from windlass.checkpoint.format import Count, list_entries
 from windlass.errors import UserError
 from windlass.fileio import Files
-from windlass.recipe import Horizon
-from windlass.recipe.layers import LINEAGE
+from windlass.recipe import Horizon, Recipe
+from windlass.recipe.layers import LINEAGE, RECIPE
 from windlass.recipe.settings import CheckpointSettings
 from windlass.telemetry.measures import lower_is_better
 
@@ -221,3 +222,20 @@ def read_lineage(run: Path) -> Lineage | None:
 def write_lineage(run: Path, lineage: Lineage, files: Files) -> None:
     """Replace the run's lineage, durably."""
     files.replace(run / LINEAGE, lineage.model_dump_json().encode() + b"\n")
+
+
+def record(run: Path, lineage: Lineage, recipe: Recipe, files: Files) -> None:
+    """Write a run's lineage with its recipe, durably, and then `recipe.toml` for the user.
+
+    The recipe has no path of the run, which may move, and no setting of one start alone.
+    """
+    own = {"run.dir": "", "run.base": recipe.run.base if recipe.home else str(Path.cwd())}
+    path, recipe = run / RECIPE, recipe.replace(own, {"checkpoint.resume": "latest"})
+    text = recipe.toml().encode()
+    before = path.read_bytes() if path.is_file() else b""
+    replaced = hashlib.sha256(before).hexdigest()
+    lineage = lineage.model_copy(update={"recipe": recipe.tree(), "replaced": replaced})
+    write_lineage(run, lineage, files)
+    files.replace(path, text)
+    if before:  # so that the user can write it again
+        write_lineage(run, lineage.model_copy(update={"replaced": ""}), files)

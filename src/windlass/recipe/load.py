@@ -88,7 +88,8 @@ class Recipe(BaseModel):
     def _resolve(self) -> Recipe:
         """Make paths absolute (`run.base`). Derive learning rate and tokenizer from `model` if
         unset; they still count as unset."""
-        for name in ("data", "model", "eval", "checkpoint") if (home := self.home) else ():
+        home = self.home or Path()
+        for name in ("data", "model", "eval", "checkpoint") if self.home else ():
             part = getattr(self, name)
             absolute = {key: located(f"{name}.{key}", value, home) for key, value in part}
             if changed := {key: new for key, new in absolute.items() if new != getattr(part, key)}:

@@ -119,8 +119,8 @@ class Study:
         Raises UserError if a cell's recipe is invalid, or if `path` has a study of another preset.
         """
         # Every setting by name, as recipe.toml has them, so that no default depends on a cell.
-        own = {"run.dir": "", "run.name": "", "run.base": recipe.run.base or str(Path.cwd())}
-        base = recipe.replace(**recipe.flat() | own)
+        place = {"run.dir": "", "run.name": "", "run.base": recipe.run.base or str(Path.cwd())}
+        base = recipe.replace(**recipe.flat() | place)
         path = path or Path("studies") / f"{base.preset}-{base.config_hash[:8]}"
         own = [plain(a) for a in axes if isinstance(a, dict)] if isinstance(axes, Sequence) else []
         grid = cells_of(base, own) if own else expand(base, read_axes(axes)) if len(axes) else []

@@ -47,7 +47,8 @@ def plain(value: Any) -> Any:
 
 
 class Ledger:
-    """Appends lines to a run's ledger on rank 0 (`enabled`). Once open it never raises OSError.
+    """Appends lines to a run's ledger on rank 0 (`enabled`). Once open it never raises OSError, but
+    RunFailed if it was deleted.
 
     `attempt` is 0 for the first start of the run and one more for each restart. `stamp` gives
     further fields for `train`, `event` and `summary` lines, such as the wall time by phase.
@@ -68,6 +69,8 @@ class Ledger:
 
     def write(self, kind: str, step: int, **fields: Any) -> Line:
         """Append a line after `step` optimizer steps, without fields that are None; returns it."""
+        if kind in ("train", "summary"):
+            self.check()
         line: Line = {"kind": kind, "step": int(step), "time": now(), "attempt": self.attempt}
         if kind in ("train", "event", "summary"):
             line |= self.stamp()

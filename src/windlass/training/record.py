@@ -286,7 +286,6 @@ class Recorder:
         self.sampler.attempt = self.ledger.attempt
         text = f"{reason}: back to step {step}, samples {first} to {stop} are left out"
         self.emit("rewound", text, warning=True, reason=reason, left_out=[first, stop])
-        self.ledger.sync()
         self.restart_counts()
 
     def restart_counts(self) -> None:
@@ -394,7 +393,6 @@ class Recorder:
 
         `sources`: the fields of a mixture.
         """
-        self.ledger.check()
         state, world, facts = self.state, self.ranks.world, self.facts
         times = self.timer.read()  # waits for the device
         now = (state.step, state.samples, state.tokens, self.padded_tokens)
@@ -465,7 +463,6 @@ class Recorder:
         """The run's last line, from the effective ledger, so that a resume counts no step twice."""
         if not self.ranks.main:
             return
-        self.ledger.check()
         state, run, measure = self.state, self.run, self.plan.recipe.checkpoint.best
         self.emit("measured")  # a last stamp of the wall time
         raw, lines = list(read_lines(run.metrics_path)), run.ledger()

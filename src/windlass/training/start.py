@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from windlass.checkpoint.format import list_entries, step_dir
 from windlass.checkpoint.load import Choice, candidates, first_undamaged, open_checkpoint
-from windlass.checkpoint.retention import Lineage, lineage_at, read_lineage, write_lineage
+from windlass.checkpoint.retention import Lineage, lineage_at, read_lineage, record
 from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError, argument, plural
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
@@ -458,29 +458,13 @@ def write_start(plan: StartPlan, choice: Choice | None, files: Files | None = No
     path, step = (choice.path, choice.step) if choice else (None, 0)
     longer = {"train.steps": plan.recipe.train.steps}
     recipe = run.recipe.replace(longer) if plan.resuming else plan.recipe
-    record(run, lineage_at(run.path, path, step, job_id()), recipe, files)
+    record(run.path, lineage_at(run.path, path, step, job_id()), recipe, files)
 
 
 def write_settings(plan: StartPlan) -> None:
     """Record the changed settings."""
-    record(plan.run, read_lineage(plan.run.path) or Lineage(), plan.recipe, Files())
-
-
-def record(run: Run, lineage: Lineage, recipe: Recipe, files: Files) -> None:
-    """Write a run's lineage with its recipe, durably, and then `recipe.toml` for the user.
-
-    The recipe has no path of the run, which may move, and no setting of one start alone.
-    """
-    own = {"run.dir": "", "run.base": recipe.run.base if recipe.home else str(Path.cwd())}
-    recipe = recipe.replace(own, {"checkpoint.resume": "latest"})
-    text = recipe.toml().encode()
-    before = run.recipe_path.read_bytes() if run.recipe_path.is_file() else b""
-    replaced = hashlib.sha256(before).hexdigest()
-    lineage = lineage.model_copy(update={"recipe": recipe.tree(), "replaced": replaced})
-    write_lineage(run.path, lineage, files)
-    files.replace(run.recipe_path, text)
-    if before:  # so that the user can write it again
-        write_lineage(run.path, lineage.model_copy(update={"replaced": ""}), files)
+    path = plan.run.path
+    record(path, read_lineage(path) or Lineage(), plan.recipe, Files())
 
 
 def rename_old_run(path: Path) -> None:
