@@ -424,7 +424,7 @@ def _describe_jump(plan: StartPlan, step: int, horizon: Horizon) -> list[str]:
     last, new = (optim.lr * lr_multiplier(optim.schedule, h, step - 1) for h in (old, horizon))
     if abs(new - last) <= JUMP * last:
         return []
-    branch = argument("branch_from", f"{plan.run.path}@{step}")
+    branch = f"--branch-from {plan.run.path}@{step}"
     why = f"the {optim.schedule.kind} schedule now ends at step {horizon.steps:,}"
     advice = f"a new run ({branch}, another run.dir) may have another optim.schedule"
     return [f"the learning rate jumps from {last:.2g} to {new:.2g}, because {why}; {advice}"]
