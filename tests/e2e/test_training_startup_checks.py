@@ -202,3 +202,19 @@ def test_a_run_directory_that_is_deleted_or_moved_ends_the_run_once(corpus, tmp_
             callbacks=[each_step(lambda now: now.step == 4 and move(path))],
         )
     assert not (path / "checkpoints").exists()
+
+
+def test_complex_tables_are_saved_and_what_cannot_be_is_named_before_the_first_step(
+    corpus, tmp_path
+):
+    recipe = recipe_of(corpus, tmp_path / "run")
+    for buffer in (torch.polar(torch.ones(4, 3), torch.rand(4, 3)), torch.eye(2).to_sparse()):
+        model = Tied()
+        model.register_buffer("freqs", buffer)
+        if buffer.is_sparse:
+            with refused("model/freqs", "sparse", "persistent=False"):
+                train(recipe.replace(f"run.dir='{tmp_path / 'other'}'"), model)
+        else:
+            train(recipe, model, stop_at=4)
+            assert train(recipe, model).state == "finished"
+    assert not Run(tmp_path / "other").exists
