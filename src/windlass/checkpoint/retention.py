@@ -175,14 +175,16 @@ class Lineage(BaseModel):
 
 
 def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, str]) -> Lineage:
-    """A lineage that begins now, at a checkpoint of any run, or at step 0."""
+    """A lineage of the run's recipe that begins now, at a checkpoint of any run, or at step 0."""
     serial = max((saved.serial for saved in committed(run / "checkpoints").values()), default=0)
+    before = read_lineage(run) or Lineage()
+    kept: dict[str, Any] = {"recipe": before.recipe, "replaced": before.replaced}
     if checkpoint is None:
-        return Lineage(serial=serial, job=dict(job))
+        return Lineage(serial=serial, job=dict(job), **kept)
     here, there = run.resolve(), checkpoint.resolve()
     path = there.relative_to(here) if there.is_relative_to(here) else there
-    origin: dict[str, Any] = {"checkpoint": path.as_posix(), "step": step}
-    return Lineage(**origin, serial=serial, job=dict(job), skipped=left_out(run, checkpoint))
+    kept |= {"checkpoint": path.as_posix(), "step": step, "skipped": left_out(run, checkpoint)}
+    return Lineage(serial=serial, job=dict(job), **kept)
 
 
 def left_out(run: Path, checkpoint: Path) -> list[tuple[int, int]]:
@@ -195,11 +197,8 @@ def left_out(run: Path, checkpoint: Path) -> list[tuple[int, int]]:
 
 def leave_out(run: Path, checkpoint: Path, step: int, samples: tuple[int, int]) -> None:
     """Record, durably, that the run returns to a checkpoint and leaves out a range of samples."""
-    before = read_lineage(run) or Lineage()
-    now = lineage_at(run, checkpoint, step, before.job)
-    kept = {"recipe": before.recipe, "replaced": before.replaced}
-    now = now.model_copy(update=kept | {"skipped": [*now.skipped, samples]})
-    write_lineage(run, now, Files())
+    now = lineage_at(run, checkpoint, step, (read_lineage(run) or Lineage()).job)
+    write_lineage(run, now.model_copy(update={"skipped": [*now.skipped, samples]}), Files())
 
 
 def read_lineage(run: Path) -> Lineage | None:

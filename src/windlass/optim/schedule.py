@@ -25,9 +25,10 @@ import math
 from dataclasses import replace
 
 from windlass.errors import UserError
-from windlass.recipe.settings import ScheduleSettings
+from windlass.recipe.settings import OptimSettings, ScheduleSettings
 from windlass.recipe.units import Horizon
 
+JUMP = 0.05  # of a learning rate: a larger change is announced
 TIMESCALE = 10_000  # of `inverse-sqrt` without a warm-up, as in transformers
 
 
@@ -85,6 +86,16 @@ def lr_multiplier(schedule: ScheduleSettings, horizon: Horizon, step: int) -> fl
         return 1 - (1 - schedule.final) * x
     left = (1 + math.cos(math.pi * x)) / 2 if shape == "cosine" else 1 - math.sqrt(x)
     return schedule.final + (1 - schedule.final) * left
+
+
+def describe_jump(optim: OptimSettings, old: Horizon, new: Horizon, step: int) -> str:
+    """Both learning rates of the update before `step` if a longer run changes it; else empty."""
+    if not step:
+        return ""
+    last, now = (optim.lr * lr_multiplier(optim.schedule, h, step - 1) for h in (old, new))
+    why = f"because the {optim.schedule.kind} schedule now ends at step {new.steps:,}"
+    jump = f"the learning rate jumps from {last:.2g} to {now:.2g}, {why}"
+    return jump if abs(now - last) > JUMP * last else ""
 
 
 def timescale(schedule: ScheduleSettings, horizon: Horizon) -> int:

@@ -63,14 +63,8 @@ from windlass.study.results import (
 
 # The command that trains a winner leaves these out: names, and what a study cuts down to be quick.
 NOT_REPEATED = (
-    "run.name",
-    "run.dir",
-    "run.base",
-    "run.notes",
-    "preset",
-    "checkpoint.",
-    "eval.",
-    "telemetry.",
+    *("run.name", "run.dir", "run.base", "run.notes", "preset"),
+    *("checkpoint.", "eval.", "telemetry."),
 )
 ALONE: dict[str, Any] = {"parallel.strategy": "single", "parallel.offload": False} | NO_LAYOUT
 ALONE["parallel.shard_size"] = 0

@@ -3,7 +3,8 @@
 `resolve_start` decides, changes nothing and needs no torch, so command line, launcher and ranks
 decide alike from the same files. Rank 0 alone writes. It writes the lineage (the recipe, and the
 checkpoint that the present steps continue from) before `recipe.toml`, so a kill between the two
-leaves a run that resumes. A restart by a scheduler repeats the command line; it resumes from the newest checkpoint.
+leaves a run that resumes. A restart by a scheduler repeats the command line; it resumes from the
+newest checkpoint.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from windlass.checkpoint.format import list_entries, step_dir
 from windlass.checkpoint.load import Choice, candidates, first_undamaged, open_checkpoint
-from windlass.checkpoint.retention import Lineage, lineage_at, read_lineage, record
+from windlass.checkpoint.retention import (
+    Lineage,
+    lineage_at,
+    read_lineage,
+    record,
+    write_lineage,
+)
 from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError, argument, plural
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
 from windlass.launch.schedulers import SCHEDULERS, find_job
-from windlass.optim.schedule import lr_multiplier, phases
+from windlass.optim.schedule import describe_jump, phases
 from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe, typed
 from windlass.recipe.layers import LINEAGE
@@ -63,7 +70,6 @@ LEFT_OVER = re.compile(
 )
 """Files of `windlass submit`, or of a start that failed before it wrote its recipe; a new run may
 begin beside them."""
-JUMP = 0.05  # of the learning rate that an extension changes, which is announced
 LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lock
 
 
@@ -239,8 +245,10 @@ def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
         present = sorted(entry.step for entry in list_entries(origin.checkpoints_dir))
         raise UserError(f"{origin.path} has no checkpoint of step {step}; there are: {present}")
     problem = f"a branch keeps model, data, seed and batch of {origin.path}:"
-    command = command_of_new_run(recipe, origin, which)
-    advice = f"undo the changes, or begin a new run with its weights:\n  {command}"
+    advice, same = "undo the changes", {"init_from": ""}
+    if recipe.model.model_copy(update=same) == origin.recipe.model.model_copy(update=same):
+        command = command_of_new_run(recipe, origin, which)
+        advice += f", or begin a new run with its weights:\n  {command}"
     refuse_changes(problem, origin.recipe, recipe, BRANCHES, advice)
     steps = recipe.train.steps
     if isinstance(steps, int) and steps <= step:
@@ -407,7 +415,10 @@ def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str
     """Warnings: the steps that an extended WSD run repeats after `step`, and a jump of another
     schedule's learning rate."""
     if (decay := old_decay(plan, horizon)) is None:
-        return _describe_jump(plan, step, horizon) if plan.extends_from and step else []
+        before = replace(horizon, steps=plan.extends_from or horizon.steps)
+        jump = describe_jump(plan.recipe.optim, before, horizon, step)
+        other = f"--branch-from {plan.run.path}@{step} begins a run with another schedule"
+        return [f"{jump}; {other}"] if jump else []
     if step >= (done := max(int(line.get("step", 0)) for line in plan.run.ledger())):
         return []
     why = f"the extension continues before the old decay, which began at step {decay:,}"
@@ -416,18 +427,6 @@ def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str
     if path.is_dir() and any(horizon.due(e, done) for e in (settings.every, settings.keep_every)):
         notes.append(f"step {done:,} will replace {path}: copy that directory now to keep it")
     return notes
-
-
-def _describe_jump(plan: StartPlan, step: int, horizon: Horizon) -> list[str]:
-    """A warning if the schedule of the longer run has another learning rate at the step `step`."""
-    optim, old = plan.recipe.optim, replace(horizon, steps=plan.extends_from)
-    last, new = (optim.lr * lr_multiplier(optim.schedule, h, step - 1) for h in (old, horizon))
-    if abs(new - last) <= JUMP * last:
-        return []
-    branch = f"--branch-from {plan.run.path}@{step}"
-    why = f"the {optim.schedule.kind} schedule now ends at step {horizon.steps:,}"
-    advice = f"a new run ({branch}, another run.dir) may have another optim.schedule"
-    return [f"the learning rate jumps from {last:.2g} to {new:.2g}, because {why}; {advice}"]
 
 
 def check_same_recipe(checkpoint: Path, recipe: Recipe) -> None:
@@ -456,9 +455,13 @@ def write_start(plan: StartPlan, choice: Choice | None, files: Files | None = No
     if not plan.resuming:
         files.make_dirs(run.path)
     path, step = (choice.path, choice.step) if choice else (None, 0)
-    longer = {"train.steps": plan.recipe.train.steps}
-    recipe = run.recipe.replace(longer) if plan.resuming else plan.recipe
-    record(run.path, lineage_at(run.path, path, step, job_id()), recipe, files)
+    lineage = lineage_at(run.path, path, step, job_id())
+    if plan.resuming and not plan.extends_from:
+        write_lineage(run.path, lineage, files)
+    else:
+        longer = {"train.steps": plan.recipe.train.steps}
+        recipe = run.recipe.replace(longer) if plan.resuming else plan.recipe
+        record(run.path, lineage, recipe, files)
 
 
 def write_settings(plan: StartPlan) -> None:
