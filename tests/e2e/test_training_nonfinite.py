@@ -17,7 +17,7 @@ from windlass.checkpoint.load import open_checkpoint
 from windlass.errors import RunFailed
 from windlass.launch.local import launch
 from windlass.parallel import parallelize
-from windlass.run import Run
+from windlass.run import Run, read_lines
 from windlass.training import setup, state, trainer
 from windlass.training.state import SCALE_START
 
@@ -209,6 +209,8 @@ def test_rewinds_to_one_checkpoint_are_counted_over_kills(corpus, tmp_path):
         assert subprocess.run(words, capture_output=True).returncode == -signal.SIGKILL
     done = subprocess.run([sys.executable, "-c", KILLED, "4", *own], capture_output=True, text=True)
     assert done.returncode == 1 and "returned to step 6 3 times" in done.stderr
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len([line for line in lines if line.get("event") == "rewound"]) == 3
 
 
 REWINDS = """

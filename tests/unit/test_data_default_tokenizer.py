@@ -54,7 +54,7 @@ def test_it_follows_the_model_until_it_is_set() -> None:
 def test_weights_of_a_run_take_its_tokenizer_alone(tmp_path, kind):
     """Another one of the same size learns other merges or characters, and its ids mean others."""
     origin, other = tmp_path / "origin", tmp_path / "other.txt"
-    own = {"data__tokenizer": kind, "data__tokenizer_vocab": 300, "model__vocab": 300}
+    own = {"data__tokenizer": kind, "data__tokenizer_vocab": 270, "model__vocab": 270}
     recipe = tiny_recipe(write_corpus(tmp_path / "text.txt", 400), origin, **own)
     open_data(recipe).save_tokenizer(origin)
     (origin / "recipe.toml").write_text(recipe.toml())
