@@ -1,7 +1,5 @@
 """The settings of a mixture: sections in a list, overridden by name, and checked together."""
 
-from pathlib import Path
-
 import pytest
 
 from helpers import refused
