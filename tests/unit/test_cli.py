@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -424,3 +426,32 @@ def test_the_command_line_has_threads_wait_a_short_while_unless_told_otherwise(g
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
     assert done.stdout.split("\n")[1] == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "quickstart", f"run.name={'x' * 300}"),
+        ("train", "quickstart", f"data.source={'x' * 300}"),
+        ("eval", "x" * 300),
+        ("train", "quickstart", "run.dir=x\udcff"),
+        ("train", "quickstart", "data.source=odd"),
+    ],
+)
+def test_a_name_that_no_path_can_have_is_one_message(tmp_path, words):
+    """More than 255 bytes, or bytes that are not UTF-8, also of a file in a directory."""
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "\udcfe.txt").write_text("text")
+    done = windlass(*words, code=2, cwd=tmp_path)
+    assert "Traceback" not in done.stderr and done.stderr.startswith("windlass: ")
+    assert any(remedy in done.stderr for remedy in ("rename", "another path", "a shorter one"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_user_without_an_account_gets_one_message(monkeypatch, capsys):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError("uid not found")))
+    with pytest.raises(SystemExit) as end:
+        main(["submit", "quickstart", "--scheduler", "slurm", "--dry-run"])
+    shown = capsys.readouterr().err
+    assert end.value.code == 2 and len(shown.splitlines()) == 1 and "set HOME" in shown

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from windlass.errors import UserError, plural
+from windlass.errors import UserError, is_utf8, plural
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 JSON_LINES = (".jsonl", ".ndjson")
@@ -53,6 +53,9 @@ def find_files(
         names = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
         places = list(map(Path, names))
     if files := [place for place in places if place.is_file()]:
+        if odd := [file for file in files if not is_utf8(str(file))]:
+            shown = str(odd[0]).encode("utf-8", "backslashreplace").decode()
+            raise UserError(f"{setting}: the name of {shown} is not UTF-8: rename the file")
         return files
     hint, skipped = "", left_out(pattern, endings)
     if skipped:
@@ -121,7 +124,10 @@ def has_changed(source: str, description: dict[str, Any]) -> bool:
     """Whether local files differ from the prepared ones; False if they no longer exist."""
     with suppress(UserError, OSError):
         if not source.startswith(("http://", "https://", "hf:", "shards:")) and source != "stdlib":
-            return describe_files(find_files(source)) != description["files"]
+            now, then = describe_files(find_files(source)), description["files"]
+            for file in (*now, *then):
+                file["file"] = Path(file["file"]).name  # a moved file is the same
+            return now != then
     return False
 
 

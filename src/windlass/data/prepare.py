@@ -146,9 +146,18 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
 
 
 def preparing_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings and files that determine the data; their hash names the directory."""
-    data = recipe.data
-    settings: dict[str, Any] = {"tokenizer_files": vocabulary.tokenizer_files(data.tokenizer)}
+    """The settings and files that determine the data; their hash names the directory.
+
+    Paths are as written, so that a run and its data can move.
+    """
+    home, located, recipe = recipe.home, recipe.data, recipe.as_written
+    data, files = recipe.data, vocabulary.tokenizer_files(located.tokenizer)
+
+    def written(path: str) -> str:
+        return path.removeprefix(f"{home}/")
+
+    hashes = {written(path): digest for path, digest in files.items()}
+    settings: dict[str, Any] = {"tokenizer_files": hashes}
     if data.tokenizer == "bpe":
         settings["tokenizer_vocab"] = data.tokenizer_vocab
     if data.format == "text":
@@ -162,8 +171,8 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
             settings["mix"] = [part.model_dump(include=own) for part in data.mix]
             settings["source"] = data.sources
         return settings
-    sources = [*data.sources, *data.eval_sources]
-    files = describe_files([path for name in sources for path in local_files(name, data.format)])
+    sources = [*located.sources, *located.eval_sources]
+    rows = describe_files([path for name in sources for path in local_files(name, data.format)])
     return {
         **settings,
         **{key: getattr(data, key) for key in ROWS_SETTINGS},
@@ -172,7 +181,7 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
         "seed": recipe.run.seed,
         **({"revision": data.revision} if data.revision else {}),
         "layout": squad.PROMPT if data.format == "squad" else chat.LAYOUT,
-        **{f"file {file['file']}": file.get("sha256") or file["changed_ns"] for file in files},
+        **{f"file {written(f['file'])}": f.get("sha256") or f["changed_ns"] for f in rows},
     }
 
 
@@ -184,7 +193,7 @@ def data_dir(recipe: Recipe, settings: dict[str, Any] | None = None) -> Path:
     naming = {key: value for key, value in settings.items() if key != "tokenizer_files"}
     digest = hashlib.sha256(json.dumps(naming, sort_keys=True).encode()).hexdigest()
     name = slug(recipe.data.sources[0]) if recipe.data.format == "text" else recipe.data.format
-    return Path("data") / f"{name}-{digest[:8]}"
+    return (recipe.home or Path()) / "data" / f"{name}-{digest[:8]}"
 
 
 def _find(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | None:

@@ -44,7 +44,10 @@ class RunSettings(Section):
     name: str = Field("", pattern=r"^[A-Za-z0-9._+=-]*$")
     """The run's name, in trackers and reports; empty: `<preset>-<config hash>`."""
     dir: str = ""
-    """The run's directory; empty: `runs/<name>`."""
+    """The run's directory; empty: `runs/<name>`. A run given as RECIPE has its own path."""
+    base: str = ""
+    """Directory that relative paths of the recipe start from; empty, or not on this machine: the
+    working directory. The recipe of a run has the directory where the run began."""
     seed: int = Field(1337, ge=0, lt=2**63)
     """Seed of initialisation, data order, dropout and sampling, each a pure function of it."""
     notes: str = ""

@@ -18,7 +18,7 @@ FINAL_AND_BEST = (
     ("eval_bits_per_byte", "best_bits_per_byte"),
 )
 """Final measures, each with its best value and the step of that value."""
-NAMING = ("preset", "run.name", "run.dir", "run.notes", "data.dir")
+NAMING = ("preset", "run.name", "run.dir", "run.base", "run.notes", "data.dir")
 """Settings that always differ between runs, and explain nothing."""
 
 

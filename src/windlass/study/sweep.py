@@ -142,7 +142,9 @@ def prepare_data(cells: Sequence[Cell]) -> None:
 
 def train_command(study: Study, cell: Cell) -> list[str]:
     recipe, directory = study.path / "recipe.toml", study.run_of(cell).path
-    return [*WINDLASS, "train", str(recipe), *cell.overrides, f"run.dir={typed(str(directory))}"]
+    places = {"run.dir": str(directory), "run.base": study.recipe.run.base}
+    words = [f"{key}={typed(place)}" for key, place in places.items()]
+    return [*WINDLASS, "train", str(recipe), *cell.overrides, *words]
 
 
 @dataclass

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from windlass.errors import RunFailed
 from windlass.run import Line
 
 
@@ -46,7 +47,8 @@ def plain(value: Any) -> Any:
 
 
 class Ledger:
-    """Appends lines to a run's ledger on rank 0 (`enabled`). Once open it never raises OSError.
+    """Appends lines to a run's ledger on rank 0 (`enabled`). Once open it never raises OSError, but
+    RunFailed if it was deleted.
 
     `attempt` is 0 for the first start of the run and one more for each restart. `stamp` gives
     further fields for `train`, `event` and `summary` lines, such as the wall time by phase.
@@ -68,6 +70,8 @@ class Ledger:
 
     def write(self, kind: str, step: int, **fields: Any) -> Line:
         """Append a line after `step` optimizer steps, without fields that are None; returns it."""
+        if kind in ("train", "summary"):
+            self.check()
         line: Line = {"kind": kind, "step": int(step), "time": now(), "attempt": self.attempt}
         if kind in ("train", "event", "summary"):
             line |= self.stamp()
@@ -83,6 +87,12 @@ class Ledger:
         if self.enabled and self._flush():
             with contextlib.suppress(OSError):
                 os.fsync(self._file)
+
+    def check(self) -> None:
+        """Raise RunFailed if the file is gone, because a save would make the directory anew."""
+        if self.enabled and not self.path.exists():
+            problem = f"{self.path.parent} was deleted or moved while the run trained in it"
+            raise RunFailed(f"{problem}: move it back and train again, or begin a new run")
 
     def close(self) -> None:
         """Write the remaining lines, sync and close; a second call does nothing."""

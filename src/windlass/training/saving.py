@@ -67,6 +67,7 @@ class Checkpoints:
     def save(self, reason: str = PERIODIC, still: bool = False) -> None:
         """Save in the background; `still`: the state does not change before the save has ended."""
         state, recorder = self.state, self.recorder
+        recorder.ledger.check()
         reason = FINAL if state.step == self.recorder.horizon.steps else reason  # is never deleted
         with recorder.outside("save"):
             self.ranks.mark(state.step, "save")

@@ -15,9 +15,9 @@ from torch import nn
 
 from windlass.checkpoint.commit import shortage
 from windlass.checkpoint.load import Choice, open_checkpoint, recover, rename_damaged
-from windlass.checkpoint.retention import policy_of, read_lineage
+from windlass.checkpoint.retention import left_out, policy_of, read_lineage
 from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import State, restore
+from windlass.checkpoint.state_dict import State, named_state, restore
 from windlass.data.disk import StreamSamples
 from windlass.data.loader import Loader
 from windlass.data.mixture import (
@@ -44,6 +44,7 @@ from windlass.model.loss import Objective, takes_sources
 from windlass.model.size import flops_per_token
 from windlass.optim.average import Average
 from windlass.optim.build import count_groups
+from windlass.optim.schedule import check_fits
 from windlass.parallel.architecture import code_for
 from windlass.parallel.dist import Ranks, use_deterministic
 from windlass.parallel.parallelize import (
@@ -77,6 +78,7 @@ class RunPlace(NamedTuple):
     attempt: int  # the number of this start
     name: str  # of this start, different from all others
     choice: Choice | None  # the checkpoint to start from; None: step 0
+    skipped: list[tuple[int, int]]  # samples that rewinds to it have left out
     notes: list[str]  # warnings
 
 
@@ -116,7 +118,8 @@ def batch_and_horizon(
     tokens = real_tokens(data.train)
     per_sample = tokens / samples if tokens and samples else None
     steps = resolve_steps(recipe, data.vocab, per_sample, samples, parameters)
-    return batch, recipe.horizon(steps, samples)
+    check_fits(recipe.optim.schedule, horizon := recipe.horizon(steps, samples))
+    return batch, horizon
 
 
 def open_run_directory(
@@ -138,7 +141,11 @@ def open_run_directory(
     if choice is not None:
         notes = notes + choice.notes
         notes += start.describe_extension(plan, choice.step, horizon) if ranks.main else []
-    return RunPlace(attempt, name, choice, notes)
+    skipped = list[tuple[int, int]]()
+    if choice is not None:
+        path = choice.path
+        skipped = decide_on_rank_0(ranks, "left out", lambda: left_out(plan.run.path, path))
+    return RunPlace(attempt, name, choice, skipped, notes)
 
 
 def lock_directory(plan: StartPlan, stack: ExitStack) -> tuple[int, str, list[str]]:
@@ -149,7 +156,7 @@ def lock_directory(plan: StartPlan, stack: ExitStack) -> tuple[int, str, list[st
     Files().make_dirs(run.path)
     if (lock := start.acquire_run_lock(run.path)) is not None:
         stack.enter_context(lock)
-    if not plan.resuming and run.recipe_path.exists():
+    if not plan.resuming and run.exists:
         raise UserError(f"another process has just begun a run in {run.path}; give another run.dir")
     run.heartbeat_path.touch()
     attempts = [int(line.get("attempt", 0)) for line in read_lines(run.metrics_path)]
@@ -182,6 +189,7 @@ def prepare_model(
 ) -> tuple[nn.Module, ModelFacts]:
     """Parallelize the model, with its initial weights; a user's module keeps its own weights."""
     recipe = plan.recipe.replace({"train.compile": compiles})
+    named_state(model)  # raises for a tensor that a checkpoint cannot hold
     use_deterministic(recipe.train.deterministic)
     # A user's module has its vocabulary in `vocab`, or is given by its only embedding.
     tables = [m.num_embeddings for m in model.modules() if custom and isinstance(m, nn.Embedding)]
@@ -297,6 +305,7 @@ def load_checkpoint(
         problem = f"{recipe.optim.kind} cannot use the state of {old_kind}"
         notes.append(f"{problem}: the optimizer state starts over")
     state, kind = TrainState.from_json(checkpoint.counters), recipe.train.average.kind
+    state.skipped += [(start, stop) for start, stop in place.skipped]
     if (there := meta.get("average", "none")) != kind:  # a branch may change it
         new = f"starts anew after step {max(step, average.begin)}"
         new = "is dropped" if kind == "none" else new

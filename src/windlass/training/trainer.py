@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.retention import BEST, FINAL
+from windlass.checkpoint.retention import BEST, FINAL, leave_out
 from windlass.checkpoint.state_dict import restore
 from windlass.data.disk import StreamSamples
 from windlass.data.facts import describe
@@ -58,7 +57,7 @@ from windlass.training.buffers import Buffers
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import startup_checks
 from windlass.training.compiling import resolve_compile
-from windlass.training.evaluator import Evaluator
+from windlass.training.evaluator import Evaluator, check_evaluations
 from windlass.training.halves import open_halves
 from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
 from windlass.training.record import Recorder
@@ -69,7 +68,8 @@ from windlass.training.stop import StopSignals, event_of
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
 GC_STEPS = 100  # between two collections of garbage, at the same steps on every rank
-FAILING_SAVE_SECONDS = 5.0  # the longest wait of a failing run for a save in progress
+# The longest wait for a save in progress if another rank may be gone, or twice the last save's time.
+FAILING_SAVE_SECONDS = 5.0
 
 
 class Trainer:
@@ -104,6 +104,7 @@ class Trainer:
             built = own_module(module, recipe.model.context)
         else:
             built = build_model(recipe, data.vocab, run=None if plan.fresh else run.path)
+        check_evaluations(recipe, data, built)
         console = Console(self.horizon.steps, ranks.rank)
         stack.callback(console.close)
         place = setup.open_run_directory(plan, ranks, console, self.horizon, stack)
@@ -164,7 +165,6 @@ class Trainer:
         self.report_start(plan, place, custom, source)
         deferred = check_is_deferred(ranks.device, self.optimizer, recipe.parallel.offload)
         self.bad_steps = BadSteps(recorder, recipe.train, self.scaler, deferred)
-        self.rewinds = Counter[int]()  # by the step that the run returned to
 
     def report_start(
         self, plan: StartPlan, place: setup.RunPlace, custom: bool, source: str
@@ -201,9 +201,11 @@ class Trainer:
                 self.finish()
         except BaseException as error:
             with contextlib.suppress(Exception):  # no collective in here
-                if isinstance(error, RunFailed):  # this rank raised it: a save in progress is good
-                    self.checkpoints.wait(FAILING_SAVE_SECONDS)
-                if not isinstance(error, Stopped | UserError):
+                if isinstance(error, Exception):  # a save in progress is good
+                    others_live = self.ranks.world == 1 or isinstance(error, UserError)
+                    limit = max(FAILING_SAVE_SECONDS, 2 * (self.saver.last_seconds or 0.0))
+                    self.checkpoints.wait(None if others_live else limit)
+                if not isinstance(error, Stopped):
                     phase = self.ranks.status.phase
                     self.recorder.emit("failed", reason=first_line(error), phase=phase)
             raise
@@ -467,7 +469,7 @@ class Trainer:
         """Return to the newest good checkpoint, and leave out the samples up to `stop_sample`."""
         recorder, state = self.recorder, self.state
         self.checkpoints.wait()
-        choice = choose_rewind(recorder, self.rewinds, reason)
+        choice = choose_rewind(recorder, reason)
         self.losses.reset()
         checkpoint = open_checkpoint(choice.path, deep=False)
         saved = TrainState.from_json(checkpoint.counters)
@@ -475,12 +477,15 @@ class Trainer:
         restore(checkpoint, self.model, self.optimizer, averages)
         self.average.load(saved.averaged)
         first = int(step_samples(saved.step, self.batch.batches, saved.skipped)[0])
-        state.return_to(saved, left_out=(first, stop_sample))
+        samples = (first, stop_sample)
+        record = partial(leave_out, recorder.run.path, choice.path, choice.step, samples)
+        decide_on_rank_0(self.ranks, "rewind", record)
+        state.return_to(saved, samples)
         self.bad_steps.reset()
         if self.scaler is not None:
             self.scaler.load(state)
         self.saver.resume_from(state.step)
-        recorder.rewound(reason, first, stop_sample)
+        recorder.rewound(reason, *samples)
 
     def finish(self) -> None:
         """The last checkpoint, the summary, the end of the trackers."""
