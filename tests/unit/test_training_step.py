@@ -19,7 +19,7 @@ from windlass.data.loader import MicroBatch
 from windlass.data.samples import Batch
 from windlass.errors import RunFailed
 from windlass.model import loss
-from windlass.model.gpt import GPT, initialise
+from windlass.model.gpt import GPT, initialise, seed_dropout
 from windlass.optim.build import build_optimizer, set_divisor
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
@@ -327,6 +327,25 @@ def autocast_operators(key: str) -> set[str]:
     registered = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if registered(name, key)]
     return {name.removeprefix("aten::").partition(".")[0] for name in names}
+
+
+def test_a_step_seeds_the_generators_of_its_own_device(monkeypatch):
+    gpus = [torch.Generator().manual_seed(1) for _ in range(2)]
+    monkeypatch.setattr(torch.cuda, "default_generators", gpus)
+    seed_dropout(torch.device("cuda", 1), 5)
+    assert [one.initial_seed() for one in (*gpus, torch.default_generator)] == [1, 5, 5]
+    torch.manual_seed(7)
+    expected = torch.rand(4)
+    seed_dropout(torch.device("cpu"), 7)
+    assert torch.equal(torch.rand(4), expected)
+    # A GPT with dropout, and any module of a user, through the step
+    monkeypatch.setattr(torch, "manual_seed", None)
+    size = {"layers": 2, "heads": 2, "width": 16, "context": 8, "dropout": 0.5}
+    recipe = Recipe.model_validate({"model": size, "train": {"steps": 10}})
+    model = GPT(recipe.model, 11)
+    initialise(model, 0)
+    trainer = bare_trainer(model, recipe, Ranks(DistEnv(), torch.device("cpu")))
+    trainer.step(full_rows(recipe, 11, 2, 2), 1.0)
 
 
 class Functions(TorchFunctionMode):

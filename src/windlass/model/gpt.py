@@ -154,7 +154,7 @@ class GPT(nn.Module):
             x = drop(multiplied(x, m.multipliers.embedding), rate, rows)
         for i in layers:
             if rate:  # a block's masks do not depend on the blocks before it
-                torch.manual_seed(seed_of(f"windlass/dropout/{seed}/block/{i}"))
+                seed_dropout(x.device, seed_of(f"windlass/dropout/{seed}/block/{i}"))
             x = getattr(self.blocks, str(i))(x, rotary, cache[i] if cache else None, rows, spans)
         if not last:
             return x
@@ -334,6 +334,16 @@ class GPT(nn.Module):
         if name.startswith("blocks."):
             std /= math.sqrt(m.width_multiple)
         return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def seed_dropout(device: torch.device, seed: int) -> None:
+    """Seed the generators that dropout on a device, or on the CPU, draws from.
+
+    `torch.manual_seed` seeds those of every GPU, which takes longer than a small block.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
 def generator(seed: int, name: str) -> torch.Generator:

@@ -36,6 +36,7 @@ from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
 from windlass.model.build import build_model, own_module
 from windlass.model.convert import export_note
 from windlass.model.documents import documents_of
+from windlass.model.gpt import seed_dropout
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, set_divisor, set_lr
 from windlass.optim.schedule import lr_multiplier
@@ -331,7 +332,8 @@ class Trainer:
 
         def forward(micro: MicroBatch, **stage: Any) -> torch.Tensor:
             if self.facts.dropout:
-                torch.manual_seed(step_seed(self.recipe.run.seed, batch.step, micro.k))
+                seed = step_seed(self.recipe.run.seed, batch.step, micro.k)
+                seed_dropout(ranks.device, seed)
             ranks.mark(batch.step, "forward")
             with timer.phase("forward"):
                 result = compute_loss(micro, **stage)
