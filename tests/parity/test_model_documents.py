@@ -183,9 +183,7 @@ class Attentions(TorchFunctionMode):
 
     count = 0
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is nn.functional.scaled_dot_product_attention
         return func(*args, **(kwargs or {}))
 

@@ -23,6 +23,7 @@ from windlass.estimate.memory import (
 from windlass.estimate.plan import plan
 from windlass.estimate.rank import Layout, Program, ranks_of
 from windlass.model import loss
+from windlass.model.float8 import use_float8
 from windlass.model.gpt import GPT, initialise
 from windlass.model.size import CountedSizes, count
 from windlass.optim import muon, shard
@@ -56,7 +57,9 @@ def saved_bytes(settings: ModelSettings, precision: str) -> int:
             alive.append(tensor)
         return tensor
 
-    context = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+    if precision == "float8":
+        use_float8(model.blocks(), torch.device("cpu"))
+    context = torch.autocast("cpu", torch.bfloat16, enabled=precision in ("bf16", "float8"))
     with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t), context:
         model(tokens, tokens)
     return sum(sizes.values())
@@ -102,6 +105,15 @@ def test_what_autograd_saves(over, precision):
     settings = ModelSettings(**{**BASE, **over})
     saved = saved_bytes(settings, precision)
     assert predicted_bytes(settings, precision) == pytest.approx(saved, rel=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "relu2", "swiglu"])
+@pytest.mark.parametrize("over", [{}, {"norm": "rmsnorm", "position": "rope", "kv_heads": 2}])
+def test_what_autograd_saves_with_float8(over, activation):
+    """Products save one byte for each number of their input, and no copy of a matrix."""
+    settings = ModelSettings(**{**BASE, "width": 512, "activation": activation, **over})
+    saved = saved_bytes(settings, "float8")
+    assert predicted_bytes(settings, "float8") == pytest.approx(saved, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ def layout_on(
     device: Device,
     precision: str,
     usable: int | None = None,
+    documents: float = 0.0,
 ) -> Layout:
     """The layout of a recipe on ranks of a device with `usable` bytes each (default: the plan's).
 
@@ -129,7 +130,7 @@ def layout_on(
     one by tokens if the memory is unknown or nothing fits.
     """
     layout = layout_of(recipe, world, device.kind, precision)
-    layout = replace(layout, workspace=device.workspace_bytes)
+    layout = replace(layout, workspace=device.workspace_bytes, documents=documents)
     usable = device.usable_bytes if usable is None else usable
     is_open = device.kind == "cuda" and not recipe.train.micro_batch
     if not is_open or usable is None or recipe.model.kind != "gpt" or not vocab:

@@ -86,9 +86,7 @@ class HfModel(nn.Module):
         self._fill(seed, directory, group)
         hf_files.fill_magnitudes(self.model)
 
-    def _fill(
-        self, seed: int, directory: Path | None, group: dist.ProcessGroup | None
-    ) -> None:
+    def _fill(self, seed: int, directory: Path | None, group: dist.ProcessGroup | None) -> None:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
