@@ -232,7 +232,7 @@ class Step:
         saved = inputs * self.operand + copies * self.hidden
         if (
             self.float8
-        ):  # the last product rounds its input, which only the derivative of relu needs
+        ):  # of the last product's input, only the derivative of relu needs the original
             saved += self.hidden // self.compute - (activation != "relu") * self.hidden
         return saved
 
@@ -275,8 +275,8 @@ class Step:
 
     def inside(self) -> int:
         """The recomputed activations and their gradients in a block's backward pass."""
-        # The derivative of a square takes two more copies.
-        copies = {"swiglu": 2, "relu2": 3}.get(self.model.activation, 1)
+        # A product of two hidden states has two gradients.
+        copies = {"swiglu": 2, "relu2": 2}.get(self.model.activation, 1)
         gathered = self.wide if self.layout.tensor > 1 and self.layout.sequence else 0
         recomputed = max(0, self.block_saved() - self.saved(1))
         moments = [copies * self.hidden]
