@@ -283,7 +283,8 @@ class Step:
         if self.layout.documents and self.cuda and not self.document_masks():
             # The feed-forward layer has released its activations.
             moments.append(self.attention_backward() - self.feed_forward() - self.norm())
-        return recomputed + self.stream + gathered + max(moments)
+        masks = self.document_masks()
+        return recomputed + self.stream + gathered + masks + max(moments)
 
     def root_saved(self) -> int:
         """The bytes of the embedding's dropout, the final norm and the head's input."""
