@@ -14,7 +14,7 @@ NOT_MEASURED = 44  # `windlass check`: it could not measure the bandwidth
 TOO_SLOW = 46  # `windlass check`: the measured bandwidth is under the threshold
 INTERRUPTED = 130  # by a second Ctrl-C, which saves nothing (128 + SIGINT, as in shells)
 LOST = 69  # EX_UNAVAILABLE: a rank or host of a job was lost, so the batch script starts it again
-STOPPED = 75  # EX_TEMPFAIL: by a signal, with everything saved; the same command resumes
+STOPPED = 75  # EX_TEMPFAIL: by a signal; the same command resumes from the newest checkpoint
 
 EXTRAS = {
     "hf": ("transformers", "accelerate", "datasets", "peft"),
@@ -72,7 +72,7 @@ class HostLost(RunFailed):
 
 
 class Stopped(Message):
-    """The run stopped on a signal after everything was saved."""
+    """The run stopped on a signal; the message says what was saved."""
 
     exit_code = STOPPED
 

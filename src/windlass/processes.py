@@ -32,7 +32,11 @@ STORE_FD = "WINDLASS_STORE_FD"
 # In a job: a directory that its hosts share, for the ranks' exit codes and failures.
 REPORTS = "WINDLASS_REPORTS"
 STOPPED = "stopped"  # the phase of a rank that has saved and is about to exit
-WINDLASS = (sys.executable, "-m", "windlass")  # the command line, as a child process of this one
+IN_STEP = ("data", "forward", "backward", "optimizer")  # the phases in which a step is not done
+# How a child runs a module: without -P Python would import files of the working directory, such as
+# the user's random.py, in place of its own modules.
+MODULE = (sys.executable, "-P", "-m")
+WINDLASS = (*MODULE, "windlass")  # the command line, as a child process of this one
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of malloc.h
 

@@ -181,6 +181,10 @@ class Run:
         """The `windlass.generate` of this run: a text, or with `n` a list of texts."""
         return windlass.generate(self, prompt, n, **options)
 
+    def load_model(self, **options: Any) -> Any:
+        """The `windlass.load_model` of this run's newest checkpoint."""
+        return windlass.load_model(self, **options)
+
     def report(self, *arguments: Any, **options: Any) -> Any:
         """The `windlass.report` of this run."""
         return windlass.report(self, *arguments, **options)

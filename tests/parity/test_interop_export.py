@@ -14,8 +14,8 @@ from torch import Tensor
 
 import hf_fixtures
 import tokenizer_fixtures
-from helpers import refused, write_ledger
-from windlass import sample, train
+from helpers import refused, write_corpus, write_ledger
+from windlass import evaluate, sample, train
 from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.conversations import Conversation
@@ -397,6 +397,22 @@ def test_the_card_says_what_is_known_and_every_file_has_the_usual_mode(tmp_path:
     for word in (str(tmp_path / "text.txt"), *facts, "license: unknown"):
         assert word in text
     assert "Trained further" not in text and "base_model" not in text
+
+
+def test_the_card_has_the_runs_own_score_and_names_the_data_of_another(tmp_path):
+    run = Run(trained(tmp_path, train__steps=3, data__tokenizer="byte", model__vocab=257))
+    write_corpus(tmp_path / "other.txt", words=200)
+    [own] = [line["loss"] for line in run.lines("eval", step=3)]
+    elsewhere = {"data.eval_source": f"{tmp_path}/other.txt", "data.dir": f"{tmp_path}/other"}
+    other = evaluate(run, ["loss"], elsewhere)
+    scores = export(run, tmp_path / "first").joinpath("README.md").read_text()
+    assert f"| loss | loss | {own:.4f} | the run's own validation data |" in scores
+    foreign = f"| loss | loss | {other.results['loss']['loss']:.4f} | `{tmp_path}/other.txt`, "
+    assert foreign in scores
+    whole = evaluate(run, ["loss"]).results["loss"]["loss"]
+    scores = export(run, tmp_path / "second").joinpath("README.md").read_text()
+    assert f"| loss | loss | {whole:.4f} | the run's own validation data |" in scores
+    assert foreign not in scores and scores.count("| loss | loss |") == 1
 
 
 def test_a_card_has_no_secret_and_shows_a_loss_that_is_not_finite(tmp_path, monkeypatch):

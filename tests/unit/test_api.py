@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import windlass
-from helpers import curve, refused, tiny_recipe, write_ledger
+from helpers import curve, in_notebook, refused, tiny_recipe, write_ledger
 from windlass import Recipe
 from windlass.cli import as_typed
 from windlass.errors import RunFailed, Stopped, UserError, argument
@@ -53,6 +54,12 @@ def test_importing_it_sets_what_cublas_reads_at_its_first_product(given: str, us
     assert shown.split() == [used, "False"]
 
 
+def first_token(run: Run, prepared: windlass.data.prepare.Prepared) -> int:
+    """The likeliest token after `the `, as the text generator chooses it."""
+    text = run.sample("the ", device="cpu", max_tokens=1, temperature=0.0)
+    return int(prepared.tokenizer.encode(text)[0])
+
+
 def test_a_run_from_preparation_to_export(tmp_path, corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpt2 = {"position": "learned", "norm": "layernorm", "activation": "gelu_tanh"}
@@ -61,6 +68,7 @@ def test_a_run_from_preparation_to_export(tmp_path, corpus, monkeypatch):
     recipe = tiny_recipe(corpus, tmp_path / "run", eval__every=6, **model)
     prepared = windlass.prepare(recipe)
     assert prepared.is_new and not windlass.prepare(recipe).is_new
+    assert repr(prepared).startswith("Prepared(directory=") and len(repr(prepared)) < 200
     run = windlass.train(recipe)
     assert [step for step, *_ in curve(run)] == list(range(1, 13))
     measured = windlass.evaluate(run, ["loss"]).results["loss"]["loss"]
@@ -74,6 +82,10 @@ def test_a_run_from_preparation_to_export(tmp_path, corpus, monkeypatch):
     assert windlass.generate(run, "the ", **same) == texts[0]
     assert run.report().page.read_text().startswith("<!doctype html>")
     assert windlass.plan(recipe).world == 1
+    tokens = torch.from_numpy(prepared.tokenizer.encode("the "))[None]
+    logits = windlass.load_model(f"{run.path}@best", device="cpu")(tokens)
+    assert logits.shape == (1, tokens.shape[1], prepared.tokenizer.vocab)
+    assert run.load_model(device="cpu")(tokens).argmax(-1)[0, -1] == first_token(run, prepared)
     exported = run.export(tmp_path / "hf")
     assert {"config.json", "model.safetensors"} <= {path.name for path in exported.iterdir()}
 
@@ -170,6 +182,32 @@ def test_a_plan_is_shown_as_the_verb_prints_it(capsys: pytest.CaptureFixture[str
     shown = repr(windlass.plan("gpt2-124m", {"train.steps": 1000}, device="A100-40GB"))
     assert all(words in shown for words in ("gpt2-124m", "memory of a rank", "to the end"))
     assert max(map(len, shown.split("\n"))) <= 100
+
+
+def test_a_plan_is_one_text_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = in_notebook(monkeypatch)
+    plan = windlass.plan("gpt2-124m", {"train.steps": 1000}, device="A100-40GB")
+    assert "gpt2-124m" in str(plan) and "memory of a rank" in repr(plan)
+    assert outputs == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda r: setattr(r.train, "steps", 5), 'recipe = recipe.replace({"train.steps": 5})'),
+        (lambda r: setattr(r, "preset", "mine"), "recipe.replace({\"preset\": 'mine'})"),
+        (lambda r: setattr(r.optim.schedule, "warmup", 1), '"optim.schedule.warmup": 1'),
+        (lambda r: setattr(r.train.average, "kind", "ema"), "\"train.average.kind\": 'ema'"),
+        (lambda r: setattr(r, "train.steps", 5), 'recipe.replace({"train.steps": 5})'),
+    ],
+)
+def test_an_assignment_to_a_recipe_says_how_to_change_it(change, words) -> None:
+    recipe = Recipe.load("quickstart")
+    with refused("does not change", words):
+        change(recipe)
+    assert recipe == Recipe.load("quickstart")
+    # what the message says to write
+    assert recipe.replace({"optim.schedule.warmup": 1}).optim.schedule.warmup == 1
 
 
 def test_a_callbacks_object_has_what_the_docs_say() -> None:

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from rich.console import Console
 
-from helpers import write_ledger
+from helpers import in_notebook, write_ledger
 from windlass.estimate.optimum import resolve_steps
 from windlass.recipe import Recipe
 from windlass.study.progress import Progress, cells_table
@@ -71,6 +71,7 @@ def test_a_notebook_shows_one_table_that_changes(study, monkeypatch):
         return handle
 
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    outputs = in_notebook(monkeypatch)
     monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
     out = io.StringIO()
@@ -80,6 +81,7 @@ def test_a_notebook_shows_one_table_that_changes(study, monkeypatch):
             progress.show(study)
         progress.show_end(study)
     assert [text.count("finished") for text in shown] == [1, 2] and out.getvalue() == ""
+    assert not outputs, "an output for each refresh"
 
 
 def test_the_steps_of_cells_that_have_not_begun(study, tmp_path):

@@ -5,11 +5,13 @@ readable.
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from helpers import gone, wait_for
+from helpers import TINY, gone, overrides, wait_for, write_corpus
+from windlass.fileio import read_json
 from windlass.processes import REPORTS, first_to_show, nvml_handle, visible_gpus
 
 STEPS = """
@@ -151,3 +153,24 @@ def test_a_device_without_a_uuid_is_not_taken_for_another_one() -> None:
     with pytest.raises(StopIteration):
         nvml_handle(nvml(FOUR), "")
     assert nvml_handle(nvml(FOUR, ["MIG-cccc"]), "cccc") == "MIG-cccc"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_process_imports_files_of_the_working_directory(tmp_path, world):
+    """The cells of a sweep, their ranks and exporters, among namesakes of all of Python's modules;
+    cells of one rank are forked.
+    """
+    for name in sys.stdlib_module_names:
+        trap = f"open('imported', 'a').write('{name} ')\nraise ImportError('{name} of the user')\n"
+        (tmp_path / f"{name}.py").write_text(trap)
+    settings = TINY | {"train.steps": 2, "telemetry.trackers": ["tensorboard"]}
+    settings |= {"data.source": str(write_corpus(tmp_path / "corpus.txt")), "data.dir": "data"}
+    words = [Path(sys.executable).with_name("windlass"), "sweep", "quickstart", "--dir", "study"]
+    words += ["run.seed=1,2" if world == 1 else "run.seed=1", "--world", str(world)]
+    words += [word for one in overrides(settings) for word in ("--set", one)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    imported = tmp_path / "imported"
+    assert done.returncode == 0 and not imported.exists(), done.stdout + done.stderr
+    (run, *_) = (tmp_path / "study" / "runs").glob("*/")
+    assert list(run.glob("tensorboard/events*")), (run / "trackers/tensorboard.log").read_text()
+    assert read_json(run / "environment.json")["command"][1:5] == ["-P", "-m", "windlass", "train"]

@@ -22,7 +22,9 @@ def test_a_run_that_was_killed_and_resumed(one):
     assert worked.remark == "2 starts, 1 kill"
     assert good.text.startswith("Validation loss 2.05") and good.text.endswith("nats per token")
     before = one.evals["loss"]["loss"][0]
-    assert f"{before:.4f} before training" in good.remark and "perplexity" in good.remark.lower()
+    assert (
+        f"loss {before:.4f} before training" in good.remark and "perplexity" in good.remark.lower()
+    )
     assert "hellaswag acc norm 0.3100 (0.2600 at step 0)" in good.remark
     assert fast.text == f"{one.speed.tokens_per_s:,.0f} tokens/s"
     assert "2 ranks" in fast.remark and "MFU" in fast.remark

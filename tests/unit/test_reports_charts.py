@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, changed, edit
 
 from windlass.reports.answers import fast
-from windlass.reports.charts import looks, pattern, smoothed, thin
+from windlass.reports.charts import looks, pattern, smoothed
 from windlass.reports.page import payload
 from windlass.reports.plots import draw
 from windlass.reports.run_charts import charts
-from windlass.reports.tracks import Track
+from windlass.reports.tracks import Track, thin
 from windlass.reports.view import RunView
 
 

@@ -88,9 +88,9 @@ def test_speed_is_work_divided_by_time(tmp_path):
 
 def test_the_table_has_the_loss_of_each_evaluation_and_full_precision_in_csv(one, tmp_path):
     rows = shown(one)
-    assert rows["Final validation loss, before training"] == "5.5100"
+    assert rows["Validation loss, before training"] == "5.5100"
     assert rows["Runtime"] == "4m 20s"
-    assert rows["Final validation loss, step 250"] == f"{loss_at(250, 1) + 0.06:.4f}"
+    assert rows["Validation loss, step 250"] == f"{loss_at(250, 1) + 0.06:.4f}"
     exact = {row["name"]: row for row in read(results(one))}
     assert float(exact["train_loss"]["one"]) == loss_at(400, 1)
     assert [float(row["loss"]) for row in read(curves(one.train))] == list(one.train["loss"])

@@ -19,7 +19,7 @@ from windlass.data.loader import MicroBatch
 from windlass.data.samples import Batch
 from windlass.errors import RunFailed
 from windlass.model import loss
-from windlass.model.gpt import GPT, initialise, seed_dropout
+from windlass.model.gpt import GPT, initialise, seed_generators
 from windlass.optim.build import build_optimizer, set_divisor
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
@@ -248,6 +248,38 @@ def test_dropout_is_a_pure_function_of_seed_step_and_micro_batch():
     assert len({step_seed(s, t, k) for s in range(3) for t in range(3) for k in range(3)}) == 27
 
 
+def test_randomness_that_no_name_betrays_is_seeded_too():
+    class Noisy(Line):
+        def forward(self, tokens, labels):
+            return super().forward(tokens + torch.randn(tokens.shape), labels)
+
+    def losses(order):
+        trainer = bare_trainer(Noisy(), Recipe(), Ranks(DistEnv(), torch.device("cpu")))
+        trainer.optimizer = sgd(trainer, 0.0)
+        return {number: float(trainer.step(batch(number, 2), 0.0).loss) for number in order}
+
+    torch.manual_seed(0)
+    first = losses([1, 2, 3])
+    torch.manual_seed(99)
+    assert losses([3, 1, 2]) == first
+    assert len(set(first.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [(lambda x: x.reshape(1), "[1]"), (lambda x: (x, None), "tuple"), (torch.Tensor.item, "float")],
+)
+def test_a_loss_that_is_not_a_scalar_ends_the_step(changed, word):
+    class Changed(Line):
+        def forward(self, tokens, labels):
+            return changed(super().forward(tokens, labels))
+
+    trainer = bare_trainer(Changed(), Recipe(), Ranks(DistEnv(), torch.device("cpu")))
+    trainer.optimizer = sgd(trainer, 0.1)
+    with refused("forward(tokens, labels)", word, "scalar", "-100"):
+        trainer.step(batch(), 1.0)
+
+
 def test_a_spike_needs_a_history():
     flat = [2.0 + 0.01 * (-1) ** i for i in range(30)]
     assert is_spike(flat, 3.0, 6) and not is_spike(flat, 2.02, 6)
@@ -332,11 +364,11 @@ def autocast_operators(key: str) -> set[str]:
 def test_a_step_seeds_the_generators_of_its_own_device(monkeypatch):
     gpus = [torch.Generator().manual_seed(1) for _ in range(2)]
     monkeypatch.setattr(torch.cuda, "default_generators", gpus)
-    seed_dropout(torch.device("cuda", 1), 5)
+    seed_generators(torch.device("cuda", 1), 5)
     assert [one.initial_seed() for one in (*gpus, torch.default_generator)] == [1, 5, 5]
     torch.manual_seed(7)
     expected = torch.rand(4)
-    seed_dropout(torch.device("cpu"), 7)
+    seed_generators(torch.device("cpu"), 7)
     assert torch.equal(torch.rand(4), expected)
     # A GPT with dropout, and any module of a user, through the step
     monkeypatch.setattr(torch, "manual_seed", None)

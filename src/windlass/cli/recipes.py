@@ -80,17 +80,31 @@ def _presets() -> Iterator[tuple[str, str]]:
         yield name, f"{sentence}.{verb}"
 
 
+def study_recipe(recipe: str, overrides: list[str]) -> tuple[Recipe, str, int] | None:
+    """The recipe of a preset of studies, a line about the study, and the ranks of its cells.
+
+    None for any other recipe; 0 ranks if the cells have different numbers.
+    """
+    from windlass.recipe import study_presets, typed
+
+    if not (study := study_presets().get(recipe)) or Path(recipe).exists():
+        return None
+    from windlass.study.study import load_study
+
+    verb = tomllib.loads(study.read_text(encoding="utf-8"))["verb"]
+    loaded, options, _ = load_study(recipe, verb, overrides)
+    shown = " ".join(f"{k}={typed(value)}" for k, value in options.items() if k != "preset")
+    line = f"# a study of this recipe: windlass {verb} {recipe} ({shown})"
+    return loaded, line, options.get("world", 0)
+
+
 def print_recipe(recipe: str, overrides: list[str]) -> None:
     """Print the resolved recipe as TOML, with directory, config hash and network as comments."""
-    from windlass.recipe import Recipe, study_presets, typed
+    from windlass.recipe import Recipe
 
-    if (study := study_presets().get(recipe)) and not Path(recipe).exists():
-        from windlass.study.study import load_study
-
-        verb = tomllib.loads(study.read_text(encoding="utf-8"))["verb"]
-        loaded, options, _ = load_study(recipe, verb, overrides)
-        shown = " ".join(f"{k}={typed(value)}" for k, value in options.items() if k != "preset")
-        typer.echo(f"# a study of this recipe: windlass {verb} {recipe} ({shown})")
+    if study := study_recipe(recipe, overrides):
+        loaded, line, _ = study
+        typer.echo(line)
     else:
         loaded = Recipe.load(recipe, overrides)
     typer.echo(f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}")
@@ -182,9 +196,16 @@ def plan(
     for path in from_:
         past += Study.open(path).runs() if Study.is_study(path) else [Run.open(path)]
     memory_bytes = int(memory * 1e9) or None
-    target: dict[str, Any] = {"world": world, "device": device, "memory_bytes": memory_bytes}
-    result = make_plan(recipe, overrides, **target, past=past, per_host=per_host)
+    target: dict[str, Any] = {"device": device, "memory_bytes": memory_bytes}
+    target |= {"past": past, "per_host": per_host}
+    study = study_recipe(recipe, overrides)
+    if study:
+        result = make_plan(study[0], **target, world=world or study[2])
+    else:
+        result = make_plan(recipe, overrides, **target, world=world)
     if json_:
         print_json(result.as_dict())
     else:
+        if study:
+            typer.echo(study[1])
         print_plan(result, rich_console(sys.stdout))

@@ -116,10 +116,10 @@ def show_winners(progress: Progress, study: Study) -> None:
             spread = f"{low:.4f} to {high:.4f} over {group.seeds}"
             progress.notify(f"{group.label}: median {group.median:.4f}, {spread}")
     winners, remark = study.winners()
-    for group in winners:
+    for place, group in enumerate(winners):
         over = f", median of {group.seeds}" if group.seeds else ""
         score = f"{title_of(study.measure)} {group.median:.4f}{over}"
-        progress.notify(f"best: {group.label} ({score})")
+        progress.notify(f"{'next' if place else 'best'}: {group.label} ({score})")
         for line in filter(None, study.winner_command(group.assignment)):
             progress.notify(f"  {line}")
     if remark:

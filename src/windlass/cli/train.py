@@ -43,7 +43,7 @@ def train(
     mpiexec. It resumes a run directory with a committed checkpoint, and leaves a finished run
     alone. The end shows the loss curve and the report.
 
-    Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal with everything saved.
+    Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal: it can be resumed.
     """
     gc.disable()  # what the imports create stays; the loop of the training enables it
     from windlass.parallel.env import detect_env

@@ -14,7 +14,7 @@ import platform
 import time
 import zipfile
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,8 +62,8 @@ class Prepared:
     """The prepared data of a recipe, checked."""
 
     directory: Path
-    index: Index
-    tokenizer: Tokenizer
+    index: Index = field(repr=False)
+    tokenizer: Tokenizer = field(repr=False)
     is_new: bool = False  # prepared now, by this process
     seconds: float = 0.0  # to prepare, wait and check
 
@@ -228,8 +228,11 @@ class Data:
     fingerprint: str  # compared on resume: equal for equal tokens, split and tokenizer
     vocab: int
     directory: Path | None = None  # of the prepared data
-    template: chat.Template | None = None  # the layout of conversations (`data.format = "chat"`)
-    index: Index | None = None  # of the prepared data: see `facts.describe`
+    # the layout of conversations (`data.format = "chat"`)
+    template: chat.Template | None = field(default=None, repr=False)
+    index: Index | None = field(
+        default=None, repr=False
+    )  # of the prepared data: see `facts.describe`
 
     def save_tokenizer(self, directory: Path) -> None:
         """Write tokenizer and template to `directory/tokenizer`, for sampling without the data."""
@@ -263,26 +266,40 @@ def as_data(recipe: Recipe, prepared: Prepared) -> Data:
     return Data(train, val, tokenizer, *numbers, prepared.directory, template, index)
 
 
-def from_dataset(dataset: Any, recipe: Recipe) -> Data:
-    """The data of a run from a `torch.utils.data.Dataset`, without validation data and tokenizer.
+def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:
+    """A user's data: `Data` as they are, or from a `torch.utils.data.Dataset`, without tokenizer.
+
+    A tuple holds two datasets, for training and validation. A single one is for training, or
+    for validation if it is to be `measured`.
 
     Reads every item once, for the number of token ids and for a fingerprint, which a resume
     compares. Raises UserError for an iterable dataset, and for an item of another shape or type.
     """
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise UserError(
-            f"data: {type(dataset).__name__} has no length and index; Windlass reads samples in "
-            "its own order, so give a map-style dataset"
-        )
-    samples, digest, largest = DatasetSamples(dataset, recipe.model.context), hashlib.sha256(), 0
-    for index in range(len(samples)):
-        row = samples.item(index)
-        if row.min() < 0:
-            raise UserError(f"data: item {index} of the dataset has a negative token")
-        digest.update(row.tobytes())
-        largest = max(largest, int(row.max()))
-    vocab = max(largest + 1, recipe.model.vocab)
-    return Data(samples, None, None, digest.hexdigest()[:16], vocab)  # type: ignore[arg-type]
+    if isinstance(data, Data | None):
+        return data
+    pair = data if isinstance(data, tuple) else (None, data) if measured else (data, None)
+    if len(pair) != 2:
+        raise UserError("data: give one dataset, or a pair: (training, validation)")
+    sets, digest, largest = list[Any](), hashlib.sha256(), 0
+    for dataset in pair:
+        if dataset is None:
+            sets.append(None)
+            continue
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise UserError(
+                f"data: {type(dataset).__name__} has no length and index; Windlass reads samples "
+                "in its own order, so give a map-style dataset"
+            )
+        samples = DatasetSamples(dataset, recipe.model.context)
+        for index in range(len(samples)):
+            row = samples.item(index)
+            if row.min() < 0:
+                raise UserError(f"data: item {index} of the dataset has a negative token")
+            digest.update(row.tobytes())
+            largest = max(largest, int(row.max()))
+        sets.append(samples)
+    train, val = sets
+    return Data(train, val, None, digest.hexdigest()[:16], largest + 1)  # type: ignore[arg-type]
 
 
 def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples | None]:

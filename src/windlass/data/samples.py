@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from windlass.data.order import permute
+from windlass.data.order import permute, sample_indices
 from windlass.data.shards import Index, Split, Stream, cut_shards
 from windlass.errors import UserError
 from windlass.recipe.settings import IGNORE_INDEX
@@ -334,6 +334,19 @@ class Rows:
     def real_tokens(self) -> int:
         """Positions in an epoch, without padding."""
         return len(self._tokens) - len(self)
+
+    def mean_width(
+        self, batch: int, micro_batch: int, order: str, seed: int, length_buckets: bool
+    ) -> float:
+        """Positions of a row in its micro-batch, padding included: the mean over an epoch.
+
+        `batch`: the samples of a step, which `length_buckets` sorts by length.
+        """
+        steps = max(1, len(self) // batch)
+        sizes = self.sizes[sample_indices(np.arange(steps * batch), len(self), order, seed)]
+        sizes = sizes.reshape(steps, batch)
+        sizes = np.sort(sizes) if length_buckets else sizes
+        return float(sizes.reshape(-1, micro_batch).max(axis=1).mean())
 
     @property
     def fingerprint(self) -> str:

@@ -51,6 +51,7 @@ class Subject:
     vocab: int | None = None  # rows of the embedding, if the recipe leaves them to the tokenizer
     samples_per_epoch: int = 0  # 0: unknown
     tokens_per_sample: float | None = None  # the average without padding; None: unknown
+    width: float = 0.0  # mean positions of a row as training pads it; 0: the context
     documents: float = 0.0  # of a row, each with an attention of its own; 0: whole rows
     val_samples: int = 0  # of the validation set; 0: none, or unknown
     mixture: Any = None  # the samples of a mixture (`MixedSamples`), or a run's facts about it
@@ -157,11 +158,15 @@ def subject_of(
         without, with_one = (count(recipe.model, rows).total for rows in (0, 1))
         vocab = (int(parameters) - without) // (with_one - without)
     counted = last.get("samples") and last.get("tokens")
+    per_sample = last["tokens"] / last["samples"] if counted else None
+    padded = [x for x in train if x.get("padded_tokens_per_s") and x.get("tokens_per_s")]
+    growth = sum(x["padded_tokens_per_s"] / x["tokens_per_s"] for x in padded) / max(1, len(padded))
     subject = replace(
         subject,
         vocab=vocab,
         samples_per_epoch=int(started.get("samples_per_epoch", 0)),
-        tokens_per_sample=last["tokens"] / last["samples"] if counted else None,
+        tokens_per_sample=per_sample,
+        width=growth * (per_sample or 0.0),
         documents=documents_of_row(started.get("data", {}).get("train", {})),
         done=int(last.get("step", started["step"])),
         steps=int(started["steps"]),
@@ -218,22 +223,28 @@ def with_activations(subject: Subject) -> Subject:
 def with_prepared_data(subject: Subject) -> Subject:
     """The subject with vocabulary and samples of the prepared data, or why they are missing."""
     from windlass.data.prepare import find_prepared, open_samples
-    from windlass.data.samples import epoch_samples, masks_documents, real_tokens
+    from windlass.data.samples import Rows, epoch_samples, masks_documents, real_tokens
 
+    recipe, width = subject.recipe, 0.0
     try:
-        if (prepared := find_prepared(subject.recipe)) is None:
+        if (prepared := find_prepared(recipe)) is None:
             return subject
-        samples, val = cast(tuple[Any, Any], open_samples(subject.recipe, prepared))
+        samples, val = cast(tuple[Any, Any], open_samples(recipe, prepared))
     except UserError as error:
         return replace(subject, reason=str(error))
     count = epoch_samples(samples)
+    if isinstance(samples, Rows):
+        batch, data = recipe.batch(subject.world, subject.device.kind), recipe.data
+        how = (data.order, recipe.run.seed, data.length_buckets)
+        width = samples.mean_width(batch.global_batch, batch.micro_batch, *how)
     return replace(
         subject,
+        width=width,
         vocab=prepared.tokenizer.vocab,
         samples_per_epoch=count,
         tokens_per_sample=(real_tokens(samples) or 0) / count if count else None,
         documents=getattr(samples, "documents_per_row", 0.0) if masks_documents(samples) else 0.0,
         val_samples=len(val or ()),
-        mixture=samples if subject.recipe.data.mix else None,
+        mixture=samples if recipe.data.mix else None,
         reason=subject.reason if count else STREAMED,
     )

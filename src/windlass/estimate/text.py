@@ -54,6 +54,8 @@ def print_plan(plan: Any, console: Console) -> None:
         if plan.checkpoints:
             total = _scaled(plan.checkpoints * size, "B")
             disk.append(("in all", f"at most {plan.checkpoints:,} at a time: {total}"))
+        elif why := plan.unknown.get("checkpoints"):
+            disk.append(("in all", f"unknown, because {why}"))
         if plan.tokens_bytes:
             disk.append(("tokens", f"about {_scaled(plan.tokens_bytes, 'B')} of training data"))
         _section(console, "Disk", disk)
@@ -202,7 +204,7 @@ def _print_layouts(plan: Any, console: Console) -> None:
     links = f"{machine.device.link / 1e9:g} GB/s inside a host"
     if machine.ranks_of_host:
         links += f" of {machine.ranks_of_host} ranks, {NETWORK / 1e9:g} GB/s per rank between hosts"
-    how = f"ms: predicted as under Time, with {links}."
+    how = f"ms: predicted for full rows as under Time, with {links}."
     if not machine.knows_peak:
         how = f"The order is a guess, because {plan.device.name} has no published peak."
     notes = [

@@ -158,7 +158,7 @@ class GPT(nn.Module):
             x = drop(multiplied(x, m.multipliers.embedding), rate, rows)
         for i in layers:
             if rate:  # a block's masks do not depend on the blocks before it
-                seed_dropout(x.device, seed_of(f"windlass/dropout/{seed}/block/{i}"))
+                seed_generators(x.device, seed_of(f"windlass/dropout/{seed}/block/{i}"))
             x = getattr(self.blocks, str(i))(x, rotary, cache[i] if cache else None, rows, spans)
         if not last:
             return x
@@ -340,10 +340,11 @@ class GPT(nn.Module):
         return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def seed_dropout(device: torch.device, seed: int) -> None:
-    """Seed the generators that dropout on a device, or on the CPU, draws from.
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed torch's generators of a CPU and of `device`.
 
-    `torch.manual_seed` seeds those of every GPU, which takes longer than a small block.
+    `torch.manual_seed` seeds those of every GPU, which takes longer than a small block. Without CUDA
+    it takes 0.4 ms, because it formats the stack.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

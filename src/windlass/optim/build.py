@@ -45,7 +45,8 @@ def build_optimizer(
     groups = make_groups(model, settings)
     mesh = replicas if shard_state else None
     devices = {p.device.type for g in groups for p in g["params"]}
-    assert devices, "a model without trained parameters"
+    if not devices:
+        raise UserError("your model has no parameter to train: set requires_grad of some to True")
     rows: dict[nn.Parameter, nn.Parameter] = {}
     fused = settings.kind in ("adamw", "muon") or settings.options.get("fused")
     lines = device_type == "cpu" and fused  # see LINE_BYTES

@@ -29,7 +29,14 @@ import torch.distributed as dist
 
 from windlass import processes
 from windlass.errors import BAD_INPUT, FAILED, RunFailed, Stopped, UserError, first_line
-from windlass.parallel.env import DistEnv, interface_to
+from windlass.parallel.env import (
+    LOOPBACK,
+    NO_HOSTS,
+    DistEnv,
+    address_to,
+    interface_to,
+    this_host,
+)
 from windlass.parallel.heartbeat import Heartbeat
 from windlass.parallel.mesh import Mesh
 from windlass.recipe import Recipe
@@ -253,9 +260,8 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
             ranks._heartbeat = Heartbeat(ranks.status, env, ranks.store, interval)
             ranks._wait({rank: f"beat/{rank}" for rank in range(env.world)})
             ranks._heartbeat.start()
-            # These say nothing of hosts, which may have unequal numbers of ranks.
-            if env.launcher in ("openmpi", "mpi"):
-                ranks.env = by_hosts(env, ranks.all_gather_object("host", socket.gethostname()))
+            if env.launcher in NO_HOSTS:
+                ranks.env = by_hosts(env, ranks.all_gather_object("host", this_host()))
     except (dist.DistError, RuntimeError) as error:
         first = ranks.fail(error)
         own = first.rank == env.rank
@@ -280,9 +286,7 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if not ranks.strategy.distributed:
         return
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    interface = loopback if env.nodes == 1 else interface_to(env.addr)
-    if interface:
+    if interface := gloo_interface(ranks):
         # gloo takes the host name's interface, which may be missing, slow, or a foreign network.
         os.environ.setdefault(INTERFACE, interface)
     timeout = timedelta(seconds=settings.startup_timeout_seconds)
@@ -298,14 +302,31 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     ranks.set_timeout(settings.startup_timeout_seconds)
 
 
+def gloo_interface(ranks: Ranks) -> str:
+    """The network interface between the ranks; empty if it is unknown.
+
+    On the first host the route to its own name may be the loopback, so its ranks look for the
+    address of another host.
+    """
+    env = ranks.env
+    if env.nodes == 1:
+        return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
+    places = ranks.all_gather_object("address", [env.node, address_to(env.addr)])
+    others = (address for node, address in places if node and address)
+    return interface_to(env.addr if env.node else next(others, env.addr))
+
+
 def listen_at(env: DistEnv) -> int | None:
     """A socket for the store that listens only at `env.addr`; None if other hosts cannot reach it.
 
     A Debian host resolves its own name to 127.0.1.1. torch listens everywhere then.
     """
+    several = env.nodes > 1 or (
+        env.launcher in NO_HOSTS and env.addr not in (LOOPBACK, "localhost")
+    )
     try:
         address = socket.gethostbyname(env.addr)
-        if address.startswith("127.") and env.nodes > 1:
+        if address.startswith("127.") and several:
             return None
         listening = socket.create_server((address, env.port), backlog=max(64, env.world))
     except OSError as error:

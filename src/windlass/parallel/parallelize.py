@@ -149,7 +149,7 @@ def _replicate(
     """DDP over the ranks of `group`, which hold equal parameters; it adds gradients."""
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers"  # torch >= 2.12
-    # No buffer of ours changes.
+    # `training.buffers` shares them after each step.
     no_sync: Any = {name if name in names else "broadcast_buffers": False}
     wrapped = DistributedDataParallel(
         model,
@@ -194,6 +194,7 @@ def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Mo
         *["parallel.activation_checkpointing"] * checkpointing,
         *["train.compile"] * (recipe.train.compile is True),
         *['train.precision = "float8"'] * (recipe.train.precision == "float8"),
+        *['optim.kind = "muon"'] * (recipe.optim.kind == "muon"),
     ]
     if needs:
         problem = f"{' and '.join(needs)}: {type(model).__name__} does not say which parts repeat"

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 import windlass.recipe.settings as sections
 from windlass.errors import UserError, argument, require
@@ -33,7 +33,7 @@ from windlass.recipe.layers import (
     presets,
     typed,
 )
-from windlass.recipe.network import ModelSettings, Section, describe
+from windlass.recipe.network import Frozen, ModelSettings, Section, describe
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
 from windlass.recipe.units import BatchPlan, Horizon, plan_batch
 
@@ -62,10 +62,8 @@ class RecipeError(UserError):
         super().__init__("\n".join([f"recipe {name} has {count}:", *lines]))
 
 
-class Recipe(BaseModel):
+class Recipe(Frozen):
     """Everything that defines a run. Frozen: `replace` makes a changed copy."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     preset: str = Field("custom", pattern=r"^[A-Za-z0-9._+-]+$")
     """The preset or file this recipe came from: the first half of the run's name."""

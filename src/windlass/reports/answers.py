@@ -160,10 +160,10 @@ def good(view: RunView) -> Answer:
     if track["step"][-1] == 0 < view.step:
         parts.append("evaluated before training only")
     elif track["step"][0] == 0 < track["step"][-1]:
-        parts.append(f"{show(float(track['loss'][0]), 'loss')} before training")
+        parts.append(f"loss {show(float(track['loss'][0]), 'loss')} before training")
     if values.get("best_eval_step", track["step"][-1]) != track["step"][-1]:
         lowest, step = show(values["best_eval_loss"], "loss"), values["best_eval_step"]
-        parts.append(f"lowest {lowest} at step {step:,}")
+        parts.append(f"lowest loss {lowest} at step {step:,}")
     for suite, own in view.evals.items():
         for name in (
             own.scores()[-2:] if suite != LOSS and suite != str(measure).split(".")[0] else ()

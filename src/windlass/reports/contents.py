@@ -61,8 +61,10 @@ class Contents:
 
 def ranking(views: Sequence[RunView], study: StudyView | None) -> list[int]:
     """The indices of the runs, the best first; in their own order if their losses do not compare."""
+    best = None
     if study:
         lower = any(result.lower for result in study.results)
+        best = study.found.cell.run.path if study.found.cell else None
         by_run = {result.run.path: result.score for result in study.results}
         scores = [by_run.get(view.run.path) for view in views]
     else:
@@ -70,4 +72,8 @@ def ranking(views: Sequence[RunView], study: StudyView | None) -> list[int]:
         name = BEST.get(common_measure([view.validation for view in views])[0], "")
         scores = [first(view.values.get(name)) for view in views]
     keys = [math.inf if x is None or math.isnan(x) else x if lower else -x for x in scores]
-    return sorted(range(len(views)), key=lambda run: (bool(divergence(views[run])), keys[run]))
+
+    def place(run: int) -> tuple[bool, bool, float]:
+        return views[run].run.path != best, bool(divergence(views[run])), keys[run]
+
+    return sorted(range(len(views)), key=place)

@@ -11,9 +11,9 @@ import numpy as np
 
 from windlass.checkpoint.retention import LOSS
 from windlass.errors import plural
-from windlass.reports.charts import COLOURS, Axis, Chart, Series, pattern, thin
+from windlass.reports.charts import COLOURS, Axis, Chart, Series, pattern
 from windlass.reports.text import show, slug
-from windlass.reports.tracks import Numbers, Track, interpolate
+from windlass.reports.tracks import Numbers, Track, interpolate, thin
 from windlass.reports.view import RunView
 from windlass.study.results import BITS, common_measure, diverged
 from windlass.telemetry.measures import DEVICE, PHASES, SOURCE, TRAIN, by_chart, of_source

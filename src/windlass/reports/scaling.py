@@ -44,6 +44,8 @@ FORMULAS = {
     f"step ÷ its samples), N0 the fewest ranks; speed-up = T(N0) ÷ T(N); p = N ÷ N0; {KARP}",
     "weak": "Efficiency = T(N0) ÷ T(N), T the time of a step, N0 the fewest ranks; "
     "speed-up = efficiency · N ÷ N0.",
+    "weak model": "Efficiency = T(N0) ÷ T(N) · F(N) ÷ F(N0), T the time and F the FLOPs of a rank "
+    "in a step, N0 the fewest ranks; speed-up = efficiency · N ÷ N0.",
     "strategies": RECOMMENDED,
     "layouts": "Speed-up = T(dp) ÷ T, T the time of a step, T(dp) that of data parallelism alone. "
     f"{RECOMMENDED}",
@@ -167,9 +169,10 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
     scaling = study.scaling or Scaling("strategies")
     measured = [row for row in setups if row.measured]
     repeats = f", then over {scaling.repeats} repeats" if scaling.repeats > 1 else ""
+    formula = FORMULAS["weak model" if scaling.grow == "model" else scaling.mode]
     text = [
         "Step: the median over the lines of the ledger that begin after "
-        f"{plural(scaling.warmup, 'step')} of each start{repeats}. {FORMULAS[scaling.mode]}"
+        f"{plural(scaling.warmup, 'step')} of each start{repeats}. {formula}"
     ]
     if scaling.grow == "model" and len(measured) > 1:
         text.append(_growth(measured[0], measured[-1]))
@@ -202,8 +205,8 @@ def _growth(low: Setup, high: Setup) -> str:
     return (
         f"{layers:g} times the layers are {parameters:.3g} times the parameters ({sizes}), because "
         f"embedding and head do not grow, and {flops:.3g} times the FLOPs of a rank in a step. "
-        "Runtime ÷ baseline's is what the exercise prints as its efficiency; ours is the inverse, "
-        "computed from the time of a step, and 100 % at best."
+        "The efficiency counts these FLOPs, so that perfect scaling is 100 %. Runtime ÷ baseline's "
+        "is the ratio that the exercise prints as its efficiency."
     )
 
 
@@ -293,7 +296,10 @@ def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> l
     throughput, efficiency = [line("samples_per_s")], [line("efficiency", factor=100)]
     charts = []
     if base.measured:  # nothing compares with a baseline without numbers
-        growth = 1.0 if scaling.grow == "model" else ranks / base.world
+        growth = ranks / base.world
+        if scaling.grow == "model":
+            flops = np.array([setup.values["flops_per_device"] for setup in measured])
+            growth = base.values["flops_per_device"] / flops
         throughput.append(ideal(base.values["samples_per_s"] * growth))
         efficiency.append(ideal(100))
         charts.append(chart("efficiency", "Efficiency", "%", *efficiency, y=zero, note=note))

@@ -20,9 +20,9 @@ from windlass.reports.charts import BEST, FEW, Axis, Chart, Series, pattern
 from windlass.reports.table import Column, Table
 from windlass.reports.tables import measure_column
 from windlass.reports.text import numeric, show
-from windlass.reports.view import RunView
+from windlass.reports.view import ROWS, RunView
 from windlass.study.grid import SEED, label_of, short_names
-from windlass.study.results import BITS, SeedGroup, find_winners, seed_groups
+from windlass.study.results import BITS, SeedGroup, Winners, find_winners, seed_groups
 from windlass.study.study import Study
 from windlass.telemetry.measures import title_of
 from windlass.variables import scrub
@@ -34,7 +34,7 @@ class Winner(NamedTuple):
     text: str  # what it sets, and its score
     command: str  # that trains it
     remark: str
-    rows: list[int]  # its rows in the table of cells
+    rows: list[int]  # its rows in the table of cells, if it is the best of all
 
 
 class StudyView:
@@ -50,12 +50,14 @@ class StudyView:
         self.unit = "nats per token" if study.measure == LOSS else ""
         self.results = study.results()
         begun = [result for result in self.results if result.begun]
-        self.views = [RunView(r.run, label_of(r.cell.assignment)) for r in begun]
+        rows = ROWS // max(1, len(begun))
+        self.views = [RunView(r.run, label_of(r.cell.assignment), rows) for r in begun]
         self.groups = seed_groups(self.results)  # the cells without the seed
-        # by what cells are compared, or why there is no best
-        self.best, self.remark = list[SeedGroup](), ""
+        self.found = Winners([], "")
         if study.scaling is None:
-            self.best, self.remark = find_winners(self.results, study.measure, study.values)
+            self.found = find_winners(self.results, study.measure, study.values)
+        # the best first, and by what cells are compared, or why there is no best
+        self.best, self.remark = self.found
         # settings with several values but the seed; numbers rising
         swept = {k: v for k, v in study.values.items() if k != SEED and len(v) > 1}
         self.swept = {k: sorted(v) if numeric(v) else v for k, v in swept.items()}
@@ -71,7 +73,8 @@ class StudyView:
         winners = []
         for group in self.best:
             command, remark = self.study.winner_command(group.assignment)
-            rows = [place for place, result in enumerate(self.results) if result in group.results]
+            best = self.found.cell if group is self.best[0] else None
+            rows = [place for place, result in enumerate(self.results) if result is best]
             settings = ", ".join(f"{key} = {show(x)}" for key, x in group.assignment.items())
             score = f"best {self.title}"
             if group.seeds:

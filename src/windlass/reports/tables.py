@@ -36,7 +36,7 @@ def results(view: RunView) -> Table:
         text, kind = of_result(name).title, of_result(name).kind
         rows.append((name, text, value))
         if name == "eval_loss":
-            rows += [(f"{name} {what}", f"{text}, {what}", loss) for what, loss in each]
+            rows += [(f"{name} {what}", f"Validation loss, {what}", loss) for what, loss in each]
         kinds += [kind] * (len(rows) - len(kinds))
     columns = [Column("name", shown=False), Column("measure", "Measure"), Column(view.label)]
     return Table("results", columns, rows, "Results", kinds=kinds)

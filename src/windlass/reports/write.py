@@ -149,7 +149,8 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
             text += f"\nAt step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}.\n"
     winners = ""
     for best in computed.winners:
-        what = best.text if computed.scaled else f"The best: {best.text}"
+        is_best = best is computed.winners[0] and not computed.scaled
+        what = f"The best: {best.text}" if is_best else best.text
         winners += f"\n{markdown_cell(what)}. {best.remark}\n\n```\n{best.command}\n```\n"
     text += section(computed.published) if computed.published else ""
     for name, table in computed.tables.items():

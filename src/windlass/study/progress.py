@@ -46,9 +46,12 @@ class Progress:
         """Print a message for the user."""
         self.console.out(text)
 
-    def show(self, study: Study) -> None:
-        """Draw the table again, or print a line for each cell that changed or trains on."""
-        results = study.results()
+    def show(self, study: Study, results: Sequence[CellResult] = ()) -> None:
+        """Draw the table again, or print a line for each cell that changed or trains on.
+
+        `results`: of the study, if they have just been read.
+        """
+        results = results or study.results()
         if self.console.is_interactive:
             self.console.width = terminal.size(self.console.file).columns
             self._live.update(cells_table(study, results, self.console.width), refresh=True)

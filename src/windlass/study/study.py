@@ -17,13 +17,14 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from windlass.checkpoint.retention import LOSS
-from windlass.errors import UserError, argument, did_you_mean, plural
+from windlass.errors import UserError, argument, did_you_mean, plural, require
 from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import (
     NON_SEMANTIC,
@@ -152,6 +153,10 @@ class Study:
             raise UserError(f"{path} is not a study: it has no study.json")
         document, recipe = read_json(path / "study.json"), Recipe.load(path / "recipe.toml")
         stored, options = document.get("cells", []), document.get("scaling")
+        for run in (Path(cell["run"]) for cell in stored):
+            if run.is_absolute() or ".." in run.parts:
+                problem = f"{path}/study.json names {run}, outside of the study"
+                raise UserError(f"{problem}: restore it, or give another {argument('path', 'DIR')}")
         cells = [Cell.of(recipe, cell["assignment"], cell["run"]) for cell in stored]
         if not cells or [cell.key for cell in cells] != [cell.get("key") for cell in stored]:
             raise UserError(
@@ -205,7 +210,7 @@ class Study:
     def is_study(path: str | Path) -> bool:
         return (Path(path) / "study.json").is_file()
 
-    @property
+    @cached_property
     def measure(self) -> str:
         """The measure that ranks cells: `checkpoint.best`; bits per byte for several tokenizers."""
         measure = self.recipe.checkpoint.best
@@ -216,7 +221,7 @@ class Study:
     def keys(self) -> list[str]:
         return list(self.cells[0].assignment)
 
-    @property
+    @cached_property
     def values(self) -> dict[str, list[Any]]:
         """The settings that cells assign, each with its values in the order of the cells."""
         by_key = {key: [cell.assignment[key] for cell in self.cells] for key in self.keys}
@@ -250,10 +255,13 @@ class Study:
         return [run for run in map(self.run_of, self.cells) if run.recipe_path.is_file()]
 
     def results(self) -> list[CellResult]:
-        return [self.result(cell) for cell in self.cells]
+        statuses = self.statuses()
+        return [self._result(cell, statuses.get(cell.key)) for cell in self.cells]
 
     def result(self, cell: Cell) -> CellResult:
-        status = self.statuses().get(cell.key)
+        return self._result(cell, self.statuses().get(cell.key))
+
+    def _result(self, cell: Cell, status: Mapping[str, str] | None) -> CellResult:
         return self._ledgers.read(cell, self.run_of(cell), self.measure, status)
 
     def statuses(self) -> dict[str, dict[str, str]]:
@@ -278,6 +286,24 @@ class Study:
     def winners(self) -> Winners:
         """The groups with the best median score (see `results.find_winners`)."""
         return find_winners(self.results(), self.measure, self.values)
+
+    def best(self) -> Run:
+        """The run of the best cell by the study's measure; UserError if there is not one."""
+        groups, remark = self.winners()
+        if len(groups) != 1:
+            many = f"{len(groups)} cells are best, each for other amounts of computation"
+            reason = many if groups else remark or "no cell has finished with a score"
+            raise UserError(f"{self.path}: {reason.rstrip('.')}; see winners() and to_pandas()")
+        finished = [r for r in groups[0].results if r.state == "finished"]
+        scored = [(r.score if r.lower else -r.score, r) for r in finished if r.score is not None]
+        return min(scored, key=lambda pair: pair[0])[1].run
+
+    def to_pandas(self) -> Any:
+        """The cells as a `pandas.DataFrame`: settings, states, losses and speeds, a row for each."""
+        require("pandas", "Study.to_pandas")
+        import pandas
+
+        return pandas.DataFrame([r.row() for r in self.results()]).rename_axis("cell")
 
     def winner_command(self, assignment: Assignment, world: int = 0) -> tuple[str, str]:
         """The command that trains an assignment in full, and a remark.

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -246,19 +246,21 @@ class Sweep:
         queue = [cell for cell in cells if self.study.result(cell).state in self.open_states]
         threads = self._threads(cells)
         while queue or self.running:
-            self._start_cells(queue, threads)
+            every = self.study.results()  # reads the study's files once for each poll
+            results = {result.cell.key: result for result in every}
+            self._start_cells(queue, threads, results)
             if self.stopping:
                 self._stop()
                 return
             before = len(self.running)
             for process in list(self.running):
                 if (code := process.poll()) is None:
-                    self._watch(process)
+                    self._watch(process, results[process.cell.key])
                     continue
                 self.running.remove(process)
                 if self._ended(process, code):
                     queue.append(process.cell)
-            self.progress.show(self.study)
+            self.progress.show(self.study, every)
             if len(self.running) == before:
                 self._wait()
 
@@ -280,12 +282,14 @@ class Sweep:
         while time.monotonic() < deadline and any(p.poll() is None for p in self.running):
             time.sleep(0.1)
 
-    def _start_cells(self, queue: list[Cell], threads: int) -> None:
+    def _start_cells(
+        self, queue: list[Cell], threads: int, results: Mapping[str, CellResult]
+    ) -> None:
         """Start the next cells while workers are free; a cell of another process stays queued."""
         for cell in list(queue):
             if self.stopping or len(self.running) >= self.workers:
                 return
-            result = self.study.result(cell)
+            result = results[cell.key]
             if result.state == "running":
                 continue
             queue.remove(cell)
@@ -309,11 +313,10 @@ class Sweep:
                 CellProcess(cell, command, directory, threads, devices, self.server)
             )
 
-    def _watch(self, process: CellProcess) -> None:
+    def _watch(self, process: CellProcess, result: CellResult) -> None:
         """Stop a running cell that diverged or is pruned, unless only its last save is left."""
-        cell, result = process.cell, self.study.result(process.cell)
-        at_end = result.steps is not None and result.last_step >= result.steps
-        if at_end or self.study.status(cell) not in ("", "interrupted"):
+        cell, at_end = process.cell, result.steps is not None and result.last_step >= result.steps
+        if at_end or result.state in ("diverged", "pruned"):  # it was told to stop
             return
         pruned = self.pruner.prune(result) if self.pruner else ""
         diverged = result.divergence if self.stop_diverged else ""

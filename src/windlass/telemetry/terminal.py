@@ -101,9 +101,11 @@ def rich_console(stream: IO[str]) -> Console:
 
     width, height = size(stream)
     file: Any = stream if stream.isatty() else SafeStream(stream, trims=True)
-    return Console(
-        file=file, width=width, height=height, highlight=False, markup=False, emoji=False
-    )
+    plain: Any = {"highlight": False, "markup": False, "emoji": False}
+    # In a notebook `rich` would show each text as an output of its own, and FORCE_COLOR, which is
+    # set there, would make any stream a terminal that can draw a table again.
+    plain |= {"force_jupyter": False, "force_interactive": None if stream.isatty() else False}
+    return Console(file=file, width=width, height=height, **plain)
 
 
 def pairs(

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from windlass.data.loader import StepBatch
 from windlass.errors import UserError
 from windlass.evaluation.source import evaluating
+from windlass.model.build import keeping_modes
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, unwrap
 from windlass.recipe import Horizon, Recipe
@@ -130,9 +131,12 @@ class UserCode:
             if not isinstance(callback, Callback):
                 problem = f"callbacks: {callback!r} is not a windlass.Callback"
                 raise UserError(f"{problem}; subclass it and give an object")
-        for name in self.suites:
+        for name, suite in self.suites.items():
             if not re.fullmatch(r"\w+", name):
                 raise UserError(f"suites: {name!r} is not a valid name; use letters, digits and _")
+            if not callable(suite):
+                problem = f"suites[{name!r}]: {suite!r} is not a function"
+                raise UserError(f"{problem}; give f(model, step), or windlass.Suite(f)")
         best = recipe.checkpoint.best
         name = best.partition(".")[0].removeprefix(OWN_SUITE)
         if best.startswith(OWN_SUITE) and name not in self.suites:
@@ -175,8 +179,9 @@ class Callbacks:
 
     def saved(self, step: int, path: Path) -> None:
         event = SaveEvent(*self._common(step), path)
-        for callback in self.code.callbacks:
-            callback.on_save(event)
+        with keeping_modes(self.model):
+            for callback in self.code.callbacks:
+                callback.on_save(event)
 
     def take_logged(self) -> dict[str, float]:
         """The numbers that callbacks have logged since the last call."""
@@ -208,10 +213,14 @@ class Callbacks:
 
     @contextlib.contextmanager
     def user_code(self) -> Iterator[None]:
-        """Mark the phase `callback`, because a user's code may take any time."""
+        """Mark the phase `callback`, because a user's code may take any time.
+
+        A callback may leave the model in another mode than the training's.
+        """
         before = self.ranks.status.phase
         self.ranks.mark(self.state.step, "callback")
-        yield
+        with keeping_modes(self.model):
+            yield
         self.ranks.mark(self.state.step, before)
 
 

@@ -33,10 +33,10 @@ from windlass.data.mixture import shares_of_run
 from windlass.data.order import step_samples
 from windlass.data.prepare import Data
 from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
-from windlass.model.build import build_model, own_module
+from windlass.model.build import build_model, keeping_modes, own_module, scalar, set_training
 from windlass.model.convert import export_note
 from windlass.model.documents import documents_of
-from windlass.model.gpt import seed_dropout
+from windlass.model.gpt import seed_generators
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, set_divisor, set_lr
 from windlass.optim.schedule import lr_multiplier
@@ -49,6 +49,7 @@ from windlass.processes import keep_freed_memory
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.telemetry.console import Console
 from windlass.training import memory, setup, start
+from windlass.training.buffers import Buffers
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import startup_checks
 from windlass.training.compiling import resolve_compile
@@ -92,6 +93,8 @@ class Trainer:
         init_process_group(ranks, recipe)
         self.batch, self.horizon = setup.batch_and_horizon(plan, ranks, data, custom)
         if module is not None:
+            stack.enter_context(keeping_modes(module))
+            set_training(module)
             built = own_module(module, recipe.model.context)
         else:
             built = build_model(recipe, data.vocab, run=None if plan.fresh else run.path)
@@ -99,16 +102,11 @@ class Trainer:
         stack.callback(console.close)
         place = setup.open_run_directory(plan, ranks, console, self.horizon, stack)
 
-        begin = partial(setup.begin_run, plan, data, place.choice)
-        if not custom:  # otherwise the run begins once the module's forward pass has worked
-            decide_on_rank_0(ranks, "write", begin)
         console.begin("building the model, with its first weights")
         self.model, self.facts = setup.prepare_model(
             *(plan, ranks, data, built, custom, place.choice),
             resolve_compile(plan, ranks, data, self.horizon, custom, place.notes),
         )
-        if custom:
-            decide_on_rank_0(ranks, "write", begin)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.counted = counted(self.model)
         network, shards = unwrap(self.model), ranks.strategy.shards_optimizer
@@ -127,10 +125,13 @@ class Trainer:
         how = self.batch.micro_batch, data.vocab, ranks, self.halves
         threads = set_threads(recipe, self.model, *how, recorded, custom)
         ranks.mark(self.state.step, "start")
+        self.buffers = Buffers(self.model, ranks)
         fp16 = self.facts.precision == "fp16"
         self.scaler = LossScaler(ranks.device, self.state) if fp16 else None
         self.losses = setup.open_losses(plan, data, self.horizon, self.state, ranks, self.model)
 
+        # All parts work that a user's input can break, so the run begins.
+        decide_on_rank_0(ranks, "write", lambda: setup.begin_run(plan, data, place.choice))
         self.saver = setup.open_saver(plan, ranks, self.horizon, place.name, custom)
         facts, origin = self.facts, setup.describe_origin(self.model, self.facts, ranks)
         self.recorder = recorder = Recorder(
@@ -267,6 +268,7 @@ class Trainer:
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
                     self.saver.reserve(self.checkpoints.tensors())
+                    self.buffers.find_changing()
                     if ranks.device.type == "cpu":
                         keep_freed_memory(every_size=True)
 
@@ -279,6 +281,8 @@ class Trainer:
                 stopping = bool(stop_requested) or (asked and not last)
                 # Whatever is logged, saved or measured must be finite; a CPU checks every step.
                 due = log_due or save_due or evaluation_due or stopping
+                measured = evaluation_due or evaluator.sample_due
+                self.buffers.share(every=last or save_due or measured or stopping)
                 look = due or not self.bad_steps.deferred
                 if rewind_reason := self.bad_steps.decide(result.grad_norm, result.spike, look):
                     loader.close(None)
@@ -322,22 +326,25 @@ class Trainer:
         counts = collectives.count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
         dtype = torch.float64 if self.facts.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
+        staged = isinstance(self.model, StagedGPT)
+        last = self.model.pipeline.layers[-1] if staged else None  # the blocks before the loss
 
         def compute_loss(micro: MicroBatch, **stage: Any) -> torch.Tensor:
             with autocast(self.recipe, ranks.device):
                 stage |= self.losses.by_source(micro.batch) | documents_of(micro.batch, self.model)
                 result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
-            # hidden states, for the next stage of a pipeline, or the loss
-            return result if result.dim() else result / max(1, counts.wait()[0])
+            if stage.get("layers") is not last:  # hidden states for the next stage
+                return result
+            return scalar(result) / max(1, counts.wait()[0])
 
         def forward(micro: MicroBatch, **stage: Any) -> torch.Tensor:
-            if self.facts.dropout:
-                seed = step_seed(self.recipe.run.seed, batch.step, micro.k)
-                seed_dropout(ranks.device, seed)
+            # Nobody knows whether a user's module draws random numbers.
+            seed = step_seed(self.recipe.run.seed, batch.step, micro.k)
+            seed_generators(ranks.device, seed)
             ranks.mark(batch.step, "forward")
             with timer.phase("forward"):
                 result = compute_loss(micro, **stage)
-            if result.dim():
+            if stage.get("layers") is not last:
                 return result
             loss.add_(result.detach())
             return result if scale is None else result * scale
