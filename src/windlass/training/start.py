@@ -24,13 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from windlass.checkpoint.format import list_entries, step_dir
 from windlass.checkpoint.load import Choice, candidates, first_undamaged, open_checkpoint
-from windlass.checkpoint.retention import (
-    Lineage,
-    lineage_at,
-    read_lineage,
-    record,
-    write_lineage,
-)
+from windlass.checkpoint.retention import Lineage, lineage_at, read_lineage, record, write_lineage
 from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError, argument, plural
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held

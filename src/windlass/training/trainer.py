@@ -134,7 +134,9 @@ class Trainer:
         fp16 = self.facts.precision == "fp16"
         self.scaler = LossScaler(ranks.device, self.state) if fp16 else None
         self.losses = setup.open_losses(plan, data, self.horizon, self.state, ranks, self.model)
-
+        self.callbacks = Callbacks(
+            code, recipe, ranks, self.state, self.horizon, self.model, self.optimizer
+        )
         # Every part that a user's input can break has worked, so the run begins.
         decide_on_rank_0(ranks, "write", lambda: setup.begin_run(plan, data, place.choice))
         self.saver = setup.open_saver(plan, ranks, self.horizon, place.name, custom)
@@ -144,9 +146,6 @@ class Trainer:
         )
         self.profile = setup.open_profile(plan, ranks, self.horizon, stack)
         stop.follow(self.state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
-        self.callbacks = Callbacks(
-            code, recipe, ranks, self.state, self.horizon, self.model, self.optimizer
-        )
         self.checkpoints = Checkpoints(
             self.saver,
             recorder,
@@ -273,10 +272,7 @@ class Trainer:
                 if owns_collector and state.step % GC_STEPS == 0:
                     gc.collect()  # else one rank collects in a step, and the others wait
                 recorder.stepped(batch, result)
-                if self.profile.ends(state.step):
-                    with recorder.outside("save"):
-                        text, files = self.profile.write()
-                    recorder.emit("profile", text, files=files, warning=not files)
+                self.profile.write_after(state.step, recorder)
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
                     self.saver.reserve(self.checkpoints.tensors())
@@ -351,8 +347,7 @@ class Trainer:
 
         def forward(micro: MicroBatch, **stage: Any) -> torch.Tensor:
             # Nobody knows whether a user's module draws random numbers.
-            seed = step_seed(self.recipe.run.seed, batch.step, micro.k)
-            seed_generators(ranks.device, seed)
+            seed_generators(ranks.device, step_seed(self.recipe.run.seed, batch.step, micro.k))
             ranks.mark(batch.step, "forward")
             with timer.phase("forward"):
                 result = compute_loss(micro, **stage)
