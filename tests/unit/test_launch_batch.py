@@ -771,8 +771,9 @@ def test_a_second_submission_leaves_the_cells_of_jobs_alone(tmp_path, monkeypatc
     [second] = submit_study(study, **how)
     assert "-J 4-6" in header(second.script) and " exit 0;; esac" not in second.script
     assert script.read_text() == first and all(mark.exists() for mark in marks)
-    assert "cell 0 is in job 9.server (held)" in messages[1] and "cell 3 failed" in messages[2]
-    assert "cell 1, 2 is in job 8[].server (begun)" in messages[0]
+    said = "\n".join(messages)
+    assert "cell 0 is in job 9.server (held)" in said and "cell 3 failed" in said
+    assert "cell 1, 2 is in job 8[].server (begun)" in said
     assert queued(path) == ("8[].server", "begun")
     with refused("no qstat", "login node"):
         monkeypatch.setenv("PATH", str(tmp_path))
