@@ -770,8 +770,9 @@ def test_a_second_submission_leaves_the_cells_of_jobs_alone(tmp_path, monkeypatc
     [second] = submit_study(study, **how)
     assert "-J 4-6" in header(second.script) and " exit 0;; esac" not in second.script
     assert script.read_text() == first and all(mark.exists() for mark in marks)
-    assert "cell 0 is in job 9.server (held)" in messages[1] and "cell 3 failed" in messages[2]
-    assert "cell 1, 2 is in job 8[].server (begun)" in messages[0]
+    left, again, failed = (line for line in messages if line.startswith("cell"))
+    assert "cell 1, 2 is in job 8[].server (begun)" in left
+    assert "cell 0 is in job 9.server (held)" in again and "cell 3 failed" in failed
     assert queued(path) == ("8[].server", "begun")
     with refused("no qstat", "login node"):
         monkeypatch.setenv("PATH", str(tmp_path))
