@@ -425,7 +425,7 @@ class Trainer:
                 self.ranks.mark(step + 1, "data")
             if self.poll_stop() and self.ranks.world == 1:
                 self.checkpoints.stop_run(self.stop)
-            if self.stop.seconds_since() > self.recipe.checkpoint.grace_seconds:
+            if self.stop.seconds_since() > self.checkpoints.grace:
                 self.checkpoints.wait(FAILING_SAVE_SECONDS)
                 lost = f"{plural(step - self.saver.committed, 'step')} lost"
                 late = f"rank {self.ranks.rank} has no data within checkpoint.grace_seconds"
