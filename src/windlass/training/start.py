@@ -99,11 +99,10 @@ class StartPlan:
         why = f"the run has done its {plural(self.run.summary.get('steps', 0), 'step')}"
         if ends and ends[-1]:
             why = f"{ends[-1]}; a larger train.early_stop, or 0, continues it"
-        changed, resume = self.changed, self.recipe.checkpoint.resume
+        resume, without = self.recipe.checkpoint.resume, [self.changed] * bool(self.changes)
         if resume.isdigit() or resume == "best":
-            branch = f"checkpoint.resume={resume} (branch from {self.run.path}@{resume} instead)"
-            changed = ", ".join(filter(None, [changed, branch]))
-        return why + (f"; without effect: {changed}" if changed else "")
+            without.append(f"checkpoint.resume={resume} (branch from {self.run.path}@{resume})")
+        return why + (f"; without effect: {', '.join(without)}" if without else "")
 
 
 def resolve_start(
