@@ -194,7 +194,7 @@ def test_varying_documents_compile_once_for_flash_attention(compiled, monkeypatc
 
     spans = Documents.spans
 
-    def with_edges(self: Documents, first: int, stop: int, masked: bool = False) -> Any:
+    def with_edges(self: Documents, first: int, stop: int, dtype: Any = None) -> Any:
         made = spans(self, first, stop)
         made.edges = (edges_of(made.queries, torch.device("cpu")),) * 2
         return made

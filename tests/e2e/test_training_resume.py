@@ -88,6 +88,13 @@ def test_a_killed_pipeline_is_resumed_by_other_pipelines_and_by_one_process(corp
     assert texts[0] == texts[1] and len(texts[0]) == 3
 
 
+def test_a_resume_draws_no_initial_weights(corpus, tmp_path, monkeypatch):
+    recipe = recipe_of(corpus, tmp_path / "run", micro=4, **{"train.steps": 2})
+    train(recipe, stop_at=1)
+    monkeypatch.setattr("windlass.training.setup.initialise", None)
+    assert train(recipe).state == "finished"
+
+
 def test_the_memory_of_saves_is_reserved_after_the_first_step(corpus, tmp_path, trainers):
     """Of the size that the file has: weights and optimizer state, and the header."""
     sizes = []

@@ -160,6 +160,8 @@ def test_a_plan_of_weights_in_4_bits_needs_no_package(tmp_path, monkeypatch):
     assert small.size.parameters == whole.size.parameters and not small.unknown.get("activations")
     weights, less = (result.memory[0].memory for result in (whole, small))
     assert less.parameters < weights.parameters and less.activations > 0
+    note = f"{whole.size.parameters - whole.size.trained:,} frozen weights in fp32"
+    assert note in repr(whole) and note not in repr(small)
     recipe = Recipe.load("bloom-560m-squad", [*own, "model.lora.base=4bit"])
     with pytest.raises(UserError, match="pip install bitsandbytes"):
         recipe.check_packages()

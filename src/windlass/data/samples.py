@@ -133,6 +133,11 @@ class PackedSamples:
             tokens[at, counts[at] :], labels[at, counts[at] :] = 0, IGNORE_INDEX
         return Batch(tokens, labels, *last)
 
+    @property
+    def documents_per_row(self) -> float:
+        """The documents or parts of documents of a row, in the mean."""
+        return 1 + (0 if self._starts is None else len(self._starts)) / max(1, self._count)
+
     @cached_property
     def attended(self) -> float:
         """The mean length, over all tokens, of the part of a token's document in its row."""

@@ -123,6 +123,7 @@ def layout_on(
     precision: str,
     usable: int | None = None,
     counted: CountedSizes | None = None,
+    documents: float = 0.0,
 ) -> Layout:
     """The layout of a recipe on ranks of a device with `usable` bytes each (default: the plan's).
 
@@ -131,7 +132,7 @@ def layout_on(
     `transformers` with its measured activations, is missing.
     """
     layout = layout_of(recipe, world, device.kind, precision)
-    layout = replace(layout, workspace=device.workspace_bytes)
+    layout = replace(layout, workspace=device.workspace_bytes, documents=documents)
     usable = device.usable_bytes if usable is None else usable
     is_open = device.kind == "cuda" and not recipe.train.micro_batch
     model: Network | None = recipe.model if recipe.model.kind == "gpt" else counted

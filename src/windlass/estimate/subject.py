@@ -52,6 +52,7 @@ class Subject:
     samples_per_epoch: int = 0  # 0: unknown
     tokens_per_sample: float | None = None  # the average without padding; None: unknown
     width: float = 0.0  # mean positions of a row as training pads it; 0: the context
+    documents: float = 0.0  # of a row, each with an attention of its own; 0: whole rows
     val_samples: int = 0  # of the validation set; 0: none, or unknown
     mixture: Any = None  # the samples of a mixture (`MixedSamples`), or a run's facts about it
     reason: str = "the data is not prepared (windlass prepare RECIPE)"  # why they are unknown
@@ -92,8 +93,8 @@ class Subject:
         if self.micro_batch and not recipe.train.micro_batch:
             recipe = recipe.replace({"train.micro_batch": self.micro_batch})
         of_hf = self.counted if recipe.model.kind == "hf" else None
-        on = (self.world, self.device, self.precision)
-        return layout_on(recipe, vocab, *on, counted=of_hf)
+        own = recipe, vocab, self.world, self.device, self.precision
+        return layout_on(*own, counted=of_hf, documents=self.documents)
 
     def mixture_rows(self, steps: int) -> list[dict[str, Any]]:
         """The sources of a mixture over the run, as `shares_of_run`; none if they are unknown.
@@ -167,6 +168,7 @@ def subject_of(
         samples_per_epoch=int(started.get("samples_per_epoch", 0)),
         tokens_per_sample=per_sample,
         width=growth * (per_sample or 0.0),
+        documents=documents_of_row(started.get("data", {}).get("train", {})),
         done=int(last.get("step", started["step"])),
         steps=int(started["steps"]),
         micro_batch=0 if device or world else int(started.get("micro_batch", 0)),
@@ -175,6 +177,14 @@ def subject_of(
         reason=STREAMED if recipe.data.disk_tokens else subject.reason,
     )
     return with_counted_sizes(subject)
+
+
+def documents_of_row(train: dict[str, Any]) -> float:
+    """The documents of a row in the facts of a run's training data, if attention keeps them apart."""
+    if "attended" not in train:
+        return 0.0
+    per_row = train.get("items", 0) / train["samples"] + 1  # rows cut documents of a text
+    return float(train.get("items_per_sample", per_row))
 
 
 def with_counted_sizes(subject: Subject) -> Subject:
@@ -214,7 +224,7 @@ def with_activations(subject: Subject) -> Subject:
 def with_prepared_data(subject: Subject) -> Subject:
     """The subject with vocabulary and samples of the prepared data, or why they are missing."""
     from windlass.data.prepare import find_prepared, open_samples
-    from windlass.data.samples import Rows, epoch_samples, real_tokens
+    from windlass.data.samples import Rows, epoch_samples, masks_documents, real_tokens
 
     recipe, width = subject.recipe, 0.0
     try:
@@ -234,6 +244,7 @@ def with_prepared_data(subject: Subject) -> Subject:
         vocab=prepared.tokenizer.vocab,
         samples_per_epoch=count,
         tokens_per_sample=(real_tokens(samples) or 0) / count if count else None,
+        documents=getattr(samples, "documents_per_row", 0.0) if masks_documents(samples) else 0.0,
         val_samples=len(val or ()),
         mixture=samples if recipe.data.mix else None,
         reason=subject.reason if count else STREAMED,

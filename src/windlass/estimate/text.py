@@ -143,6 +143,7 @@ def _print_memory(plan: Any, console: Console) -> None:
         notes.append("act 0: memory peaks in the update, when the activations are freed.")
     if measured:
         notes.append("act includes the logits; a pass with fake tensors and CPU kernels gave it.")
+        notes += _frozen_weights(plan)
     elif not ours:
         why = plan.unknown.get("activations", "")
         notes[1:] = [f"The activations of this model are unknown: {why}"]
@@ -160,6 +161,17 @@ def _print_memory(plan: Any, console: Console) -> None:
     head = ("strategy", "act ckpt", *parts, "all", "fits", "max")
     strong = [i for i, row in enumerate(rows) if row.chosen]
     _section(console, title, [], head, cells, text_columns=2, strong=strong, notes=notes)
+
+
+def _frozen_weights(plan: Any) -> list[str]:
+    """A note on the memory of frozen weights under autocast."""
+    frozen, first = plan.size.parameters - plan.size.trained, plan.memory[0].layout
+    in_fp32 = 4 * frozen <= max(row.memory.parameters for row in plan.memory)
+    if not frozen or not in_fp32 or first.precision in ("fp32", "fp64"):
+        return []
+    copies = "act has a 2-byte copy of each of their matrices for the backward pass"
+    copies += ", one block's at a time" * (first.checkpointing == "full")
+    return [f"param has {frozen:,} frozen weights in fp32, and {copies}."]
 
 
 def _print_layouts(plan: Any, console: Console) -> None:

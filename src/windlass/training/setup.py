@@ -229,9 +229,8 @@ def prepare_model(
     two = data.val if isinstance(data.train, StreamSamples) else data.train
     if custom and choice is None and recipe.train.startup_checks and two is not None:
         check_loss_is_a_sum(model, two, ranks, partial(trial, recipe, ranks.device))
-    # By a resume the base of a model of `transformers` may no longer exist.
-    if not custom and not (hf and (init_from or choice)):
-        initialise(unwrap(model), recipe.run.seed)
+    if not custom and not init_from and choice is None:
+        initialise(unwrap(model), recipe.run.seed, ranks.mesh.loss_group)
     if not custom and init_from:
         load_initial(unwrap(model), recipe, ranks)
     d = recipe.data

@@ -35,6 +35,7 @@ from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
 from windlass.model.build import build_model, keeping_modes, own_module, scalar, set_training
 from windlass.model.convert import export_note
 from windlass.model.documents import documents_of
+from windlass.model.gpt import seed_generators
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, set_divisor, set_lr
 from windlass.optim.schedule import lr_multiplier
@@ -63,7 +64,7 @@ from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewi
 from windlass.training.record import Recorder
 from windlass.training.saving import Checkpoints
 from windlass.training.start import StartPlan, decide_on_rank_0
-from windlass.training.state import LossScaler, TrainState, seed_generators, step_seed
+from windlass.training.state import LossScaler, TrainState, step_seed
 from windlass.training.stop import StopSignals, event_of
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
@@ -347,7 +348,7 @@ class Trainer:
         def forward(micro: MicroBatch, **stage: Any) -> torch.Tensor:
             # Nobody knows whether a user's module draws random numbers.
             seed = step_seed(self.recipe.run.seed, batch.step, micro.k)
-            seed_generators(seed, ranks.device)
+            seed_generators(ranks.device, seed)
             ranks.mark(batch.step, "forward")
             with timer.phase("forward"):
                 result = compute_loss(micro, **stage)
