@@ -140,7 +140,7 @@ class DataSettings(Section):
     @property
     def ragged_(self) -> bool:
         """Whether the rows of one step are longer than the rows of another."""
-        return (self.format != "text" or self.packing == "documents") and self.packing != "best-fit"
+        return self.packing == "documents" or (self.format != "text" and self.packing == "packed")
 
     @property
     def unused(self) -> list[str]:
@@ -232,7 +232,7 @@ class TrainSettings(Section):
     """Check master weights, ties, replicas, gradient norm, the first loss, and that your own module
     sums its loss, at step 1."""
     threads: int = Field(0, ge=0)
-    """CPU threads of a rank; 0: OMP_NUM_THREADS, else torch's number, or the cores / ranks of a host."""
+    """CPU threads of one rank; 0: OMP_NUM_THREADS, else usable cores ÷ ranks of the host."""
 
     @field_validator("batch_schedule", mode="before")
     @classmethod

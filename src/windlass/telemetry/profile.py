@@ -9,13 +9,10 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-
-if TYPE_CHECKING:
-    from windlass.training.record import Recorder
 
 ROWS = 60  # of the table of operators
 LARGEST = 5  # groups of blocks that a message names
@@ -41,15 +38,12 @@ class StepProfile:
             self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
             self._profile.start()
 
-    def write_after(self, step: int, recorder: Recorder) -> None:
-        """After the last step: stop the profile, write its files, and name them in the ledger."""
-        if self._profile is not None and step >= self.last:
-            with recorder.outside("save"):
-                text, files = self._write()
-            recorder.emit("profile", text, files=files, warning=not files)
+    def ends(self, step: int) -> bool:
+        """Whether this step is the last one."""
+        return self._profile is not None and step >= self.last
 
-    def _write(self) -> tuple[str, list[str]]:
-        """A message, and the paths of the files in the run."""
+    def write(self) -> tuple[str, list[str]]:
+        """Stop the profile, and write its files; returns a message, and their paths in the run."""
         assert self._profile is not None
         running, self._profile = self._profile, None
         running.stop()

@@ -73,13 +73,15 @@ def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorde
     )
 
 
-def expect_ragged_rows(device: torch.device, stack: ExitStack) -> None:
-    """Have torch's allocator on CUDA grow its segments, unless the user has configured it, and use
-    no attention with plans until `stack` ends.
+def prepare_for_ragged_rows(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:
+    """For rows of varying length: have torch's allocator on CUDA grow its segments, unless the user
+    has configured it, and use no attention with plans until `stack` ends.
 
-    Rows of varying length leave gaps between blocks of fixed sizes; segments that grow leave none.
+    Such rows leave gaps between blocks of fixed sizes; segments that grow leave none.
     The allocator may be in use already, so that its environment variable would come too late.
     """
+    if not recipe.data.ragged_:
+        return
     stack.enter_context(attention_without_plans())
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     if device.type == "cuda" and not any(name in os.environ for name in names):

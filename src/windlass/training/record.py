@@ -36,6 +36,7 @@ from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.measures import short
+from windlass.telemetry.profile import StepProfile
 from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.callbacks import StepResult
@@ -360,6 +361,11 @@ class Recorder:
         text = f"first step done {whole:.1f} s after the start: {text}"
         self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
 
+    def write_profile(self, profile: StepProfile) -> None:
+        with self.outside("save"):
+            text, files = profile.write()
+        self.emit("profile", text, files=files, warning=not files)
+
     def enter_epoch(self) -> None:
         """At a start: show the epoch that begins or continues, and the order of its samples."""
         state, horizon = self.state, self.horizon
@@ -465,7 +471,6 @@ class Recorder:
         means |= {"train_loss_mean": state.loss_sum / state.losses} if state.losses else {}
         trained = [x["loss"] for x in lines if x["kind"] == "train"]
         losses = [x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS]
-        best = scores.best
         self.ledger.write(
             "summary",
             state.step,
@@ -479,8 +484,8 @@ class Recorder:
             final_eval_loss=(losses or [None])[-1],
             best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None),
             best_measure=measure,
-            best_step=best,
-            best_score=None if best is None else scores[best],
+            best_step=scores.best,
+            best_score=None if scores.best is None else scores[scores.best],
             runtime_s=seconds["total"],
             samples_per_s_whole_run=state.samples / (seconds["total"] - seconds["startup"]),
             wall_time=seconds,

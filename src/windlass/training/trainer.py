@@ -96,8 +96,7 @@ class Trainer:
         self.ranks = ranks = stack.enter_context(init_store(detect_env(), recipe))
         self.data = data = setup.open_shared(plan, ranks, data, stack)
         init_process_group(ranks, recipe)  # chooses the device
-        if recipe.data.ragged_:
-            memory.expect_ragged_rows(ranks.device, stack)
+        memory.prepare_for_ragged_rows(recipe, ranks.device, stack)
         self.batch, self.horizon = setup.batch_and_horizon(plan, ranks, data, custom)
         if module is not None:
             stack.enter_context(keeping_modes(module))
@@ -230,20 +229,19 @@ class Trainer:
 
     def loop_within_memory(self) -> bool:
         """The loop; a single rank that runs out of memory repeats the step in smaller parts."""
-        recorder = self.recorder
         while True:
             try:
                 return self.loop()
             except RuntimeError as error:
-                self.batch = memory.smaller_micro_batch(error, self.batch, recorder)
+                self.batch = memory.smaller_micro_batch(error, self.batch, self.recorder)
             size = self.batch.micro_batch
             self.optimizer.zero_grad(set_to_none=True)
             self.losses.reset()
             memory.release_memory(self.facts.compiles)
             self.evaluator.use_micro_batch(size)
             self.checkpoints.use_micro_batch(size)
-            memory.report_smaller(recorder, size)
-            recorder.restart_counts()
+            memory.report_smaller(self.recorder, size)
+            self.recorder.restart_counts()
 
     def loop(self) -> bool:  # noqa: PLR0915 (the algorithm in one piece)
         """Step, log, save, evaluate; False if a stop was asked for before the end."""
@@ -272,7 +270,8 @@ class Trainer:
                 if owns_collector and state.step % GC_STEPS == 0:
                     gc.collect()  # else one rank collects in a step, and the others wait
                 recorder.stepped(batch, result)
-                self.profile.write_after(state.step, recorder)
+                if self.profile.ends(state.step):
+                    recorder.write_profile(self.profile)
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
                     self.saver.reserve(self.checkpoints.tensors())
