@@ -27,7 +27,8 @@ EXTRAS = {
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),
 }
-"""Packages that `pip install windlass-lm` does not install, by the extra that does."""
+"""Packages that Windlass does not bring, by the extra that does. A message names the packages,
+because the extra can only be installed from a checkout."""
 
 MARK = "\x1f"  # ASCII's unit separator, around an argument of the API in a message
 
@@ -65,6 +66,10 @@ class RunFailed(Message, RuntimeError):
     exit_code = FAILED
 
 
+class OutOfMemory(RunFailed):
+    """Memory ran out, and the next start has smaller micro-batches; our launchers start again."""
+
+
 class HostLost(RunFailed):
     """A run that ended because a rank or host was lost."""
 
@@ -90,9 +95,8 @@ def require(package: str, what: str) -> None:
 
 def needs(package: str) -> str:
     """The end of a message about a missing package, with the command that installs it."""
-    extras = [extra for extra, packages in EXTRAS.items() if package in packages]
-    name = f"'windlass-lm[{extras[0]}]'" if extras else package
-    return f"needs the package {package}: pip install {name}"
+    extra = next((packages for packages in EXTRAS.values() if package in packages), (package,))
+    return f"needs the package {package}: pip install {' '.join(extra)}"
 
 
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
@@ -101,9 +105,27 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}"
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a name is UTF-8, as TOML and JSON are; the names of files may be other bytes."""
+    return text == text.encode("utf-8", "replace").decode()
+
+
 def plural(count: int, noun: str) -> str:
     """A count and its noun: `1 step`, `1,200 steps`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def by_text(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each different text, with the labels that it belongs to."""
+    labels: dict[str, list[str]] = {}
+    for label, text in pairs:
+        labels.setdefault(text, []).append(label)
+    lines = []
+    for text, names in labels.items():
+        more = f" and {len(names) - 2} more" if len(names) > 3 else ""
+        listed = "; ".join(names[:2] if more else names) + more
+        lines.append(f"{listed}: {text}" if names[0] else text)
+    return lines
 
 
 def before_training(name: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import DDP, LONG, TRAIN, assert_same, launched
-from slurm_cluster import Cluster, log_of
+from slurm_cluster import NODES, Cluster, log_of
 
 from docs_pages import DOCS, blocks, commands_of
 from helpers import wait_for

@@ -8,6 +8,7 @@ import sys
 import threading
 from inspect import getsource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hf_fixtures import config
 from windlass import Callback, Recipe, evaluate, export, load_model, sample, train
 from windlass.launch.local import launch
 from windlass.run import Run
+from windlass.training.callbacks import Callbacks, UserCode
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "extend.md"
 
@@ -308,6 +310,103 @@ def test_buffers_are_equal_on_all_ranks_and_a_resume_is_exact(tmp_path, page_cod
         assert states[0]["late"] > 0
 
 
+BRANCHES = """
+import sys, torch
+from pathlib import Path
+from torch import nn
+from windlass import Recipe, train
+from windlass.errors import UserError
+from windlass.run import Run
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.always, self.branch, self.never = nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 50)
+
+    def forward(self, tokens, labels):
+        x = self.always(self.table(tokens))
+        if tokens[0, 0] % 2:
+            x = x + self.branch(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+folder, fixed = Path(sys.argv[1]), torch.manual_seed(1)
+class Data(torch.utils.data.Dataset):
+    rows = torch.randint(0, 50, (64, 17), generator=torch.Generator().manual_seed(2))
+    __len__ = lambda self: len(self.rows)
+    __getitem__ = lambda self, number: self.rows[number]
+
+settings = "train.steps=4 train.global_batch=8 train.micro_batch=1 model.context=16 telemetry.every=1 eval.every=0 train.precision=fp64 model.vocab=0"
+for strategy in sys.argv[2:]:
+    recipe = Recipe.load("quickstart", [*settings.split(), f"run.dir='{folder / strategy}'", f"parallel.strategy={strategy}"])
+    if strategy == "ddp":
+        try:
+            train(recipe, Branching(), Data())
+        except UserError as error:
+            (folder / "refused").write_text(f"{len(Run(folder / strategy).lines('train'))}: {error}")
+            raise
+    if strategy != "single":
+        recipe = recipe.replace("parallel.find_unused_parameters=true")
+    train(recipe, Branching(), Data())
+"""
+
+
+@pytest.mark.dist
+def test_parameters_that_only_some_ranks_or_steps_use(tmp_path, monkeypatch):
+    """DDP would update with gradients that differ between ranks, then fail with its own advice."""
+    words = [sys.executable, "-c", BRANCHES, str(tmp_path)]
+    assert launch([*words, "ddp"], 2) == 2
+    text = (tmp_path / "refused").read_text()
+    assert text.startswith("0: ") and "never.weight, never.bias" in text
+    assert "parallel.find_unused_parameters=true" in text
+    words[2] = BRANCHES.replace('strategy == "ddp"', "False")
+    assert launch([*words, "ddp", "shard_optim"], 2) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["", str(tmp_path), "single"])
+        exec(BRANCHES, {})
+    for strategy in ("ddp", "shard_optim"):
+        for line, one in zip(
+            *(Run(tmp_path / s).lines("train") for s in (strategy, "single")), strict=True
+        ):
+            for number in ("loss", "grad_norm"):
+                assert line[number] == pytest.approx(one[number], rel=1e-9), (strategy, number)
+
+
+ON_RANK_0 = """
+import os, sys
+from windlass import Callback, Recipe, train
+
+class Watch(Callback):
+    def on_step(self, now):
+        print("loss", now.step, now.loss)
+
+small = "train.steps=4 train.global_batch=8 model.context=16 model.layers=1 eval.every=0"
+recipe = Recipe.load("quickstart", [*small.split(), f"run.dir='{sys.argv[1]}'", "parallel.strategy=ddp"])
+train(recipe, callbacks=[Watch()] if os.environ["RANK"] == "0" else [])
+"""
+
+
+@pytest.mark.dist
+def test_callbacks_of_rank_0_only(tmp_path, capfd):
+    """Every rank adds up the loss of the steps that they see."""
+    assert launch([sys.executable, "-c", ON_RANK_0, str(tmp_path / "run")], 2) == 0
+    shown = re.findall(r"^loss (\d+) (.*)$", capfd.readouterr().out, re.MULTILINE)
+    again = Run(tmp_path / "run").recipe
+    alone = train(again.replace("telemetry.every=1", f"run.dir='{tmp_path / 'alone'}'"))
+    losses = [line["loss"] for line in alone.lines("train")]
+    assert [int(step) for step, _ in shown] == [1, 2, 3, 4]
+    assert [float(loss) for _, loss in shown] == pytest.approx(losses, rel=1e-5)
+
+
+def test_suites_of_rank_0_only_are_refused():
+    """Each suite is a measurement of all ranks together."""
+    ranks = SimpleNamespace(all_gather_object=lambda name, own: [own, [False, []]])
+    code = UserCode(suites={"mine": lambda model, step: {"score": 1.0}})
+    with refused("suites", "rank 0 has ['mine']", "rank 1 has []"):
+        Callbacks(code, None, ranks, None, None, None, None)
+
+
 def test_what_cannot_be_with_a_model_of_ones_own_is_refused(tmp_path, page):
     model = page["MyModel"]()
     table = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding))
@@ -555,6 +654,8 @@ def test_a_pair_of_datasets_has_validation_and_a_module_of_ones_own_needs_no_voc
         train(small, model, (Rows(17), Rows(17, 8)), extend_to=9)
     with refused("data", "pair", "(training, validation)"):
         train(recipe(tmp_path / "other"), model, (*sets, sets[0]))
+    with refused("item 0 of the dataset", "integers [17]"):
+        train(recipe(tmp_path / "other"), model, list(sets))
 
 
 def test_train_starts_local_ranks(tmp_path):

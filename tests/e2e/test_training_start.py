@@ -145,6 +145,20 @@ def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path, capsys):
     assert train(recipe, extend_to=20).state == "finished", "the same command again"
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear", "inverse-sqrt", "constant"])
+def test_an_extension_announces_a_jump_of_the_learning_rate(corpus, tmp_path, capsys, kind):
+    own = {"optim.schedule.kind": kind, "optim.schedule.warmup": 2}
+    recipe = recipe_of(corpus, tmp_path / "run", **own)
+    train(recipe)
+    old, new = (rates(recipe, steps)[11] for steps in (12, 24))
+    capsys.readouterr()
+    shown = train(recipe, extend_to=24).log_path.read_text()
+    if kind in ("cosine", "linear"):
+        assert f"jumps from {old:.2g} to {new:.2g}" in shown and "--branch-from" in shown
+    else:
+        assert old == new and "jumps" not in shown
+
+
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])
 def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_path, kind):
     """So the extension resumes from the newest checkpoint, and is bit for bit the run that was as

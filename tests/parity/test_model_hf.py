@@ -186,6 +186,7 @@ def by_cache(ours: HfModel, tokens: Tensor) -> tuple[Tensor, Any]:
     return torch.cat([ours(part, cache=cache) for part in parts], 1), cache
 
 
+@pytest.mark.filterwarnings("ignore:.* reads all tokens again")
 @pytest.mark.parametrize("kind", [*KINDS, "mistral", "mamba", "rwkv", "jamba"])
 @torch.no_grad()
 def test_text_is_the_same_with_and_without_a_cache(kind: str, tmp_path: Path) -> None:

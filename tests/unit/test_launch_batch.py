@@ -28,6 +28,7 @@ from windlass.launch.submit import (
     queued,
     read_site,
     submit_run,
+    watch,
 )
 from windlass.model.size import checkpoint_bytes
 from windlass.recipe import Recipe
@@ -776,6 +777,24 @@ def test_a_second_submission_leaves_the_cells_of_jobs_alone(tmp_path, monkeypatc
     with refused("no qstat", "login node"):
         monkeypatch.setenv("PATH", str(tmp_path))
         cancel(path)
+
+
+def test_watch_shows_the_logs_of_a_studys_last_jobs(tmp_path, monkeypatch):
+    once = f"[ -e {tmp_path}/asked ] && exit 35; touch {tmp_path}/asked; {{}}"
+    row = "echo '9.server study me 0 R gpu'"
+    over = "echo Job has finished >&2"
+    qstat = f"[ $1 = 9.server ] || {{ {over}; exit 35; }}\n{once.format(row)}"
+    programs(tmp_path / "tools", monkeypatch, qstat=qstat.replace("&& exit", f"&& {over} && exit"))
+    monkeypatch.setattr("windlass.launch.submit.WATCH_SECONDS", 0)
+    for number, job in ((1, "8.server"), (2, "9.server")):
+        folder = tmp_path / "study" / "jobs" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "submit.sh").touch()
+        (folder / "study_1.out").write_text(f"log {number}\n")
+        (folder / "job.json").write_text(json.dumps({"scheduler": "pbs", "job": job}))
+    shown = list[str]()
+    watch(tmp_path / "study", shown.append)
+    assert shown == ["[9.server: running]", "log 2"]
 
 
 @pytest.mark.parametrize(

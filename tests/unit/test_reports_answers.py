@@ -54,7 +54,11 @@ def test_runs_that_did_not_end_well(tmp_path):
     add_lines(stopped, event("preempted", 100, 500, reason="SIGTERM", saved=True))
     worked, *_, wrong = answers([RunView(stopped)])
     assert worked.text == "Not yet: preempted after 100 of 100 steps" and worked.mark == "open"
-    assert (wrong.text, wrong.remark) == ("1 preemption", "step 100: SIGTERM")
+    assert (wrong.text, wrong.remark) == ("Nothing", ""), "everything is saved"
+    for kind in ("preempted", "stopped"):  # by SIGTERM, by Ctrl-C
+        add_lines(stopped, event(kind, 100, 501, reason="SIGTERM", saved=False))
+        wrong = answers([RunView(stopped)])[-1]
+    assert wrong.text == "2 unsaved stops" and wrong.remark == "step 100: SIGTERM"
     diverged = build_run(tmp_path / "diverged", steps=100)
     edit(diverged, lambda x: x | {"loss": 99.0} if x["kind"] == "train" and x["step"] > 50 else x)
     worked, *_, wrong = answers([RunView(diverged)])

@@ -155,4 +155,4 @@ def test_one_cell_is_the_best_for_headline_stars_page_and_api(tmp_path):
     assert contents.head.answers[1].remark.startswith("layers=4 lr=0.001")
     assert [winner.rows for winner in contents.winners] == [[2], []]
     assert page(contents).count('<tr class="winner"') == 1
-    assert study.winners().cell.cell.label == "layers=4 lr=0.001" and contents.looks[2].rank == 0
+    assert study.best().path == study.run_of(study.cells[2]).path and contents.looks[2].rank == 0

@@ -62,7 +62,8 @@ def test_the_command_of_a_cell_trains_into_its_directory(tmp_path):
     source, path = 'C:\\new "text", it\'s.txt', tmp_path / 'my "study", it\'s \\n [1]'
     study = Study.create(QUICKSTART, {"data.source": [source]}, path)
     words = train_command(study, study.cells[0])
-    trained = Recipe.load(words[4], words[5:])
+    source_words = words[words.index("train") + 1 :]
+    trained = Recipe.load(source_words[0], source_words[1:])
     assert trained.run_dir == study.run_of(study.cells[0]).path
     assert trained.data.source == source
 

@@ -211,7 +211,7 @@ def test_what_is_wrong_with_a_replay_is_reported(run, monkeypatch):
     with refused("tensorboard, mlflow, wandb"):
         track(run, "neptune")
     monkeypatch.setattr("windlass.errors.installed", lambda package: False)
-    with refused("pip install 'windlass-lm[mlflow]'"):
+    with refused("pip install mlflow"):
         track(run, "mlflow")
 
 

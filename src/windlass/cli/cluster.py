@@ -233,7 +233,7 @@ def _watch(directory: Path) -> int:
     ended = "the job ended" + (f" with exit code {code}" if code else "")
     new = f"{ended} before the run began"
     typer.echo(new if state == "new" else f"the run is {state}; {ended}")
-    return int(code or (errors.STOPPED if state == "preempted" else errors.FAILED))
+    return int(code or (errors.STOPPED if state in ("preempted", "stopped") else errors.FAILED))
 
 
 def check(

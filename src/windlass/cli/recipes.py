@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Argument, Option
 
-from windlass.cli import Json, Overrides, RecipeName, complete, print_json
+from windlass.cli import Json, Overrides, RecipeName, complete, print_json, say
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ def init(
     for source in sources_of(data):
         check_source(source, "--data", conversations=bool(model) and not source.endswith(".txt"))
     write_first_recipe(file, data, model)
-    verbs = ", ".join(f"`windlass {verb} {file}`" for verb in ("prepare", "plan", "train"))
-    typer.echo(f"wrote {file}: edit it, then {verbs}")
+    quoted = shlex.quote(str(file))
+    verbs = ", ".join(f"`windlass {verb} {quoted}`" for verb in ("prepare", "plan", "train"))
+    say(f"wrote {file}: edit it, then {verbs}")
 
 
 def recipe(
@@ -58,7 +60,7 @@ def recipe(
     if schema:
         typer.echo(json.dumps(json_schema(), indent=2))
     elif key:
-        typer.echo(explain(key, recipe, overrides))
+        say(explain(key, recipe, overrides))
     elif list_:
         rich_console(sys.stdout).print(pairs(_presets()))
     elif recipe:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Option
 
-from windlass.cli import Json, Overrides, RecipeName, print_json
+from windlass.cli import Json, Overrides, RecipeName, print_json, say
 from windlass.errors import DONE, FAILED, UserError, first_line, plural
 from windlass.processes import QUIET_END, exit_with_parent
 
@@ -106,7 +106,8 @@ def show_end(run: Run) -> int:
     except Exception as error:
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         why = f"{kind}{first_line(error)}"
-        typer.echo(f"no report: {why}; `windlass report {run.path}` tries again", err=True)
+        again = f"`windlass report {shlex.quote(str(run.path))}` tries again"
+        say(f"no report: {why}; {again}", err=True)
     chat = " --chat" if run.recipe.data.format == "chat" else ""
     typer.echo(f"sample: windlass sample {shlex.quote(str(run.path))}{chat}")
     return DONE

@@ -226,7 +226,10 @@ class DatasetSamples:
 
     def item(self, index: int) -> np.ndarray:
         """Item `index`, int64 [T + 1]; UserError if it has another shape or type."""
-        item = np.asarray(self.dataset[index])
+        item = self.dataset[index]
+        # numpy would read the items of any other object, such as a dataset, perhaps without end.
+        is_row = hasattr(item, "__array__") or isinstance(item, list | tuple)
+        item = np.asarray(item if is_row else None)
         if item.dtype.kind not in "iu" or item.shape != (self.context + 1,):
             raise UserError(
                 f"data: item {index} of the dataset is {item.dtype} {list(item.shape)}; "

@@ -128,7 +128,7 @@ def plan(
         per_host: Ranks of each host; 0: 8 GPUs, or all ranks on a CPU.
     """
     if isinstance(source, str | Path):
-        is_run = (Path(source) / "recipe.toml").is_file() and not overrides
+        is_run = Run(source).exists and not overrides
         source = Run(Path(source)) if is_run else Recipe.load(source)
     run = source if isinstance(source, Run) and last_start(source.ledger()) else None
     recipe = as_recipe(source).replace(overrides)
@@ -158,7 +158,7 @@ def add_layouts(plan: Plan, subject: Subject, machine: Machine) -> Plan:
 
 def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
     """The speed of the runs with the same model and kind of device, if any."""
-    begun = [run for run in runs if run.recipe_path.is_file()]
+    begun = [run for run in runs if run.exists]
     same = [run for run in begun if run.recipe.model == subject.recipe.model]
     speeds = [speed for run in same if (speed := measured_speed(run.ledger(), run.name))]
     devices = ("", subject.device.name.lower())
@@ -204,8 +204,8 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
     if device.family not in constants().ranges:
         detail += f"; no published run on {device.name}, so its error is unknown"
         return replace(speed, detail=detail), ""
-    narrow = network.network["width"] if isinstance(network, CountedSizes) else network.width
-    if narrow < NARROWEST or subject.precision not in ("bf16", "fp16"):
+    model_width = network.network["width"] if isinstance(network, CountedSizes) else network.width
+    if model_width < NARROWEST or subject.precision not in ("bf16", "fp16"):
         beyond = f"published runs have bf16 and a width of {NARROWEST} or more"
         return replace(speed, detail=f"{detail}; {beyond}, so its error is unknown"), ""
     rows, _, low, high = constants().ranges[device.family]

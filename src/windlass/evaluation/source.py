@@ -91,10 +91,10 @@ def find_source(
     path = Path(name).expanduser()
     adapter = path if (path / ADAPTER).is_file() else None
     foreign = name.startswith("hf:") or adapter or (path / "config.json").is_file()
-    if not foreign or (path / "recipe.toml").is_file():
+    if not foreign or Run(path).exists:
         choice = load.find_checkpoint(path if path.exists() else name)
         run = Run(choice.path.parent.parent)
-        if not run.recipe_path.is_file():
+        if not run.exists:
             problem = f"{choice.path} is not in a run directory"
             raise UserError(f"{problem}: there is no {run.recipe_path}")
         home = run.path if (run.path / FOLDER).is_dir() else data_dir(run.recipe)

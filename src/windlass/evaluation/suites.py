@@ -76,8 +76,8 @@ class Suites:
         `whole`: also measure the loss of all validation data, besides the loss of `eval.batches`.
         `average`: also measure the validation loss of these weights of the model.
         """
-        # Only the loss of text has passes of one shape; others must not recompile the training.
-        fixed = suite == LOSS_SUITE and self.recipe.data.format == "text"
+        # Passes of other shapes must not recompile the training.
+        fixed = suite == LOSS_SUITE and not self.recipe.data.ragged_
         arithmetic = partial(autocast, self.recipe, self.ranks.device)
         how: dict[str, Any] = {"autocast": arithmetic, "poll": poll}
         how |= {} if suite.startswith(HARNESS) else {"progress": progress}

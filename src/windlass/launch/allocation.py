@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from windlass import processes
-from windlass.errors import BAD_INPUT, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, UserError
+from windlass.errors import BAD_INPUT, FAILED, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, UserError
 from windlass.fileio import read_json, write_atomic
 from windlass.launch.job import LAUNCHERS
 from windlass.launch.schedulers import SCHEDULERS, find_job
@@ -236,7 +236,11 @@ def launch_in_job(
             # After a kill of a rank, for example for its memory, the host is well.
             if waited_in_vain and (path := os.environ.get(LOST_HOSTS)):
                 Path(path).write_text(",".join(lost))
-        return code
+        again = any(read_json(path).get("again") for path in reports.glob("failure-*.json"))
+    if code == FAILED and again:  # memory ran out, and the micro-batches are smaller now
+        show("windlass: starting the ranks again")
+        return launch_in_job(allocation, words, show)
+    return code
 
 
 def free_port(host: str) -> int:

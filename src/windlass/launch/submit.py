@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -30,6 +29,7 @@ from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.schedulers.base import Scheduler
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
+from windlass.recipe.paths import from_here
 from windlass.run import Run
 from windlass.variables import SECRET_NAME
 
@@ -38,9 +38,6 @@ WATCH_SECONDS = 5.0
 EARLY_SECONDS = 60  # by which SLURM may send a signal ahead of its time
 # what a scheduler says about a job that is over
 OVER = re.compile("invalid job|unknown job|has finished|is not found", re.IGNORECASE)
-# settings that may name an existing file or directory, with a prefix or without
-INPUTS = ["data.source", "data.eval_source", "data.tokenizer", "model.name", "model.init_from"]
-INPUTS += ["eval.hellaswag_file", "eval.squad_file", "checkpoint.resume"]
 LAUNCH = (*WINDLASS, "launch", "--", *WINDLASS)  # a verb on all ranks of the job
 
 
@@ -197,8 +194,15 @@ def submit_run(
     site = site or read_site()
     scheduler = find_scheduler(scheduler, site, dry_run)
     place = Path(site.scratch or Path.cwd())
-    run = Run((place / recipe.run_dir).resolve())
-    recipe = with_places(recipe, place).replace({"run.dir": str(run.path)})
+    run = Run(recipe.run_dir.resolve())
+    if not run.exists:
+        run = Run((place / recipe.run_dir).resolve())
+    recipe = recipe.replace({"run.dir": str(run.path)})
+    if recipe.home is None:
+        # Inputs are here. What the job prepares belongs on the site's scratch disk.
+        places = ("data.dir", "run.base")
+        inputs = {key: value for key, value in recipe.flat().items() if key not in places}
+        recipe = recipe.replace(from_here(inputs, str(place)) | {"run.base": str(place)})
     snapshot = str(run.path / SNAPSHOT)
     saves = [e["write_s"] + e["blocked_s"] for e in run.events if e["event"] == "checkpoint"]
     command, slowest = (*LAUNCH, "train", snapshot), max(saves[-3:], default=0.0)
@@ -212,30 +216,6 @@ def submit_run(
         raise UserError(f"job {job_id} of {run.path} is {state}: {follow}")
     note_unprepared([recipe], place, notify)
     return submit(job, site, scheduler, dry_run, recipe)
-
-
-def with_places(recipe: Recipe, directory: Path) -> Recipe:
-    """The recipe for a job that runs in `directory`: paths of files here become absolute."""
-
-    def absolute(text: str) -> str:
-        prefix = next((p for p in ("hf:", "squad:", "shards:", "gpt2:") if text.startswith(p)), "")
-        place = text.removeprefix(prefix)
-        is_here = place and (Path(place).exists() or glob.glob(place))
-        return f"{prefix}{Path.cwd() / place}" if is_here else text
-
-    if directory.resolve() == Path.cwd():
-        return recipe
-    changed = dict[str, Any]()
-    for key, value in recipe.flat().items():
-        if key in INPUTS and value and value != "stdlib":
-            new = list(map(absolute, value)) if isinstance(value, list) else absolute(value)
-            changed |= {key: new} if new != value else {}
-    for number, part in enumerate(recipe.data.mix):
-        for name in ("source", "eval_source"):
-            value = getattr(part, name)
-            if value and value != "stdlib":
-                changed[f"data.mix.{number}.{name}"] = absolute(value)
-    return recipe.replace(changed)
 
 
 def note_unprepared(

@@ -83,10 +83,10 @@ def own_module(model: nn.Module, context: int) -> nn.Module:
 
 
 def set_training(model: nn.Module) -> None:
-    """Put a user's module in training mode, as `model.train()` does, but for deliberate exceptions.
+    """Put a user's module in training mode: `from_pretrained` returns models in evaluation mode.
 
-    `from_pretrained` returns models in evaluation mode, and a user's module may contain one. But a
-    frozen part or a single layer in evaluation mode, inside a part in training mode, stays so.
+    A frozen part or a single layer in evaluation mode stays in it, on purpose, if the module around
+    it is in training mode.
     """
     parts = [part for whole in model.modules() if whole.training for part in whole.children()]
     evaluating = [part for part in parts if not part.training]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,9 @@ class HfCache:
         if not first and tokens.shape[1] > 1 and getattr(self.model, "_is_stateful", False):
             self.cache = None  # recurrent networks continue from their state by one token at a time
         cached = self.cache is not None
+        if not cached and len(self.tokens[0]) > tokens.shape[1]:
+            what = f"{type(self.model).__name__} keeps no cache of these tokens"
+            warnings.warn(f"{what}: each new token reads all tokens again", stacklevel=2)
         given = {self.name: self.cache, **self.last_only} if cached else self.last_only
         ids = tokens if cached else self.tokens
         logits: Tensor = self.model(input_ids=ids, use_cache=cached, **given).logits

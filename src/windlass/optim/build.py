@@ -301,13 +301,14 @@ def _matrices(model: Any, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def count_groups(groups: list[ParameterGroup]) -> list[dict[str, Any]]:
-    """The tensors and parameters (over all shards) of each group, with its peak learning rate and
-    weight decay."""
+    """The tensors and parameters (over all shards) of each group, with its peak learning rate,
+    weight decay, and whether one kernel updates it."""
     return [
         {
             "name": g["name"],
             "lr": g["base_lr"],
             "weight_decay": g["weight_decay"],
+            "fused": bool(g.get("fused")),
             "tensors": len(g["params"]),
             "parameters": sum(math.prod(whole_shape(p)) for p in g["params"]),
         }

@@ -13,6 +13,7 @@ import errno
 import faulthandler
 import json
 import os
+import random
 import re
 import socket
 import sys
@@ -24,11 +25,20 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from windlass import processes
-from windlass.errors import BAD_INPUT, FAILED, RunFailed, Stopped, UserError, first_line
+from windlass.errors import (
+    BAD_INPUT,
+    FAILED,
+    OutOfMemory,
+    RunFailed,
+    Stopped,
+    UserError,
+    first_line,
+)
 from windlass.parallel.env import (
     LOOPBACK,
     NO_HOSTS,
@@ -91,8 +101,11 @@ class Ranks:
         if self.store is None:
             return
         self.store.set_timeout(timedelta(seconds=seconds))
+        # torch 2.14 has a public function, and warns of the private one.
+        public = hasattr(dist, "set_timeout")
+        set_timeout = dist.set_timeout if public else dist.distributed_c10d._set_pg_timeout
         for group in self.mesh.groups():
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_timeout(timedelta(seconds=seconds), group)
 
     def all_gather_object(self, name: str, value: Any) -> list[Any]:
         """Every rank's value (anything that JSON holds), in order of the ranks; waits for all."""
@@ -148,7 +161,8 @@ class Ranks:
         """
         self._failed = True
         text = f"{type(error).__name__}: {re.sub(GLOO_NOISE, '', first_line(error))}"
-        failure = self.status.failure(text, lost_contact(error))
+        again = isinstance(error, OutOfMemory)
+        failure = self.status.failure(text, lost_contact(error), again)
         if self.world > 1:
             faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
             atexit.register(exit_now, BAD_INPUT if isinstance(error, UserError) else FAILED)
@@ -181,13 +195,16 @@ class Ranks:
 
 def process_settings() -> Callable[[], None]:
     """A function that restores the process's present settings, which a training changes: threads,
-    precision, deterministic kernels, Dynamo's splits under DDP, and gloo's network interface."""
+    precision, deterministic kernels, Dynamo's splits under DDP, gloo's network interface, and the
+    states of the random generators."""
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     compiler = sys.modules.get("torch._dynamo")
     optimize_ddp = compiler.config.optimize_ddp if compiler else True  # torch's default
     interface = os.environ.get(INTERFACE)
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore() -> None:
         torch.set_num_threads(threads)
@@ -195,6 +212,11 @@ def process_settings() -> Callable[[], None]:
         use_deterministic(deterministic, warn_only)
         if compiler := sys.modules.get("torch._dynamo"):
             compiler.config.optimize_ddp = optimize_ddp
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
         os.environ.pop(INTERFACE, None)
         if interface is not None:
             os.environ[INTERFACE] = interface
@@ -278,7 +300,7 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     on_host = device.type == "cpu" or settings.offload
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
-    elif env.world > 1 and on_host and "OMP_NUM_THREADS" not in os.environ:
+    elif env.local_world > 1 and on_host and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(processes.thread_share(env.local_world))
     if device.type == "cpu":
         processes.keep_freed_memory()
@@ -286,6 +308,9 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if not ranks.strategy.distributed:
         return
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        problem = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch's collectives crash"
+        raise UserError(f"{problem}: unset the variable, or write INFO")
     if interface := gloo_interface(ranks):
         # gloo takes the host name's interface, which may be missing, slow, or a foreign network.
         os.environ.setdefault(INTERFACE, interface)

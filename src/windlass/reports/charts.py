@@ -21,6 +21,7 @@ from windlass.reports.view import Restart, RunView
 COLOURS, DASHES = 8, 5  # of the palette, and of the patterns and shapes in plots.py and chart.js
 FEW = 4  # lines of a chart in colour; of more lines the best BEST are in colour, the rest in grey
 BEST = 3
+SPREAD = 8  # of the values on a logarithmic axis, at least: the highest over the lowest
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,13 @@ class Series:
     def x(self) -> Numbers:
         """The place of each point in a picture."""
         return self.at["x"] if "x" in self.at else self.at["step"]
+
+
+def is_spread(lines: Iterable[Series]) -> bool:
+    """Whether positive values span so much that only a logarithmic scale shows them all."""
+    values = np.concatenate([[], *(one.y for one in lines if not one.diverged)])
+    good = values[np.isfinite(values)]
+    return len(good) > 0 and good.min() > 0 and bool(good.max() / good.min() >= SPREAD)
 
 
 @dataclass(frozen=True)

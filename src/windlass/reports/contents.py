@@ -16,6 +16,8 @@ from windlass.reports.table import Table, stacked
 from windlass.reports.view import RunView, first
 from windlass.study.results import common_measure
 
+CELL_PAGES = 200
+
 
 class Contents:
     """Everything in a report of some runs, or of a study with its started runs.
@@ -32,15 +34,18 @@ class Contents:
         self.published = published(views, study, table, scaled.values if scaled else ())
         self.winners = scaled.winners if scaled else study.winners if study else []
         self.looks = looks(views, ranking(views, study))
+        # Bounded, because each takes a tenth of a second and 100 kB.
+        self.cell_pages = list(views[:CELL_PAGES]) if study else []
         self.run_charts, self.time = charts(views), time_chart(views)
         self.study_charts = scaled.charts if scaled else sweep_charts(study) if study else []
         self.settings = tables.all_settings(views)
-        # the settings that differ between the runs, or from the defaults
-        self.changed = [row for row in self.settings if row.differs or row.changed]
+        # A study's table of cells has the settings that differ.
+        self.differing = [row for row in self.settings if row.differs and not study]
+        self.changed = [row for row in self.settings if row.changed and not row.differs]
         self.head = head_of(views, study, scaled)
         single = len(views) == 1 and not study
         total = tables.results(views[0]) if single else tables.comparison(views, self.settings)
-        shown = [total]
+        shown = [tables.results(views[0], brief=True) if single else total]
         if study:
             shown = [*(scaled.tables if scaled else ()), *study_tables(study)]
         keys, evals = [] if single else ["run"], [tables.evaluations(view) for view in views]

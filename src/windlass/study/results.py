@@ -229,7 +229,7 @@ class CellResult:
 
     @property
     def begun(self) -> bool:
-        return self.run.recipe_path.is_file()
+        return self.run.exists
 
     @property
     def divergence(self) -> str:

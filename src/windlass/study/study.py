@@ -63,7 +63,10 @@ from windlass.study.results import (
 )
 
 # The command that trains a winner leaves these out: names, and what a study cuts down to be quick.
-NOT_REPEATED = ("run.name", "run.dir", "run.notes", "preset", "checkpoint.", "eval.", "telemetry.")
+NOT_REPEATED = (
+    *("run.name", "run.dir", "run.base", "run.notes", "preset"),
+    *("checkpoint.", "eval.", "telemetry."),
+)
 ALONE: dict[str, Any] = {"parallel.strategy": "single", "parallel.offload": False} | NO_LAYOUT
 ALONE["parallel.shard_size"] = 0
 """The settings of a rank that trains without communication."""
@@ -111,7 +114,8 @@ class Study:
         Raises UserError if a cell's recipe is invalid, or if `path` has a study of another preset.
         """
         # Every setting by name, as recipe.toml has them, so that no default depends on a cell.
-        base = recipe.replace(**recipe.flat() | {"run.dir": "", "run.name": ""})
+        place = {"run.dir": "", "run.name": "", "run.base": recipe.run.base or str(Path.cwd())}
+        base = recipe.replace(**recipe.flat() | place)
         path = path or Path("studies") / f"{base.preset}-{base.config_hash[:8]}"
         own = [plain(a) for a in axes if isinstance(a, dict)] if isinstance(axes, Sequence) else []
         grid = cells_of(base, own) if own else expand(base, read_axes(axes)) if len(axes) else []
@@ -182,7 +186,7 @@ class Study:
             if new[key] != old[key]:
                 problem = f"{self.path} is a study with {key} = {old[key]}, not {new[key]}"
                 raise UserError(f"{problem}: {elsewhere}")
-        differ = {key: value for key, value in new.items() if value != old[key]}
+        differ = {k: value for k, value in new.items() if value != old[k] and k != "run.base"}
         own = {k: v for k, v in differ.items() if k in self.keys or not k.startswith(NON_SEMANTIC)}
         recipe = self.recipe.replace(**{k: v for k, v in differ.items() if k not in own})
         before = {cell.directory: cell.assignment for cell in self.cells}
@@ -252,7 +256,7 @@ class Study:
         return self.path / "probes" / f"{cell.world}-ranks-{digest}"
 
     def runs(self) -> list[Run]:
-        return [run for run in map(self.run_of, self.cells) if run.recipe_path.is_file()]
+        return [run for run in map(self.run_of, self.cells) if run.exists]
 
     def results(self) -> list[CellResult]:
         statuses = self.statuses()
@@ -288,15 +292,12 @@ class Study:
         return find_winners(self.results(), self.measure, self.values)
 
     def best(self) -> Run:
-        """The run of the best cell by the study's measure; UserError if there is not one."""
-        groups, remark = self.winners()
-        if len(groups) != 1:
-            many = f"{len(groups)} cells are best, each for other amounts of computation"
-            reason = many if groups else remark or "no cell has finished with a score"
-            raise UserError(f"{self.path}: {reason.rstrip('.')}; see winners() and to_pandas()")
-        finished = [r for r in groups[0].results if r.state == "finished"]
-        scored = [(r.score if r.lower else -r.score, r) for r in finished if r.score is not None]
-        return min(scored, key=lambda pair: pair[0])[1].run
+        """The run of the best of all cells (`Winners.cell`); UserError if there is not one."""
+        winners = self.winners()
+        if winners.cell is None:
+            reason = winners.remark or "no cell has finished with a score"
+            raise UserError(f"{self.path}: {reason.rstrip('.')}; see to_pandas()")
+        return winners.cell.run
 
     def to_pandas(self) -> Any:
         """The cells as a `pandas.DataFrame`: settings, states, losses and speeds, a row for each."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,7 +92,7 @@ def sweep(
         require("optuna", argument("halving"))
     study, preset_world = create_sweep(recipe, axes, overrides, path)
     if study.over_hosts and only is None:
-        how = f"`windlass submit {study.path}` submits its cells"
+        how = f"`windlass submit {shlex.quote(str(study.path))}` submits its cells"
         raise UserError(f"{study.path} is a scaling study over hosts: {how}")
     with progress or Progress() as shown:
         Sweep(
@@ -141,7 +142,9 @@ def prepare_data(cells: Sequence[Cell]) -> None:
 
 def train_command(study: Study, cell: Cell) -> list[str]:
     recipe, directory = study.path / "recipe.toml", study.run_of(cell).path
-    return [*WINDLASS, "train", str(recipe), *cell.overrides, f"run.dir={typed(str(directory))}"]
+    places = {"run.dir": str(directory), "run.base": study.recipe.run.base}
+    words = [f"{key}={typed(place)}" for key, place in places.items()]
+    return [*WINDLASS, "train", str(recipe), *cell.overrides, *words]
 
 
 @dataclass

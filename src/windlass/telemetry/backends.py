@@ -106,6 +106,20 @@ class TensorBoard:
         self._file.close()
 
 
+def mlflow_uri(directory: Path) -> str:
+    """The store of the runs in a directory: `MLFLOW_TRACKING_URI`, or a SQLite store beside them."""
+    default = f"sqlite:///{os.path.relpath(directory / 'mlflow.db')}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or default
+
+
+def mlflow_hint(uri: str) -> str:
+    """The server's address, or the command that starts one, with its address."""
+    uri = scrub(uri)
+    if uri.startswith("http"):
+        return uri.rstrip("/")
+    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}  (http://127.0.0.1:5000)"
+
+
 class MLflow:
     """One MLflow run, which a tag identifies, in `MLFLOW_TRACKING_URI` or a SQLite store beside the
     runs.
@@ -123,8 +137,7 @@ class MLflow:
         if project == PROJECT:
             project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
             number = os.environ.get("MLFLOW_EXPERIMENT_ID", "")
-        default = f"sqlite:///{os.path.relpath(path.parent / 'mlflow.db')}"
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or default
+        uri = mlflow_uri(path.parent)
         artifacts = (path.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
         known = client.get_experiment_by_name(project) if not number else None
@@ -145,10 +158,9 @@ class MLflow:
         for first in range(0, len(params), MAX_PARAMS):
             client.log_batch(self._id, params=params[first : first + MAX_PARAMS])
         self.marks: dict[str, int] = json.loads(data.tags.get("windlass.marks", "{}"))
-        uri = scrub(uri)
-        self.hint = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        self.hint = mlflow_hint(uri)
         if uri.startswith("http"):
-            self.hint = f"{uri.rstrip('/')}/#/experiments/{experiment}/runs/{self._id}"
+            self.hint += f"/#/experiments/{experiment}/runs/{self._id}"
 
     def write(self, points: Iterator[Point]) -> None:
         # Metrics come before the marks. After a kill between the two, the store gets equal rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from windlass.parallel.env import detect_env
 from windlass.processes import QUIET_END, WINDLASS
 from windlass.recipe import Recipe, as_recipe
 from windlass.run import Run
+from windlass.telemetry.terminal import message
 from windlass.training.start import StartPlan, changes_of, check_shared, resolve_start
 from windlass.training.stop import StopSignals
 
@@ -109,7 +111,6 @@ def train_rank(
     stop_at: int,
 ) -> None:
     """Train as one rank in this process."""
-    from windlass.parallel.parallelize import attention_without_plans
     from windlass.training.trainer import Trainer
 
     if plan.recipe.train.fit:
@@ -118,8 +119,6 @@ def train_rank(
         recipe = fitted(plan.recipe, custom=model is not None or data is not None)
         changes = changes_of(plan.run, recipe) if plan.resuming else {}
         plan = replace(plan, recipe=recipe, changes=changes)
-    if plan.recipe.data.format != "text":  # rows of varying lengths
-        stack.enter_context(attention_without_plans())
     samples = own_data(data, plan.recipe)
     Trainer(plan, stop, stack, model, samples, code, stop_at).run()
 
@@ -151,7 +150,8 @@ def finished_run(plan: StartPlan) -> Run:
             if ranks.env.nodes > 1:
                 check_shared(ranks, plan.run.path, None)
     if env.rank == 0:
-        print(f"{plan.run.path} is finished: {plan.why_finished}; extend it to train on")
+        text = f"{plan.run.path} is finished: {plan.why_finished}; extend it to train on"
+        print(message(text, sys.stdout))
     return plan.run
 
 

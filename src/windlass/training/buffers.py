@@ -1,8 +1,8 @@
 """Buffers that change in training, such as the statistics of BatchNorm: rank 0's values count.
 
 The ranks see different samples, so their buffers would differ. After each step the first data rank
-sends those that change to the others. Its value is always valid, a mean of counters or of codes is
-not. Non-persistent buffers are not sent, because they are not saved either.
+sends the buffers that change to the others. Its value is always valid, but a mean of counters or
+codes is not. Windlass does not send non-persistent buffers, because it does not save them either.
 """
 
 from __future__ import annotations

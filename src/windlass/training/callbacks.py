@@ -157,11 +157,17 @@ class Callbacks:
     optimizer: Optimizer
     stop_reason: str = ""  # empty: no callback asked for a stop
     logged: dict[str, float] = field(default_factory=dict)  # since `take_logged`
+    see_steps: bool = field(init=False)
+    """Whether a callback of any rank overrides `on_step`, so that all ranks add up the loss."""
 
-    @property
-    def see_steps(self) -> bool:
-        """Whether a callback overrides `on_step`."""
-        return any(type(c).on_step is not Callback.on_step for c in self.code.callbacks)
+    def __post_init__(self) -> None:
+        own = any(type(c).on_step is not Callback.on_step for c in self.code.callbacks)
+        gathered = self.ranks.all_gather_object("user code", [own, sorted(self.code.suites)])
+        self.see_steps = any(sees for sees, _ in gathered)
+        for rank, (_, suites) in enumerate(gathered):
+            if suites != gathered[0][1]:
+                have = f"rank 0 has {gathered[0][1]}, rank {rank} has {suites}"
+                raise UserError(f"suites: {have}; give every rank the same suites")
 
     def stepped(self, lr: float, batch: StepBatch, result: StepResult) -> None:
         if self.see_steps:

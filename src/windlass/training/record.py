@@ -27,6 +27,7 @@ from windlass.estimate.milestones import evaluations
 from windlass.model.size import CountedSizes, describe_sizes
 from windlass.optim.build import describe_groups
 from windlass.parallel.dist import Ranks
+from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon
 from windlass.recipe.load import MEASURED_ON
 from windlass.run import read_lines
@@ -41,7 +42,6 @@ from windlass.training.callbacks import StepResult
 from windlass.training.checks import check_first_loss
 from windlass.training.start import StartPlan, decide_on_rank_0
 from windlass.training.state import TrainState
-from windlass.training.threads import Contention
 
 HEARTBEAT_SECONDS = 10.0  # a file of this age or less shows that the run is alive
 
@@ -86,26 +86,21 @@ class Recorder:
         self.timer = StepTimer(ranks.device, self.goodput)
         self.process = psutil.Process()
         self.started_up = False  # whether this start has done a step
-        # The ends of epochs shorter than the period of `train` lines have no lines of their own.
         # The sources of a mixture have epochs of their own.
-        self.logs_epochs = horizon.samples_per_epoch >= settings.every * horizon.samples_per_step
-        self.logs_epochs &= not plan.recipe.data.mix and horizon.samples_per_epoch > 0
+        self.logs_epochs = horizon.samples_per_epoch >= horizon.samples_per_step
+        self.logs_epochs &= not plan.recipe.data.mix
         self.stream_shard = state.stream[:1] or [0]  # that a streamed source has reached
         self.padded_tokens = 0  # tokens of this start, with padding
         # Step, samples, tokens and padded tokens at the last `train` line.
         self.logged: tuple[int, ...] = ()
         self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines
         self._next_beat = 0.0  # of the monotonic clock
-        # Ranks that share a host are other processes to each other.
-        alone = ranks.device.type == "cpu" and ranks.world == 1
-        self.contention = Contention() if alone else None
         seconds, path = self.goodput.seconds, self.run.metrics_path
         self.ledger = Ledger(path, attempt, ranks.main, lambda: {"seconds": seconds()})
         stack.callback(self.ledger.close)
         env = ranks.env
         place = (ranks.rank, ranks.device, env.local_rank, env.node, ranks.status.place)
-        about = environment.describe_rank(*place)
-        self.placed = ranks.all_gather_object("environment", about)
+        self.placed = ranks.all_gather_object("environment", environment.describe_rank(*place))
         self.launch = self._write_environment(origin) if ranks.main else {}
         self.sampler = DeviceSampler(
             self.run.devices_dir,
@@ -153,7 +148,6 @@ class Recorder:
     def started(
         self,
         batch: BatchPlan,
-        threads: str,
         facts_of_data: Facts,
         groups: list[dict[str, Any]],
         resumed_from: str,
@@ -171,14 +165,16 @@ class Recorder:
         val_samples = facts_of_data.get("val", {}).get("samples", 0)
         measured = evaluations(plan.recipe, horizon, val_samples)
         ranks = f"{self.ranks.world} rank{'s' * (self.ranks.world != 1)} x {facts.device_name}"
-        optimizer = f"{plan.recipe.optim.kind}: {describe_groups(groups)}"
+        fused = " (fused)" * any(group["fused"] for group in groups)
+        optimizer = f"{plan.recipe.optim.kind}{fused}: {describe_groups(groups)}"
         how = facts.precision, "compiled" * facts.compiles
+        cores = plural(usable_cores(), "core") if self.ranks.device.type == "cpu" else ""
         header = {
             "run": str(self.run.path),
             "recipe": f"{plan.recipe.preset} ({plan.recipe.config_hash})",
             "ranks": ", ".join(filter(None, [ranks, strategy, sizes.layout, *how])),
             **self.launch,
-            "threads": threads,
+            "threads": cores and f"{torch.get_num_threads()} of {cores}",
             "model": describe_sizes(facts.sizes),
             "optim": optimizer,
             **self._work(facts_of_data, batch),
@@ -296,8 +292,9 @@ class Recorder:
     def log(self, measures: dict[str, float]) -> None:
         """A `log` line with the numbers that callbacks logged at this step, as `log.NAME`."""
         if measures:
-            fields = {f"log.{name}": value for name, value in measures.items()}
-            self.ledger.write("log", self.state.step, **fields)
+            self.ledger.write(
+                "log", self.state.step, **{f"log.{n}": v for n, v in measures.items()}
+            )
 
     @property
     def scores(self) -> Scores:
@@ -448,8 +445,6 @@ class Recorder:
         """Show messages of trackers, and of a ledger or sampler that cannot write."""
         self.beat()
         self.show(self.trackers.poll())
-        if self.contention and (warning := self.contention.poll()):
-            self.console.warning(warning)
         for source in (self.ledger, self.sampler):
             if source.warning:
                 self.console.warning(source.warning, own=True)

@@ -20,7 +20,7 @@ from windlass.training import setup
 from windlass.training.callbacks import Callbacks
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler, LossSum
-from windlass.training.stop import StopSignals
+from windlass.training.stop import StopSignals, event_of
 
 TRACKER_RESERVE_SECONDS = 2.0  # of the grace after a signal, after the trackers have finished
 
@@ -67,6 +67,7 @@ class Checkpoints:
     def save(self, reason: str = PERIODIC, still: bool = False) -> None:
         """Save in the background; `still`: the state does not change before the save has ended."""
         state, recorder = self.state, self.recorder
+        recorder.ledger.check()
         reason = FINAL if state.step == self.recorder.horizon.steps else reason  # is never deleted
         with recorder.outside("save"):
             self.ranks.mark(state.step, "save")
@@ -128,17 +129,17 @@ class Checkpoints:
         newest checkpoint; without one the run has failed.
         """
         step, recorder = self.state.step, self.recorder
-        own = [stop.requested, stop.seconds_since(), self.callbacks.stop_reason]
-        requested, seconds, asked = zip(*self.ranks.all_gather_object("signals", own), strict=True)
+        own = [stop.name, stop.seconds_since(), self.callbacks.stop_reason]
+        names, seconds, asked = zip(*self.ranks.all_gather_object("signals", own), strict=True)
         mine = self.saver.expected_seconds(step), self.grace
         needed, grace = self.ranks.broadcast_object("needed", mine)
-        signalled, left = any(requested), grace - max(seconds)
+        signalled, left = any(names), grace - max(seconds)
         end = time.monotonic() + left
         # Without a signal a callback or `stop_at` has asked.
-        reason = stop.name if signalled else next(filter(None, asked), "request")
+        reason = next(filter(None, (*names, *asked)), "request")
         if signalled and needed > left:
             self.wait(max(0.0, left))  # a save in progress may still be committed
-            recorder.emit("preempted", reason=reason, saved=False)
+            recorder.emit(event_of(reason), reason=reason, saved=False)
             why = f"a save takes about {needed:.0f} s and only {left:.0f} s are left"
             newest = self.ranks.broadcast_object("newest", self.saver.committed)
             lost = plural(step - newest, "step")
@@ -152,7 +153,7 @@ class Checkpoints:
             problem = "its checkpoint could not be saved"
             raise RunFailed(f"stopped by {reason} at step {step}, and {problem}")
         recorder.log(self.callbacks.take_logged())
-        recorder.emit("preempted" if signalled else "stopped", reason=reason, saved=True)
+        recorder.emit(event_of(reason) if signalled else "stopped", reason=reason, saved=True)
         recorder.ledger.sync()
         flush = self.telemetry.flush_seconds
         if signalled:
