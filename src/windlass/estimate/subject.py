@@ -93,8 +93,8 @@ class Subject:
         if self.micro_batch and not recipe.train.micro_batch:
             recipe = recipe.replace({"train.micro_batch": self.micro_batch})
         of_hf = self.counted if recipe.model.kind == "hf" else None
-        on = (self.world, self.device, self.precision)
-        return layout_on(recipe, vocab, *on, counted=of_hf, documents=self.documents)
+        own = recipe, vocab, self.world, self.device, self.precision
+        return layout_on(*own, counted=of_hf, documents=self.documents)
 
     def mixture_rows(self, steps: int) -> list[dict[str, Any]]:
         """The sources of a mixture over the run, as `shares_of_run`; none if they are unknown.
