@@ -444,20 +444,15 @@ def open_loader(
     )
 
 
-def describe_costs(model: nn.Module, recipe: Recipe, batch: BatchPlan, world: int) -> list[str]:
-    """What slower or larger ways cost that a model of `transformers` needs."""
-    network, notes = unwrap(model), list[str]()
-    if not isinstance(network, HfModel):
-        return notes
-    name = type(network.model).__name__
-    if not network._plain_head:
-        logits = 4 * batch.micro_batch * batch.context * network.vocab / 1e9
-        problem = f"the loss needs all logits of a micro-batch at once ({logits:.2g} GB in fp32)"
-        notes.append(f"{problem}, because the head of {name} is not one matrix (train.micro_batch)")
-    if recipe.model.from_scratch and world > 1:
-        parameters = 4 * network.model.num_parameters() / 1e9
-        notes.append(f"each rank draws all weights of {name} ({parameters:.2g} GB of its host)")
-    return notes
+def describe_costs(model: nn.Module, batch: BatchPlan) -> list[str]:
+    """A warning if a model of `transformers` needs the logits of all tokens."""
+    network = unwrap(model)
+    if not isinstance(network, HfModel) or network.head_form is not None:
+        return []
+    name, logits = type(network.model).__name__, 4 * batch.micro_batch * batch.context
+    size = f"{logits * network.vocab / 1e9:.2g} GB in fp32"
+    problem = f"the loss needs all logits of a micro-batch at once ({size})"
+    return [f"{problem}, because the head of {name} is not one matrix (train.micro_batch)"]
 
 
 def add_stages(state: State, ranks: Ranks) -> State:

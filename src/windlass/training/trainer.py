@@ -174,7 +174,7 @@ class Trainer:
             # torch's optimizers have no state before their first step.
             size += 0 if self.optimizer.state else 8 * self.facts.sizes.trained
             notes += setup.disk_shortage(plan, self.horizon, step, size)
-        notes += setup.describe_costs(self.model, self.recipe, self.batch, self.ranks.world)
+        notes += setup.describe_costs(self.model, self.batch)
         notes += [note] if not custom and (note := export_note(self.recipe.model)) else []
         groups = setup.optimizer_groups(self.model, self.optimizer, self.ranks)
         facts = describe(self.data)
