@@ -170,7 +170,7 @@ def test_what_slower_ways_of_a_model_of_transformers_cost_is_said(tmp_path):
         directory = hf_fixtures.save("llama", tmp_path / kind)
         recipe = Recipe().replace(keys | {"model.name": str(directory)})
         model = build_model(recipe, 0)
-        model._plain_head = kind == "llama"
+        model.head_form = model.head_form if kind == "llama" else None
         said[kind] = describe_costs(model, recipe, recipe.batch(2), 2)
     assert len(said["llama"]) == 1 and "each rank draws all weights" in said["llama"][0]
     assert "all logits" in said["other head"][0] and "GB" in said["other head"][0]

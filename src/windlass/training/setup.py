@@ -450,10 +450,10 @@ def describe_costs(model: nn.Module, recipe: Recipe, batch: BatchPlan, world: in
     if not isinstance(network, HfModel):
         return notes
     name = type(network.model).__name__
-    if not network._plain_head:
+    if network.head_form is None:
         logits = 4 * batch.micro_batch * batch.context * network.vocab / 1e9
         problem = f"the loss needs all logits of a micro-batch at once ({logits:.2g} GB in fp32)"
-        notes.append(f"{problem}, because the head of {name} is not one matrix (train.micro_batch)")
+        notes.append(f"{problem}, because {name} computes its own logits (train.micro_batch)")
     if recipe.model.from_scratch and world > 1:
         parameters = 4 * network.model.num_parameters() / 1e9
         notes.append(f"each rank draws all weights of {name} ({parameters:.2g} GB of its host)")
