@@ -234,13 +234,12 @@ class Trainer:
                 return self.loop()
             except RuntimeError as error:
                 self.batch = memory.smaller_micro_batch(error, self.batch, self.recorder)
-            size = self.batch.micro_batch
             self.optimizer.zero_grad(set_to_none=True)
             self.losses.reset()
             memory.release_memory(self.facts.compiles)
-            self.evaluator.use_micro_batch(size)
-            self.checkpoints.use_micro_batch(size)
-            memory.report_smaller(self.recorder, size)
+            self.evaluator.use_micro_batch(self.batch.micro_batch)
+            self.checkpoints.use_micro_batch(self.batch.micro_batch)
+            memory.report_smaller(self.recorder, self.batch.micro_batch)
             self.recorder.restart_counts()
 
     def loop(self) -> bool:  # noqa: PLR0915 (the algorithm in one piece)
