@@ -144,7 +144,8 @@ def test_what_a_start_says_of_the_optimizer_and_of_its_time(corpus: Path, tmp_pa
     matrices, norms = (9 + 16) * 16 + 2 * 12 * 16 * 16, 5 * 16
     log = run.log_path.read_text()
     assert (
-        f"adamw: 10 decayed tensors with {matrices:,} parameters, 5 undecayed with {norms}" in log
+        f"adamw (fused): 10 decayed tensors with {matrices:,} parameters, 5 undecayed with {norms}"
+        in log
     )
     assert f"{matrices + norms:,} parameters ({matrices + norms - 256:,} without positions)" in log
     start, first = (
@@ -231,7 +232,7 @@ def test_ddp_on_one_rank_takes_a_smaller_micro_batch_after_a_backward_pass_that_
     recipe = recipe_of(corpus, tmp_path / "run").replace(
         "parallel.strategy=ddp", "train.compile=true"
     )
-    monkeypatch.setattr(torch, "compile", lambda forward: forward)
+    monkeypatch.setattr(torch, "compile", lambda forward, **how: forward)
     resets = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
     monkeypatch.setattr(torch.Tensor, "backward", limited)

@@ -225,8 +225,18 @@ def test_bad_steps_in_a_row_count_on_over_a_resume():
         trainer.bad_steps.decide(trainer.step(batch(), 1.0).grad_norm, None, look=True)
 
 
+def test_spikes_in_a_row_count_on_over_a_resume():
+    trainer = make(on_spike="skip", max_skips=3)[1]
+    before = TrainState(spikes_in_a_row=1).to_json()
+    trainer.state.spikes_in_a_row = TrainState.from_json(before).spikes_in_a_row
+    norm = torch.ones(())
+    trainer.bad_steps.decide(norm, 9.0, look=False)
+    with refused("3 updates in a row", error=RunFailed):
+        trainer.bad_steps.decide(norm, 9.0, look=False)
+
+
 def test_state_survives_json_and_no_counter_is_lost_unnoticed():
-    state = TrainState(7, 56, 896, 700, [(8, 16)], 2, 1, 512.0, 9, [1.0, 2.0])
+    state = TrainState(7, 56, 896, 700, [(8, 16)], 3, 2, 1, 512.0, 9, [1.0, 2.0])
     saved = state.to_json()
     assert TrainState.from_json(saved) == state
     for name in saved:
