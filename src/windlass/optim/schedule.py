@@ -65,7 +65,7 @@ def check_fits(schedule: ScheduleSettings, horizon: Horizon) -> None:
     parts = {"warmup": schedule.warmup} | (
         {"decay": schedule.decay} if schedule.kind == "wsd" else {}
     )
-    if round(sum(map(steps_of, parts.values())), 6) > whole.steps:
+    if round(sum(map(steps_of, parts.values())), 6) >= whole.steps + 1:
         keys = " + ".join(f"optim.schedule.{key} = {value}" for key, value in parts.items())
         problem = f"{keys} are longer than the {whole.steps:,} steps of the schedule"
         raise UserError(f"{problem}: shorten them, write shares, as 0.02, or train longer")

@@ -355,7 +355,8 @@ def schedule(r: Any) -> Problems:
     steps = sum(part for part in (warmup, decay) if isinstance(part, int))
     share = sum(part for part in (warmup, decay) if isinstance(part, float))
     length, whole = (s.steps, "schedule") if s.steps else (run_steps, "run")
-    if share > 1 or (isinstance(length, int) and round(steps + share * length, 6) > length):
+    # Shares round to steps: the sum may be less than a step too long.
+    if share > 1 or (isinstance(length, int) and round(steps + share * length, 6) >= length + 1):
         alone = isinstance(warmup, int) and isinstance(length, int) and warmup > length
         key = "decay" if decay and not alone else "warmup"
         size = f" ({plural(length, 'step')})" if isinstance(length, int) else ""
