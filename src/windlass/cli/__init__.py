@@ -200,7 +200,6 @@ def _run(arguments: list[str] | None) -> None:
         check_names(sys.argv[1:] if arguments is None else arguments)
         code = app(args=arguments, prog_name="windlass", standalone_mode=False)
     except typer.Abort:
-        print("\nwindlass: interrupted", file=sys.stderr)  # not behind the ^C of a terminal
         sys.exit(errors.INTERRUPTED)
     except (errors.UserError, errors.RunFailed, errors.Stopped) as error:
         if processes.first_to_show(str(error)):
