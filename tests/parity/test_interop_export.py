@@ -16,6 +16,7 @@ import hf_fixtures
 import tokenizer_fixtures
 from helpers import refused, write_corpus, write_ledger
 from windlass import evaluate, sample, train
+from windlass.checkpoint.retention import read_lineage, record
 from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.conversations import Conversation
@@ -30,6 +31,7 @@ from windlass.errors import UserError
 from windlass.estimate.plan import plan
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.source import Source, alone, find_source, open_model
+from windlass.fileio import Files
 from windlass.interop.export import export, save_tokenizer, save_weights
 from windlass.interop.init_from import load_initial
 from windlass.model.build import build_model
@@ -422,7 +424,8 @@ def test_a_card_has_no_secret_and_shows_a_loss_that_is_not_finite(tmp_path, monk
     query = "b.txt?access_token=to-ken&rows=1"
     sources = ["https://me:pass-word@example.org/a.txt", f"https://example.org/{query}"]
     changes = {"data.source": sources, "data.sha256": "0" * 64, "run.notes": f"by {secret}"}
-    run.recipe_path.write_text(run.recipe.replace(changes).toml())
+    record(run.path, read_lineage(run.path), run.recipe.replace(changes), Files())
+    run = Run(run.path)
     lines = {"kind": "train", "loss": "NaN"}, {"kind": "eval", "suite": "loss", "loss": "Infinity"}
     write_ledger(run, *(line | {"step": 1} for line in lines))
     out = export(run, tmp_path / "out")

@@ -205,7 +205,7 @@ def test_in_a_notebook_a_step_takes_the_place_of_the_last_one(monkeypatch):
 def test_a_long_name_in_the_header_does_not_touch_its_fact():
     out = io.StringIO()
     Console(2, stream=out).header({"run": "runs/x", "template": "the chat template of hf:tiny"})
-    assert out.getvalue().splitlines() == [
+    assert out.getvalue().splitlines()[:2] == [
         "run      runs/x",
         "template the chat template of hf:tiny",
     ]

@@ -18,7 +18,8 @@ FINAL_AND_BEST = (
     ("eval_bits_per_byte", "best_bits_per_byte"),
 )
 """Final measures, each with its best value and the step of that value."""
-NAMING = ("preset", "run.name", "run.dir", "run.base", "run.notes", "data.dir")
+PLACE = ("run.dir", "run.base")
+NAMING = ("preset", "run.name", "run.notes", "data.dir")
 """Settings that always differ between runs, and explain nothing."""
 
 
@@ -99,10 +100,12 @@ class SettingRow(NamedTuple):
 
 
 def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
-    """Every setting: first if it differs between the runs, then if it is not the default."""
+    """Every setting, but for the run's place: first if it differs between the runs, then if it is not
+    the default.
+    """
     defaults, fields = Recipe(preset="custom").flat(), settings()
     rows = []
-    for key in dict.fromkeys(key for view in views for key in view.settings):
+    for key in dict.fromkeys(key for view in views for key in view.settings if key not in PLACE):
         meaning = " ".join((fields[key].description or "").split()) if key in fields else ""
         values = tuple(view.settings.get(key) for view in views)
         differs, changed = (any(x != y for x in values) for y in (values[0], defaults.get(key)))
