@@ -2,8 +2,8 @@
 same step. Exit code 75.
 """
 
-import fcntl
 import contextlib
+import fcntl
 import os
 import pty
 import re
