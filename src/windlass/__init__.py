@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from windlass.recipe import Recipe
     from windlass.reports.write import Report, report
     from windlass.run import Run
+    from windlass.study.ladder import ladder
     from windlass.study.scale import scale
     from windlass.study.study import Study
     from windlass.study.sweep import sweep
@@ -39,6 +40,7 @@ __all__ += [
     "evaluate",
     "export",
     "generate",
+    "ladder",
     "plan",
 ]
 __all__ += ["prepare", "report", "sample", "scale", "sweep", "track", "train", "verify"]
@@ -54,6 +56,7 @@ _NAMES = {
     "recipe": "Recipe",
     "reports.write": "Report report",
     "run": "Run",
+    "study.ladder": "ladder",
     "study.scale": "scale",
     "study.study": "Study",
     "study.sweep": "sweep",
